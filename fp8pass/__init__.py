@@ -1,0 +1,13 @@
+"""fp8pass: train any PyTorch model with FP8 linear layers and low-bit saved activations.
+
+    model = torch.compile(model, backend="fp8pass")
+"""
+
+from __future__ import annotations
+
+from fp8pass.backend import backend
+from fp8pass.config import RECIPES, Config, ConfigError
+
+__version__ = "0.1.0"
+
+__all__ = ["RECIPES", "Config", "ConfigError", "backend"]

@@ -1,0 +1,128 @@
+"""The Dynamo backend: from `torch.compile`'s arguments to Inductor with our passes in it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat
+from fp8pass import ops as ops  # defines the dialect
+from fp8pass.codegen.lowering import lower_dialect
+from fp8pass.config import Config, ConfigError, split_options, unknown
+from fp8pass.partition import Observer, Partitioner, rewrite_inference
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A `torch.compile` backend with its configuration; equal ones share compiled code.
+
+    Attributes:
+        config: what fp8pass does.
+        observer: called with each graph's plan (see `explain`).
+    """
+
+    config: Config = field(default_factory=Config)
+    observer: Observer | None = None
+
+    __name__ = "fp8pass"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph captured by Dynamo."""
+        config, inductor_options = self.config, dict(_mode_options(mode))
+        if options:
+            if self.config != Config():
+                raise ConfigError(
+                    "Pass the configuration either to fp8pass.backend(Config(...)) or as "
+                    "options={...}, not both."
+                )
+            config, given = split_options(options, compat.list_options())
+            inductor_options.update(given)
+        _warn_about_activation_quantization()
+        partitioner = Partitioner(config, held_inputs(example_inputs), self.observer)
+        return compat.compile_fx(
+            gm,
+            list(example_inputs),
+            inner_compile=InnerCompile(config, self.observer),
+            config_patches={**inductor_options, "custom_partitioner_fn": partitioner},
+        )
+
+
+@dataclass(frozen=True)
+class InnerCompile:
+    """Compiles one graph of aten and dialect operators, forward, backward or inference."""
+
+    config: Config
+    observer: Observer | None = None
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """The compiled graph, a callable on a list of inputs."""
+        if compat.is_inference_compile(kwargs):
+            rewrite_inference(gm, self.config, compat.static_inputs(kwargs), self.observer)
+        if self.config.compiler == "eager":
+            return compat.interpret(gm)
+        lower_dialect(gm)
+        return compat.compile_fx_inner(gm, inputs, **kwargs)
+
+
+def backend(config: Config) -> Backend:
+    """A backend for `torch.compile(model, backend=fp8pass.backend(config))`.
+
+    Raises:
+        TypeError: `config` is not a `Config`.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"fp8pass.backend takes a fp8pass.Config, got {type(config).__name__}. "
+            "For options as a dict use torch.compile(model, backend='fp8pass', options={...})."
+        )
+    return Backend(config)
+
+
+def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="fp8pass")`, recipe `coat`."""
+    return Backend()(gm, example_inputs, **kwargs)
+
+
+def held_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:
+    """The inputs that autograd holds until the backward: leaves that require a gradient.
+
+    Their gradient accumulator keeps a reference, so that using them in the backward costs no
+    memory. The output of another block, which is not a leaf, is held by nobody but us.
+    """
+    return frozenset(
+        i
+        for i, x in enumerate(example_inputs)
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf
+    )
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    modes = compat.list_mode_options()
+    if mode not in modes:
+        raise ConfigError(
+            f"{unknown('mode', mode, modes)} mode is one of {', '.join(map(repr, modes))}."
+        )
+    return modes[mode]
+
+
+def _warn_about_activation_quantization() -> None:
+    if compat.activation_quantization_is_on():
+        warnings.warn(
+            "activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass has "
+            "already planned. Remove it from post_grad_fusion_options.",
+            stacklevel=2,
+        )

@@ -1,0 +1,287 @@
+"""The dialect in terms of aten, so that Inductor fuses it with what surrounds it.
+
+Runs on the forward and on the backward graph right before Inductor compiles them. Each operator
+has one function here; what they compute is what the reference kernels in `ops.py` compute, and
+the tests compare the two. Only operators that survive Inductor's decompositions may be emitted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format
+from fp8pass.graph import aten, prims, tensor
+from fp8pass.ops import CONTRACTION_MULTIPLE, SMALLEST_SCALE, is_fp8
+
+fp8 = torch.ops.fp8pass
+cast = prims.convert_element_type.default
+
+
+class Emitter:
+    """Emits aten operators at one place of a graph; `self(op, ...)` adds a node."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return graph.emit(self.node.graph, target, *args, like=self.node, **kwargs)
+
+    def sizes(self, x: fx.Node) -> list[Any]:
+        """The sizes of `x` as arguments: numbers, or nodes where they vary."""
+        return [
+            size if isinstance(size, int) else self(aten.sym_size.int, x, dim)
+            for dim, size in enumerate(tensor(x).shape)
+        ]
+
+
+    def constant(self, like: fx.Node, value: float) -> fx.Node:
+        """A scalar tensor with dtype and device of `like`."""
+        val = tensor(like)
+        with compat.fake_mode_of(val):
+            return self(aten.full.default, [], value, dtype=val.dtype, device=val.device)
+
+
+Lowering = Callable[..., fx.Node]
+_LOWERINGS: dict[Callable[..., Any], Lowering] = {}
+
+
+def _lowers(target: Callable[..., Any]) -> Callable[[Lowering], Lowering]:
+    def register(function: Lowering) -> Lowering:
+        assert target not in _LOWERINGS, target
+        _LOWERINGS[target] = function
+        return function
+
+    return register
+
+
+def lower_dialect(gm: fx.GraphModule) -> None:
+    """Replace every fp8pass:: operator of a graph by aten operators."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        lowering = _LOWERINGS.get(node.target) if node.op == "call_function" else None
+        if lowering is None:
+            continue
+        with gm.graph.inserting_before(node):
+            node.replace_all_uses_with(lowering(Emitter(node), *node.args))
+        gm.graph.erase_node(node)
+        changed = True
+    if changed:
+        gm.recompile()
+
+
+@_lowers(fp8.amax.default)
+def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
+    rows = emit(aten.amax.default, emit(aten.abs.default, x), [-1])
+    return emit(cast, emit(aten.amax.default, rows), torch.float32)
+
+
+@_lowers(fp8.scale.default)
+def _scale(emit: Emitter, amax: fx.Node, format: str) -> fx.Node:
+    return _scale_of(emit, amax, FORMATS[format])
+
+
+def _scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
+    if fmt.lossless:
+        return emit(aten.pow.Tensor_Scalar, amax, 0)
+    scale = emit(aten.clamp_min.default, emit(aten.mul.Tensor, amax, 1 / fmt.max), SMALLEST_SCALE)
+    return emit(aten.where.self, emit(aten.eq.Scalar, amax, 0), emit.constant(amax, 1.0), scale)
+
+
+@_lowers(fp8.quantize.default)
+def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str, transpose: bool) -> fx.Node:
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return emit(aten.permute.default, x, [1, 0]) if transpose else x
+    scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
+    if transpose:
+        scaled = emit(aten.permute.default, _pad_rows(emit, scaled), [1, 0])
+    return _row_major(emit, _encode(emit, scaled, fmt))
+
+
+def _pad_rows(emit: Emitter, x: fx.Node) -> fx.Node:
+    rows = tensor(x).shape[0]
+    if compat.statically_known_true(rows % CONTRACTION_MULTIPLE == 0):
+        return x
+    if isinstance(rows, int):
+        padding: Any = -rows % CONTRACTION_MULTIPLE
+    else:
+        size = emit(aten.sym_size.int, x, 0)
+        padding = emit(operator.mod, emit(operator.neg, size), CONTRACTION_MULTIPLE)
+    return emit(aten.constant_pad_nd.default, x, [0, 0, 0, padding], 0.0)
+
+
+def _row_major(emit: Emitter, x: fx.Node) -> fx.Node:
+    """Pin the layout: Inductor is free to choose another for pointwise results."""
+    columns = emit.sizes(x)[1]
+    return emit(compat.force_stride_order, x, [columns, 1])
+
+
+@_lowers(fp8.scaled_mm.default)
+def _scaled_mm(
+    emit: Emitter,
+    a: fx.Node,
+    a_scale: fx.Node,
+    b: fx.Node,
+    b_scale: fx.Node,
+    bias: fx.Node | None,
+    out_dtype: torch.dtype,
+) -> fx.Node:
+    b_transposed = emit(aten.permute.default, b, [1, 0])
+    if not is_fp8(tensor(a).dtype):
+        if bias is None:
+            return emit(aten.mm.default, a, b_transposed)
+        return emit(aten.addmm.default, bias, a, b_transposed)
+    if tensor(a).device.type == "cuda":
+        return _cuda_scaled_mm(emit, a, a_scale, b_transposed, b_scale, bias, out_dtype)
+    product = emit(
+        aten.mm.default, emit(cast, a, torch.float32), emit(cast, b_transposed, torch.float32)
+    )
+    scaled = emit(aten.mul.Tensor, product, emit(aten.mul.Tensor, a_scale, b_scale))
+    if bias is not None:
+        scaled = emit(aten.add.Tensor, scaled, emit(cast, bias, torch.float32))
+    return emit(cast, scaled, out_dtype)
+
+
+def _cuda_scaled_mm(
+    emit: Emitter,
+    a: fx.Node,
+    a_scale: fx.Node,
+    b: fx.Node,
+    b_scale: fx.Node,
+    bias: fx.Node | None,
+    out_dtype: torch.dtype,
+) -> fx.Node:
+    """cuBLASLt or Triton, whichever Inductor's autotuning prefers; fast accumulation."""
+    fused_bias = bias is not None and out_dtype in (torch.bfloat16, torch.float16)
+    product = emit(
+        aten._scaled_mm.default,
+        *(a, b, a_scale, b_scale, bias if fused_bias else None, None, out_dtype, True),
+    )
+    if bias is None or fused_bias:
+        return product
+    return emit(aten.add.Tensor, product, bias)
+
+
+@_lowers(fp8.group_scale.default)
+def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.Node:
+    fmt = FORMATS[format]
+    groups = _split_groups(emit, x, group_size)
+    amax = emit(aten.amax.default, emit(aten.abs.default, groups), [-1])
+    return emit(cast, _scale_of(emit, emit(cast, amax, torch.float32), fmt), GROUP_SCALE_DTYPE)
+
+
+@_lowers(fp8.quantize_groups.default)
+def _quantize_groups(
+    emit: Emitter, x: fx.Node, scales: fx.Node, format: str, group_size: int
+) -> fx.Node:
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return emit(aten.clone.default, x, memory_format=torch.contiguous_format)
+    groups = _split_groups(emit, emit(cast, x, torch.float32), group_size)
+    inverse = emit(aten.unsqueeze.default, _inverse(emit, scales), -1)
+    codes = _encode(emit, emit(aten.mul.Tensor, groups, inverse), fmt)
+    return emit(aten.reshape.default, codes, emit.sizes(x))
+
+
+@_lowers(fp8.dequantize_groups.default)
+def _dequantize_groups(
+    emit: Emitter,
+    data: fx.Node,
+    scales: fx.Node,
+    format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> fx.Node:
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return data
+    groups = _split_groups(emit, _decode(emit, data, fmt), group_size)
+    factors = emit(aten.unsqueeze.default, emit(cast, scales, torch.float32), -1)
+    values = emit(cast, emit(aten.mul.Tensor, groups, factors), dtype)
+    return emit(aten.reshape.default, values, emit.sizes(data))
+
+
+def _split_groups(emit: Emitter, x: fx.Node, group_size: int) -> fx.Node:
+    *leading, length = emit.sizes(x)
+    return emit(aten.reshape.default, x, [*leading, length // group_size, group_size])
+
+
+def _inverse(emit: Emitter, scale: fx.Node) -> fx.Node:
+    return emit(aten.reciprocal.default, emit(cast, scale, torch.float32))
+
+
+def _encode(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
+    clamped = emit(aten.clamp_max.default, emit(aten.clamp_min.default, x, -fmt.max), fmt.max)
+    if not fmt.emulated:
+        return emit(cast, clamped, fmt.dtype)
+    return _encode_bytes(emit, clamped, fmt)
+
+
+def _decode(emit: Emitter, data: fx.Node, fmt: Format) -> fx.Node:
+    if not fmt.emulated:
+        return emit(cast, data, torch.float32)
+    return _decode_bytes(emit, data, fmt)
+
+
+# Integer arithmetic for GPUs whose Triton cannot convert to E4M3. An fp32 number has 23 mantissa
+# bits and exponent bias 127, an E4M3 one 3 and 7; its least normal number is 2^-6 and the step
+# below that 2^-9.
+_DROPPED_BITS = 23 - 3
+_REBIAS = (127 - 7) << 3
+# Adding 2^14 to a number below 2^-6 leaves it in fp32's last bits, in units of 2^-9, rounded.
+_DENORMAL_SHIFT = 2.0**14
+_NAN_CODE = 0x7F
+
+
+def _bits(emit: Emitter, x: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, x, torch.int32)
+
+
+def _encode_bytes(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
+    """fp32 within ±fmt.max to E4M3 code points, nearest even, as uint8."""
+    magnitude = emit(aten.abs.default, x)
+    bits = _bits(emit, magnitude)
+    # Half a step less one, plus one if the last kept bit is odd: ties go to even.
+    odd = emit(
+        aten.bitwise_and.Scalar, emit(aten.bitwise_right_shift.Tensor_Scalar, bits, _DROPPED_BITS), 1
+    )
+    rounded = emit(aten.add.Tensor, emit(aten.add.Tensor, bits, odd), (1 << _DROPPED_BITS - 1) - 1)
+    normal = emit(
+        aten.sub.Tensor,
+        emit(aten.bitwise_right_shift.Tensor_Scalar, rounded, _DROPPED_BITS),
+        _REBIAS,
+    )
+    shifted = _bits(emit, emit(aten.add.Tensor, magnitude, _DENORMAL_SHIFT))
+    offset = int(torch.tensor(_DENORMAL_SHIFT).view(torch.int32))
+    denormal = emit(aten.sub.Tensor, shifted, offset)
+    is_denormal = emit(aten.lt.Scalar, magnitude, 2.0**fmt.min_exponent)
+    code = emit(aten.where.self, is_denormal, denormal, normal)
+    nan = emit.constant(code, _NAN_CODE)
+    code = emit(aten.where.self, emit(aten.isnan.default, x), nan, code)
+    sign = emit(
+        aten.bitwise_and.Scalar, emit(aten.bitwise_right_shift.Tensor_Scalar, _bits(emit, x), 24), 0x80
+    )
+    return emit(cast, emit(aten.bitwise_or.Tensor, code, sign), torch.uint8)
+
+
+def _decode_bytes(emit: Emitter, data: fx.Node, fmt: Format) -> fx.Node:
+    """E4M3 code points in uint8 to fp32."""
+    code = emit(cast, data, torch.int32)
+    magnitude = emit(aten.bitwise_and.Scalar, code, 0x7F)
+    bits = emit(aten.add.Tensor, magnitude, _REBIAS)
+    shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, bits, _DROPPED_BITS)
+    normal = emit(aten.view.dtype, shifted, torch.float32)
+    step = 2.0 ** (fmt.min_exponent - fmt.mantissa)
+    denormal = emit(aten.mul.Tensor, emit(cast, magnitude, torch.float32), step)
+    is_denormal = emit(aten.lt.Scalar, magnitude, 1 << fmt.mantissa)
+    decoded = emit(aten.where.self, is_denormal, denormal, normal)
+    nan = emit.constant(decoded, float("nan"))
+    decoded = emit(aten.where.self, emit(aten.eq.Scalar, magnitude, _NAN_CODE), nan, decoded)
+    negative = emit(aten.gt.Scalar, code, 0x7F)
+    return emit(aten.where.self, negative, emit(aten.neg.default, decoded), decoded)

@@ -1,0 +1,201 @@
+"""Every private PyTorch symbol that fp8pass uses, for every supported version.
+
+Nothing else in the package imports from `torch._*`. When a PyTorch release moves or changes one
+of these, this is the only file to touch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+SUPPORTED = ">=2.11,<2.14"
+_MINIMUM, _BELOW = (2, 11), (2, 14)
+
+
+def check_version(version: str) -> None:
+    """Raise ImportError unless `version` of PyTorch is one fp8pass supports."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not _MINIMUM <= release < _BELOW:
+        raise ImportError(
+            f"fp8pass supports PyTorch {SUPPORTED}, this is {version}. "
+            f"Install one that works: pip install 'torch{SUPPORTED}'"
+        )
+
+
+check_version(torch.__version__)
+
+import torch._functorch.config as functorch_config  # noqa: E402
+import torch._functorch.partitioners as _partitioners  # noqa: E402
+import torch._inductor.config as inductor_config  # noqa: E402
+import torch._inductor.inductor_prims  # noqa: E402, F401
+from torch._dynamo.utils import counters as counters  # noqa: E402
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput  # noqa: E402
+from torch._functorch._aot_autograd.utils import make_boxed_func  # noqa: E402
+from torch._functorch.compile_utils import fx_graph_cse, raise_getitems  # noqa: E402
+from torch._functorch.partitioners import (  # noqa: E402
+    classify_nodes,
+    cleanup_recompute_tags,
+    default_partition,
+    force_save_bw_mutation_src,
+    force_save_collectives,
+    force_save_effectful_ops,
+    has_recomputable_ops,
+    min_cut_rematerialization_partition,
+    reordering_to_mimic_autograd_engine,
+    thread_graphsafe_rng_from_hops,
+)
+from torch._inductor import list_mode_options, list_options  # noqa: E402
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: E402
+from torch._logging import trace_structured  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
+from torch.fx.experimental.proxy_tensor import is_sym_node  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import (  # noqa: E402
+    free_unbacked_symbols,
+    statically_known_true,
+)
+from torch.utils.checkpoint import CheckpointPolicy  # noqa: E402
+
+__all__ = [
+    "CustomPartitionerFn",
+    "FakeTensor",
+    "compile_fx",
+    "compile_fx_inner",
+    "counters",
+    "default_partition",
+    "is_sym_node",
+    "list_mode_options",
+    "list_options",
+    "statically_known_true",
+    "stock_partition",
+    "trace_structured",
+]
+
+_EXTRACT_TAKES_OPAQUE = (
+    "saved_opaque_nodes" in inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
+)
+
+force_stride_order = torch.ops.prims.inductor_force_stride_order.default
+
+
+def stock_partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's own min-cut partitioner, what `torch.compile` uses without fp8pass."""
+    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def normalize_joint_graph(gm: fx.GraphModule) -> None:
+    """What PyTorch's partitioner does before it decides: CSE and tags for what must be saved."""
+    gm.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        gm.graph = fx_graph_cse(gm.graph)
+    if has_recomputable_ops(gm):
+        cleanup_recompute_tags(gm, is_default_partition=False)
+    force_save_collectives(gm)
+    force_save_effectful_ops(gm)
+    force_save_bw_mutation_src(gm)
+
+
+def forward_nodes(gm: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
+    """The nodes that the forward outputs need."""
+    return set(classify_nodes(gm, [], num_fwd_outputs).required_fw_nodes)
+
+
+def extract_forward_backward(
+    gm: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    *,
+    num_fwd_outputs: int,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut the joint graph at `saved` and `saved_symbols` into forward and backward modules."""
+    extra = {"saved_opaque_nodes": []} if _EXTRACT_TAKES_OPAQUE else {}
+    forward, backward = _partitioners._extract_fwd_bwd_modules(
+        gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
+    )
+    backward = reordering_to_mimic_autograd_engine(backward)
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    forward = thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    return forward, backward
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether `node` is the gradient of a forward output, an input of the backward."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Whether `node` is an input of the forward: parameter, buffer or argument."""
+    return node.op == "placeholder" and "primals" in str(node.target)
+
+
+def must_recompute(node: fx.Node) -> bool:
+    """Whether the user asked for recomputation (`torch.utils.checkpoint`)."""
+    return node.meta.get("recompute") in (
+        CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+
+
+def must_save(node: fx.Node) -> bool:
+    """Whether recomputing is ruled out, by the user's policy or by a side effect."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph a primal is, None where that is unknown."""
+    desc = node.meta.get("desc")
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def has_unbacked(value: object) -> bool:
+    """Whether a tensor's sizes depend on data, so that nothing about them is known."""
+    return bool(free_unbacked_symbols(value))
+
+
+def size_hint(value: int | torch.SymInt) -> int:
+    """The number behind a size: itself, or the one it was traced with."""
+    return value if isinstance(value, int) else int(value.node.hint)
+
+
+def seeded_random_ops() -> Iterable[Any]:
+    """Inductor's random numbers: a pure function of a seed, so recomputing gives the same."""
+    return (
+        torch.ops.prims.inductor_random.default,
+        torch.ops.prims.inductor_randint.default,
+        torch.ops.prims.inductor_lookup_seed.default,
+    )
+
+
+def is_inference_compile(kwargs: dict[str, Any]) -> bool:
+    """Whether Inductor's inner compile was called for a graph without a backward."""
+    return bool(kwargs.get("is_inference"))
+
+
+def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
+    """Indices of the inputs that Inductor's inner compile knows to be parameters or buffers."""
+    return frozenset(kwargs.get("static_input_idxs") or ())
+
+
+def activation_quantization_is_on() -> bool:
+    """Whether the user also asked for PyTorch's own activation quantization."""
+    return "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
+
+
+def fake_mode_of(fake: torch.Tensor) -> Any:
+    """The mode under which operators without tensor inputs give fake tensors, as a context."""
+    assert isinstance(fake, FakeTensor)
+    return fake.fake_mode
+
+
+def interpret(gm: fx.GraphModule) -> Any:
+    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch."""
+    gm.recompile()
+    return make_boxed_func(gm.forward)

@@ -1,0 +1,139 @@
+"""What a user can choose: a frozen, validated `Config` and its named presets, the recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LINEAR_FORMATS = ("e4m3", "e5m2", "exact")
+SAVE_FORMATS = ("e4m3", "none", "exact")
+COMPILERS = ("inductor", "eager")
+
+RECIPES: dict[str, dict[str, Any]] = {
+    # FP8 GEMMs only: every other saved value is kept as it is.
+    "linear": {"save_format": "none"},
+    # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
+    "coat": {},
+    # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
+    "exact": {"forward_format": "exact", "gradient_format": "exact", "save_format": "exact"},
+}
+
+
+class ConfigError(ValueError):
+    """A recipe, option or value that does not exist; the message names the nearest that does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The choices of one compilation. `Config()` is recipe `coat`.
+
+    Attributes:
+        forward_format: format of activations and weights in the GEMMs of linear layers, one of
+            `e4m3`, `e5m2`, `exact`. Per-tensor scales, just in time (COAT 5.2, LLMQ 3).
+        gradient_format: format of output gradients in those GEMMs.
+        save_format: format of the values that non-linear layers keep for the backward:
+            `e4m3` in 1×`group_size` groups, or `none` to keep them as they are. `exact` quantizes
+            nothing but takes the same path through the compiler, to test it.
+        group_size: elements that share one scale in a saved value; COAT's paper uses 16.
+        skip: shell-style patterns of module paths that stay in high precision. A pattern matches
+            a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.
+        quantize_lm_head: also run the output head in FP8 (FP8 and back, LLMQ: better not).
+        compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
+    """
+
+    forward_format: str = "e4m3"
+    gradient_format: str = "e4m3"
+    save_format: str = "e4m3"
+    group_size: int = 128
+    skip: tuple[str, ...] = ()
+    quantize_lm_head: bool = False
+    compiler: str = "inductor"
+
+    def __post_init__(self) -> None:
+        _check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
+        _check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
+        _check_choice("save_format", self.save_format, SAVE_FORMATS)
+        _check_choice("compiler", self.compiler, COMPILERS)
+        if (self.forward_format == "exact") != (self.gradient_format == "exact"):
+            raise ConfigError(
+                "forward_format and gradient_format must both be 'exact' or both be FP8: "
+                "one GEMM cannot mix them."
+            )
+        if self.forward_format == "e5m2" and self.gradient_format == "e5m2":
+            raise ConfigError(
+                "forward_format and gradient_format cannot both be 'e5m2': FP8 tensor cores take "
+                "at most one E5M2 operand. Use forward_format='e4m3'."
+            )
+        size = self.group_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
+            raise ConfigError(f"group_size must be a positive multiple of 16, got {size!r}.")
+        if isinstance(self.skip, str) or not all(isinstance(p, str) for p in self.skip):
+            raise ConfigError(f"skip must be a tuple of module path patterns, got {self.skip!r}.")
+        object.__setattr__(self, "skip", tuple(self.skip))
+        if not isinstance(self.quantize_lm_head, bool):
+            raise ConfigError(f"quantize_lm_head must be a bool, got {self.quantize_lm_head!r}.")
+
+    @classmethod
+    def recipe(cls, name: str, **overrides: Any) -> Config:
+        """The preset `name` (`linear`, `coat`, `exact`) with single fields changed.
+
+        Raises:
+            ConfigError: unknown recipe or field, or a value that the field does not take.
+        """
+        _check_choice("recipe", name, tuple(RECIPES))
+        for field in overrides:
+            if field not in FIELDS:
+                raise ConfigError(unknown("option", field, FIELDS))
+        return cls(**{**RECIPES[name], **overrides})
+
+    @property
+    def quantizes_linears(self) -> bool:
+        """Whether GEMMs run in FP8 (False in recipe `exact`, which only rewrites them)."""
+        return self.forward_format != "exact"
+
+
+FIELDS = tuple(f.name for f in dataclasses.fields(Config))
+
+
+def split_options(
+    options: Mapping[str, Any], inductor_options: Iterable[str]
+) -> tuple[Config, dict[str, Any]]:
+    """Split `torch.compile(options=...)` into our `Config` and options for Inductor.
+
+    Raises:
+        ConfigError: an option that neither knows.
+    """
+    known = set(inductor_options)
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for key, value in options.items():
+        if key in FIELDS or key == "recipe":
+            ours[key] = value
+        elif key.replace("-", "_") in known:
+            theirs[key.replace("-", "_")] = value
+        else:
+            raise ConfigError(
+                unknown("option", key, ("recipe", *FIELDS), also=known)
+                + " Options of fp8pass: "
+                + ", ".join(("recipe", *FIELDS))
+                + "; those of torch._inductor.config pass through."
+            )
+    return Config.recipe(ours.pop("recipe", "coat"), **ours), theirs
+
+
+def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:
+    """An error message for `got` that names the nearest of `choices`, then of `also`."""
+    nearest = difflib.get_close_matches(str(got), list(choices), n=1) or difflib.get_close_matches(
+        str(got), list(also), n=1, cutoff=0.8
+    )
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"Unknown {what} {got!r}.{hint}"
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise ConfigError(f"{unknown(field, value, choices)} {field} is one of {listed}.")

@@ -1,0 +1,28 @@
+"""What a device can do with FP8, asked at compile time."""
+
+from __future__ import annotations
+
+import torch
+
+FP8_CAPABILITY = (8, 9)
+
+
+def why_no_fp8_gemm(device: torch.device) -> str | None:
+    """The reason why `device` cannot run FP8 GEMMs, or None where it can.
+
+    The CPU can: its reference kernels compute what the tensor cores would.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"no FP8 GEMMs on {device.type} devices yet; needs an NVIDIA GPU or the CPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
+    return None
+
+
+def has_fp8_casts(device: torch.device) -> bool:
+    """Whether generated code can convert to and from `torch.float8_e4m3fn` on `device`."""
+    return device.type == "cpu" or why_no_fp8_gemm(device) is None

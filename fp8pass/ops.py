@@ -1,0 +1,205 @@
+"""The fp8pass:: dialect: the few operators that rewritten graphs speak besides aten.
+
+Every operator is functional and has one exact meaning, stated in its docstring and implemented
+here in plain PyTorch, in fp32, for any device. These reference kernels run when a rewritten graph
+is interpreted (`compiler="eager"`) and are what the generated code is tested against; for speed,
+`codegen/lowering.py` says the same in terms that Inductor fuses.
+
+Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor and bf16 per
+group. `amax == 0` gives scale 1. NaN and Inf reach the output: an infinite amax gives an infinite
+scale, and whatever is multiplied by it is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8pass.formats import E4M3_BYTES, FORMATS, GROUP_SCALE_DTYPE, Format
+
+# Below this a scale is denormal, and its reciprocal infinite.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# FP8 tensor cores take contractions in multiples of this many elements.
+CONTRACTION_MULTIPLE = 16
+
+_library = torch.library.Library("fp8pass", "DEF")
+
+
+def _dialect(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable], Callable]:
+    """Define `fp8pass::<schema>`: the function decorated is its kernel, `fake` gives its shape.
+
+    Fakes must not branch on sizes, which would specialize a graph of varying shape.
+    """
+
+    def register(kernel: Callable) -> Callable:
+        _library.define(schema)
+        name = schema.split("(")[0]
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fp8pass::{name}", fake, lib=_library)
+        return kernel
+
+    return register
+
+
+def _fake_scalar(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fake_quantize(x: Tensor, scale: Tensor, format: str, transpose: bool) -> Tensor:
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return x.t() if transpose else x.view_as(x)
+    rows, columns = x.shape
+    shape = (columns, padded(rows)) if transpose else (rows, columns)
+    return x.new_empty(shape, dtype=fmt.dtype)
+
+
+def _fake_scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: int
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // group_size), dtype=GROUP_SCALE_DTYPE)
+
+
+def _fake_quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> Tensor:
+    return x.new_empty(x.shape, dtype=FORMATS[format].dtype or x.dtype)
+
+
+def _fake_dequantize_groups(
+    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: int
+) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def padded(rows: int) -> int:
+    """`rows` rounded up to a contraction length that FP8 tensor cores take."""
+    return (rows + CONTRACTION_MULTIPLE - 1) // CONTRACTION_MULTIPLE * CONTRACTION_MULTIPLE
+
+
+@_dialect("amax(Tensor x) -> Tensor", _fake_scalar)
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude in `x` as an fp32 scalar (COAT 5.2, Group Scaling).
+
+    Computed in two stages, over rows and then over their maxima, so that the first can be fused
+    into whatever produces `x`. NaN if `x` holds a NaN.
+    """
+    return x.abs().amax(dim=-1).amax().float()
+
+
+@_dialect("scale(Tensor amax, str format) -> Tensor", _fake_scalar)
+def scale(amax: Tensor, format: str) -> Tensor:
+    """The fp32 scale that maps `amax` to the largest value of `format` (LLMQ section 3)."""
+    return scale_of(amax, FORMATS[format])
+
+
+@_dialect(
+    "quantize(Tensor x, Tensor scale, str format, bool transpose) -> Tensor", _fake_quantize
+)
+def quantize(x: Tensor, scale: Tensor, format: str, transpose: bool) -> Tensor:
+    """A matrix `x` [M, K] coded with one scale, row-major.
+
+    Returns [M, K], or with `transpose` [K, M'] where M' is M rounded up to a multiple of 16 with
+    zeros: the layout in which a matrix is contracted over its rows (COAT G.3).
+    """
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return x.t() if transpose else x
+    data = encode(x.float() * scale.reciprocal(), fmt)
+    if not transpose:
+        return data.contiguous()
+    padding = padded(x.shape[0]) - x.shape[0]
+    codes = torch.nn.functional.pad(data.view(torch.uint8).t(), (0, padding))
+    return codes.contiguous().view(data.dtype)
+
+
+@_dialect(
+    "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor",
+    _fake_scaled_mm,
+)
+def scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: int
+) -> Tensor:
+    """`(a * a_scale) @ (b * b_scale).T + bias`, accumulated in fp32 and rounded once.
+
+    `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
+    in `out_dtype`. Operands in a lossless format are multiplied as they are (`aten.mm`).
+    """
+    if not is_fp8(a.dtype):
+        return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
+    product = (a.float() @ b.float().t()) * (a_scale * b_scale)
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+@_dialect("group_scale(Tensor x, str format, int group_size) -> Tensor", _fake_group_scale)
+def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
+    """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
+
+    Returns [..., K / G] in bf16. K is a multiple of G.
+    """
+    fmt = FORMATS[format]
+    groups = x.unflatten(-1, (-1, group_size))
+    if fmt.lossless:
+        return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
+    return scale_of(groups.abs().amax(dim=-1).float(), fmt).to(GROUP_SCALE_DTYPE)
+
+
+@_dialect(
+    "quantize_groups(Tensor x, Tensor scales, str format, int group_size) -> Tensor",
+    _fake_quantize_groups,
+)
+def quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> Tensor:
+    """`x` [..., K] coded with the scales [..., K / G] of its groups; same shape, contiguous."""
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return x.clone(memory_format=torch.contiguous_format)
+    groups = x.float().unflatten(-1, (-1, group_size))
+    return encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt).flatten(-2).contiguous()
+
+
+@_dialect(
+    "dequantize_groups(Tensor data, Tensor scales, str format, int group_size, ScalarType dtype) "
+    "-> Tensor",
+    _fake_dequantize_groups,
+)
+def dequantize_groups(
+    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: int
+) -> Tensor:
+    """The values behind `data` [..., K] and its group scales [..., K / G], in `dtype`."""
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return data.to(dtype)
+    groups = decode(data, fmt).unflatten(-1, (-1, group_size))
+    return (groups * scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is one that FP8 tensor cores multiply."""
+    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def scale_of(amax: Tensor, fmt: Format) -> Tensor:
+    """`amax / fmt.max` in fp32, 1 where `amax` is 0, kept normal so that it has a reciprocal."""
+    if fmt.lossless:
+        return torch.ones_like(amax)
+    return torch.where(amax == 0, 1.0, (amax * (1 / fmt.max)).clamp_min(SMALLEST_SCALE))
+
+
+def encode(x: Tensor, fmt: Format) -> Tensor:
+    """fp32 `x`, already divided by its scale, rounded to the nearest code of `fmt`, ties to even.
+
+    Magnitudes beyond `fmt.max`, which only rounding can cause, become `fmt.max`; NaN stays NaN.
+    """
+    assert fmt.dtype is not None
+    stored = torch.float8_e4m3fn if fmt.emulated else fmt.dtype
+    return x.clamp(-fmt.max, fmt.max).to(stored).view(fmt.dtype)
+
+
+def decode(data: Tensor, fmt: Format) -> Tensor:
+    """The fp32 values of codes."""
+    return (data.view(torch.float8_e4m3fn) if fmt is E4M3_BYTES else data).float()

@@ -1,0 +1,151 @@
+"""Where fp8pass meets Inductor: the partitioner that runs the passes and cuts the joint graph."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, debug, graph
+from fp8pass.config import Config
+from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, Context
+from fp8pass.plan import Plan
+
+log = logging.getLogger("fp8pass")
+
+Observer = Callable[[Plan, list[debug.PassRecord]], None]
+
+
+class Partitioner(compat.CustomPartitionerFn):
+    """Runs the passes on a joint graph and cuts it where the plan says.
+
+    Args:
+        config: the user's choices.
+        held_inputs: indices of the Dynamo graph's inputs that autograd holds until the backward.
+        observer: called with the plan and the passes' graphs, for `explain`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        held_inputs: frozenset[int] = frozenset(),
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.held_inputs = held_inputs
+        self.observer = observer
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **stock_options: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward module."""
+        stock_bytes = None
+        if self.observer:
+            stock_bytes = stock_saved_bytes(
+                gm, joint_inputs, num_fwd_outputs, static_lifetime_input_indices, self.held_inputs
+            )
+        compat.normalize_joint_graph(gm)
+        primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
+        ctx = Context(
+            self.config,
+            parameters=frozenset(primals[i] for i in static_lifetime_input_indices or ()),
+            held=held_nodes(primals, self.held_inputs),
+            num_fwd_outputs=num_fwd_outputs,
+        )
+        records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
+        ctx.plan.stock_bytes = stock_bytes
+        log.info("%s", ctx.plan.summary())
+        if self.observer:
+            self.observer(ctx.plan, records)
+        return cut(gm, ctx)
+
+    def uuid(self) -> str:
+        """Cache key: source, configuration, PyTorch, and what autograd holds."""
+        key = (source_hash(), repr(self.config), torch.__version__, sorted(self.held_inputs))
+        return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split the joint graph at `ctx.saved`, and check that nothing else crosses."""
+    symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
+    tensors = [n for n in ctx.saved if not compat.is_sym_node(n)]
+    planned = [n.name for n in tensors]
+    forward, backward = compat.extract_forward_backward(
+        gm, tensors, symbols, num_fwd_outputs=ctx.num_fwd_outputs
+    )
+    crossing = {n.name for n in tensors}
+    if crossing != set(planned):
+        raise AssertionError(f"planned to save {planned}, saved {sorted(crossing)}")
+    return forward, backward
+
+
+def rewrite_inference(
+    gm: fx.GraphModule, config: Config, parameters: frozenset[int], observer: Observer | None
+) -> None:
+    """Run the passes on a graph without a backward."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    ctx = Context(
+        config,
+        parameters=frozenset(placeholders[i] for i in parameters),
+        held=frozenset(),
+        num_fwd_outputs=0,
+    )
+    records = debug.run_passes(INFERENCE_PASSES, gm, ctx, record=observer is not None)
+    log.info("inference: %s", ctx.plan.summary())
+    if observer:
+        ctx.plan.note = "inference"
+        observer(ctx.plan, records)
+
+
+def held_nodes(primals: list[fx.Node], held_inputs: frozenset[int]) -> frozenset[fx.Node]:
+    """The primals that are the Dynamo inputs `held_inputs`."""
+    return frozenset(n for n in primals if compat.input_index(n) in held_inputs)
+
+
+def stock_saved_bytes(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    num_fwd_outputs: int,
+    static: Sequence[int] | None,
+    held_inputs: frozenset[int],
+) -> int:
+    """Bytes that PyTorch's partitioner would keep of this graph, counted as `Plan.saved_bytes`."""
+    forward, _ = compat.stock_partition(
+        _copy_of(gm),
+        joint_inputs,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=list(static or ()),
+    )
+    primals = [n for n in forward.graph.nodes if compat.is_primal(n)]
+    free = {primals[i] for i in static or ()} | held_nodes(primals, held_inputs)
+    saved = graph.outputs(forward.graph)[num_fwd_outputs:]
+    return sum(graph.nbytes(n) for n in saved if isinstance(n, fx.Node) and n not in free)
+
+
+def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A module of its own graph that shares everything else with `gm`."""
+    copy = fx.Graph()
+    output = copy.output(copy.graph_copy(gm.graph, {}))
+    output.meta = dict(graph.output_node(gm.graph).meta)
+    return fx.GraphModule(gm, copy)
+
+
+@cache
+def source_hash() -> str:
+    """A hash of fp8pass's own source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,37 @@
+"""What every pass is given besides the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fp8pass.config import Config
+from fp8pass.plan import Plan
+
+if TYPE_CHECKING:
+    from fp8pass.passes.save_plan import Decision
+
+
+@dataclass
+class Context:
+    """One compilation of one joint graph.
+
+    Attributes:
+        config: the user's choices.
+        parameters: inputs that live through the step whatever we do: parameters and buffers.
+        held: other inputs that autograd keeps alive: leaves that require a gradient.
+        num_fwd_outputs: how many of the joint graph's outputs belong to the forward.
+        plan: what has been decided so far, for people; passes add to it.
+        decisions: how each forward value reaches the backward, by `save_plan`.
+        saved: the nodes that cross into the backward, in order, by `materialize`.
+    """
+
+    config: Config
+    parameters: frozenset[fx.Node]
+    held: frozenset[fx.Node]
+    num_fwd_outputs: int
+    plan: Plan = field(default_factory=Plan)
+    decisions: dict[fx.Node, Decision] = field(default_factory=dict)
+    saved: list[fx.Node] = field(default_factory=list)

@@ -1,0 +1,280 @@
+"""Run linear layers in FP8: `mm`/`addmm` of a parameter -> quantize + scaled_mm.
+
+For `y = x Wᵀ` the joint graph holds three GEMMs, forward `x Wᵀ`, dgrad `dY W` and wgrad `dYᵀ x`.
+Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
+
+    before   y  = mm(x, t(W))
+             dx = mm(dY, W)
+             dW = mm(t(dY), x)
+    after    y  = scaled_mm(q(x),   q(W))       q(·)  = quantize(·, scale)
+             dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = quantize(·, scale, transpose)
+             dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·)), one per tensor
+
+Scales are per tensor and just in time (COAT 5.2, LLMQ 3). Every tensor is quantized once per
+layout, however many GEMMs share it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph, hardware
+from fp8pass.config import Config
+from fp8pass.graph import aten, emit, tensor
+from fp8pass.ops import CONTRACTION_MULTIPLE
+from fp8pass.passes.classify import Kind, kind
+from fp8pass.passes.context import Context
+from fp8pass.plan import Linear
+
+fp8 = torch.ops.fp8pass
+
+OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_NAMES = ("lm_head", "embed_out", "unembed")
+TOP_LEVEL_HEAD_NAMES = ("output",)
+LOG_SOFTMAX = {
+    aten.log.default,
+    aten._log_softmax.default,
+    aten.logsumexp.default,
+    torch.ops.prims.prepare_softmax_online.default,
+}
+
+# Set on GEMMs of linear layers: their operands may come from low-bit saves.
+TOLERANT = "fp8pass_tolerant"
+
+
+@dataclass
+class Layer:
+    """The GEMMs of one use of a linear layer."""
+
+    weight: fx.Node
+    input: fx.Node
+    forward: fx.Node
+    dgrad: list[fx.Node] = field(default_factory=list)
+    wgrad: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        """Path of the module that this is."""
+        return graph.module_path(self.forward)
+
+    def gemms(self) -> Iterator[tuple[str, fx.Node]]:
+        """All GEMMs with their roles."""
+        yield "forward", self.forward
+        for role, nodes in (("dgrad", self.dgrad), ("wgrad", self.wgrad)):
+            yield from ((role, node) for node in nodes)
+
+
+def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
+    """Rewrite every eligible linear layer; record all of them in the plan."""
+    eligible: set[fx.Node] = set()
+    for layer in find_layers(gm.graph, ctx.parameters):
+        reason = why_not(layer, ctx.config)
+        roles: list[str] = []
+        for role, gemm in layer.gemms():
+            if not reason.text:
+                eligible.add(gemm)
+                roles.append(role)
+            elif not reason.exact:
+                gemm.meta[TOLERANT] = True
+        ctx.plan.linears.append(describe(layer, tuple(roles), reason.text))
+    quantizer = Quantizer(gm.graph, ctx.config)
+    for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
+        if node in eligible:
+            rewrite(gm.graph, node, quantizer)
+
+
+def find_layers(g: fx.Graph, parameters: frozenset[fx.Node]) -> list[Layer]:
+    """The linear layers of a graph: GEMMs with a parameter, and the GEMMs of their gradients."""
+    backward = graph.tangent_dependent(g)
+    layers: list[Layer] = []
+    for node in g.nodes:
+        if kind(node) is not Kind.GEMM or node.op != "call_function":
+            continue
+        if node not in backward:
+            weight, other = _split_parameter(node, parameters)
+            if weight is not None and other is not None:
+                layers.append(Layer(graph.source(weight), other, node))
+            continue
+        known, gradient = _split_gradient(node, backward)
+        if known is None or gradient is None:
+            continue
+        dgrad_of = [y for y in layers if y.weight is graph.source(known)]
+        if dgrad_of:
+            _nearest(node, dgrad_of).dgrad.append(node)
+            continue
+        wgrad_of = [y for y in layers if _same_matrix(y.input, known) and _is_wgrad(node, y)]
+        if wgrad_of:
+            _nearest(node, wgrad_of).wgrad.append(node)
+    return layers
+
+
+def _operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    first = 1 if gemm.target in (aten.addmm.default, aten.baddbmm.default) else 0
+    return gemm.args[first], gemm.args[first + 1]  # type: ignore[return-value]
+
+
+def _split_parameter(
+    gemm: fx.Node, parameters: frozenset[fx.Node]
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """The operand that is a parameter, and the other one."""
+    a, b = _operands(gemm)
+    for weight, other in ((b, a), (a, b)):
+        if graph.source(weight) in parameters and tensor(graph.source(weight)).ndim >= 2:
+            return weight, other
+    return None, None
+
+
+def _split_gradient(
+    gemm: fx.Node, backward: set[fx.Node]
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """The operand known since the forward, and the one that is a gradient."""
+    a, b = _operands(gemm)
+    if (a in backward) == (b in backward):
+        return None, None
+    return (b, a) if a in backward else (a, b)
+
+
+def _same_matrix(x: fx.Node, y: fx.Node) -> bool:
+    return graph.root(graph.untransposed(x)[0]) is graph.root(graph.untransposed(y)[0])
+
+
+def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
+    return sorted(tensor(gemm).shape) == sorted(tensor(layer.weight).shape)
+
+
+def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
+    """The layer that a backward GEMM belongs to, where several share its operand."""
+    path = graph.module_path(gemm)
+    return next((y for y in layers if y.module == path), layers[0])
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layer stays in high precision; `exact`: and its saved input too, by request."""
+
+    text: str = ""
+    exact: bool = False
+
+
+def why_not(layer: Layer, config: Config) -> Reason:
+    """Why `layer` cannot or should not run in FP8; an empty reason where it can."""
+    pattern = matching_pattern(layer.module, config.skip)
+    if pattern is not None:
+        return Reason(f"matches skip pattern {pattern!r}", exact=True)
+    if not config.quantize_lm_head and is_output_head(layer):
+        return Reason("output head: quantize_lm_head=False", exact=True)
+    gemm, weight = layer.forward, tensor(layer.weight)
+    if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
+        return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
+    if gemm.target is aten.addmm.default and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
+        return Reason("its bias is not a vector")
+    if any(tensor(x).dtype not in OPERAND_DTYPES for x in _operands(gemm)):
+        return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
+    if any(size % CONTRACTION_MULTIPLE for size in weight.shape):
+        return Reason(f"weight {graph.shape_text(weight)}: both sizes must be multiples of 16")
+    rows = tensor(gemm).shape[0]
+    if compat.has_unbacked(rows):
+        return Reason("the number of rows depends on data")
+    if compat.statically_known_true(rows == 0):
+        return Reason("empty input")
+    if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(weight.device)):
+        return Reason(lacking)
+    return Reason()
+
+
+def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
+    """The first pattern that matches a module path, a module above it, or a suffix of either."""
+    for pattern in patterns:
+        for form in (pattern, f"*.{pattern}"):
+            if fnmatch.fnmatchcase(path, form) or fnmatch.fnmatchcase(path, f"{form}.*"):
+                return pattern
+    return None
+
+
+def is_output_head(layer: Layer) -> bool:
+    """Whether a layer computes logits: by name, by a tied embedding, or by what it feeds."""
+    name = layer.module.rsplit(".", 1)[-1]
+    if name in HEAD_NAMES or layer.module in TOP_LEVEL_HEAD_NAMES:
+        return True
+    if any(user.target is aten.embedding.default for user in layer.weight.users):
+        return True
+    return _feeds_log_softmax(layer.forward)
+
+
+def _feeds_log_softmax(gemm: fx.Node) -> bool:
+    through = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
+    seen, pending = {gemm}, [gemm]
+    while pending:
+        for user in pending.pop().users:
+            if user.target in LOG_SOFTMAX:
+                return True
+            if user not in seen and kind(user) in through:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+class Quantizer:
+    """Quantizes matrices of one graph, each once per layout and format."""
+
+    def __init__(self, g: fx.Graph, config: Config) -> None:
+        self.graph = g
+        self.config = config
+        self.backward = graph.tangent_dependent(g)
+        self._scales: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._data: dict[tuple[fx.Node, str, bool], fx.Node] = {}
+
+    def __call__(self, matrix: fx.Node, *, contract_rows: bool, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Data and scale of a GEMM operand, laid out with its contracted dimension last.
+
+        `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
+        """
+        base, flipped = graph.untransposed(matrix)
+        format = (
+            self.config.gradient_format if base in self.backward else self.config.forward_format
+        )
+        transpose = contract_rows != flipped
+        key = (graph.root(base), format)
+        if key not in self._scales:
+            amax = emit(self.graph, fp8.amax.default, base, like=like)
+            self._scales[key] = emit(self.graph, fp8.scale.default, amax, format, like=like)
+        scale = self._scales[key]
+        if (*key, transpose) not in self._data:
+            self._data[*key, transpose] = emit(
+                self.graph, fp8.quantize.default, base, scale, format, transpose, like=like
+            )
+        return self._data[*key, transpose], scale
+
+
+def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
+    """Replace one GEMM by its FP8 form."""
+    a, b = _operands(gemm)
+    bias = gemm.args[0] if gemm.target is aten.addmm.default else None
+    with g.inserting_before(gemm):
+        a_data, a_scale = quantizer(a, contract_rows=False, like=gemm)
+        b_data, b_scale = quantizer(b, contract_rows=True, like=gemm)
+        product = emit(
+            g,
+            fp8.scaled_mm.default,
+            *(a_data, a_scale, b_data, b_scale, bias, tensor(gemm).dtype),
+            like=gemm,
+        )
+    gemm.replace_all_uses_with(product)
+    g.erase_node(gemm)
+    if gemm in quantizer.backward:
+        quantizer.backward.add(product)
+
+
+def describe(layer: Layer, rewritten: tuple[str, ...], reason: str) -> Linear:
+    """The plan's entry for a layer."""
+    out_features, in_features = tensor(layer.weight).shape[:2]
+    if tensor(layer.input).shape[-1] == out_features:  # the weight is stored as [in, out]
+        in_features, out_features = out_features, in_features
+    rows = tensor(layer.input).shape[0]
+    unique = tuple(dict.fromkeys(rewritten))
+    return Linear(layer.module, str(rows), int(in_features), int(out_features), unique, reason)

@@ -1,0 +1,197 @@
+"""Carry out the plan: quantize what is kept, give the backward its own copy of what is recomputed.
+
+Afterwards forward and backward share exactly the nodes in `ctx.saved`:
+
+    before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
+    after    s = group_scale(g); q = quantize_groups(g, s)   forward, q and s cross
+             g' = dequantize_groups(q, s)                    backward, used instead of g
+
+The forward keeps using the values themselves: saving in low bits changes gradients only.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.formats import EXACT, Format
+from fp8pass.graph import aten, emit
+from fp8pass.passes.classify import Kind, kind
+from fp8pass.passes.context import Context
+from fp8pass.passes.error_rules import graph_name
+from fp8pass.passes.save_plan import Decision
+from fp8pass.plan import CrossingTensor, SavedTensor
+
+fp8 = torch.ops.fp8pass
+
+# What happens to a value that nobody planned for (`plan_saved_values` left out).
+KEEP = Decision(EXACT, 0, "not planned")
+
+
+def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
+    """Rewrite the joint graph so that only `ctx.saved` crosses into the backward."""
+    backward = graph.tangent_dependent(gm.graph)
+    carrier = Carrier(gm.graph, ctx)
+    for node in list(gm.graph.nodes):
+        if node in backward and node.op not in ("placeholder", "output"):
+            carrier.at = node
+            for operand in node.all_input_nodes:
+                if operand not in backward:
+                    node.replace_input_with(operand, carrier.in_backward(operand))
+    _carry_gradients(gm, ctx, backward, carrier)
+    gm.graph.eliminate_dead_code()
+    ctx.saved = [n for n in carrier.crossing if n.users]
+
+
+def _carry_gradients(
+    gm: fx.GraphModule, ctx: Context, backward: set[fx.Node], carrier: Carrier
+) -> None:
+    """Gradients that depend on no incoming gradient, a constant say, are backward outputs too."""
+    output = graph.output_node(gm.graph)
+    carrier.at = output
+    forward = list(output.args[0][: ctx.num_fwd_outputs])  # type: ignore[index]
+    gradients = [
+        carrier.in_backward(g) if isinstance(g, fx.Node) and g not in backward else g
+        for g in output.args[0][ctx.num_fwd_outputs :]  # type: ignore[index]
+    ]
+    output.args = ((*forward, *gradients),)
+
+
+class Carrier:
+    """Makes forward values available in the backward, each once.
+
+    `crossing` collects, in order, the nodes that cross the boundary; `at` is the backward node
+    before which recomputation is placed, so that it runs no earlier than it has to.
+    """
+
+    def __init__(self, g: fx.Graph, ctx: Context) -> None:
+        self.graph = g
+        self.ctx = ctx
+        self.crossing: dict[fx.Node, None] = {}
+        self.at = graph.output_node(g)
+        self._carried: dict[fx.Node, fx.Node] = {}
+
+    def in_backward(self, node: fx.Node) -> fx.Node:
+        """The node that stands for forward value `node` in the backward."""
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [n for n in self._requires(current) if n not in self._carried]
+            if missing:
+                pending.extend(missing)
+                continue
+            pending.pop()
+            if current not in self._carried:
+                self._carried[current] = self._carry(current)
+        return self._carried[node]
+
+    def _decision(self, node: fx.Node) -> Decision:
+        return self.ctx.decisions.get(node, KEEP)
+
+    def _requires(self, node: fx.Node) -> list[fx.Node]:
+        recomputed = node.op == "call_function" and self._decision(node).recomputed
+        return node.all_input_nodes if recomputed else []
+
+    def _carry(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            return node
+        decision = self._decision(node)
+        if decision.recomputed:
+            with self.graph.inserting_before(self.at):
+                copy = self.graph.node_copy(node, lambda n: self._carried[n])
+            copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+            return copy
+        if decision.low_bit:
+            return self._through_low_bits(node, decision)
+        if kind(node) is Kind.VIEW:
+            return self._as_copy(node, decision)
+        self._cross(node, decision, node, node)
+        return node
+
+    def _through_low_bits(self, node: fx.Node, decision: Decision) -> fx.Node:
+        assert decision.format is not None
+        coded = (decision.format.name, decision.group_size)
+        with self.graph.inserting_before(_after(node)):
+            scales = emit(self.graph, fp8.group_scale.default, node, *coded, like=node)
+            data = emit(self.graph, fp8.quantize_groups.default, node, scales, *coded, like=node)
+        self._cross(node, decision, data, scales)
+        dtype = graph.tensor(node).dtype
+        with self.graph.inserting_before(self.at):
+            back = emit(
+                self.graph, fp8.dequantize_groups.default, data, scales, *coded, dtype, like=node
+            )
+        back.meta["partitioner_tag"] = "is_backward"
+        return back
+
+    def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """A view that is kept without its base, which would hold the base's memory."""
+        with self.graph.inserting_before(_after(node)):
+            copy = emit(
+                self.graph,
+                aten.clone.default,
+                node,
+                memory_format=torch.contiguous_format,
+                like=node,
+            )
+        self._cross(node, decision, copy, copy)
+        return copy
+
+    def _cross(self, node: fx.Node, decision: Decision, data: fx.Node, scales: fx.Node) -> None:
+        tensors = tuple(dict.fromkeys((data, scales)))
+        self.crossing.update(dict.fromkeys(tensors))
+        if node in self.ctx.parameters:
+            self.ctx.plan.parameters.append(node.name)
+        elif not compat.is_sym_node(node):
+            held = node in self.ctx.held
+            self.ctx.plan.saved.append(describe(node, decision, tensors, held))
+
+
+def describe(
+    node: fx.Node, decision: Decision, tensors: tuple[fx.Node, ...], held: bool
+) -> SavedTensor:
+    """The plan's entry for a kept value."""
+    val = graph.tensor(node)
+    crossing = tuple(
+        CrossingTensor(
+            t.name,
+            _dtype_name(graph.tensor(t).dtype),
+            graph.shape_text(graph.tensor(t)),
+            graph.nbytes(t),
+        )
+        for t in tensors
+    )
+    return SavedTensor(
+        name=node.name,
+        module=graph.module_path(node),
+        op=graph_name(node),
+        shape=graph.shape_text(val),
+        dtype=_dtype_name(val.dtype),
+        kept_as=_kept_as(decision.format, decision.group_size),
+        bytes_exact=graph.nbytes(node),
+        bytes=0 if held else sum(t.bytes for t in crossing),
+        reason=decision.reason,
+        expected_error=decision.format.relative_error if decision.format else 0.0,
+        tensors=crossing,
+    )
+
+
+def _kept_as(format: Format | None, group_size: int) -> str:
+    assert format is not None
+    return f"{format.name} 1×{group_size}" if group_size else format.name
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """Where something computed from `node` goes: behind it, inputs and results of one operator."""
+    following = node.next
+    while following.op == "placeholder" or (
+        following.target is operator.getitem and following.args[0] is node.args[0]
+    ):
+        following = following.next
+    return following

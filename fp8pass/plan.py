@@ -1,0 +1,113 @@
+"""The plan as data: what each graph runs in FP8, what it keeps for the backward, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CrossingTensor:
+    """One tensor that crosses from forward to backward."""
+
+    name: str
+    dtype: str
+    shape: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One forward value that the backward uses, and how it is kept.
+
+    Attributes:
+        name: node of the joint graph.
+        module: path of the module that computes it.
+        op: operator that computes it.
+        shape: as text, `8×2048×4096`; sizes that vary appear as symbols.
+        dtype: of the value in the forward.
+        kept_as: `exact`, or format and group, `e4m3 1×128`.
+        bytes_exact: bytes of the value itself.
+        bytes: bytes kept, scales included. 0 for what is held anyway: autograd keeps a leaf that
+            requires a gradient alive whether or not we use it.
+        reason: why it is kept this way.
+        expected_error: root-mean-square relative error of the kept value.
+        tensors: what actually crosses.
+    """
+
+    name: str
+    module: str
+    op: str
+    shape: str
+    dtype: str
+    kept_as: str
+    bytes_exact: int
+    bytes: int
+    reason: str
+    expected_error: float
+    tensors: tuple[CrossingTensor, ...]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One use of a linear layer in the forward.
+
+    Attributes:
+        module: path of the module.
+        rows: rows of the input, as text.
+        in_features, out_features: sizes of the weight.
+        fp8: the GEMMs that run in FP8, out of `forward`, `dgrad`, `wgrad`.
+        reason: why it stays in high precision, '' where it does not.
+    """
+
+    module: str
+    rows: str
+    in_features: int
+    out_features: int
+    fp8: tuple[str, ...]
+    reason: str
+
+
+@dataclass
+class Plan:
+    """Everything decided about one graph.
+
+    `saved_bytes` counts what the backward keeps besides parameters; `stock_bytes` what PyTorch's
+    own partitioner would keep for the same graph (None unless it was asked).
+    """
+
+    linears: list[Linear] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    stock_bytes: int | None = None
+    note: str = ""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept from forward to backward, parameters and held inputs not counted."""
+        return sum(s.bytes for s in self.saved)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the same values without low-bit formats."""
+        return sum(s.bytes_exact for s in self.saved if s.bytes)
+
+    @property
+    def high_precision(self) -> list[Linear]:
+        """The linear layers that stay in high precision."""
+        return [linear for linear in self.linears if linear.reason]
+
+    def summary(self) -> str:
+        """One line for the log."""
+        fp8 = len(self.linears) - len(self.high_precision)
+        low_bit = sum(1 for s in self.saved if s.expected_error)
+        return (
+            f"{fp8} of {len(self.linears)} linear layers in FP8"
+            f" ({len(self.high_precision)} stay in high precision), {low_bit} of"
+            f" {len(self.saved)} saved tensors in low bits, {self.saved_bytes / 2**20:.1f} MiB kept"
+            + (f"; {self.note}" if self.note else "")
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data."""
+        return {**asdict(self), "saved_bytes": self.saved_bytes, "exact_bytes": self.exact_bytes}

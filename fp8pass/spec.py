@@ -1,0 +1,72 @@
+"""What a well-formed graph is, checked between passes (`FP8PASS_CHECK=1`, and in the tests)."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.formats import FORMATS
+from fp8pass.ops import is_fp8
+from fp8pass.passes.classify import VIEWS
+
+fp8 = torch.ops.fp8pass
+
+# Besides the dialect, what may touch an FP8 tensor: nothing that computes.
+_CARRIERS = VIEWS
+
+
+class MalformedGraph(AssertionError):
+    """A pass produced a graph that breaks an invariant; the message names the node."""
+
+
+def verify(g: fx.Graph) -> None:
+    """Raise MalformedGraph unless `g` is well formed.
+
+    - Nodes come after what they use, and every one has a fake value.
+    - No FP8 tensor reaches an operator outside the dialect.
+    - Every `scaled_mm` scales an operand by the scale it was quantized with, and contracts
+      lengths that agree.
+    """
+    g.lint()
+    for node in g.nodes:
+        if node.op != "call_function":
+            continue
+        _require("val" in node.meta, node, "has no fake value")
+        if getattr(node.target, "namespace", None) != "fp8pass" and node.target not in _CARRIERS:
+            for operand in node.all_input_nodes:
+                val = graph.value(operand)
+                _require(
+                    val is None or not is_fp8(val.dtype), node, f"computes on FP8 tensor {operand}"
+                )
+        if node.target is fp8.scaled_mm.default:
+            _verify_scaled_mm(node)
+        if node.target is fp8.dequantize_groups.default:
+            _verify_dequantize(node)
+
+
+def _verify_scaled_mm(node: fx.Node) -> None:
+    a, a_scale, b, b_scale = node.args[:4]
+    for data, scale in ((a, a_scale), (b, b_scale)):
+        if data.op == "call_function":  # type: ignore[union-attr]
+            _require(data.target is fp8.quantize.default, node, f"operand {data} not quantized")  # type: ignore[union-attr]
+            _require(data.args[1] is scale, node, f"{data} was quantized with another scale")  # type: ignore[union-attr]
+    lengths = graph.tensor(a).shape[-1], graph.tensor(b).shape[-1]  # type: ignore[arg-type]
+    _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
+
+
+def _verify_dequantize(node: fx.Node) -> None:
+    data, scales, format, group = node.args[:4]
+    val, scale_val = graph.tensor(data), graph.tensor(scales)  # type: ignore[arg-type]
+    _require(format in FORMATS, node, f"unknown format {format}")
+    _require(
+        val.shape[-1] == scale_val.shape[-1] * group, node, "scales do not cover the groups"
+    )
+    if data.op == "call_function":  # type: ignore[union-attr]
+        _require(data.args[1] is scales, node, f"{data} was quantized with other scales")  # type: ignore[union-attr]
+
+
+def _require(condition: bool, node: fx.Node, problem: str) -> None:
+    if not condition:
+        where = graph.module_path(node) or "top level"
+        raise MalformedGraph(f"{node.format_node()} in {where}: {problem}")
