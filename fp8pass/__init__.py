@@ -1,13 +1,14 @@
 """fp8pass: train any PyTorch model with FP8 linear layers and low-bit saved activations.
 
-    model = torch.compile(model, backend="fp8pass")
+model = torch.compile(model, backend="fp8pass")
 """
 
 from __future__ import annotations
 
 from fp8pass.backend import backend
 from fp8pass.config import RECIPES, Config, ConfigError
+from fp8pass.explain import Explanation, explain
 
 __version__ = "0.1.0"
 
-__all__ = ["RECIPES", "Config", "ConfigError", "backend"]
+__all__ = ["RECIPES", "Config", "ConfigError", "Explanation", "backend", "explain"]

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp8pass import compat
 from fp8pass import ops as ops  # defines the dialect
 from fp8pass.codegen.lowering import lower_dialect
 from fp8pass.config import Config, ConfigError, split_options, unknown
-from fp8pass.partition import Observer, Partitioner, rewrite_inference
+from fp8pass.partition import Inputs, Observer, Partitioner, rewrite_inference
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Backend:
             config, given = split_options(options, compat.list_options())
             inductor_options.update(given)
         _warn_about_activation_quantization()
-        partitioner = Partitioner(config, held_inputs(example_inputs), self.observer)
+        partitioner = Partitioner(config, Inputs.of(example_inputs), self.observer)
         return compat.compile_fx(
             gm,
             list(example_inputs),
@@ -93,19 +92,6 @@ def backend(config: Config) -> Backend:
 def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="fp8pass")`, recipe `coat`."""
     return Backend()(gm, example_inputs, **kwargs)
-
-
-def held_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:
-    """The inputs that autograd holds until the backward: leaves that require a gradient.
-
-    Their gradient accumulator keeps a reference, so that using them in the backward costs no
-    memory. The output of another block, which is not a leaf, is held by nobody but us.
-    """
-    return frozenset(
-        i
-        for i, x in enumerate(example_inputs)
-        if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf
-    )
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

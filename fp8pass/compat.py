@@ -7,7 +7,8 @@ of these, this is the only file to touch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ def check_version(version: str) -> None:
 
 check_version(torch.__version__)
 
+import torch._dynamo.config as dynamo_config  # noqa: E402
 import torch._functorch.config as functorch_config  # noqa: E402
 import torch._functorch.partitioners as _partitioners  # noqa: E402
 import torch._inductor.config as inductor_config  # noqa: E402
-import torch._inductor.inductor_prims  # noqa: E402, F401
+import torch._inductor.inductor_prims  # noqa: E402
 from torch._dynamo.utils import counters as counters  # noqa: E402
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput  # noqa: E402
 from torch._functorch._aot_autograd.utils import make_boxed_func  # noqa: E402
@@ -199,3 +201,26 @@ def interpret(gm: fx.GraphModule) -> Any:
     """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch."""
     gm.recompile()
     return make_boxed_func(gm.forward)
+
+
+def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend and the options that `torch.compile` made `model` with; (None, {}) if it did not.
+
+    Dynamo wraps backends in callbacks that point inwards.
+    """
+    callback = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    options = getattr(callback, "kwargs", {}).get("options", {})
+    return getattr(callback, "compiler_fn", None), dict(options)
+
+
+@contextmanager
+def fresh_compilation() -> Iterator[None]:
+    """Compile here whatever is cached, and however often this code was compiled before."""
+    unlimited = 1 << 20
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
+    ):
+        yield

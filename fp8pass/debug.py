@@ -1,10 +1,10 @@
 """Seeing what the passes do: environment variables, logs, graphs before and after.
 
-    TORCH_LOGS="+fp8pass"          every pass: time, nodes, what changed in numbers
-    FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
-    FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
-    FP8PASS_DISABLE_PASSES=a,b     leave out passes by exact name
-    TORCH_TRACE=DIR                the same graphs as artifacts for tlparse
+TORCH_LOGS="+fp8pass"          every pass: time, nodes, what changed in numbers
+FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
+FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
+FP8PASS_DISABLE_PASSES=a,b     leave out passes by exact name
+TORCH_TRACE=DIR                the same graphs as artifacts for tlparse
 """
 
 from __future__ import annotations

@@ -145,8 +145,6 @@ def outputs(graph: fx.Graph) -> list[Any]:
     return list(torch.utils._pytree.arg_tree_leaves(*output_node(graph).args))
 
 
-
-
 def module_path(node: fx.Node) -> str:
     """The path of the module that `node` comes from, as `model.layers.0.mlp`; '' at the top."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}

@@ -97,9 +97,7 @@ def scale(amax: Tensor, format: str) -> Tensor:
     return scale_of(amax, FORMATS[format])
 
 
-@_dialect(
-    "quantize(Tensor x, Tensor scale, str format, bool transpose) -> Tensor", _fake_quantize
-)
+@_dialect("quantize(Tensor x, Tensor scale, str format, bool transpose) -> Tensor", _fake_quantize)
 def quantize(x: Tensor, scale: Tensor, format: str, transpose: bool) -> Tensor:
     """A matrix `x` [M, K] coded with one scale, row-major.
 

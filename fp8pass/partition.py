@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,51 @@ log = logging.getLogger("fp8pass")
 Observer = Callable[[Plan, list[debug.PassRecord]], None]
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a Dynamo graph, by index, as far as memory is concerned.
+
+    Attributes:
+        held: leaves that require a gradient. Their gradient accumulator keeps a reference until
+            the backward, so that using them there costs no memory.
+        activations: other inputs that require a gradient: outputs of other graphs, which nobody
+            may be holding but us.
+    """
+
+    held: frozenset[int]
+    activations: frozenset[int]
+
+    @classmethod
+    def of(cls, example_inputs: Sequence[object]) -> Inputs:
+        """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
+        differentiable = {
+            i: x.is_leaf
+            for i, x in enumerate(example_inputs)
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        }
+        return cls(
+            held=frozenset(i for i, leaf in differentiable.items() if leaf),
+            activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
+        )
+
+
 class Partitioner(compat.CustomPartitionerFn):
     """Runs the passes on a joint graph and cuts it where the plan says.
 
     Args:
         config: the user's choices.
-        held_inputs: indices of the Dynamo graph's inputs that autograd holds until the backward.
+        inputs: what is known about the inputs of the Dynamo graph.
         observer: called with the plan and the passes' graphs, for `explain`.
     """
 
     def __init__(
         self,
         config: Config,
-        held_inputs: frozenset[int] = frozenset(),
+        inputs: Inputs,
         observer: Observer | None = None,
     ) -> None:
         self.config = config
-        self.held_inputs = held_inputs
+        self.inputs = inputs
         self.observer = observer
 
     def __call__(
@@ -54,14 +83,15 @@ class Partitioner(compat.CustomPartitionerFn):
         stock_bytes = None
         if self.observer:
             stock_bytes = stock_saved_bytes(
-                gm, joint_inputs, num_fwd_outputs, static_lifetime_input_indices, self.held_inputs
+                gm, joint_inputs, num_fwd_outputs, static_lifetime_input_indices, self.inputs.held
             )
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
         ctx = Context(
             self.config,
             parameters=frozenset(primals[i] for i in static_lifetime_input_indices or ()),
-            held=held_nodes(primals, self.held_inputs),
+            held=nodes_of(primals, self.inputs.held),
+            activations=nodes_of(primals, self.inputs.activations),
             num_fwd_outputs=num_fwd_outputs,
         )
         records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
@@ -72,8 +102,8 @@ class Partitioner(compat.CustomPartitionerFn):
         return cut(gm, ctx)
 
     def uuid(self) -> str:
-        """Cache key: source, configuration, PyTorch, and what autograd holds."""
-        key = (source_hash(), repr(self.config), torch.__version__, sorted(self.held_inputs))
+        """Cache key: source, configuration, PyTorch, and what is known about the inputs."""
+        key = (source_hash(), repr(self.config), torch.__version__, repr(self.inputs))
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
@@ -100,6 +130,7 @@ def rewrite_inference(
         config,
         parameters=frozenset(placeholders[i] for i in parameters),
         held=frozenset(),
+        activations=frozenset(),
         num_fwd_outputs=0,
     )
     records = debug.run_passes(INFERENCE_PASSES, gm, ctx, record=observer is not None)
@@ -109,9 +140,9 @@ def rewrite_inference(
         observer(ctx.plan, records)
 
 
-def held_nodes(primals: list[fx.Node], held_inputs: frozenset[int]) -> frozenset[fx.Node]:
-    """The primals that are the Dynamo inputs `held_inputs`."""
-    return frozenset(n for n in primals if compat.input_index(n) in held_inputs)
+def nodes_of(primals: list[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
+    """The primals that are the Dynamo inputs `indices`."""
+    return frozenset(n for n in primals if compat.input_index(n) in indices)
 
 
 def stock_saved_bytes(
@@ -119,7 +150,7 @@ def stock_saved_bytes(
     joint_inputs: Sequence[object],
     num_fwd_outputs: int,
     static: Sequence[int] | None,
-    held_inputs: frozenset[int],
+    held: frozenset[int],
 ) -> int:
     """Bytes that PyTorch's partitioner would keep of this graph, counted as `Plan.saved_bytes`."""
     forward, _ = compat.stock_partition(
@@ -129,7 +160,7 @@ def stock_saved_bytes(
         static_lifetime_input_indices=list(static or ()),
     )
     primals = [n for n in forward.graph.nodes if compat.is_primal(n)]
-    free = {primals[i] for i in static or ()} | held_nodes(primals, held_inputs)
+    free = {primals[i] for i in static or ()} | nodes_of(primals, held)
     saved = graph.outputs(forward.graph)[num_fwd_outputs:]
     return sum(graph.nbytes(n) for n in saved if isinstance(n, fx.Node) and n not in free)
 

@@ -59,9 +59,7 @@ def _verify_dequantize(node: fx.Node) -> None:
     data, scales, format, group = node.args[:4]
     val, scale_val = graph.tensor(data), graph.tensor(scales)  # type: ignore[arg-type]
     _require(format in FORMATS, node, f"unknown format {format}")
-    _require(
-        val.shape[-1] == scale_val.shape[-1] * group, node, "scales do not cover the groups"
-    )
+    _require(val.shape[-1] == scale_val.shape[-1] * group, node, "scales do not cover the groups")
     if data.op == "call_function":  # type: ignore[union-attr]
         _require(data.args[1] is scales, node, f"{data} was quantized with other scales")  # type: ignore[union-attr]
 

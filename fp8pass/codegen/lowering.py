@@ -39,7 +39,6 @@ class Emitter:
             for dim, size in enumerate(tensor(x).shape)
         ]
 
-
     def constant(self, like: fx.Node, value: float) -> fx.Node:
         """A scalar tensor with dtype and device of `like`."""
         val = tensor(like)
@@ -243,13 +242,19 @@ def _bits(emit: Emitter, x: fx.Node) -> fx.Node:
     return emit(aten.view.dtype, x, torch.int32)
 
 
+def _shift_right(emit: Emitter, x: fx.Node, count: int) -> fx.Node:
+    return emit(aten.bitwise_right_shift.Tensor_Scalar, x, count)
+
+
 def _encode_bytes(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
     """fp32 within ±fmt.max to E4M3 code points, nearest even, as uint8."""
     magnitude = emit(aten.abs.default, x)
     bits = _bits(emit, magnitude)
     # Half a step less one, plus one if the last kept bit is odd: ties go to even.
     odd = emit(
-        aten.bitwise_and.Scalar, emit(aten.bitwise_right_shift.Tensor_Scalar, bits, _DROPPED_BITS), 1
+        aten.bitwise_and.Scalar,
+        emit(aten.bitwise_right_shift.Tensor_Scalar, bits, _DROPPED_BITS),
+        1,
     )
     rounded = emit(aten.add.Tensor, emit(aten.add.Tensor, bits, odd), (1 << _DROPPED_BITS - 1) - 1)
     normal = emit(
@@ -264,9 +269,7 @@ def _encode_bytes(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
     code = emit(aten.where.self, is_denormal, denormal, normal)
     nan = emit.constant(code, _NAN_CODE)
     code = emit(aten.where.self, emit(aten.isnan.default, x), nan, code)
-    sign = emit(
-        aten.bitwise_and.Scalar, emit(aten.bitwise_right_shift.Tensor_Scalar, _bits(emit, x), 24), 0x80
-    )
+    sign = emit(aten.bitwise_and.Scalar, _shift_right(emit, _bits(emit, x), 24), 0x80)
     return emit(cast, emit(aten.bitwise_or.Tensor, code, sign), torch.uint8)
 
 

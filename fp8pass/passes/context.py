@@ -22,6 +22,7 @@ class Context:
         config: the user's choices.
         parameters: inputs that live through the step whatever we do: parameters and buffers.
         held: other inputs that autograd keeps alive: leaves that require a gradient.
+        activations: inputs that require a gradient and are no leaves: outputs of other graphs.
         num_fwd_outputs: how many of the joint graph's outputs belong to the forward.
         plan: what has been decided so far, for people; passes add to it.
         decisions: how each forward value reaches the backward, by `save_plan`.
@@ -31,6 +32,7 @@ class Context:
     config: Config
     parameters: frozenset[fx.Node]
     held: frozenset[fx.Node]
+    activations: frozenset[fx.Node]
     num_fwd_outputs: int
     plan: Plan = field(default_factory=Plan)
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)

@@ -118,8 +118,10 @@ def storage(node: fx.Node, config: Config) -> tuple[Format, int, str]:
     val = value(node)
     if config.save_format == "none":
         return EXACT, 0, "save_format='none'"
+    if kind(node) is Kind.QUANTIZE:
+        return EXACT, 0, "already quantized, for a linear layer"
     if val is None or val.dtype not in STORABLE_DTYPES:
-        return EXACT, 0, "integers, masks and FP8 data are kept as they are"
+        return EXACT, 0, "integers and masks are kept as they are"
     if kind(node) not in _STORABLE or (node.op == "call_function" and not _may_be_inexact(node)):
         return EXACT, 0, f"{graph_name(node)} is sensitive to its input"
     group = _group(val, config.group_size)

@@ -129,9 +129,7 @@ def _split_parameter(
     return None, None
 
 
-def _split_gradient(
-    gemm: fx.Node, backward: set[fx.Node]
-) -> tuple[fx.Node | None, fx.Node | None]:
+def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
     """The operand known since the forward, and the one that is a gradient."""
     a, b = _operands(gemm)
     if (a in backward) == (b in backward):
@@ -229,7 +227,9 @@ class Quantizer:
         self._scales: dict[tuple[fx.Node, str], fx.Node] = {}
         self._data: dict[tuple[fx.Node, str, bool], fx.Node] = {}
 
-    def __call__(self, matrix: fx.Node, *, contract_rows: bool, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def __call__(
+        self, matrix: fx.Node, *, contract_rows: bool, like: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
         """Data and scale of a GEMM operand, laid out with its contracted dimension last.
 
         `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
@@ -244,11 +244,12 @@ class Quantizer:
             amax = emit(self.graph, fp8.amax.default, base, like=like)
             self._scales[key] = emit(self.graph, fp8.scale.default, amax, format, like=like)
         scale = self._scales[key]
-        if (*key, transpose) not in self._data:
-            self._data[*key, transpose] = emit(
+        layout = (*key, transpose)
+        if layout not in self._data:
+            self._data[layout] = emit(
                 self.graph, fp8.quantize.default, base, scale, format, transpose, like=like
             )
-        return self._data[*key, transpose], scale
+        return self._data[layout], scale
 
 
 def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:

@@ -83,7 +83,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     def any_bytes(node: fx.Node) -> float:
         if node in free or node in kept_exact:
             return 0
-        if node in available:
+        if node in available or (node.op == "placeholder" and node not in ctx.activations):
             return _bytes_to_store(node)
         exact = _bytes_to_store(node)
         return exact if math.isinf(exact) else min(exact, _low_bit_bytes(node, ctx))
@@ -129,6 +129,8 @@ def _decide(node: fx.Node, ctx: Context, *, needed_exactly: bool) -> Decision:
         return Decision(EXACT, 0, "autograd holds this leaf anyway")
     if needed_exactly:
         return Decision(EXACT, 0, "attention, softmax or a skipped layer needs it exactly")
+    if node.op == "placeholder" and node not in ctx.activations:
+        return Decision(EXACT, 0, "an input that needs no gradient: a table, a mask, data")
     format, group, reason = error_rules.storage(node, ctx.config)
     if group and (format.lossless or _low_bit_bytes(node, ctx) < _bytes_to_store(node)):
         return Decision(format, group, reason)
@@ -198,7 +200,9 @@ def _bytes_to_store(node: fx.Node) -> float:
         return math.inf
     if compat.must_recompute(node) and not math.isinf(recompute_price(node)):
         return math.inf
-    return graph.nbytes(node) * RECOMPUTE_UNITS
+    stored = graph.nbytes(node) * RECOMPUTE_UNITS
+    # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
+    return stored + graph.nbytes(node) if kind(node) is Kind.VIEW else stored
 
 
 def _low_bit_bytes(node: fx.Node, ctx: Context) -> float:

@@ -1,0 +1,266 @@
+"""Time, activation memory and gradient error of decoder layers against the peers, in one process.
+
+    python benchmarks/layer.py                 all cases, writes benchmarks/results/layer.json
+    python benchmarks/layer.py --cases h2048   one case
+    python benchmarks/layer.py --tiny          a CPU-sized case, to check that the script works
+
+Per case and variant: compile seconds (cold), milliseconds for forward + backward (CUDA events,
+median; variants take turns, so that drift hits all alike), bytes allocated by the forward and held
+for the backward, without the output, and relative L2 errors against eager BF16: output, input
+gradient, worst weight gradient. `kept` is what the plan of fp8pass predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import Stack, init_weights, rope_tables
+from report import environment, print_table, write_json
+from torch import Tensor, nn
+
+import fp8pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack of layers and its input; batch 4."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    seq: int
+    batch: int = 4
+
+
+CASES = (
+    Case("h2048", 1, 2048, 16, 5504, 2048),
+    Case("h4096", 1, 4096, 32, 11008, 4096),
+    Case("h4096x4", 4, 4096, 32, 11008, 4096),
+)
+TINY = Case("tiny", 1, 128, 2, 384, 64)
+
+
+@dataclass
+class Result:
+    """One variant on one case; see the module's docstring."""
+
+    case: str
+    variant: str
+    compile_s: float = 0.0
+    ms: float = 0.0
+    activation_bytes: int = 0
+    kept_bytes: int | None = None
+    output_error: float = 0.0
+    x_grad_error: float = 0.0
+    worst_weight_grad_error: float = 0.0
+
+
+class Subject:
+    """A variant of a model with its inputs: runs steps and measures them."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        self.model, self.inputs, self.grad = model, inputs, grad
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.model(*self.inputs).backward(self.grad)
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        self.inputs[0].grad = None
+        self.model.zero_grad(set_to_none=True)
+
+    def activation_bytes(self) -> int:
+        """Bytes that the forward leaves allocated, its output not counted."""
+        if self.inputs[0].device.type != "cuda":
+            return 0
+        self.clear()
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        output = self.model(*self.inputs)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before - output.untyped_storage().nbytes()
+        output.backward(self.grad)
+        return held
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Output and gradients of one step."""
+        self.clear()
+        output = self.model(*self.inputs)
+        output.backward(self.grad)
+        found = {"output": output.detach(), "x": self.inputs[0].grad}
+        for name, parameter in self.model.named_parameters():
+            found[name.replace("_orig_mod.", "")] = parameter.grad
+        return {name: t.detach().clone() for name, t in found.items() if t is not None}
+
+
+Variant = Callable[[nn.Module], nn.Module]
+
+
+def torchao(recipe: str) -> Variant:
+    """torchao's float8 training recipe, compiled."""
+
+    def make(model: nn.Module) -> nn.Module:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+        return torch.compile(model)  # type: ignore[return-value]
+
+    return make
+
+
+def with_fp8pass(**options: Any) -> Variant:
+    """fp8pass with options."""
+    return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]
+
+
+def variants(extra: bool) -> dict[str, Variant]:
+    """Everything that is compared; the first is the reference."""
+    table: dict[str, Variant] = {
+        "bf16 eager": lambda m: m,
+        "bf16 compile": lambda m: torch.compile(m),  # type: ignore[dict-item, return-value]
+        "torchao tensorwise": torchao("tensorwise"),
+        "torchao rowwise": torchao("rowwise"),
+        "fp8pass coat": with_fp8pass(),
+    }
+    if extra:
+        table["fp8pass linear"] = with_fp8pass(recipe="linear")
+        table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
+    return table
+
+
+def median_ms(subjects: dict[str, Subject], rounds: int) -> dict[str, float]:
+    """Median time of a step of each subject, taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name, subject in subjects.items():
+            times[name].append(_time_ms(subject))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def _time_ms(subject: Subject) -> float:
+    subject.clear()
+    if subject.inputs[0].device.type != "cuda":
+        start = time.perf_counter()
+        subject.step()
+        return (time.perf_counter() - start) * 1e3
+    subject.step()  # the GPU is busy, and its clocks up, when the timed step starts
+    subject.clear()
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
+    subject.step()
+    end_event.record()
+    torch.cuda.synchronize()
+    return start_event.elapsed_time(end_event)
+
+
+def run_case(
+    case: Case, chosen: dict[str, Variant], device: torch.device, rounds: int
+) -> list[Result]:
+    """Measure every variant on one case."""
+    torch.manual_seed(0)
+    base = Stack(case.layers, case.hidden, case.heads, case.ffn).to(device, torch.bfloat16)
+    init_weights(base)
+    x = torch.randn(case.batch, case.seq, case.hidden, device=device, dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    tables = rope_tables(case.seq, case.hidden // case.heads, device)
+    subjects, results = {}, {}
+    reference: dict[str, Tensor] = {}
+    for name, make in chosen.items():
+        torch._dynamo.reset()
+        subject = Subject(make(copy.deepcopy(base)), (x.clone().requires_grad_(), *tables), grad)
+        start = time.perf_counter()
+        subject.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        result = Result(case.name, name, compile_s=time.perf_counter() - start)
+        subject.step()
+        result.activation_bytes = subject.activation_bytes()
+        found = subject.gradients()
+        if not reference:
+            reference = found
+        errors = {n: relative_error(found[n], reference[n]) for n in reference}
+        result.output_error, result.x_grad_error = errors.pop("output"), errors.pop("x")
+        result.worst_weight_grad_error = max(errors.values())
+        if name == "fp8pass coat":
+            result.kept_bytes = sum(
+                g.plan.saved_bytes for g in fp8pass.explain(base, *subject.inputs).graphs
+            )
+        subject.clear()
+        subjects[name], results[name] = subject, result
+        print(f"{case.name} {name}: {asdict(result)}", file=sys.stderr, flush=True)
+    for name, ms in median_ms(subjects, rounds).items():
+        results[name].ms = ms
+    return list(results.values())
+
+
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    """‖x - reference‖ / ‖reference‖."""
+    return float((x.float() - reference.float()).norm() / reference.float().norm())
+
+
+def table(results: list[Result]) -> list[dict[str, str]]:
+    """Rows for people, with ratios to torchao tensorwise."""
+    rows = []
+    for r in results:
+        base = next(
+            (b for b in results if b.case == r.case and b.variant == "torchao tensorwise"), r
+        )
+        rows.append(
+            {
+                "case": r.case,
+                "variant": r.variant,
+                "ms": f"{r.ms:.2f}",
+                "× torchao": f"{r.ms / base.ms:.3f}" if base.ms else "",
+                "activations MiB": f"{r.activation_bytes / 2**20:.0f}",
+                "× torchao ": f"{r.activation_bytes / max(base.activation_bytes, 1):.3f}",
+                "planned": "" if r.kept_bytes is None else f"{r.kept_bytes / 2**20:.0f}",
+                "out err": f"{r.output_error:.4f}",
+                "x-grad err": f"{r.x_grad_error:.4f}",
+                "worst w-grad err": f"{r.worst_weight_grad_error:.4f}",
+                "compile s": f"{r.compile_s:.1f}",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
+    parser.add_argument("--variants", nargs="*", help="leave out the others")
+    parser.add_argument("--extra", action="store_true", help="also other settings of fp8pass")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="one small case, on the CPU too")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/layer.json")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = [TINY] if args.tiny else [c for c in CASES if c.name in args.cases]
+    chosen = {
+        name: make
+        for name, make in variants(args.extra).items()
+        if not args.variants or name in args.variants
+    }
+    results = []
+    for case in cases:
+        results += run_case(case, chosen, device, args.rounds)
+        gc.collect()
+    print_table("decoder layers, forward + backward", table(results))
+    write_json(args.out, {**environment(), "results": [asdict(r) for r in results]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The decoder layer that the benchmarks measure: Llama's, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization, computed in fp32."""
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+def rope_tables(seq: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary embeddings, [seq, head_dim] each, in bf16."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angles = torch.arange(seq, device=device)[:, None] * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to [batch, heads, seq, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class DecoderLayer(nn.Module):
+    """RMSNorm, RoPE, causal attention, SwiGLU."""
+
+    def __init__(self, hidden: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (
+            proj(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for proj in (self.q, self.k, self.v)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Stack(nn.Module):
+    """Decoder layers on one rotary table."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(hidden, heads, ffn) for _ in range(layers))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
+def init_weights(model: nn.Module, std: float = 0.02) -> None:
+    """Normal weights of standard deviation `std`; norms stay at one."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=std)

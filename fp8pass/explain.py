@@ -1,0 +1,196 @@
+"""`fp8pass.explain`: what was decided about a model, and why, without training it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from fp8pass import compat
+from fp8pass.backend import Backend
+from fp8pass.config import Config, split_options
+from fp8pass.debug import PassRecord
+from fp8pass.plan import Linear, Plan, SavedTensor
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph: its plan, and the graph before and after each pass."""
+
+    plan: Plan
+    passes: list[PassRecord]
+
+
+@dataclass
+class Explanation:
+    """What fp8pass does to a model; print it, or look at `graphs`."""
+
+    config: Config
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward over all graphs, parameters not counted."""
+        return sum(g.plan.saved_bytes for g in self.graphs)
+
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes that stock `torch.compile` would keep for the same graphs."""
+        return sum(g.plan.stock_bytes or 0 for g in self.graphs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the graphs' code, as JSON-ready data."""
+        return {
+            "config": vars(self.config) | {"skip": list(self.config.skip)},
+            "saved_bytes": self.saved_bytes,
+            "stock_bytes": self.stock_bytes,
+            "graphs": [
+                g.plan.to_dict() | {"pass_seconds": {p.name: p.seconds for p in g.passes}}
+                for g in self.graphs
+            ],
+        }
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The explanation as JSON text, also written to `path` if one is given."""
+        text = json.dumps(self.to_dict(), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def __str__(self) -> str:
+        console = Console(width=150, file=io.StringIO())
+        for part in self._parts():
+            console.print(part)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    def _parts(self) -> Iterator[Any]:
+        for number, report in enumerate(self.graphs):
+            title = f"graph {number}" + (f" ({report.plan.note})" if report.plan.note else "")
+            yield _linears_table(title, report.plan.linears)
+            if report.plan.saved:
+                yield _saved_table(title, report.plan)
+        yield _totals(self)
+
+
+def explain(
+    model: nn.Module, *args: Any, config: Config | None = None, **kwargs: Any
+) -> Explanation:
+    """What fp8pass would do to `model` called with these arguments.
+
+    Runs one forward through the rewritten graphs, op by op, with gradients enabled; buffers and
+    random number generators are put back afterwards, parameters and their gradients not touched.
+
+    Args:
+        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        *args: arguments of the model.
+        config: what to explain instead of the model's own options or the default recipe.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        An Explanation: `print` it, or use `.graphs`, `.to_json()`.
+    """
+    config = config or _config_of(model)
+    explanation = Explanation(config)
+
+    def observe(plan: Plan, passes: list[PassRecord]) -> None:
+        explanation.graphs.append(GraphReport(plan, passes))
+
+    module = getattr(model, "_orig_mod", model)
+    compiled = torch.compile(module, backend=Backend(replace(config, compiler="eager"), observe))
+    with _unchanged(module), compat.fresh_compilation(), torch.enable_grad():
+        compiled(*args, **kwargs)
+    return explanation
+
+
+def _config_of(model: nn.Module) -> Config:
+    """The configuration a model was compiled with, the default one if it was not."""
+    compiled_with, options = compat.backend_of(model)
+    if options:
+        return split_options(options, compat.list_options())[0]
+    return compiled_with.config if isinstance(compiled_with, Backend) else Config()
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Put buffers and random number generators back."""
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    with torch.random.fork_rng():
+        yield
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+
+
+def _folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
+    """Rows (path, key, item) that differ only in the layer's number, as (path, count, item)."""
+    groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
+    for path, key, item in rows:
+        groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))
+    return [
+        (pattern if len(members) > 1 else members[0][0], len(members), members[0][1])
+        for (pattern, _), members in groups.items()
+    ]
+
+
+def _linears_table(title: str, linears: list[Linear]) -> Table:
+    table = Table(title=f"{title}: linear layers", title_justify="left")
+    for column in ("module", "×", "rows", "in → out", "FP8 GEMMs", "high precision because"):
+        table.add_column(column)
+    rows = (
+        (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
+    )
+    for path, count, y in _folded(rows):
+        sizes = f"{y.in_features} → {y.out_features}"
+        table.add_row(path, str(count), y.rows, sizes, " ".join(y.fp8) or "none", y.reason)
+    return table
+
+
+def _saved_table(title: str, plan: Plan) -> Table:
+    table = Table(title=f"{title}: kept for the backward", title_justify="left")
+    columns = ("module", "×", "operator", "shape", "kept as", "MiB exact", "MiB kept", "error")
+    for column in (*columns, "reason"):
+        table.add_column(column, justify="right" if "MiB" in column else "left")
+
+    def key(s: SavedTensor) -> tuple[Any, ...]:
+        return (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason)
+
+    scalars = [s for s in plan.saved if s.shape == "scalar"]
+    large = [s for s in plan.saved if s.shape != "scalar"]
+    for path, count, s in _folded((s.module, key(s), s) for s in large):
+        exact, kept = _mib(count * s.bytes_exact), _mib(count * s.bytes)
+        error = f"{s.expected_error:.1%}" if s.expected_error else ""
+        shape = f"{s.dtype} {s.shape}"
+        table.add_row(path, str(count), s.op, shape, s.kept_as, exact, kept, error, s.reason)
+    if scalars:
+        kept = _mib(sum(s.bytes for s in scalars))
+        table.add_row(
+            "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
+        )
+    return table
+
+
+def _totals(explanation: Explanation) -> str:
+    linears = [y for g in explanation.graphs for y in g.plan.linears]
+    fp8 = sum(1 for y in linears if y.fp8)
+    kept, stock = explanation.saved_bytes, explanation.stock_bytes
+    share = f" ({kept / stock:.0%})" if stock else ""
+    return (
+        f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {_mib(kept)} MiB"
+        f"; stock torch.compile would keep {_mib(stock)} MiB{share}."
+    )
+
+
+def _mib(count: int) -> str:
+    mib = count / 2**20
+    return f"{mib:.1f}" if mib >= 0.1 or not count else f"{mib:.4f}"
