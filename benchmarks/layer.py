@@ -239,7 +239,7 @@ def table(results: list[Result]) -> list[dict[str, str]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
     parser.add_argument("--variants", nargs="*", help="leave out the others")
     parser.add_argument("--extra", action="store_true", help="also other settings of fp8pass")

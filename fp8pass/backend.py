@@ -50,12 +50,13 @@ class Backend:
             inductor_options.update(given)
         _warn_about_activation_quantization()
         partitioner = Partitioner(config, Inputs.of(example_inputs), self.observer)
-        return compat.compile_fx(
+        compiled: Any = compat.compile_fx(
             gm,
             list(example_inputs),
             inner_compile=InnerCompile(config, self.observer),
             config_patches={**inductor_options, "custom_partitioner_fn": partitioner},
         )
+        return compiled
 
 
 @dataclass(frozen=True)

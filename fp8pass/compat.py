@@ -117,7 +117,7 @@ def extract_forward_backward(
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut the joint graph at `saved` and `saved_symbols` into forward and backward modules."""
-    extra = {"saved_opaque_nodes": []} if _EXTRACT_TAKES_OPAQUE else {}
+    extra: dict[str, Any] = {"saved_opaque_nodes": []} if _EXTRACT_TAKES_OPAQUE else {}
     forward, backward = _partitioners._extract_fwd_bwd_modules(
         gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
     )
@@ -208,7 +208,7 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 
     Dynamo wraps backends in callbacks that point inwards.
     """
-    callback = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     options = getattr(callback, "kwargs", {}).get("options", {})

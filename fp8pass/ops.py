@@ -47,17 +47,25 @@ def _fake_scalar(x: Tensor, *_: object) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fake_quantize(x: Tensor, scale: Tensor, format: str, transpose: bool) -> Tensor:
+def _fake_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     fmt = FORMATS[format]
-    if fmt.lossless:
-        return x.t() if transpose else x.view_as(x)
-    rows, columns = x.shape
-    shape = (columns, padded(rows)) if transpose else (rows, columns)
-    return x.new_empty(shape, dtype=fmt.dtype)
+    return x.view_as(x) if fmt.lossless else x.new_empty(x.shape, dtype=fmt.dtype)
+
+
+def _fake_transpose(data: Tensor) -> Tensor:
+    if not is_fp8(data.dtype):
+        return data.t()
+    rows, columns = data.shape
+    return data.new_empty((columns, padded(rows)))
 
 
 def _fake_scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: int
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -71,7 +79,7 @@ def _fake_quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: in
 
 
 def _fake_dequantize_groups(
-    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: int
+    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     return data.new_empty(data.shape, dtype=dtype)
 
@@ -97,20 +105,23 @@ def scale(amax: Tensor, format: str) -> Tensor:
     return scale_of(amax, FORMATS[format])
 
 
-@_dialect("quantize(Tensor x, Tensor scale, str format, bool transpose) -> Tensor", _fake_quantize)
-def quantize(x: Tensor, scale: Tensor, format: str, transpose: bool) -> Tensor:
-    """A matrix `x` [M, K] coded with one scale, row-major.
-
-    Returns [M, K], or with `transpose` [K, M'] where M' is M rounded up to a multiple of 16 with
-    zeros: the layout in which a matrix is contracted over its rows (COAT G.3).
-    """
+@_dialect("quantize(Tensor x, Tensor scale, str format) -> Tensor", _fake_quantize)
+def quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """`x` coded with one scale; same shape, contiguous."""
     fmt = FORMATS[format]
-    if fmt.lossless:
-        return x.t() if transpose else x
-    data = encode(x.float() * scale.reciprocal(), fmt)
-    if not transpose:
-        return data.contiguous()
-    padding = padded(x.shape[0]) - x.shape[0]
+    return x if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
+
+
+@_dialect("transpose(Tensor data) -> Tensor", _fake_transpose)
+def transpose(data: Tensor) -> Tensor:
+    """An FP8 matrix `data` [M, K] in the layout that contracts it over its rows (COAT G.3).
+
+    Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. Operands
+    in a lossless format, which any GEMM takes in any layout, are only viewed as [K, M].
+    """
+    if not is_fp8(data.dtype):
+        return data.t()
+    padding = padded(data.shape[0]) - data.shape[0]
     codes = torch.nn.functional.pad(data.view(torch.uint8).t(), (0, padding))
     return codes.contiguous().view(data.dtype)
 
@@ -121,7 +132,12 @@ def quantize(x: Tensor, scale: Tensor, format: str, transpose: bool) -> Tensor:
     _fake_scaled_mm,
 )
 def scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: int
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """`(a * a_scale) @ (b * b_scale).T + bias`, accumulated in fp32 and rounded once.
 
@@ -166,7 +182,7 @@ def quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> 
     _fake_dequantize_groups,
 )
 def dequantize_groups(
-    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: int
+    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     """The values behind `data` [..., K] and its group scales [..., K / G], in `dtype`."""
     fmt = FORMATS[format]

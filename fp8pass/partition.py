@@ -71,25 +71,21 @@ class Partitioner(compat.CustomPartitionerFn):
         self.observer = observer
 
     def __call__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **stock_options: Any,
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward module."""
+        num_fwd_outputs: int = kwargs["num_fwd_outputs"]
+        static = list(kwargs.get("static_lifetime_input_indices") or ())
         stock_bytes = None
         if self.observer:
             stock_bytes = stock_saved_bytes(
-                gm, joint_inputs, num_fwd_outputs, static_lifetime_input_indices, self.inputs.held
+                gm, joint_inputs, num_fwd_outputs, static, self.inputs.held
             )
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
         ctx = Context(
             self.config,
-            parameters=frozenset(primals[i] for i in static_lifetime_input_indices or ()),
+            parameters=frozenset(primals[i] for i in static),
             held=nodes_of(primals, self.inputs.held),
             activations=nodes_of(primals, self.inputs.activations),
             num_fwd_outputs=num_fwd_outputs,
@@ -149,7 +145,7 @@ def stock_saved_bytes(
     gm: fx.GraphModule,
     joint_inputs: Sequence[object],
     num_fwd_outputs: int,
-    static: Sequence[int] | None,
+    static: list[int],
     held: frozenset[int],
 ) -> int:
     """Bytes that PyTorch's partitioner would keep of this graph, counted as `Plan.saved_bytes`."""
@@ -157,10 +153,10 @@ def stock_saved_bytes(
         _copy_of(gm),
         joint_inputs,
         num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=list(static or ()),
+        static_lifetime_input_indices=static,
     )
     primals = [n for n in forward.graph.nodes if compat.is_primal(n)]
-    free = {primals[i] for i in static or ()} | nodes_of(primals, held)
+    free = {primals[i] for i in static} | nodes_of(primals, held)
     saved = graph.outputs(forward.graph)[num_fwd_outputs:]
     return sum(graph.nbytes(n) for n in saved if isinstance(n, fx.Node) and n not in free)
 

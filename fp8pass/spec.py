@@ -48,20 +48,28 @@ def verify(g: fx.Graph) -> None:
 def _verify_scaled_mm(node: fx.Node) -> None:
     a, a_scale, b, b_scale = node.args[:4]
     for data, scale in ((a, a_scale), (b, b_scale)):
-        if data.op == "call_function":  # type: ignore[union-attr]
-            _require(data.target is fp8.quantize.default, node, f"operand {data} not quantized")  # type: ignore[union-attr]
-            _require(data.args[1] is scale, node, f"{data} was quantized with another scale")  # type: ignore[union-attr]
-    lengths = graph.tensor(a).shape[-1], graph.tensor(b).shape[-1]  # type: ignore[arg-type]
+        assert isinstance(data, fx.Node)
+        quantized = data.args[0] if data.target is fp8.transpose.default else data
+        if isinstance(quantized, fx.Node) and quantized.op == "call_function":
+            _require(
+                quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized"
+            )
+            _require(quantized.args[1] is scale, node, f"{data} was quantized with another scale")
+    assert isinstance(a, fx.Node)
+    assert isinstance(b, fx.Node)
+    lengths = graph.tensor(a).shape[-1], graph.tensor(b).shape[-1]
     _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
 
 
 def _verify_dequantize(node: fx.Node) -> None:
     data, scales, format, group = node.args[:4]
-    val, scale_val = graph.tensor(data), graph.tensor(scales)  # type: ignore[arg-type]
+    assert isinstance(data, fx.Node)
+    assert isinstance(scales, fx.Node)
     _require(format in FORMATS, node, f"unknown format {format}")
-    _require(val.shape[-1] == scale_val.shape[-1] * group, node, "scales do not cover the groups")
-    if data.op == "call_function":  # type: ignore[union-attr]
-        _require(data.args[1] is scales, node, f"{data} was quantized with other scales")  # type: ignore[union-attr]
+    covered = graph.tensor(scales).shape[-1] * int(group)  # type: ignore[arg-type]
+    _require(graph.tensor(data).shape[-1] == covered, node, "scales do not cover the groups")
+    if data.op == "call_function":
+        _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
 
 
 def _require(condition: bool, node: fx.Node, problem: str) -> None:

@@ -15,12 +15,15 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format
+from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
 from fp8pass.graph import aten, prims, tensor
 from fp8pass.ops import CONTRACTION_MULTIPLE, SMALLEST_SCALE, is_fp8
 
 fp8 = torch.ops.fp8pass
 cast = prims.convert_element_type.default
+
+# The first stage of a tensor's amax; the size of the groups that saved values are quantized in.
+AMAX_GROUP = 128
 
 
 class Emitter:
@@ -76,8 +79,16 @@ def lower_dialect(gm: fx.GraphModule) -> None:
 
 @_lowers(fp8.amax.default)
 def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
-    rows = emit(aten.amax.default, emit(aten.abs.default, x), [-1])
-    return emit(cast, emit(aten.amax.default, rows), torch.float32)
+    """Two stages (COAT's Group Scaling): over groups, fused into what produces `x`, then over all.
+
+    Groups of the size that saved values use share a kernel with those values' quantization; rows
+    would need one of their own.
+    """
+    length = tensor(x).shape[-1]
+    group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
+    groups = _split_groups(emit, x, group) if group else x
+    first = emit(aten.amax.default, emit(aten.abs.default, groups), [-1])
+    return emit(cast, emit(aten.amax.default, first), torch.float32)
 
 
 @_lowers(fp8.scale.default)
@@ -93,26 +104,38 @@ def _scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
 
 
 @_lowers(fp8.quantize.default)
-def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str, transpose: bool) -> fx.Node:
+def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node:
     fmt = FORMATS[format]
     if fmt.lossless:
-        return emit(aten.permute.default, x, [1, 0]) if transpose else x
+        return x
     scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
-    if transpose:
-        scaled = emit(aten.permute.default, _pad_rows(emit, scaled), [1, 0])
     return _row_major(emit, _encode(emit, scaled, fmt))
 
 
-def _pad_rows(emit: Emitter, x: fx.Node) -> fx.Node:
-    rows = tensor(x).shape[0]
-    if compat.statically_known_true(rows % CONTRACTION_MULTIPLE == 0):
-        return x
+@_lowers(fp8.transpose.default)
+def _transpose(emit: Emitter, data: fx.Node) -> fx.Node:
+    swapped = emit(aten.permute.default, _pad_rows(emit, data), [1, 0])
+    if not is_fp8(tensor(data).dtype):
+        return swapped
+    return _row_major(
+        emit, emit(aten.clone.default, swapped, memory_format=torch.contiguous_format)
+    )
+
+
+def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
+    val = tensor(data)
+    rows = val.shape[0]
+    known = compat.statically_known_true(rows % CONTRACTION_MULTIPLE == 0)
+    if known or not is_fp8(val.dtype):
+        return data
     if isinstance(rows, int):
         padding: Any = -rows % CONTRACTION_MULTIPLE
     else:
-        size = emit(aten.sym_size.int, x, 0)
+        size = emit(aten.sym_size.int, data, 0)
         padding = emit(operator.mod, emit(operator.neg, size), CONTRACTION_MULTIPLE)
-    return emit(aten.constant_pad_nd.default, x, [0, 0, 0, padding], 0.0)
+    codes = emit(aten.view.dtype, data, torch.uint8)  # FP8 has no fill kernel
+    padded = emit(aten.constant_pad_nd.default, codes, [0, 0, 0, padding], 0)
+    return emit(aten.view.dtype, padded, val.dtype)
 
 
 def _row_major(emit: Emitter, x: fx.Node) -> fx.Node:

@@ -72,6 +72,7 @@ QUANTIZERS = {
     fp8.amax.default,
     fp8.scale.default,
     fp8.quantize.default,
+    fp8.transpose.default,
     fp8.group_scale.default,
     fp8.quantize_groups.default,
     fp8.dequantize_groups.default,

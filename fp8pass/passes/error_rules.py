@@ -102,7 +102,7 @@ def tolerates(node: fx.Node) -> bool:
     if kind_ is Kind.GEMM:
         return node.target is fp8.scaled_mm.default or bool(node.meta.get(TOLERANT))
     if node.target in SIGN_TESTS:  # rounding to nearest keeps signs
-        return node.args[1] == 0
+        return bool(node.args[1] == 0)
     if node.target in DIVISIONS:
         return _denominator_stays_away_from_zero(node)
     if is_call(node, aten.exp.default):
@@ -186,7 +186,7 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 def _is_logistic(exp: fx.Node) -> bool:
     """exp(-x) of 1 / (1 + exp(-x)): bounded, and so is what it multiplies."""
-    return all(is_call(u, aten.add.Tensor) and u.args[1] == 1 for u in exp.users)
+    return all(is_call(u, aten.add.Tensor) and bool(u.args[1] == 1) for u in exp.users)
 
 
 def _is_gaussian(exp: fx.Node) -> bool:
@@ -199,4 +199,4 @@ def _is_gaussian(exp: fx.Node) -> bool:
         return False
     if is_call(square, aten.mul.Tensor):
         return square.args[0] is square.args[1]
-    return is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2
+    return is_call(square, aten.pow.Tensor_Scalar) and bool(square.args[1] == 2)

@@ -7,7 +7,7 @@ Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
              dx = mm(dY, W)
              dW = mm(t(dY), x)
     after    y  = scaled_mm(q(x),   q(W))       q(·)  = quantize(·, scale)
-             dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = quantize(·, scale, transpose)
+             dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = transpose(q(·))
              dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·)), one per tensor
 
 Scales are per tensor and just in time (COAT 5.2, LLMQ 3). Every tensor is quantized once per
@@ -224,8 +224,8 @@ class Quantizer:
         self.graph = g
         self.config = config
         self.backward = graph.tangent_dependent(g)
-        self._scales: dict[tuple[fx.Node, str], fx.Node] = {}
-        self._data: dict[tuple[fx.Node, str, bool], fx.Node] = {}
+        self._quantized: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+        self._transposed: dict[fx.Node, fx.Node] = {}
 
     def __call__(
         self, matrix: fx.Node, *, contract_rows: bool, like: fx.Node
@@ -238,18 +238,18 @@ class Quantizer:
         format = (
             self.config.gradient_format if base in self.backward else self.config.forward_format
         )
-        transpose = contract_rows != flipped
         key = (graph.root(base), format)
-        if key not in self._scales:
+        if key not in self._quantized:
             amax = emit(self.graph, fp8.amax.default, base, like=like)
-            self._scales[key] = emit(self.graph, fp8.scale.default, amax, format, like=like)
-        scale = self._scales[key]
-        layout = (*key, transpose)
-        if layout not in self._data:
-            self._data[layout] = emit(
-                self.graph, fp8.quantize.default, base, scale, format, transpose, like=like
-            )
-        return self._data[layout], scale
+            scale = emit(self.graph, fp8.scale.default, amax, format, like=like)
+            data = emit(self.graph, fp8.quantize.default, base, scale, format, like=like)
+            self._quantized[key] = data, scale
+        data, scale = self._quantized[key]
+        if contract_rows == flipped:
+            return data, scale
+        if data not in self._transposed:
+            self._transposed[data] = emit(self.graph, fp8.transpose.default, data, like=like)
+        return self._transposed[data], scale
 
 
 def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:

@@ -52,12 +52,12 @@ def _carry_gradients(
     """Gradients that depend on no incoming gradient, a constant say, are backward outputs too."""
     output = graph.output_node(gm.graph)
     carrier.at = output
-    forward = list(output.args[0][: ctx.num_fwd_outputs])  # type: ignore[index]
+    results = graph.outputs(gm.graph)
     gradients = [
         carrier.in_backward(g) if isinstance(g, fx.Node) and g not in backward else g
-        for g in output.args[0][ctx.num_fwd_outputs :]  # type: ignore[index]
+        for g in results[ctx.num_fwd_outputs :]
     ]
-    output.args = ((*forward, *gradients),)
+    output.args = ((*results[: ctx.num_fwd_outputs], *gradients),)
 
 
 class Carrier:

@@ -78,7 +78,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         return 0 if node in free else _bytes_to_store(node)
 
     kept_exact, recomputed_exact = min_cut(needs.values, needs.exact, exact_bytes, recompute_price)
-    available = _exactly_available(needs.values, free | kept_exact | recomputed_exact)
+    available = _exactly_available(needs.values, kept_exact | recomputed_exact | free)
 
     def any_bytes(node: fx.Node) -> float:
         if node in free or node in kept_exact:

@@ -1,0 +1,132 @@
+"""Compile time: cold against the peers, warm in a second process, and the passes alone.
+
+    python benchmarks/compile_time.py            four layers of hidden 4096 (CUDA)
+    python benchmarks/compile_time.py --passes   time of the passes for 1 to 32 layers (any device)
+
+Every measurement is a process of its own with a cache folder of its own: the first run of a
+variant is cold, the second finds what the first one left. Seconds are those of the first forward
+and backward, imports not counted; `passes` is fp8pass's share of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import environment, print_table, write_json
+
+VARIANTS = ("bf16 compile", "torchao tensorwise", "fp8pass coat")
+HERE = Path(__file__).parent
+
+
+def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
+    """Compile one variant in this process."""
+    from layer import Subject
+    from layer import variants as make_variants
+    from models import Stack, init_weights, rope_tables
+
+    import fp8pass.debug as debug
+
+    seconds: list[float] = []
+    run_passes = debug.run_passes
+
+    def recorded(*args: Any, **kwargs: Any) -> list[debug.PassRecord]:
+        start = time.perf_counter()
+        records = run_passes(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return records
+
+    debug.run_passes = recorded
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    heads, ffn, seq = hidden // 128, hidden * 43 // 16, 1024
+    model = Stack(layers, hidden, heads, ffn).to(device, torch.bfloat16)
+    init_weights(model)
+    x = torch.randn(1, seq, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tables = rope_tables(seq, hidden // heads, device)
+    subject = Subject(make_variants(False)[variant](model), (x, *tables), torch.randn_like(x))
+    (x.sum() + 1).backward()  # CUDA starts up outside the measurement
+    start = time.perf_counter()
+    subject.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - start, "passes": sum(seconds)}
+
+
+def measure(variant: str, layers: int, hidden: int, cache: Path) -> dict[str, Any]:
+    """Run `child` in a process that uses `cache`."""
+    command = [sys.executable, __file__, "--child", variant, str(layers), str(hidden)]
+    env = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+    }
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{variant} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
+    """Every variant cold, then warm."""
+    results = []
+    for variant in VARIANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("cold", "warm"):
+                found = measure(variant, layers, hidden, Path(folder))
+                results.append({"variant": variant, "layers": layers, "cache": cache, **found})
+                print(results[-1], file=sys.stderr, flush=True)
+    return results
+
+
+def passes_alone() -> list[dict[str, Any]]:
+    """Seconds of each pass on stacks of growing depth, without Inductor."""
+    from models import Stack, rope_tables
+
+    import fp8pass
+
+    results = []
+    for layers in (1, 2, 4, 8, 16, 32):
+        torch._dynamo.reset()
+        model = Stack(layers, 128, 1, 384).bfloat16()
+        x = torch.randn(1, 128, 128, dtype=torch.bfloat16)
+        explanation = fp8pass.explain(model, x, *rope_tables(128, 128, torch.device("cpu")))
+        row: dict[str, Any] = {"layers": layers}
+        for graph in explanation.graphs:
+            row |= {record.name: record.seconds for record in graph.passes}
+        row["ms per layer"] = sum(v for k, v in row.items() if k != "layers") * 1e3 / layers
+        results.append(row)
+    return results
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--passes", action="store_true", help="only the passes")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(child(args.child[0], int(args.child[1]), int(args.child[2]))))
+        return
+    name = "passes" if args.passes else "compile_time"
+    results = passes_alone() if args.passes else cold_and_warm(args.layers, args.hidden)
+    rows = [
+        {k: f"{v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()}
+        for row in results
+    ]
+    print_table(name.replace("_", " "), rows)
+    out = args.out or HERE / f"results/{name}.json"
+    write_json(out, {**environment(), "results": results})
+
+
+if __name__ == "__main__":
+    main()
