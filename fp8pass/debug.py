@@ -24,6 +24,7 @@ from fp8pass import compat, spec
 from fp8pass.config import ConfigError, unknown
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, Context, Pass
 from fp8pass.passes.materialize import materialize_plan
+from fp8pass.plan import Plan
 
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
@@ -77,6 +78,19 @@ def run_passes(
         if folder:
             _dump(Path(folder), number, index, entry)
     return records
+
+
+def report(plan: Plan) -> None:
+    """Log one line about a graph; a warning if layers stay in high precision unasked."""
+    unexpected = plan.unexpected
+    if not unexpected:
+        log.info("%s", plan.summary())
+        return
+    first = unexpected[0]
+    log.warning(
+        "%s. Not asked for: %d, such as %s: %s. fp8pass.explain(model, ...) lists them.",
+        *(plan.summary(), len(unexpected), first.module or "top level", first.reason),
+    )
 
 
 def _enabled(passes: Sequence[Pass]) -> list[Pass]:

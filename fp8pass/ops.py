@@ -75,13 +75,13 @@ def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
 
 
 def _fake_quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> Tensor:
-    return x.new_empty(x.shape, dtype=FORMATS[format].dtype or x.dtype)
+    return torch.empty_like(x, dtype=FORMATS[format].dtype)
 
 
 def _fake_dequantize_groups(
     data: Tensor, scales: Tensor, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
+    return torch.empty_like(data, dtype=dtype)
 
 
 def padded(rows: int) -> int:
@@ -160,7 +160,8 @@ def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     groups = x.unflatten(-1, (-1, group_size))
     if fmt.lossless:
         return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
-    return scale_of(groups.abs().amax(dim=-1).float(), fmt).to(GROUP_SCALE_DTYPE)
+    amax = groups.abs().amax(dim=-1).float()
+    return scale_of(amax, fmt).to(GROUP_SCALE_DTYPE).contiguous()
 
 
 @_dialect(
@@ -168,12 +169,13 @@ def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     _fake_quantize_groups,
 )
 def quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> Tensor:
-    """`x` [..., K] coded with the scales [..., K / G] of its groups; same shape, contiguous."""
+    """`x` [..., K] coded with the scales [..., K / G] of its groups; shape and layout of `x`."""
     fmt = FORMATS[format]
     if fmt.lossless:
-        return x.clone(memory_format=torch.contiguous_format)
+        return x.clone()
     groups = x.float().unflatten(-1, (-1, group_size))
-    return encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt).flatten(-2).contiguous()
+    codes = encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt).flatten(-2)
+    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes)
 
 
 @_dialect(
@@ -184,12 +186,13 @@ def quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> 
 def dequantize_groups(
     data: Tensor, scales: Tensor, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """The values behind `data` [..., K] and its group scales [..., K / G], in `dtype`."""
+    """The values behind `data` [..., K] and its group scales [..., K / G], in its layout."""
     fmt = FORMATS[format]
     if fmt.lossless:
-        return data.to(dtype)
+        return data.clone()
     groups = decode(data, fmt).unflatten(-1, (-1, group_size))
-    return (groups * scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    values = (groups * scales.float().unsqueeze(-1)).flatten(-2)
+    return torch.empty_like(data, dtype=dtype).copy_(values)
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

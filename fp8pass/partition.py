@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +16,6 @@ from fp8pass import compat, debug, graph
 from fp8pass.config import Config
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, Context
 from fp8pass.plan import Plan
-
-log = logging.getLogger("fp8pass")
 
 Observer = Callable[[Plan, list[debug.PassRecord]], None]
 
@@ -92,7 +89,7 @@ class Partitioner(compat.CustomPartitionerFn):
         )
         records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
         ctx.plan.stock_bytes = stock_bytes
-        log.info("%s", ctx.plan.summary())
+        debug.report(ctx.plan)
         if self.observer:
             self.observer(ctx.plan, records)
         return cut(gm, ctx)
@@ -130,9 +127,9 @@ def rewrite_inference(
         num_fwd_outputs=0,
     )
     records = debug.run_passes(INFERENCE_PASSES, gm, ctx, record=observer is not None)
-    log.info("inference: %s", ctx.plan.summary())
+    ctx.plan.note = "inference"
+    debug.report(ctx.plan)
     if observer:
-        ctx.plan.note = "inference"
         observer(ctx.plan, records)
 
 

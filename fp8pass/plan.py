@@ -58,6 +58,7 @@ class Linear:
         in_features, out_features: sizes of the weight.
         fp8: the GEMMs that run in FP8, out of `forward`, `dgrad`, `wgrad`.
         reason: why it stays in high precision, '' where it does not.
+        chosen: whether that was asked for, by a skip pattern or the default for output heads.
     """
 
     module: str
@@ -66,6 +67,7 @@ class Linear:
     out_features: int
     fp8: tuple[str, ...]
     reason: str
+    chosen: bool = False
 
 
 @dataclass
@@ -96,6 +98,11 @@ class Plan:
     def high_precision(self) -> list[Linear]:
         """The linear layers that stay in high precision."""
         return [linear for linear in self.linears if linear.reason]
+
+    @property
+    def unexpected(self) -> list[Linear]:
+        """The linear layers that stay in high precision though nobody asked for it."""
+        return [linear for linear in self.high_precision if not linear.chosen]
 
     def summary(self) -> str:
         """One line for the log."""

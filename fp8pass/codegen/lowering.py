@@ -204,7 +204,7 @@ def _quantize_groups(
 ) -> fx.Node:
     fmt = FORMATS[format]
     if fmt.lossless:
-        return emit(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return emit(aten.clone.default, x)
     groups = _split_groups(emit, emit(cast, x, torch.float32), group_size)
     inverse = emit(aten.unsqueeze.default, _inverse(emit, scales), -1)
     codes = _encode(emit, emit(aten.mul.Tensor, groups, inverse), fmt)

@@ -37,3 +37,7 @@ class Context:
     plan: Plan = field(default_factory=Plan)
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     saved: list[fx.Node] = field(default_factory=list)
+
+    def is_free(self, node: fx.Node) -> bool:
+        """Whether using `node` in the backward keeps nothing alive that would not be anyway."""
+        return node in self.parameters or node in self.held

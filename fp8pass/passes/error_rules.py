@@ -123,7 +123,7 @@ def storage(node: fx.Node, config: Config) -> tuple[Format, int, str]:
     if val is None or val.dtype not in STORABLE_DTYPES:
         return EXACT, 0, "integers and masks are kept as they are"
     if kind(node) not in _STORABLE or (node.op == "call_function" and not _may_be_inexact(node)):
-        return EXACT, 0, f"{graph_name(node)} is sensitive to its input"
+        return EXACT, 0, f"{operator_name(node)} is sensitive to its input"
     group = _group(val, config.group_size)
     if group is None:
         return EXACT, 0, "no group of 16 or more divides its last dimension"
@@ -159,12 +159,12 @@ def _group(val: torch.Tensor, group_size: int) -> int | None:
     return divisor_group(length, group_size) if isinstance(length, int) else None
 
 
-def graph_name(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
     """The operator of a node, as people write it."""
     if node.op != "call_function":
         return node.op
     if graph.is_getitem(node):
-        return graph_name(node.args[0])  # type: ignore[arg-type]
+        return operator_name(node.args[0])  # type: ignore[arg-type]
     return str(node.target).removesuffix(".default")
 
 

@@ -16,7 +16,9 @@ layout, however many GEMMs share it.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -72,16 +74,18 @@ class Layer:
 def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
     eligible: set[fx.Node] = set()
-    for layer in find_layers(gm.graph, ctx.parameters):
+    layers = find_layers(gm.graph, ctx.parameters)
+    warn_about_idle_patterns([y.module for y in layers], ctx.config.skip)
+    for layer in layers:
         reason = why_not(layer, ctx.config)
         roles: list[str] = []
         for role, gemm in layer.gemms():
             if not reason.text:
                 eligible.add(gemm)
                 roles.append(role)
-            elif not reason.exact:
+            elif not reason.chosen:
                 gemm.meta[TOLERANT] = True
-        ctx.plan.linears.append(describe(layer, tuple(roles), reason.text))
+        ctx.plan.linears.append(describe(layer, tuple(roles), reason))
     quantizer = Quantizer(gm.graph, ctx.config)
     for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
@@ -153,19 +157,19 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a layer stays in high precision; `exact`: and its saved input too, by request."""
+    """Why a layer stays in high precision; `chosen` by the user, its saved input does too."""
 
     text: str = ""
-    exact: bool = False
+    chosen: bool = False
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
     """Why `layer` cannot or should not run in FP8; an empty reason where it can."""
     pattern = matching_pattern(layer.module, config.skip)
     if pattern is not None:
-        return Reason(f"matches skip pattern {pattern!r}", exact=True)
+        return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if not config.quantize_lm_head and is_output_head(layer):
-        return Reason("output head: quantize_lm_head=False", exact=True)
+        return Reason("output head: quantize_lm_head=False", chosen=True)
     gemm, weight = layer.forward, tensor(layer.weight)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
@@ -192,6 +196,22 @@ def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
             if fnmatch.fnmatchcase(path, form) or fnmatch.fnmatchcase(path, f"{form}.*"):
                 return pattern
     return None
+
+
+def warn_about_idle_patterns(modules: list[str], patterns: tuple[str, ...]) -> None:
+    """Warn about skip patterns that match none of a graph's linear layers."""
+    for pattern in patterns if modules else ():
+        if not any(matching_pattern(m, (pattern,)) for m in modules):
+            nearest = difflib.get_close_matches(pattern, [*modules, *_last_parts(modules)], n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {modules[:8]}."
+            warnings.warn(
+                f"skip pattern {pattern!r} matches no linear layer of this graph.{hint}",
+                stacklevel=2,
+            )
+
+
+def _last_parts(modules: list[str]) -> list[str]:
+    return sorted({m.rsplit(".", 1)[-1] for m in modules})
 
 
 def is_output_head(layer: Layer) -> bool:
@@ -271,11 +291,12 @@ def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
         quantizer.backward.add(product)
 
 
-def describe(layer: Layer, rewritten: tuple[str, ...], reason: str) -> Linear:
+def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason) -> Linear:
     """The plan's entry for a layer."""
     out_features, in_features = tensor(layer.weight).shape[:2]
     if tensor(layer.input).shape[-1] == out_features:  # the weight is stored as [in, out]
         in_features, out_features = out_features, in_features
     rows = tensor(layer.input).shape[0]
     unique = tuple(dict.fromkeys(rewritten))
-    return Linear(layer.module, str(rows), int(in_features), int(out_features), unique, reason)
+    sizes = int(in_features), int(out_features)
+    return Linear(layer.module, str(rows), *sizes, unique, reason.text, reason.chosen)

@@ -21,7 +21,7 @@ from fp8pass.formats import EXACT, Format
 from fp8pass.graph import aten, emit
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
-from fp8pass.passes.error_rules import graph_name
+from fp8pass.passes.error_rules import operator_name
 from fp8pass.passes.save_plan import Decision
 from fp8pass.plan import CrossingTensor, SavedTensor
 
@@ -129,13 +129,7 @@ class Carrier:
     def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
         """A view that is kept without its base, which would hold the base's memory."""
         with self.graph.inserting_before(_after(node)):
-            copy = emit(
-                self.graph,
-                aten.clone.default,
-                node,
-                memory_format=torch.contiguous_format,
-                like=node,
-            )
+            copy = emit(self.graph, aten.clone.default, node, like=node)
         self._cross(node, decision, copy, copy)
         return copy
 
@@ -166,7 +160,7 @@ def describe(
     return SavedTensor(
         name=node.name,
         module=graph.module_path(node),
-        op=graph_name(node),
+        op=operator_name(node),
         shape=graph.shape_text(val),
         dtype=_dtype_name(val.dtype),
         kept_as=_kept_as(decision.format, decision.group_size),

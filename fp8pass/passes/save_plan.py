@@ -12,15 +12,18 @@ exact needs at exact prices. The second covers all needs, with what the first on
 and everything else at the bytes of the cheapest format that the error rules allow. One cut for
 both would need three states a value (exact, low-bit, absent) whose costs are not submodular.
 
-Both are solved by networkx, per connected region: values that cannot be recomputed do not depend
-on how their inputs are kept, so the graph falls apart at GEMMs and attention.
+Among equal first cuts, the one closest to the backward recomputes least, and the one closest to
+the inputs leaves most for the second to be computed from. Both are tried, the cheaper one wins.
+
+Values that cannot be recomputed do not depend on how their inputs are kept, so the graph falls
+apart at GEMMs and attention into regions, which are solved one by one (with networkx).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import networkx as nx
 from torch import fx
@@ -46,6 +49,8 @@ RECOMPUTABLE = (
     Kind.SYMBOL,
 )
 
+Cost = Callable[[fx.Node], float]
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -69,72 +74,13 @@ class Decision:
         return self.group_size > 0
 
 
-def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
-    """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from."""
-    needs = find_needs(gm, ctx)
-    free = ctx.parameters | ctx.held
+@dataclass(frozen=True)
+class Cut:
+    """A way to have some values in the backward: nodes kept, nodes recomputed, in all `cost`."""
 
-    def exact_bytes(node: fx.Node) -> float:
-        return 0 if node in free else _bytes_to_store(node)
-
-    kept_exact, recomputed_exact = min_cut(needs.values, needs.exact, exact_bytes, recompute_price)
-    available = _exactly_available(needs.values, kept_exact | recomputed_exact | free)
-
-    def any_bytes(node: fx.Node) -> float:
-        if node in free or node in kept_exact:
-            return 0
-        if node in available or (node.op == "placeholder" and node not in ctx.activations):
-            return _bytes_to_store(node)
-        exact = _bytes_to_store(node)
-        return exact if math.isinf(exact) else min(exact, _low_bit_bytes(node, ctx))
-
-    def any_price(node: fx.Node) -> float:
-        if node in recomputed_exact:
-            return 0
-        if not error_rules.tolerates(node) and node not in available:
-            return math.inf
-        return recompute_price(node)
-
-    kept, recomputed = min_cut(needs.values, needs.all, any_bytes, any_price)
-    for node in recomputed_exact | recomputed:
-        ctx.decisions[node] = Decision(None, 0, "cheap to compute again")
-    for node in kept_exact | kept:
-        ctx.decisions[node] = _decide(node, ctx, needed_exactly=node in kept_exact)
-
-
-def _exactly_available(values: list[fx.Node], start: set[fx.Node]) -> set[fx.Node]:
-    """What the backward can have exactly, given `start`: also all that follows from it.
-
-    None of it may be stored in low bits, since an operator that tolerates no error may use it.
-    """
-    found = set(start)
-    for node in values:
-        computable = not math.isinf(recompute_price(node))
-        if (computable and all(n in found for n in node.all_input_nodes)) or (
-            not computable and not _is_float(node)
-        ):
-            found.add(node)
-    return found
-
-
-def _is_float(node: fx.Node) -> bool:
-    val = graph.value(node)
-    return val is not None and val.is_floating_point()
-
-
-def _decide(node: fx.Node, ctx: Context, *, needed_exactly: bool) -> Decision:
-    if node in ctx.parameters:
-        return Decision(EXACT, 0, "parameter")
-    if node in ctx.held:
-        return Decision(EXACT, 0, "autograd holds this leaf anyway")
-    if needed_exactly:
-        return Decision(EXACT, 0, "attention, softmax or a skipped layer needs it exactly")
-    if node.op == "placeholder" and node not in ctx.activations:
-        return Decision(EXACT, 0, "an input that needs no gradient: a table, a mask, data")
-    format, group, reason = error_rules.storage(node, ctx.config)
-    if group and (format.lossless or _low_bit_bytes(node, ctx) < _bytes_to_store(node)):
-        return Decision(format, group, reason)
-    return Decision(EXACT, 0, reason)
+    kept: set[fx.Node]
+    recomputed: set[fx.Node]
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -144,30 +90,133 @@ class Needs:
     Attributes:
         values: nodes that depend on no gradient, in order.
         all: those that the backward uses.
-        exact: those that it uses in an operator that tolerates no error.
+        exact: those that it uses in an operator that tolerates no error, with that operator.
     """
 
     values: list[fx.Node]
-    all: set[fx.Node]
-    exact: set[fx.Node]
+    all: set[fx.Node] = field(default_factory=set)
+    exact: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
+    """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from."""
+    needs = find_needs(gm, ctx)
+    for region in regions(needs.values, needs.all, recompute_price):
+        exact, rest = plan_region(region, needs, ctx)
+        for node in exact.recomputed | rest.recomputed:
+            ctx.decisions[node] = Decision(None, 0, "cheap to compute again")
+        for node in exact.kept | rest.kept:
+            ctx.decisions[node] = _decide(node, ctx, needs, exactly=node in exact.kept)
 
 
 def find_needs(gm: fx.GraphModule, ctx: Context) -> Needs:
     """Read off a joint graph what crosses from the forward to the backward."""
     backward = graph.tangent_dependent(gm.graph)
-    values = [n for n in gm.graph.nodes if n not in backward and n.op != "output"]
-    gradients = graph.outputs(gm.graph)[ctx.num_fwd_outputs :]
-    needed = {g for g in gradients if isinstance(g, fx.Node) and g not in backward}
-    exactly = set(needed)
-    for node in backward:
-        if node.op == "output":
+    needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
+    for gradient in graph.outputs(gm.graph)[ctx.num_fwd_outputs :]:
+        if isinstance(gradient, fx.Node) and gradient not in backward:
+            needs.all.add(gradient)
+            needs.exact[gradient] = "a gradient"
+    for node in gm.graph.nodes:
+        if node not in backward or node.op == "output":
             continue
-        used = [n for n in node.all_input_nodes if n not in backward]
-        needed.update(used)
-        if not error_rules.tolerates(node):
-            exactly.update(used)
-    exactly |= {n for n in needed if kind(n) in RECOMPUTABLE and not error_rules.tolerates(n)}
-    return Needs(values, needed, exactly)
+        tolerant = error_rules.tolerates(node)
+        for operand in node.all_input_nodes:
+            if operand not in backward:
+                needs.all.add(operand)
+                if not tolerant:
+                    needs.exact.setdefault(operand, error_rules.operator_name(node))
+    for node in needs.all:
+        if kind(node) in RECOMPUTABLE and not error_rules.tolerates(node):
+            needs.exact.setdefault(node, "its own operator")
+    return needs
+
+
+def plan_region(region: list[fx.Node], needs: Needs, ctx: Context) -> tuple[Cut, Cut]:
+    """The cut for the exact needs of a region, and the one for the rest."""
+    exact = {n for n in region if n in needs.exact}
+    everything = {n for n in region if n in needs.all}
+    candidates = []
+    for early in (False, True) if exact else (False,):
+        first = _exact_cut(region, exact, ctx, early=early)
+        candidates.append((first, _remaining_cut(region, everything, first, ctx)))
+    return min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
+
+
+def _exact_cut(region: list[fx.Node], needed: set[fx.Node], ctx: Context, *, early: bool) -> Cut:
+    def bytes_(node: fx.Node) -> float:
+        return 0 if ctx.is_free(node) else _bytes_to_store(node)
+
+    def price(node: fx.Node) -> float:
+        true_price = recompute_price(node)
+        return 0 if early and math.isfinite(true_price) else true_price
+
+    cut = min_cut(region, needed, bytes_, price, early=early)
+    cost = sum(map(bytes_, cut.kept)) + sum(map(recompute_price, cut.recomputed))
+    return Cut(cut.kept, cut.recomputed, cost)
+
+
+def _remaining_cut(region: list[fx.Node], needed: set[fx.Node], first: Cut, ctx: Context) -> Cut:
+    available = _exactly_available(region, first, ctx)
+
+    def bytes_(node: fx.Node) -> float:
+        if node in first.kept or ctx.is_free(node):
+            return 0
+        exact = _bytes_to_store(node)
+        if node in available or math.isinf(exact):
+            return exact
+        return min(exact, _low_bit_bytes(node, ctx))
+
+    def price(node: fx.Node) -> float:
+        if node in first.recomputed:
+            return 0
+        if not error_rules.tolerates(node) and node not in available:
+            return math.inf
+        return recompute_price(node)
+
+    return min_cut(region, needed, bytes_, price)
+
+
+def _exactly_available(region: list[fx.Node], first: Cut, ctx: Context) -> set[fx.Node]:
+    """What the backward can have exactly after the first cut: also all that follows from it.
+
+    None of it may be stored in low bits, since an operator that tolerates no error may use it.
+    """
+    members = set(region)
+    found = {n for n in region if n in first.kept or n in first.recomputed or ctx.is_free(n)}
+    for node in region:
+        if math.isfinite(recompute_price(node)):
+            exact = all(n in found for n in node.all_input_nodes if n in members)
+        else:
+            exact = not _is_float(node)
+        if exact:
+            found.add(node)
+    return found
+
+
+def _is_float(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and val.is_floating_point()
+
+
+def _decide(node: fx.Node, ctx: Context, needs: Needs, *, exactly: bool) -> Decision:
+    if node in ctx.parameters:
+        return Decision(EXACT, 0, "parameter")
+    if node in ctx.held:
+        return Decision(EXACT, 0, "autograd holds this leaf anyway")
+    if exactly:
+        by = needs.exact.get(node)
+        return Decision(EXACT, 0, f"{by} needs it exact" if by else "exact values follow from it")
+    format, group, reason = _storage(node, ctx)
+    if group and (format.lossless or _low_bit_bytes(node, ctx) < _bytes_to_store(node)):
+        return Decision(format, group, reason)
+    return Decision(EXACT, 0, reason)
+
+
+def _storage(node: fx.Node, ctx: Context) -> tuple[Format, int, str]:
+    if node.op == "placeholder" and node not in ctx.activations:
+        return EXACT, 0, "an input that needs no gradient: a table, a mask, data"
+    return error_rules.storage(node, ctx.config)
 
 
 def recompute_price(node: fx.Node) -> float:
@@ -198,7 +247,7 @@ def _bytes_to_store(node: fx.Node) -> float:
         return 0
     if graph.value(node) is None:
         return math.inf
-    if compat.must_recompute(node) and not math.isinf(recompute_price(node)):
+    if compat.must_recompute(node) and math.isfinite(recompute_price(node)):
         return math.inf
     stored = graph.nbytes(node) * RECOMPUTE_UNITS
     # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
@@ -207,7 +256,7 @@ def _bytes_to_store(node: fx.Node) -> float:
 
 def _low_bit_bytes(node: fx.Node, ctx: Context) -> float:
     """Bytes of `node` kept in its allowed low-bit format and of reading it to do so, in units."""
-    format, group, _ = error_rules.storage(node, ctx.config)
+    format, group, _ = _storage(node, ctx)
     if not group:
         return math.inf
     val = graph.tensor(node)
@@ -218,64 +267,53 @@ def _low_bit_bytes(node: fx.Node, ctx: Context) -> float:
     return stored * RECOMPUTE_UNITS + graph.nbytes(node)
 
 
-def min_cut(
-    values: Iterable[fx.Node],
-    needed: set[fx.Node],
-    bytes_to_store: Callable[[fx.Node], float],
-    price: Callable[[fx.Node], float],
-) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The cheapest way to have `needed` in the backward: nodes to keep, nodes to recompute."""
-    order = list(values)
-    relevant = _relevant(order, needed, price)
-    kept: set[fx.Node] = set()
-    recomputed: set[fx.Node] = set()
-    for region in _regions(order, relevant, price):
-        network = _network(region, needed, bytes_to_store, price)
-        _, (_, sink_side) = nx.minimum_cut(
-            network, _SOURCE, _SINK, flow_func=nx.algorithms.flow.boykov_kolmogorov
-        )
-        for node in region:
-            if (node, "in") in sink_side:
-                recomputed.add(node)
-            elif (node, "out") in sink_side:
-                kept.add(node)
-    return kept, recomputed
+def regions(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
+    """Independent sets of needed values and what they can be recomputed from, in order."""
+    relevant = set(needed)
+    for node in reversed(values):
+        if node in relevant and math.isfinite(price(node)):
+            relevant.update(node.all_input_nodes)
+    order = [n for n in values if n in relevant]
+    connected = nx.utils.UnionFind(order)
+    for node in order:
+        if math.isfinite(price(node)):
+            connected.union(node, *node.all_input_nodes)
+    grouped: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        grouped.setdefault(connected[node], []).append(node)
+    return list(grouped.values())
 
 
 _SOURCE, _SINK = "source", "sink"
 
 
-def _relevant(
-    order: list[fx.Node], needed: set[fx.Node], price: Callable[[fx.Node], float]
-) -> set[fx.Node]:
-    """Needed values and whatever they could be recomputed from."""
-    found = set(needed)
-    for node in reversed(order):
-        if node in found and not math.isinf(price(node)):
-            found.update(node.all_input_nodes)
-    return found
+def min_cut(
+    region: list[fx.Node],
+    needed: set[fx.Node],
+    bytes_to_store: Cost,
+    price: Cost,
+    *,
+    early: bool = False,
+) -> Cut:
+    """The cheapest way to have `needed` in the backward.
 
-
-def _regions(
-    order: list[fx.Node], relevant: set[fx.Node], price: Callable[[fx.Node], float]
-) -> list[list[fx.Node]]:
-    """Connected components of the relevant nodes, cut above what is never recomputed."""
-    regions = nx.utils.UnionFind([n for n in order if n in relevant])
-    for node in order:
-        if node in relevant and not math.isinf(price(node)):
-            regions.union(node, *node.all_input_nodes)
-    grouped: dict[fx.Node, list[fx.Node]] = {}
-    for node in order:
-        if node in relevant:
-            grouped.setdefault(regions[node], []).append(node)
-    return list(grouped.values())
+    Among equally cheap ones that closest to the backward, or with `early` to the inputs.
+    """
+    if not needed:
+        return Cut(set(), set(), 0)
+    network = _network(region, needed, bytes_to_store, price)
+    flow = nx.algorithms.flow.boykov_kolmogorov
+    if early:
+        cost, (sink_side, _) = nx.minimum_cut(network.reverse(), _SINK, _SOURCE, flow_func=flow)
+    else:
+        cost, (_, sink_side) = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=flow)
+    recomputed = {n for n in region if (n, "in") in sink_side}
+    kept = {n for n in region if (n, "out") in sink_side} - recomputed
+    return Cut(kept, recomputed, cost)
 
 
 def _network(
-    region: list[fx.Node],
-    needed: set[fx.Node],
-    bytes_to_store: Callable[[fx.Node], float],
-    price: Callable[[fx.Node], float],
+    region: list[fx.Node], needed: set[fx.Node], bytes_to_store: Cost, price: Cost
 ) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
@@ -286,7 +324,7 @@ def _network(
         _arc(network, (node, "in"), (node, "out"), bytes_to_store(node))
         if node in needed:
             _arc(network, (node, "out"), _SINK, math.inf)
-        if not math.isinf(recompute):
+        if math.isfinite(recompute):
             for operand in node.all_input_nodes:
                 if operand in members:
                     _arc(network, (operand, "out"), (node, "in"), math.inf)
