@@ -198,9 +198,34 @@ def fake_mode_of(fake: torch.Tensor) -> Any:
 
 
 def interpret(gm: fx.GraphModule) -> Any:
-    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch."""
+    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch.
+
+    Inductor's random numbers are a function of their seed in the code it generates, but not in
+    their eager form; a backward that draws them again would get others.
+    """
+    prims = torch.ops.prims
+    for node in gm.graph.nodes:
+        if node.target is prims.inductor_random.default:
+            node.target = _seeded_random
+        elif node.target is prims.inductor_randint.default:
+            node.target = _seeded_randint
     gm.recompile()
     return make_boxed_func(gm.forward)
+
+
+def _seeded_random(
+    size: list[int], seed: torch.Tensor, mode: str, *, align_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    draw = getattr(torch, mode)
+    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def _seeded_randint(low: int, high: int, size: list[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
 
 
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:

@@ -93,9 +93,14 @@ def report(plan: Plan) -> None:
     )
 
 
+def disabled_passes() -> list[str]:
+    """The passes that `FP8PASS_DISABLE_PASSES` leaves out."""
+    return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
+
+
 def _enabled(passes: Sequence[Pass]) -> list[Pass]:
     known = {p.__name__ for p in (*JOINT_PASSES, *INFERENCE_PASSES)}
-    disabled = [n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n]
+    disabled = disabled_passes()
     for name in disabled:
         if name not in known:
             raise ConfigError(unknown("pass in FP8PASS_DISABLE_PASSES", name, sorted(known)))

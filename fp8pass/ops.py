@@ -49,12 +49,12 @@ def _fake_scalar(x: Tensor, *_: object) -> Tensor:
 
 def _fake_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     fmt = FORMATS[format]
-    return x.view_as(x) if fmt.lossless else x.new_empty(x.shape, dtype=fmt.dtype)
+    return torch.empty_like(x) if fmt.lossless else x.new_empty(x.shape, dtype=fmt.dtype)
 
 
 def _fake_transpose(data: Tensor) -> Tensor:
     if not is_fp8(data.dtype):
-        return data.t()
+        return torch.empty_like(data.t())
     rows, columns = data.shape
     return data.new_empty((columns, padded(rows)))
 
@@ -107,9 +107,9 @@ def scale(amax: Tensor, format: str) -> Tensor:
 
 @_dialect("quantize(Tensor x, Tensor scale, str format) -> Tensor", _fake_quantize)
 def quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """`x` coded with one scale; same shape, contiguous."""
+    """`x` coded with one scale; same shape, contiguous. A copy in a lossless format."""
     fmt = FORMATS[format]
-    return x if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
+    return x.clone() if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
 
 
 @_dialect("transpose(Tensor data) -> Tensor", _fake_transpose)
@@ -117,10 +117,10 @@ def transpose(data: Tensor) -> Tensor:
     """An FP8 matrix `data` [M, K] in the layout that contracts it over its rows (COAT G.3).
 
     Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. Operands
-    in a lossless format, which any GEMM takes in any layout, are only viewed as [K, M].
+    in a lossless format, which GEMMs take in any layout, keep theirs: their [K, M] is column-major.
     """
     if not is_fp8(data.dtype):
-        return data.t()
+        return data.t().clone()
     padding = padded(data.shape[0]) - data.shape[0]
     codes = torch.nn.functional.pad(data.view(torch.uint8).t(), (0, padding))
     return codes.contiguous().view(data.dtype)

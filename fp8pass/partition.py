@@ -96,7 +96,13 @@ class Partitioner(compat.CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Cache key: source, configuration, PyTorch, and what is known about the inputs."""
-        key = (source_hash(), repr(self.config), torch.__version__, repr(self.inputs))
+        key = (
+            source_hash(),
+            repr(self.config),
+            torch.__version__,
+            repr(self.inputs),
+            debug.disabled_passes(),
+        )
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 

@@ -57,7 +57,8 @@ def _carry_gradients(
         carrier.in_backward(g) if isinstance(g, fx.Node) and g not in backward else g
         for g in results[ctx.num_fwd_outputs :]
     ]
-    output.args = ((*results[: ctx.num_fwd_outputs], *gradients),)
+    if gradients != results[ctx.num_fwd_outputs :]:
+        output.args = ([*results[: ctx.num_fwd_outputs], *gradients],)
 
 
 class Carrier:

@@ -1,0 +1,49 @@
+"""What every test runs under: graphs verified between passes, nothing left over from another."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["FP8PASS_CHECK"] = "1"
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from fp8pass import compat
+
+_COMMON = {
+    "deadline": None,
+    "max_examples": 25,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("dev", **_COMMON)
+settings.register_profile("ci", **_COMMON, derandomize=True, print_blob=True)
+settings.register_profile("thorough", **{**_COMMON, "max_examples": 500})
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    if torch.cuda.get_device_capability() < (8, 9):
+        return "needs FP8 tensor cores (sm89)"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_no_gpu()
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    """Every test compiles anew: a cached graph would not run the passes."""
+    monkeypatch.setenv("FP8PASS_CHECK", "1")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with compat.fresh_compilation():
+        yield
+    torch._dynamo.reset()

@@ -1,0 +1,320 @@
+"""What several tests share: capturing plans and graphs, running steps, comparing results."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+
+from fp8pass import compat
+from fp8pass.backend import Backend
+from fp8pass.config import Config
+from fp8pass.debug import PassRecord
+from fp8pass.partition import Inputs, Partitioner
+from fp8pass.passes import Context
+from fp8pass.plan import Plan
+
+EXACT = Config.recipe("exact")
+EXACT_EAGER = Config.recipe("exact", compiler="eager")
+COAT_EAGER = Config.recipe("coat", compiler="eager")
+
+
+# --- plans and graphs ---------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Spy:
+    """An observer that keeps every plan and every pass's graphs."""
+
+    plans: list[Plan] = field(default_factory=list)
+    passes: list[list[PassRecord]] = field(default_factory=list)
+
+    def __call__(self, plan: Plan, passes: list[PassRecord]) -> None:
+        self.plans.append(plan)
+        self.passes.append(passes)
+
+    @property
+    def plan(self) -> Plan:
+        """The only plan there is."""
+        (plan,) = self.plans
+        return plan
+
+
+def compiled(
+    model: Callable[..., Any], config: Config = COAT_EAGER, **kwargs: Any
+) -> tuple[Callable[..., Any], Spy]:
+    """`model` compiled with fp8pass, and what it decided."""
+    spy = Spy()
+    return torch.compile(model, backend=Backend(config, spy), **kwargs), spy
+
+
+@dataclass
+class Joint:
+    """A joint graph as the passes get it, before any of them ran."""
+
+    gm: fx.GraphModule
+    ctx: Context
+
+    def calls(self, target: Any) -> list[fx.Node]:
+        """The nodes that call `target`."""
+        return [n for n in self.gm.graph.nodes if n.target is target]
+
+    @property
+    def code(self) -> str:
+        """The graph as Python."""
+        return self.gm.graph.python_code("self").src
+
+
+def capture_joint(
+    model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
+) -> Joint:
+    """The joint graph of `model(*args)` and its context, untouched by the passes."""
+    found: list[Joint] = []
+
+    class Capture(Partitioner):
+        def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **kwargs):  # type: ignore
+            static = kwargs.get("static_lifetime_input_indices")
+            copy = fx.GraphModule(gm, _copy(gm.graph))
+            compat.normalize_joint_graph(copy)
+            primals = [n for n in copy.graph.nodes if compat.is_primal(n)]
+
+            def pick(indices: frozenset[int]) -> frozenset[fx.Node]:
+                return frozenset(n for n in primals if compat.input_index(n) in indices)
+
+            ctx = Context(
+                self.config,
+                frozenset(primals[i] for i in static or ()),
+                pick(self.inputs.held),
+                pick(self.inputs.activations),
+                num_fwd_outputs,
+            )
+            found.append(Joint(copy, ctx))
+            return compat.stock_partition(
+                gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+            )
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compat.compile_fx(
+            gm,
+            list(inputs),
+            inner_compile=lambda graph, _, **kwargs: compat.interpret(graph),
+            config_patches={"custom_partitioner_fn": Capture(config, Inputs.of(inputs))},
+        )
+
+    torch.compile(model, backend=backend, **compile_options)(*args)
+    (joint,) = found
+    return joint
+
+
+def _copy(g: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    output = copy.output(copy.graph_copy(g, {}))
+    output.meta = dict(next(iter(reversed(g.nodes))).meta)
+    return copy
+
+
+# --- reference backends -------------------------------------------------------------------------
+
+
+def stock_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What stock `torch.compile` does up to code generation, then op by op."""
+    return compat.compile_fx(
+        gm, list(inputs), inner_compile=lambda graph, _, **kwargs: compat.interpret(graph)
+    )
+
+
+def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`aot_eager` with our partitioner, recipe `exact`: the very same joint graph, rewritten."""
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=Partitioner(EXACT, Inputs.of(inputs)),
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """The results of one training step."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """The tensors in nested containers and Hugging Face outputs."""
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def step(
+    run: Callable[..., Any], model: nn.Module | None, args: Sequence[Any], *, seed: int = 7
+) -> Step:
+    """Forward and backward from fixed random numbers; fresh gradients for parameters and inputs.
+
+    Every floating point output gets its own random incoming gradient.
+    """
+    parameters = dict(model.named_parameters()) if model is not None else {}
+    inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}
+    wanted = {name: x for name, x in (parameters | inputs).items() if x.requires_grad}
+    for x in wanted.values():
+        x.grad = None
+    torch.manual_seed(seed)
+    outputs = leaves(run(*args))
+    differentiable = [y for y in outputs if y.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    incoming = [
+        torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable
+    ]
+    found = (
+        torch.autograd.grad(differentiable, list(wanted.values()), incoming, allow_unused=True)
+        if differentiable and wanted
+        else [None] * len(wanted)
+    )
+    buffers = {n: b.clone() for n, b in model.named_buffers()} if model is not None else {}
+    return Step([y.detach() for y in outputs], dict(zip(wanted, found, strict=True)), buffers)
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits; NaN equals NaN."""
+    same = a.dtype == b.dtype and a.shape == b.shape
+    return same and torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0))
+
+
+def assert_same_step(got: Step, want: Step) -> None:
+    """Outputs, gradients and buffers agree bit for bit."""
+    assert len(got.outputs) == len(want.outputs)
+    for i, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        assert identical(a, b), f"output {i} differs by {_gap(a, b)}"
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, b in want.gradients.items():
+        a = got.gradients[name]
+        assert (a is None) == (b is None), f"gradient of {name}: {a} against {b}"
+        assert a is None or b is None or identical(a, b), f"gradient of {name}: {_gap(a, b)}"
+    for name, b in want.buffers.items():
+        assert identical(got.buffers[name], b), f"buffer {name}"
+
+
+def _gap(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}"
+    return f"{(a.double() - b.double()).abs().max().item():.3e}"
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def sqnr(got: Tensor, want: Tensor) -> float:
+    """Signal to quantization noise ratio in dB."""
+    noise = (got.double() - want.double()).norm()
+    return float(20 * torch.log10(want.double().norm() / noise))
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Cosine of the angle between two tensors."""
+    return float(torch.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm of `b`."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def benchmark_models() -> Any:
+    """The module benchmarks/models.py."""
+    path = Path(__file__).parents[1] / "benchmarks" / "models.py"
+    spec = importlib.util.spec_from_file_location("benchmark_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Two linear layers around an activation, with dropout."""
+
+    def __init__(self, sizes: tuple[int, int, int] = (64, 128, 32), dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(sizes[0], sizes[1])
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(sizes[1], sizes[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.nn.functional.gelu(self.up(x))))
+
+
+class FFN(nn.Module):
+    """The SwiGLU block of a Llama."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
+    """A tiny Llama with grouped-query attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes), attn_implementation=attention))
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    """A tiny GPT-2: Conv1D layers, dropout, tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**(sizes | changes), use_cache=False))
+
+
+def vit() -> nn.Module:
+    """A tiny ViT."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            image_size=32,
+            patch_size=8,
+            num_labels=10,
+        )
+    )
+
+
+def tokens(batch: int = 2, seq: int = 16, vocab: int = 96) -> Tensor:
+    """Random token ids."""
+    return torch.randint(vocab, (batch, seq), generator=torch.Generator().manual_seed(batch * seq))

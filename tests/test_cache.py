@@ -1,0 +1,119 @@
+"""A second process starts from the caches; another configuration or source does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fp8pass import partition
+from fp8pass.config import Config
+from fp8pass.partition import Inputs, Partitioner
+
+SCRIPT = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+compiled = torch.compile(model, backend="fp8pass", options=json.loads(sys.argv[1]))
+x = torch.randn(32, 32, requires_grad=True)
+y = compiled(x)
+y.sum().backward()
+keys = {
+    "aot_hit": ("aot_autograd", "autograd_cache_hit"),
+    "aot_miss": ("aot_autograd", "autograd_cache_miss"),
+    "aot_saved": ("aot_autograd", "autograd_cache_saved"),
+    "bypass": ("aot_autograd", "autograd_cache_bypass"),
+    "fx_hit": ("inductor", "fxgraph_cache_hit"),
+    "fx_miss": ("inductor", "fxgraph_cache_miss"),
+}
+found = {name: counters[a][b] for name, (a, b) in keys.items()}
+found["sums"] = [y.sum().item(), x.grad.sum().item(), model[0].weight.grad.sum().item()]
+print(json.dumps(found))
+"""
+
+
+def run(folder, **options):
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "FP8PASS_CHECK": "0",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(options)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_second_process_hits_the_caches_and_another_config_misses(tmp_path):
+    first = run(tmp_path)
+    assert (first["aot_hit"], first["aot_miss"], first["bypass"]) == (0, 1, 0)
+    assert first["aot_saved"] == 1
+
+    second = run(tmp_path)
+    assert (second["aot_hit"], second["aot_miss"], second["bypass"]) == (1, 0, 0)
+    assert second["fx_miss"] == 0
+    assert second["fx_hit"] > 0
+    assert second["sums"] == first["sums"]
+
+    other = run(tmp_path, recipe="linear")
+    assert (other["aot_hit"], other["aot_miss"]) == (0, 1)
+
+
+@pytest.fixture
+def key():
+    return Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid()
+
+
+def test_equal_partitioners_share_a_key(key):
+    assert Partitioner(Config.recipe("coat"), Inputs(frozenset({0}), frozenset())).uuid() == key
+    assert isinstance(key, str)
+
+
+@pytest.mark.parametrize(
+    "config", [Config(group_size=16), Config.recipe("exact"), Config(skip=("a",))]
+)
+def test_key_covers_the_config(key, config):
+    assert Partitioner(config, Inputs(frozenset({0}), frozenset())).uuid() != key
+
+
+@pytest.mark.parametrize(("held", "activations"), [((), ()), ((), (0,)), ((0,), (1,))])
+def test_key_covers_the_inputs(key, held, activations):
+    inputs = Inputs(frozenset(held), frozenset(activations))
+    assert Partitioner(Config(), inputs).uuid() != key
+
+
+def test_key_covers_the_source(key, monkeypatch):
+    monkeypatch.setattr(partition, "source_hash", lambda: "edited")
+    assert Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid() != key
+
+
+def test_key_covers_pytorch(key, monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.12.0")
+    assert Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid() != key
+
+
+def test_source_hash_covers_every_file(monkeypatch, tmp_path):
+    """An edit of any module, also in a subpackage, changes the hash."""
+    package = tmp_path / "fp8pass"
+    (package / "passes").mkdir(parents=True)
+    (package / "partition.py").write_text("a = 1\n")
+    (package / "passes" / "linear.py").write_text("b = 1\n")
+    monkeypatch.setattr(partition, "__file__", str(package / "partition.py"))
+    before = partition.source_hash.__wrapped__()
+    (package / "passes" / "linear.py").write_text("b = 2\n")
+    assert partition.source_hash.__wrapped__() != before
+
+
+@pytest.mark.parametrize("variable", ["FP8PASS_DISABLE_PASSES"])
+def test_key_covers_the_environment_that_changes_the_passes(key, monkeypatch, variable):
+    """A graph compiled without a pass must not be served to a run with it."""
+    monkeypatch.setenv(variable, "quantize_linears")
+    assert Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid() != key

@@ -1,0 +1,138 @@
+"""Config: recipes, and errors that name the nearest right choice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import MLP
+
+import fp8pass
+from fp8pass import compat
+from fp8pass.config import RECIPES, Config, ConfigError, split_options
+
+
+def test_the_default_is_coat():
+    assert Config() == Config.recipe("coat")
+    assert (Config().forward_format, Config().save_format, Config().group_size) == (
+        *("e4m3", "e4m3"),
+        128,
+    )
+
+
+def test_recipes_differ():
+    configs = {name: Config.recipe(name) for name in RECIPES}
+    assert len(set(configs.values())) == len(RECIPES) == 3
+    assert configs["linear"].save_format == "none"
+    assert configs["linear"].quantizes_linears
+    assert not configs["exact"].quantizes_linears
+
+
+def test_overrides():
+    assert Config.recipe("linear", group_size=16) == Config(save_format="none", group_size=16)
+
+
+def test_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().group_size = 16
+    assert hash(Config(skip=["a"])) == hash(Config(skip=("a",)))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: Config.recipe("caot"), "'coat'"),
+        (lambda: Config.recipe("coat", groupsize=16), "'group_size'"),
+        (lambda: Config(forward_format="e4m2"), "'e4m3'"),
+        (lambda: Config(gradient_format="e5m3"), "'e5m2'"),
+        (lambda: Config(save_format="nonee"), "'none'"),
+        (lambda: Config(compiler="inducter"), "'inductor'"),
+        (lambda: Config(forward_format="exact"), "gradient_format must both be 'exact'"),
+        (lambda: Config(forward_format="e5m2", gradient_format="e5m2"), "forward_format='e4m3'"),
+        (lambda: Config(group_size=24), "multiple of 16, got 24"),
+        (lambda: Config(group_size=0), "multiple of 16, got 0"),
+        (lambda: Config(group_size=-16), "multiple of 16, got -16"),
+        (lambda: Config(group_size=True), "multiple of 16, got True"),
+        (lambda: Config(group_size=16.0), "multiple of 16, got 16.0"),
+        (lambda: Config(skip="layers.0"), "tuple of module path patterns, got 'layers.0'"),
+        (lambda: Config(skip=(1,)), "tuple of module path patterns"),
+        (lambda: Config(quantize_lm_head=1), "must be a bool, got 1"),
+        (lambda: split_options({"groupsize": 16}, ["max_autotune"]), "'group_size'"),
+        (lambda: split_options({"max_autotun": True}, ["max_autotune"]), "'max_autotune'"),
+        (lambda: split_options({"recipe": "exat"}, []), "'exact'"),
+    ],
+)
+def test_errors_name_the_nearest_right_choice(make, names):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert names in str(error.value)
+
+
+def test_inductor_options_pass_through():
+    options = {"recipe": "linear", "group_size": 32, "max_autotune": True, "epilogue-fusion": False}
+    config, rest = split_options(options, compat.list_options())
+    assert config == Config.recipe("linear", group_size=32)
+    assert rest == {"max_autotune": True, "epilogue_fusion": False}
+
+
+def test_inductor_options_reach_inductor(monkeypatch):
+    seen = {}
+
+    def record(gm, inputs, **kwargs):
+        seen.update(kwargs["config_patches"])
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_fx", record)
+    options = {"recipe": "linear", "epilogue_fusion": False}
+    torch.compile(MLP(), backend="fp8pass", options=options)(torch.randn(16, 64))
+    assert seen["epilogue_fusion"] is False
+    assert seen["custom_partitioner_fn"].config == Config.recipe("linear")
+
+
+def test_modes_become_inductor_options(monkeypatch):
+    seen = {}
+
+    def record(gm, inputs, **kwargs):
+        seen.update(kwargs["config_patches"])
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_fx", record)
+    torch.compile(MLP(), backend="fp8pass", mode="max-autotune-no-cudagraphs")(torch.randn(16, 64))
+    assert seen["max_autotune"] is True
+
+
+def test_backend_wants_a_config():
+    with pytest.raises(TypeError, match=r"fp8pass\.Config, got str.*options="):
+        fp8pass.backend("coat")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({"recipe": "caot"}, "Did you mean 'coat'"), ({"grup_size": 16}, "Did you mean 'group_size'")],
+)
+def test_wrong_options_reach_the_user(options, names):
+    compiled = torch.compile(MLP(), backend="fp8pass", options=options)
+    with pytest.raises(Exception, match=names):
+        compiled(torch.randn(16, 64))
+
+
+def test_wrong_mode_reaches_the_user():
+    compiled = torch.compile(MLP(), backend="fp8pass", mode="max-autotun")
+    with pytest.raises(Exception, match="Did you mean 'max-autotune'"):
+        compiled(torch.randn(16, 64))
+
+
+def test_config_and_options_exclude_each_other():
+    backend = fp8pass.backend(Config.recipe("linear"))
+    compiled = torch.compile(MLP(), backend=backend, options={"group_size": 16})
+    with pytest.raises(Exception, match="not both"):
+        compiled(torch.randn(16, 64))
+
+
+def test_unsupported_pytorch_names_the_versions_that_work():
+    for version in ("2.10.1", "2.14.0", "3.0"):
+        with pytest.raises(ImportError, match=r"torch>=2\.11,<2\.14"):
+            compat.check_version(version)
+    compat.check_version("2.11.0+cu130")
+    compat.check_version("2.13.1a0+git")

@@ -1,0 +1,136 @@
+"""Environment variables: dumps of the graphs, passes left out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from helpers import COAT_EAGER, MLP, capture_joint, compiled, relative, step
+
+from fp8pass.config import Config
+from fp8pass.passes import JOINT_PASSES
+
+NAMES = [p.__name__ for p in JOINT_PASSES]
+
+
+def run(config=COAT_EAGER):
+    model, x = MLP(), torch.randn(32, 64, requires_grad=True)
+    program, spy = compiled(model, config)
+    return step(program, model, (x,)), step(model, model, (x,)), spy
+
+
+def test_dump(monkeypatch, tmp_path):
+    monkeypatch.setenv("FP8PASS_DUMP", str(tmp_path / "graphs"))
+    run()
+    files = sorted(p.name.split("_", 1)[1] for p in (tmp_path / "graphs").iterdir())
+    assert files == sorted(
+        f"{i}_{name}_{when}.py" for i, name in enumerate(NAMES) for when in ("before", "after")
+    )
+
+    def text(name, when):
+        (path,) = (tmp_path / "graphs").glob(f"*_{name}_{when}.py")
+        return path.read_text()
+
+    assert "fp8pass.scaled_mm" not in text("quantize_linears", "before")
+    assert "fp8pass.scaled_mm" in text("quantize_linears", "after")
+    assert "quantize_groups" not in text("materialize_plan", "before")
+    assert "dequantize_groups" in text("materialize_plan", "after")
+    assert text("plan_saved_values", "before") == text("quantize_linears", "after")
+
+
+def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_disabled_linears(monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "quantize_linears")
+    got, want, spy = run()
+    assert spy.plan.linears == []
+    assert relative(got.outputs[0], want.outputs[0]) < 1e-6
+    assert [r.name for r in spy.passes[0]] == NAMES[1:]
+
+
+def test_disabled_plan_keeps_everything(monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "plan_saved_values,quantize_linears")
+    got, want, spy = run()
+    assert {s.kept_as for s in spy.plan.saved} == {"exact"}
+    for name, gradient in want.gradients.items():
+        assert relative(got.gradients[name], gradient) < 1e-5
+
+
+def test_unknown_pass_names_the_nearest(monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "quantise_linears")
+    with pytest.raises(Exception, match="Did you mean 'quantize_linears'"):
+        run()
+
+
+def test_prefixes_are_not_names(monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "quantize")
+    with pytest.raises(Exception, match="Unknown pass"):
+        run()
+
+
+def test_the_cut_cannot_be_left_out(monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "materialize_plan")
+    with pytest.raises(Exception, match="cannot be left out"):
+        run()
+
+
+def test_records():
+    _, _, spy = run()
+    (records,) = spy.passes
+    assert [r.name for r in records] == NAMES
+    assert "+" in records[0].diff
+    assert records[1].diff == ""  # planning changes no node
+    assert all(r.seconds > 0 for r in records)
+
+
+def test_log(caplog):
+    with caplog.at_level(logging.DEBUG, logger="fp8pass"):
+        run()
+    messages = [r.getMessage() for r in caplog.records if r.name == "fp8pass"]
+    assert any("quantize_linears took" in m for m in messages)
+    assert any("2 of 2 linear layers in FP8" in m for m in messages)
+
+
+def test_passes_are_deterministic():
+    codes = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        joint = capture_joint(MLP(dropout=0.1), torch.randn(32, 64, requires_grad=True) * 1)
+        for pass_ in JOINT_PASSES:
+            pass_(joint.gm, joint.ctx)
+        codes.append((joint.code, [n.name for n in joint.ctx.saved]))
+    assert codes[0] == codes[1]
+
+
+def test_passes_that_do_not_apply_leave_the_graph_identical():
+    """Nothing to run in FP8, nothing kept: elementwise on a leaf."""
+    joint = capture_joint(lambda x: x * 2 + 1, torch.randn(32, 64, requires_grad=True))
+    before = joint.code
+    for pass_ in JOINT_PASSES:
+        pass_(joint.gm, joint.ctx)
+    assert joint.code == before
+    assert joint.ctx.saved == []
+
+
+def test_inference_plans_nothing_to_keep():
+    model = MLP()
+    program, spy = compiled(model, Config(compiler="eager"))
+    with torch.no_grad():
+        y = program(torch.randn(32, 64))
+    assert spy.plan.note == "inference"
+    assert [linear.fp8 for linear in spy.plan.linears] == [("forward",)] * 2
+    assert spy.plan.saved == []
+    assert y.shape == (32, 32)
+
+
+def test_inference_gives_the_values_of_training():
+    model, x = MLP(), torch.randn(32, 64)
+    program, _ = compiled(model)
+    trained = program(x).detach()
+    with torch.no_grad():
+        assert torch.equal(program(x), trained)

@@ -1,0 +1,337 @@
+"""Invariant 1: recipe `exact` gives the very same bits, whatever the program."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    EXACT_EAGER,
+    MLP,
+    aot_exact,
+    assert_same_step,
+    benchmark_models,
+    gpt2,
+    llama,
+    step,
+    stock_eager,
+    tokens,
+    vit,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass.backend import Backend
+
+# Name -> (rewritten, reference). "aot": the joint graph of aot_eager, undecomposed. "inductor":
+# the joint graph that Inductor makes, run op by op.
+PATHS: dict[str, tuple[Any, Any]] = {
+    "aot": (aot_exact, "aot_eager"),
+    "inductor": (Backend(EXACT_EAGER), stock_eager),
+}
+
+
+def check(
+    model: nn.Module,
+    *batches: tuple[Any, ...],
+    path: str,
+    run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
+    **options: Any,
+) -> None:
+    """Steps on `batches` through the rewritten and the reference program agree bit for bit."""
+    results = []
+    for backend in PATHS[path]:
+        torch._dynamo.reset()
+        twin = copy.deepcopy(model)
+        program = run(torch.compile(twin, backend=backend, **options))
+        results.append([step(program, twin, batch) for batch in batches])
+    for got, want in zip(*results, strict=True):
+        assert_same_step(got, want)
+
+
+@pytest.fixture(params=list(PATHS))
+def path(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def randn(*shape: int, grad: bool = True, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).requires_grad_(grad)
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_mlp(path, dropout):
+    check(MLP(dropout=dropout).train(), (randn(32, 64),), path=path)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_llama(path, attention):
+    ids = tokens()
+    check(llama(attention), (ids, None, None, None, None, ids), path=path)
+
+
+def test_llama_tied(path):
+    check(llama(tie_word_embeddings=True), (tokens(),), path=path)
+
+
+def test_gpt2_with_dropout(path):
+    check(gpt2().train(), (tokens(),), path=path)
+
+
+def test_vit(path):
+    check(vit().train(), (randn(2, 3, 32, 32, grad=False),), path=path)
+
+
+def test_decoder_layer_bf16(path):
+    models = benchmark_models()
+    cos, sin = models.rope_tables(32, 16, torch.device("cpu"))
+    x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
+    check(models.Stack(2, 64, 4, 176).bfloat16(), (x, cos, sin), path=path)
+
+
+class Broken(nn.Module):
+    """Two graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MLP((64, 128, 64), 0.1), MLP((64, 96, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        torch._dynamo.graph_break()
+        x = x + self.second(x)
+        torch._dynamo.graph_break()
+        return x.sum(-1)
+
+
+def test_graph_breaks(path):
+    check(Broken(), (randn(32, 64),), path=path)
+
+
+def test_dynamic_sizes(path):
+    batches = [(tokens(b, s),) for b, s in ((2, 16), (3, 17), (5, 8))]
+    check(llama(num_hidden_layers=1), *batches, path=path, dynamic=True)
+
+
+def test_marked_dynamic_rows(path):
+    batches = []
+    for rows in (32, 17, 48, 5):
+        x = randn(rows, 64, seed=rows)
+        torch._dynamo.mark_dynamic(x, 0)
+        batches.append((x,))
+    check(MLP(), *batches, path=path)
+
+
+@pytest.mark.parametrize("make", [MLP, llama], ids=["mlp", "llama"])
+def test_autocast(path, make):
+    batch = (randn(32, 64),) if make is MLP else (tokens(),)
+
+    def under_autocast(program):
+        def run(*args):
+            with torch.autocast("cpu", torch.bfloat16):
+                return program(*args)
+
+        return run
+
+    check(make(), batch, path=path, run=under_autocast)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that the user asked to recompute, dropout among them."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP((64, 128, 64), dropout) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, self.norm(x), use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpoint(path, dropout):
+    check(Checkpointed(dropout), (randn(32, 64),), path=path)
+
+
+class InPlace(nn.Module):
+    """Views, in-place operators, a buffer that is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("seen", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            self.seen.add_(x.detach().sum(0))
+        h = self.linear(x)
+        left, right = h.chunk(2, dim=-1)
+        left = left.mul(2).add_(right).relu_()
+        h = h.clone()
+        h[:, 16:32].add_(left[:, :16])
+        return h.view(-1, 2, 32).transpose(1, 2), left.t()
+
+
+def test_in_place_and_views(path):
+    check(InPlace(), (randn(32, 64),), path=path)
+
+
+def test_batch_norm(path):
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+    check(model.train(), (randn(32, 64),), (randn(32, 64, seed=2),), path=path)
+
+
+def test_convolution(path):
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(), nn.Flatten(1),
+        nn.Linear(16 * 64, 32),
+    )  # fmt: skip
+    check(model, (randn(4, 3, 8, 8),), path=path)
+
+
+def test_frozen_and_shared_weights(path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    check(model, (randn(32, 64),), path=path)
+    model[0].weight.requires_grad_(False)
+    check(model, (randn(32, 64),), path=path)
+
+
+def test_no_grad(path):
+    def without_gradients(program):
+        def run(*args):
+            with torch.no_grad():
+                return program(*args)
+
+        return run
+
+    check(MLP(), (randn(32, 64, grad=False),), path=path, run=without_gradients)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_awkward_row_counts(path, rows):
+    check(MLP(), (randn(rows, 64),), path=path)
+
+
+# --- random programs ----------------------------------------------------------------------------
+
+UNARY = {
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "exp": lambda x: torch.exp(-x.abs()),
+    "square": lambda x: x * x,
+    "rsqrt": lambda x: torch.rsqrt(x.square() + 1),
+    "sin": torch.sin,
+    "half": lambda x: x.bfloat16().float(),
+    "softmax": lambda x: x.softmax(-1),
+    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "centered": lambda x: x - x.mean(0, keepdim=True),
+    "max": lambda x: x - x.amax(-1, keepdim=True),
+    "sorted": lambda x: x.cumsum(-1),
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "roll": lambda x: torch.cat([x[:, 8:], x[:, :8]], -1),
+    "strided": lambda x: x.view(-1, 2, x.shape[-1] // 2).transpose(1, 2).reshape(x.shape),
+    "expanded": lambda x: x + x[:1].expand_as(x),
+    "in_place": lambda x: x.clone().mul_(2).add_(1),
+    "masked": lambda x: torch.where(x > 0.1, x, -x),
+    "detached": lambda x: x + x.detach().sigmoid(),
+    "dead": lambda x: (x.exp(), x)[1],
+}
+BINARY = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "gate": lambda x, y: F.silu(x) * y,
+    "div": lambda x, y: x / (1 + y.abs()),
+    "max": torch.maximum,
+    "product": lambda x, y: x @ (y.t() @ y),  # no parameter involved
+    "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None])[
+        0, 0
+    ],
+}
+WIDTH = 32
+
+
+class Program(nn.Module):
+    """Runs a list of instructions over a growing list of values, all [rows, WIDTH]."""
+
+    def __init__(self, code: list[tuple], returned: list[int], linears: int) -> None:
+        super().__init__()
+        self.code, self.returned = code, returned
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(3))
+        self.odd = nn.Parameter(torch.randn(WIDTH, 7))
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        values = list(inputs)
+        for kind, name, a, b in self.code:
+            x, y = values[a % len(values)], values[b % len(values)]
+            if kind == "unary":
+                values.append(UNARY[name](x))
+            elif kind == "binary":
+                values.append(BINARY[name](x, y))
+            elif kind == "linear":
+                values.append(self.linears[name](x))
+            else:  # sizes that FP8 cannot do
+                values.append(x @ self.odd @ self.odd.t())
+        results = [values[i % len(values)] for i in self.returned]
+        return [*results, values[-1].sum(0), values[-1].mean()]
+
+
+INSTRUCTION = st.one_of(
+    st.tuples(st.just("unary"), st.sampled_from(sorted(UNARY)), st.integers(0, 9), st.just(0)),
+    st.tuples(
+        st.just("binary"), st.sampled_from(sorted(BINARY)), st.integers(0, 9), st.integers(0, 9)
+    ),
+    st.tuples(st.just("linear"), st.integers(0, 2), st.integers(0, 9), st.just(0)),
+    st.tuples(st.just("odd"), st.just(0), st.integers(0, 9), st.just(0)),
+)
+# How an input is laid out in memory, from 4·rows·WIDTH numbers.
+LAYOUTS = {
+    "contiguous": lambda base, rows: base[:rows],
+    "transposed": lambda base, rows: base[:WIDTH].t().repeat(2, 1)[:rows].t().contiguous().t(),
+    "expanded": lambda base, rows: base[:1].expand(rows, WIDTH),
+    "sliced": lambda base, rows: base[: 2 * rows : 2],
+}
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, list[Tensor]]:
+    code = draw(st.lists(INSTRUCTION, min_size=1, max_size=8))
+    returned = draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
+    rows = draw(st.sampled_from([1, 16, 17, 40]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    program = Program(code, returned, 3)
+    for parameter in program.parameters():
+        parameter.requires_grad_(draw(st.booleans()))
+    inputs = []
+    for _ in range(draw(st.integers(1, 2))):
+        layout = draw(st.sampled_from(sorted(LAYOUTS)))
+        x = LAYOUTS[layout](torch.randn(4 * 40, WIDTH), rows).detach()
+        inputs.append(x.requires_grad_(draw(st.booleans())))
+    return program, inputs
+
+
+@given(programs())
+def test_random_program_aot(case):
+    program, inputs = case
+    check(program, tuple(inputs), path="aot")
+
+
+@given(programs())
+def test_random_program_inductor(case):
+    program, inputs = case
+    check(program, tuple(inputs), path="inductor")

@@ -1,0 +1,162 @@
+"""explain: what it says, and that it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from helpers import MLP, llama, tokens
+from torch import nn
+
+import fp8pass
+from fp8pass import Config, explain
+
+
+class Broken(nn.Module):
+    """Two graphs around a graph break, with batch normalization and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = MLP((64, 128, 64), 0.1), nn.BatchNorm1d(64)
+        self.second = MLP((64, 128, 64))
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+@pytest.fixture(scope="module")
+def of_llama():
+    return explain(llama(), tokens())
+
+
+def test_tables(of_llama):
+    text = str(of_llama)
+    assert "graph 0: linear layers" in text
+    assert "graph 0: kept for the backward" in text
+    assert "model.layers.*.self_attn.q_proj" in text
+    assert "forward dgrad wgrad" in text
+    assert "output head" in text
+    assert "14 of 15 linear layers in FP8" in text
+    assert "e4m3 1×" in text
+
+
+def test_totals(of_llama):
+    (graph,) = of_llama.graphs
+    assert of_llama.saved_bytes == graph.plan.saved_bytes > 0
+    assert of_llama.stock_bytes > of_llama.saved_bytes
+    assert graph.plan.saved_bytes < graph.plan.exact_bytes
+
+
+def test_json_round_trip(of_llama, tmp_path):
+    text = of_llama.to_json(tmp_path / "explain.json")
+    data = json.loads(text)
+    assert (
+        json.loads((tmp_path / "explain.json").read_text())
+        == data
+        == of_llama.to_dict() | {"graphs": data["graphs"]}
+    )
+    assert data["saved_bytes"] == of_llama.saved_bytes
+    assert data["config"]["group_size"] == 128
+    (graph,) = data["graphs"]
+    assert len(graph["linears"]) == 15
+    assert sum(s["bytes"] for s in graph["saved"]) == data["saved_bytes"]
+    assert (
+        sum(t["bytes"] for s in graph["saved"] if s["bytes"] for t in s["tensors"])
+        == (data["saved_bytes"])
+    )
+    assert set(graph["pass_seconds"]) == {p.name for p in of_llama.graphs[0].passes}
+
+
+def test_graphs_before_and_after_each_pass(of_llama):
+    first, *_, last = of_llama.graphs[0].passes
+    assert "fp8pass" not in first.before
+    assert "scaled_mm" in first.after
+    assert "dequantize_groups" in last.after
+
+
+def test_error_and_reason_of_every_saved_tensor(of_llama):
+    for s in of_llama.graphs[0].plan.saved:
+        assert s.reason
+        assert (s.expected_error > 0) == s.kept_as.startswith("e4m3")
+
+
+def test_graph_breaks_give_several_graphs():
+    explanation = explain(Broken(), torch.randn(32, 64))
+    assert len(explanation.graphs) == 2
+    modules = [[y.module for y in g.plan.linears] for g in explanation.graphs]
+    assert modules == [["first.up", "first.down"], ["second.up", "second.down"]]
+    assert "graph 1" in str(explanation)
+
+
+def test_changes_nothing():
+    model = Broken().train()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    explain(model, torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_leaves_gradients_that_are_there():
+    model = MLP()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    explain(model, torch.randn(32, 64))
+    assert all((p.grad == 1).all() for p in model.parameters())
+
+
+def test_uses_the_options_of_a_compiled_model():
+    model = torch.compile(MLP(), backend="fp8pass", options={"recipe": "linear", "skip": ("up",)})
+    explanation = explain(model, torch.randn(32, 64))
+    assert explanation.config == Config.recipe("linear", skip=("up",))
+    assert [bool(y.fp8) for y in explanation.graphs[0].plan.linears] == [False, True]
+
+
+def test_uses_the_config_of_a_typed_backend():
+    config = Config(group_size=16)
+    model = torch.compile(MLP(), backend=fp8pass.backend(config))
+    assert explain(model, torch.randn(32, 64)).config == config
+
+
+def test_a_given_config_wins():
+    model = torch.compile(MLP(), backend="fp8pass", options={"recipe": "linear"})
+    config = Config.recipe("exact")
+    assert explain(model, torch.randn(32, 64), config=config).config == config
+
+
+def test_explains_a_compiled_model_again_and_lets_it_run():
+    model = MLP()
+    program = torch.compile(model, backend="fp8pass", options={"compiler": "eager"})
+    x = torch.randn(32, 64)
+    want = program(x)
+    for _ in range(2):
+        assert len(explain(program, x).graphs) == 1
+    assert torch.equal(program(x), want)
+
+
+def test_works_under_no_grad_and_keyword_arguments():
+    with torch.no_grad():
+        explanation = explain(llama(), input_ids=tokens(), labels=tokens())
+    (graph,) = explanation.graphs
+    assert graph.plan.saved
+
+
+def test_skipped_and_odd_layers_say_why():
+    model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 64), nn.Linear(64, 64))
+    text = str(explain(model, torch.randn(32, 64), config=Config(skip=("3",))))
+    assert "multiples of 16" in text
+    assert "skip" in text
+
+
+def test_a_skip_pattern_that_matches_nothing_warns_with_the_nearest():
+    config = Config(skip=("upp",), compiler="eager")
+    model = torch.compile(MLP(), backend=fp8pass.backend(config))
+    with pytest.warns(UserWarning, match="upp.*up"):
+        model(torch.randn(32, 64))

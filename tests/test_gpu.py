@@ -1,0 +1,235 @@
+"""What only a GPU shows: tensor cores, Inductor's Triton code, allocator readings, CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from helpers import MLP, Step, assert_same_step, benchmark_models, compiled, relative, sqnr, step
+from torch import nn
+
+from fp8pass import hardware
+from fp8pass.config import Config
+
+pytestmark = pytest.mark.gpu
+HIDDEN, HEADS, FFN, BATCH, SEQ = 512, 8, 1408, 2, 512
+
+
+def layer(dtype=torch.bfloat16, batch=BATCH, seq=SEQ, layers=1):
+    """The decoder layer and its batch."""
+    torch.manual_seed(0)
+    models = benchmark_models()
+    model = models.Stack(layers, HIDDEN, HEADS, FFN)
+    models.init_weights(model)
+    device = torch.device("cuda")
+    cos, sin = models.rope_tables(seq, HIDDEN // HEADS, device)
+    x = torch.randn(batch, seq, HIDDEN).to(device, dtype).requires_grad_()
+    return model.to(device, dtype), (x, cos.to(dtype), sin.to(dtype))
+
+
+def reference(model: nn.Module, args) -> Step:
+    """The step in fp32."""
+    wide = copy.deepcopy(model).float()
+    x, *rest = args
+    return step(wide, wide, (x.detach().float().requires_grad_(), *(r.float() for r in rest)))
+
+
+def assert_close(got: Step, want: Step, decibel: float = 20) -> None:
+    for a, b in zip(got.outputs, want.outputs, strict=True):
+        assert sqnr(a, b) >= decibel
+    for name, b in want.gradients.items():
+        assert sqnr(got.gradients[name], b) >= decibel, f"{name}: {sqnr(got.gradients[name], b)}"
+
+
+def agree(got: Step, want: Step, tolerance: float) -> None:
+    """Two ways to compute the same thing."""
+    for a, b in zip(got.outputs, want.outputs, strict=True):
+        assert relative(a, b) < tolerance
+    for name, b in want.gradients.items():
+        assert relative(got.gradients[name], b) < tolerance, name
+
+
+def test_coat_is_close_to_fp32():
+    model, args = layer()
+    program, spy = compiled(model, Config())
+    assert_close(step(program, model, args), reference(model, args))
+    assert all(len(y.fp8) == 3 for y in spy.plan.linears)
+
+
+def test_generated_code_agrees_with_the_reference_kernels():
+    model, args = layer()
+    steps = []
+    for compiler in ("eager", "inductor"):
+        torch._dynamo.reset()
+        steps.append(step(compiled(model, Config(compiler=compiler))[0], model, args))
+    agree(steps[1], steps[0], 0.05)
+
+
+@pytest.mark.parametrize("recipe", ["coat", "linear"])
+def test_the_allocator_agrees_with_the_plan(recipe):
+    model, args = layer(batch=8, seq=1024, layers=2)
+    program, spy = compiled(model, Config.recipe(recipe))
+    step(program, model, args)
+    for p in model.parameters():
+        p.grad = None
+    args[0].grad = None
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = program(*args)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+    # The rotary tables are in the plan, but the caller holds them.
+    tables = sum(s.bytes for s in spy.plan.saved if s.op == "placeholder")
+    planned = spy.plan.saved_bytes - tables
+    slack = 512 * sum(len(s.tensors) for s in spy.plan.saved)
+    assert abs(kept - planned) <= 0.02 * planned + slack
+    del y
+
+
+def test_coat_keeps_fewer_bytes_than_stock():
+    model, args = layer()
+    program, spy = compiled(model, Config())
+    program(*args)
+    assert spy.plan.saved_bytes < 0.65 * spy.plan.stock_bytes
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes(mode):
+    model, args = layer()
+    plain = step(torch.compile(model, backend="fp8pass"), model, args)
+    torch._dynamo.reset()
+    program = torch.compile(model, backend="fp8pass", mode=mode)
+    for _ in range(3):  # warm-up, recording, replay
+        torch.compiler.cudagraph_mark_step_begin()
+        found = step(program, model, args)
+        found = Step(
+            [y.clone() for y in found.outputs],
+            {n: g.clone() for n, g in found.gradients.items() if g is not None},
+            {},
+        )
+    agree(found, plain, 0.05)
+
+
+def test_exact_recipe():
+    """Bit-equal op by op, and close in generated code, where fusion rounds elsewhere."""
+    model, args = layer()
+    eager = step(compiled(model, Config.recipe("exact", compiler="eager"))[0], model, args)
+    torch._dynamo.reset()
+    from helpers import stock_eager
+
+    assert_same_step(eager, step(torch.compile(model, backend=stock_eager), model, args))
+    torch._dynamo.reset()
+    agree(step(compiled(model, Config.recipe("exact"))[0], model, args), eager, 0.02)
+
+
+def test_without_fp8_hardware_saves_stay_low_bit(monkeypatch):
+    """Before sm89: GEMMs in bf16, activations coded as E4M3 with integer arithmetic."""
+    model, args = layer()
+    # What the native conversions give with the same GEMMs.
+    monkeypatch.setattr(hardware, "why_no_fp8_gemm", lambda device: "an old GPU")
+    monkeypatch.setattr(hardware, "has_fp8_casts", lambda device: True)
+    native, native_spy = compiled(model, Config())
+    want = step(native, model, args)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(hardware, "has_fp8_casts", lambda device: False)
+    program, spy = compiled(model, Config())
+    got = step(program, model, args)
+    agree(got, want, 1e-3)
+    assert {y.reason for y in spy.plan.linears} == {"an old GPU"}
+    assert any(s.kept_as.startswith("e4m3_bytes") for s in spy.plan.saved)
+    assert not any("float8" in t.dtype for s in spy.plan.saved for t in s.tensors)
+    assert spy.plan.saved_bytes == native_spy.plan.saved_bytes < 0.75 * spy.plan.stock_bytes
+    assert_close(got, reference(model, args))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e4m3_bytes"])
+def test_codes_are_those_of_the_scales_that_are_stored(fmt):
+    """Invariant 4 in Triton, which keeps bf16 intermediates in fp32 registers."""
+    from fp8pass import compat
+    from fp8pass.codegen.lowering import lower_dialect
+
+    fp8 = torch.ops.fp8pass
+
+    def with_inductor(gm, inputs):
+        def inner(graph, example_inputs, **kwargs):
+            lower_dialect(graph)
+            return compat.compile_fx_inner(graph, example_inputs, **kwargs)
+
+        return compat.compile_fx(gm, inputs, inner_compile=inner)
+
+    def function(x):
+        scales = fp8.group_scale(x, fmt, 128)
+        return fp8.quantize_groups(x, scales, fmt, 128).view(torch.uint8), scales
+
+    x = torch.randn(512, 512, device="cuda")
+    codes, scales = torch.compile(function, backend=with_inductor)(x)
+    want, want_scales = function(x)
+    assert torch.equal(scales, want_scales)
+    assert torch.equal(codes, want)
+
+
+def test_fp16():
+    model, args = layer(torch.float16)
+    program, spy = compiled(model, Config())
+    assert_close(step(program, model, args), reference(model, args))
+    assert all(y.fp8 for y in spy.plan.linears)
+
+
+def test_fp32_with_autocast():
+    model, args = layer(torch.float32)
+    program, spy = compiled(model, Config())
+
+    def run(*batch):
+        with torch.autocast("cuda", torch.bfloat16):
+            return program(*batch)
+
+    assert_close(step(run, model, args), reference(model, args), decibel=19)
+    assert all(len(y.fp8) == 3 for y in spy.plan.linears)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_bias(bias_dtype):
+    model = MLP((64, 128, 64)).cuda().to(bias_dtype)
+    x = torch.randn(48, 64, device="cuda", dtype=bias_dtype, requires_grad=True)
+    want = step(model, model, (x,))
+    agree(step(compiled(model, Config())[0], model, (x,)), want, 0.12)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 1000])
+def test_rows_that_are_not_multiples_of_16(rows):
+    model = MLP((64, 128, 64)).cuda().bfloat16()
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    want = step(model, model, (x,))
+    program, spy = compiled(model, Config())
+    agree(step(program, model, (x,)), want, 0.12)
+    assert all(y.fp8 for y in spy.plan.linears)
+
+
+def test_dynamic_rows():
+    model = MLP((64, 128, 64)).cuda().bfloat16()
+    program, spy = compiled(model, Config())
+    for rows in (32, 17, 48, 1000, 33):
+        x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        agree(step(program, model, (x,)), step(model, model, (x,)), 0.12)
+    assert len(spy.plans) == 1
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["input", "weight", "gradient"])
+def test_what_is_not_finite_is_not_hidden(place, poison):
+    model = MLP((64, 128, 64)).cuda().bfloat16()
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    incoming = torch.ones(32, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        {"input": x, "weight": model.up.weight, "gradient": incoming}[place][3, 5] = poison
+    x.requires_grad_()
+    y = compiled(model, Config())[0](x)
+    gradients = torch.autograd.grad(y, [x, model.up.weight, model.down.weight], incoming)
+    assert y.isfinite().all() == (place == "gradient")
+    assert not gradients[0].isfinite().all()
+    assert not gradients[2].isfinite().all()

@@ -1,0 +1,354 @@
+"""Which GEMMs of a joint graph run in FP8, what they share, and why the others do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import COAT_EAGER, MLP, Joint, capture_joint, gpt2, llama, tokens
+from torch import nn
+from torch.nn import functional as F
+
+from fp8pass.config import Config
+from fp8pass.graph import aten
+from fp8pass.passes.linear import matching_pattern, quantize_linears
+
+fp8 = torch.ops.fp8pass
+ALL = ("forward", "dgrad", "wgrad")
+
+
+def rewritten(model, *args, config=COAT_EAGER, **options) -> Joint:
+    """The joint graph after the pass."""
+    joint = capture_joint(model, *args, config=config, **options)
+    quantize_linears(joint.gm, joint.ctx)
+    joint.gm.graph.eliminate_dead_code()
+    joint.gm.graph.lint()
+    return joint
+
+
+def reasons(joint: Joint) -> dict[str, str]:
+    return {y.module: y.reason for y in joint.ctx.plan.linears}
+
+
+def rows(count=32, features=64, grad=True, dtype=torch.float32):
+    return torch.randn(count, features).to(dtype).requires_grad_(grad)
+
+
+def linear(inputs=64, outputs=128, bias=False, dtype=torch.float32):
+    return nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype))
+
+
+# --- the rewrite --------------------------------------------------------------------------------
+
+
+def test_three_gemms():
+    joint = rewritten(linear(), rows())
+    (layer,) = joint.ctx.plan.linears
+    assert (layer.module, layer.fp8, layer.reason) == ("0", ALL, "")
+    assert (layer.rows, layer.in_features, layer.out_features) == ("32", 64, 128)
+    shapes = [tuple(n.meta["val"].shape) for n in joint.calls(fp8.scaled_mm.default)]
+    assert sorted(shapes) == sorted([(32, 128), (32, 64), (128, 64)])
+    assert not joint.calls(aten.mm.default)
+
+
+def test_one_quantization_per_tensor_and_layout():
+    """x, W, dY once each, and each of them transposed once."""
+    joint = rewritten(linear(), rows())
+    assert len(joint.calls(fp8.amax.default)) == 3
+    assert len(joint.calls(fp8.scale.default)) == 3
+    assert len(joint.calls(fp8.quantize.default)) == 3
+    assert len(joint.calls(fp8.transpose.default)) == 3
+
+
+def test_no_input_gradient_no_dgrad():
+    joint = rewritten(linear(), rows(grad=False))
+    assert joint.ctx.plan.linears[0].fp8 == ("forward", "wgrad")
+    assert len(joint.calls(fp8.scaled_mm.default)) == 2
+
+
+def test_frozen_weight_no_wgrad():
+    model = linear()
+    model.requires_grad_(False)
+    joint = rewritten(model, rows())
+    assert joint.ctx.plan.linears[0].fp8 == ("forward", "dgrad")
+
+
+class QKV(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x), self.k(x).relu(), self.v(x).sin()
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+def test_layers_share_their_input(shape):
+    """q, k and v each view the same tensor: it is read and quantized once."""
+    joint = rewritten(QKV(), torch.randn(shape).requires_grad_())
+    assert [y.fp8 for y in joint.ctx.plan.linears] == [ALL] * 3
+    # x, three weights, three gradients.
+    assert len(joint.calls(fp8.amax.default)) == 7
+    assert len(joint.calls(fp8.quantize.default)) == 7
+    assert len(joint.calls(fp8.scaled_mm.default)) == 9
+
+
+def test_a_shared_weight_is_quantized_once():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    model[2].weight = model[0].weight
+    joint = rewritten(model, rows())
+    assert [y.fp8 for y in joint.ctx.plan.linears] == [ALL] * 2
+    assert len(joint.calls(fp8.amax.default)) == 5  # W, and x and dY of both
+
+
+def test_bias_goes_with_the_gemm():
+    joint = rewritten(linear(bias=True), rows())
+    assert joint.ctx.plan.linears[0].fp8 == ALL
+    assert not joint.calls(aten.addmm.default)
+    biases = [n.args[4] for n in joint.calls(fp8.scaled_mm.default)]
+    assert [b is not None for b in biases].count(True) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_results_keep_their_dtype(dtype):
+    joint = rewritten(linear(dtype=dtype, bias=True), rows(dtype=dtype))
+    assert joint.ctx.plan.linears[0].fp8 == ALL
+    assert {n.meta["val"].dtype for n in joint.calls(fp8.scaled_mm.default)} == {dtype}
+
+
+def test_autocast():
+    """Weights are parameters through the cast to bf16."""
+    model = MLP()
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    joint = rewritten(run, rows())
+    assert [y.fp8 for y in joint.ctx.plan.linears] == [ALL] * 2
+    assert {n.meta["val"].dtype for n in joint.calls(fp8.scaled_mm.default)} == {torch.bfloat16}
+
+
+def test_formats():
+    for gradient in ("e4m3", "e5m2"):
+        config = Config(gradient_format=gradient)
+        torch._dynamo.reset()
+        joint = rewritten(linear(), rows(), config=config)
+        formats = sorted(n.args[2] for n in joint.calls(fp8.quantize.default))
+        assert formats == sorted(["e4m3", "e4m3", gradient])
+        # The third, on what depends on the incoming gradient.
+        quantized = {n.args[2]: n for n in joint.calls(fp8.quantize.default)}
+        if gradient == "e5m2":
+            assert "tangents" in str(quantized["e5m2"].args[0])
+
+
+def test_conv1d_stores_its_weight_the_other_way():
+    joint = rewritten(gpt2().eval(), tokens())
+    layers = {y.module: y for y in joint.ctx.plan.linears}
+    fc = next(y for name, y in layers.items() if name.endswith("h.0.mlp.c_fc"))
+    assert (fc.in_features, fc.out_features, fc.fp8) == (64, 256, ALL)
+    attention = next(y for name, y in layers.items() if name.endswith("h.1.attn.c_attn"))
+    assert (attention.in_features, attention.out_features, attention.fp8) == (64, 192, ALL)
+
+
+def test_llama():
+    joint = rewritten(llama(), tokens())
+    found = joint.ctx.plan.linears
+    assert len(found) == 15
+    assert [y.module for y in found if not y.fp8] == ["lm_head"]
+    assert all(y.fp8 == ALL for y in found if y.module != "lm_head")
+    assert {(y.in_features, y.out_features) for y in found if "k_proj" in y.module} == {(64, 32)}
+
+
+def test_dynamic_rows():
+    x = rows()
+    torch._dynamo.mark_dynamic(x, 0)
+    joint = rewritten(linear(), x)
+    assert joint.ctx.plan.linears[0].fp8 == ALL
+    assert not joint.ctx.plan.linears[0].rows.isdigit()
+
+
+# --- what stays as it was -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 64), (64, 24), (7, 16)])
+def test_sizes_that_tensor_cores_cannot_take(inputs, outputs):
+    joint = rewritten(linear(inputs, outputs), rows(features=inputs))
+    assert "must be multiples of 16" in reasons(joint)["0"]
+    assert not joint.calls(fp8.scaled_mm.default)
+    assert len(joint.calls(aten.mm.default)) == 3
+
+
+def test_skip_patterns():
+    model = nn.ModuleDict({"body": MLP((64, 128, 64)), "tail": MLP((64, 64, 64))})
+
+    def run(x):
+        return model["tail"](model["body"](x))
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.tail = model["body"], model["tail"]
+
+        def forward(self, x):
+            return self.tail(self.body(x))
+
+    joint = rewritten(Both(), rows(), config=Config(skip=("body", "*.down")))
+    found = reasons(joint)
+    assert found["body.up"] == "matches skip pattern 'body'"
+    assert found["body.down"] == "matches skip pattern 'body'"
+    assert found["tail.down"] == "matches skip pattern '*.down'"
+    assert found["tail.up"] == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "matches"),
+    [
+        ("model.layers.0.mlp.down_proj", "down_proj", True),
+        ("model.layers.0.mlp.down_proj", "layers.0", True),
+        ("model.layers.0.mlp.down_proj", "*.down_proj", True),
+        ("model.layers.0.mlp.down_proj", "model", True),
+        ("model.layers.0.mlp.down_proj", "layers.?.mlp", True),
+        ("model.layers.10.mlp.down_proj", "layers.1", False),
+        ("model.layers.0.mlp.down_proj", "down", False),
+        ("model.layers.0.mlp.down_proj", "proj", False),
+        ("model.layers.0.mlp.down_proj", "layers.[12]", False),
+    ],
+)
+def test_patterns(path, pattern, matches):
+    assert (matching_pattern(path, (pattern,)) == pattern) is matches
+
+
+class Named(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.body = nn.Linear(64, 64, bias=False)
+        self.add_module(name, nn.Linear(64, 96, bias=False))
+        self.name = name
+
+    def forward(self, x):
+        return getattr(self, self.name)(self.body(x))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_out", "output"])
+def test_output_head_by_name(name):
+    assert reasons(rewritten(Named(name), rows())) == {
+        "body": "",
+        name: "output head: quantize_lm_head=False",
+    }
+    torch._dynamo.reset()
+    joint = rewritten(Named(name), rows(), config=Config(quantize_lm_head=True))
+    assert reasons(joint) == {"body": "", name: ""}
+
+
+def test_output_below_the_top_is_no_head():
+    """BERT calls a layer of each block `output`."""
+    model = nn.Sequential(Named("output"))
+    assert reasons(rewritten(model, rows())) == {"0.body": "", "0.output": ""}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(96, 64)
+        self.body = nn.Linear(64, 64)
+
+    def forward(self, ids):
+        return F.linear(self.body(self.embedding(ids)), self.embedding.weight)
+
+
+def test_output_head_by_its_tied_embedding():
+    found = [y.reason for y in rewritten(Tied(), tokens()).ctx.plan.linears]
+    assert found == ["", "output head: quantize_lm_head=False"]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "chunked", "logsumexp"])
+def test_output_head_by_the_log_softmax_it_feeds(loss):
+    model, ids = Named("classify"), torch.randint(96, (32,))
+
+    def run(x):
+        logits = model(x).float()
+        if loss == "cross_entropy":
+            return F.cross_entropy(logits, ids)
+        if loss == "chunked":
+            return sum(F.cross_entropy(a, b) for a, b in zip(logits.chunk(2), ids.chunk(2)))  # noqa: B905
+        return (logits.logsumexp(-1) - logits[:, 0]).mean()
+
+    found = [y.reason for y in rewritten(run, rows()).ctx.plan.linears]
+    assert found == ["", "output head: quantize_lm_head=False"]
+
+
+def test_softmax_inside_attention_makes_no_head():
+    joint = rewritten(llama("eager"), tokens())
+    assert [y.module for y in joint.ctx.plan.linears if not y.fp8] == ["lm_head"]
+
+
+def test_fp64():
+    joint = rewritten(linear(dtype=torch.float64), rows(dtype=torch.float64))
+    assert reasons(joint)["0"] == "float64 operands"
+
+
+def test_empty_input():
+    joint = rewritten(linear(), rows(0))
+    assert all(r == "empty input" for r in reasons(joint).values())
+    assert not joint.calls(fp8.scaled_mm.default)
+
+
+def test_batched_gemm_with_a_parameter():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 64, 32))
+
+        def forward(self, x):
+            return torch.bmm(x, self.weight)
+
+    joint = rewritten(Experts(), torch.randn(4, 16, 64, requires_grad=True))
+    (layer,) = joint.ctx.plan.linears
+    assert "aten.bmm" in layer.reason
+    assert layer.fp8 == ()
+    assert len(joint.calls(aten.bmm.default)) == 3
+
+
+def test_gemms_without_a_parameter_are_no_linear_layers():
+    def run(x):
+        return (x @ x.t()) @ x
+
+    joint = capture_joint(run, rows())
+    before = joint.code
+    quantize_linears(joint.gm, joint.ctx)
+    assert joint.ctx.plan.linears == []
+    assert joint.code == before
+
+
+def test_a_graph_without_linear_layers_is_left_identical():
+    joint = capture_joint(nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Softmax(-1)), rows())
+    before = joint.code
+    quantize_linears(joint.gm, joint.ctx)
+    assert joint.code == before
+
+
+def test_layers_that_stay_leave_the_graph_identical():
+    joint = capture_joint(MLP((24, 20, 7)), rows(features=24))
+    before = joint.code
+    quantize_linears(joint.gm, joint.ctx)
+    assert joint.code == before
+    assert len(joint.ctx.plan.linears) == 2
+
+
+def test_deterministic():
+    codes = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        codes.append(rewritten(llama(), tokens()).code)
+    assert codes[0] == codes[1]
+
+
+@pytest.mark.parametrize("device_reason", ["no FP8 here"])
+def test_devices_without_fp8_gemms_say_so(monkeypatch, device_reason):
+    monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: device_reason)
+    joint = rewritten(linear(), rows())
+    assert reasons(joint)["0"] == device_reason
+    assert not joint.calls(fp8.scaled_mm.default)
+    torch._dynamo.reset()
+    exact = rewritten(linear(), rows(), config=Config.recipe("exact"))
+    assert len(exact.calls(fp8.scaled_mm.default)) == 3  # rewrites them without any hardware

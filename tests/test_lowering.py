@@ -1,0 +1,265 @@
+"""The lowering to aten gives the reference kernels' results, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fp8pass import compat
+from fp8pass.codegen.lowering import lower_dialect
+from fp8pass.formats import FORMATS
+
+fp8 = torch.ops.fp8pass
+FORMAT_NAMES = ["e4m3", "e5m2", "e4m3_bytes", "exact"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NOT_FINITE = torch.tensor([float("nan"), float("inf"), -float("inf")])
+
+
+@pytest.fixture(params=["fake", "symbolic"])
+def tracing(request) -> str:
+    return request.param
+
+
+def lowered(function, *args, tracing: str) -> fx.GraphModule:
+    """`function` as a graph without operators of the dialect.
+
+    With "symbolic" all sizes vary but the last one, as in a model of dynamic batch and length.
+    """
+    if tracing == "symbolic":
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        fakes = [mode.from_tensor(x, symbolic_context=_varying(x)) for x in args]
+        # The dispatcher that AOTAutograd traces and compiles under.
+        with mode, enable_python_dispatcher():
+            gm = make_fx(function, tracing_mode="real")(*fakes)
+            return _lowered(gm)
+    return _lowered(make_fx(function, tracing_mode="fake")(*args))
+
+
+def _varying(x: Tensor) -> StatelessSymbolicContext:
+    sizes = [DimDynamic.STATIC if n == 1 else DimDynamic.DYNAMIC for n in x.shape]
+    return StatelessSymbolicContext(
+        dynamic_sizes=[*sizes[:-1], *[DimDynamic.STATIC] * (x.ndim > 0)]
+    )
+
+
+def _lowered(gm: fx.GraphModule) -> fx.GraphModule:
+    before = [n.target for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fp8pass"]
+    lower_dialect(gm)
+    after = [n.target for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fp8pass"]
+    assert before
+    assert not after
+    gm.graph.lint()
+    return gm
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype.itemsize == 1:
+        return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def check(function, *args, tracing: str, others: tuple[tuple, ...] = ()) -> fx.GraphModule:
+    """Lowered and reference agree on `args`, and on `others` if traced with varying sizes."""
+    gm = lowered(function, *args, tracing=tracing)
+    for batch in (args, *(others if tracing == "symbolic" else ())):
+        got, want = gm(*batch), function(*batch)
+        assert same_bits(got, want)
+        if want.ndim == 2 and want.dtype.itemsize == 1:
+            assert got.stride() == want.stride()
+    return gm
+
+
+def poisoned(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[:3] = NOT_FINITE
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_amax(dtype, tracing):
+    for columns in (256, 48, 7):
+        x, y = (torch.randn(rows, columns).to(dtype) for rows in (17, 40))
+        check(lambda x: fp8.amax(x), x, tracing=tracing, others=((y,), (x * 1000,), (poisoned(y),)))
+
+
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_scale(format, tracing):
+    amax = torch.tensor(3.0)
+    gm = check(lambda a: fp8.scale(a, format), amax, tracing=tracing)
+    for value in (0.0, 1e-45, 1e-38, 3e-36, 448.0, 3.4e38, *NOT_FINITE[:2].tolist()):
+        a = torch.tensor(value)
+        if format != "exact":
+            assert same_bits(gm(a), fp8.scale(a, format)), value
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_quantize(format, dtype, tracing):
+    x, y = (torch.randn(rows, 48).to(dtype) for rows in (17, 32))
+
+    def function(x, scale):
+        return fp8.quantize(x, scale, format)
+
+    scale = torch.tensor(0.01)
+    others = ((y, scale), (poisoned(y), scale), (y, scale * 1e-30), (y, torch.tensor(torch.inf)))
+    check(function, x, scale, tracing=tracing, others=others)
+    check(function, y.t().contiguous().t(), scale, tracing=tracing)
+    check(function, y[:1].expand(32, 48), scale, tracing=tracing)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "exact"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_transpose_pads_rows(format, rows, tracing):
+    def data(rows: int) -> Tensor:
+        x = torch.randn(rows, 48)
+        return x if format == "exact" else x.to(FORMATS[format].dtype)
+
+    others = tuple((data(r),) for r in (2, 15, 16, 17, 31, 33) if rows > 1)
+    check(lambda x: fp8.transpose(x), data(rows), tracing=tracing, others=others)
+
+
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("exact", "exact")])
+def test_scaled_mm(formats, with_bias, out, tracing):
+    dtypes = [FORMATS[f].dtype or out for f in formats]
+    a, b = (torch.randn(rows, 32).to(d) for rows, d in zip((17, 48), dtypes, strict=True))
+    scales = torch.tensor(0.5), torch.tensor(0.03)
+    bias = torch.randn(48).to(out) if with_bias else None
+
+    def function(a, b, a_scale, b_scale):
+        return fp8.scaled_mm(a, a_scale, b, b_scale, bias, out)
+
+    taller = torch.randn(33, 32).to(dtypes[0])
+    if bias is None:
+        check(function, a, b, *scales, tracing=tracing, others=((taller, b, *scales),))
+    else:
+        check(
+            lambda a, b, s, t, bias: fp8.scaled_mm(a, s, b, t, bias, out),
+            *(a, b, *scales, bias),
+            tracing=tracing,
+            others=((taller, b, *scales, bias),),
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_groups(format, dtype, tracing):
+    def scale(x):
+        return fp8.group_scale(x, format, 16)
+
+    def quantize(x, scales):
+        return fp8.quantize_groups(x, scales, format, 16)
+
+    def dequantize(codes, scales):
+        return fp8.dequantize_groups(codes, scales, format, 16, dtype)
+
+    def batch(rows: int) -> Tensor:
+        x = torch.randn(3, rows, 48) * 10.0 ** torch.randint(-4, 4, (3, rows, 48))
+        x[:, 0, :16] = 0
+        return x.to(dtype)
+
+    x, y, z = batch(5), batch(8), poisoned(batch(6))
+    if format != "exact":
+        check(scale, x, tracing=tracing, others=((y,), (z,)))
+    pairs = [(t, scale(t)) for t in (x, y, z)]
+    check(quantize, *pairs[0], tracing=tracing, others=tuple(pairs[1:]))
+    coded = [(quantize(*p), p[1]) for p in pairs]
+    check(dequantize, *coded[0], tracing=tracing, others=tuple(coded[1:]))
+    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
+    check(quantize, transposed, pairs[0][1], tracing=tracing)
+
+
+def test_every_byte_decodes_to_what_torch_says():
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    scales = torch.ones(4, 4, dtype=torch.bfloat16)
+    gm = lowered(
+        lambda c, s: fp8.dequantize_groups(c, s, "e4m3_bytes", 16, torch.float32),
+        *(codes, scales),
+        tracing="fake",
+    )
+    want = codes.view(torch.float8_e4m3fn).float()
+    got = gm(codes, scales)
+    assert same_bits(got, want)
+    assert torch.equal(got.signbit() | got.isnan(), want.signbit() | want.isnan())
+
+
+def test_encoding_rounds_as_torch_does():
+    """All codes, the ties between them, and their neighbours; denormals; NaN; random numbers."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    points = torch.cat([codes, ties])
+    near = torch.cat(
+        [points, *(torch.nextafter(points, torch.tensor(to)) for to in (0.0, torch.inf))]
+    )
+    tiny = torch.tensor([1e-45, 1e-38, 2.0**-10, 2.0**-11, 2.0**-9, 2.0**-6])
+    random = torch.randn(4096) * torch.linspace(-20, 6, 4096).exp2()
+    x = torch.cat([near, tiny, random, NOT_FINITE[:1]])
+    x = torch.cat([x, -x])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 16)).view(-1, 16).clamp(-448, 448)
+    ones = torch.ones(len(x), 1, dtype=torch.bfloat16)
+    gm = lowered(lambda x, s: fp8.quantize_groups(x, s, "e4m3_bytes", 16), x, ones, tracing="fake")
+    got, want = gm(x, ones), x.to(torch.float8_e4m3fn).view(torch.uint8)
+    nan = x.isnan()
+    assert torch.equal(got[~nan], want[~nan])
+    assert ((got[nan] & 0x7F) == 0x7F).all()
+
+
+def test_a_graph_without_the_dialect_is_left_alone():
+    gm = make_fx(lambda x: x.relu() @ x.t(), tracing_mode="fake")(torch.randn(16, 16))
+    code = gm.code
+    lower_dialect(gm)
+    assert gm.code == code
+
+
+def with_inductor(gm, inputs):
+    """A backend that lowers the dialect in an inference graph and generates code for it."""
+
+    def inner(graph, example_inputs, **kwargs):
+        lower_dialect(graph)
+        return compat.compile_fx_inner(graph, example_inputs, **kwargs)
+
+    return compat.compile_fx(gm, inputs, inner_compile=inner)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3_bytes"])
+def test_generated_code_uses_the_scales_that_it_stores(format):
+    """Invariant 4: the codes are those of the bf16 scale, not of the fp32 number before it."""
+
+    def function(x):
+        scales = fp8.group_scale(x, format, 16)
+        codes = fp8.quantize_groups(x, scales, format, 16)
+        # Views: FP8 tensors cannot be compared.
+        return (
+            codes.view(torch.uint8),
+            scales,
+            fp8.dequantize_groups(codes, scales, format, 16, x.dtype),
+        )
+
+    x = torch.randn(40, 48)
+    codes, scales, back = torch.compile(function, backend=with_inductor)(x)
+    want_codes, want_scales, want_back = function(x)
+    assert torch.equal(scales, want_scales)
+    assert torch.equal(codes, want_codes)
+    assert torch.allclose(back, want_back, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3_bytes"])
+def test_generated_code_keeps_what_is_not_finite(format):
+    def function(x):
+        scales = fp8.group_scale(x, format, 16)
+        codes = fp8.quantize_groups(x, scales, format, 16)
+        return fp8.dequantize_groups(codes, scales, format, 16, x.dtype)
+
+    x = poisoned(torch.randn(40, 48))
+    back = torch.compile(function, backend=with_inductor)(x)
+    assert not back[0, :3].isfinite().any()
+    assert back[1:].isfinite().all()
+    assert torch.allclose(back[1:], x[1:], rtol=0.26, atol=1e-3)

@@ -1,0 +1,340 @@
+"""The dialect's reference kernels against fp64 arithmetic written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8pass.formats import FORMATS
+
+fp8 = torch.ops.fp8pass
+LOSSY = ["e4m3", "e5m2", "e4m3_bytes"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TINY = torch.finfo(torch.float32).tiny
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "expanded rows": lambda x: x[:1].expand_as(x),
+    "sliced": lambda x: torch.cat([x, x], -1)[:, : x.shape[1]],
+    "strided": lambda x: x.repeat_interleave(2, -1)[:, ::2],
+}
+
+
+ANY_WIDTH = st.integers(1, 70)
+
+
+@st.composite
+def matrices(draw, columns=ANY_WIDTH) -> Tensor:
+    """A matrix of any layout, dtype and magnitude, with zeros and, at times, mixed magnitudes."""
+    rows, columns = draw(st.sampled_from([1, 2, 15, 16, 17, 33])), draw(columns)
+    dtype = draw(st.sampled_from(DTYPES))
+    limit = {torch.float16: (-7, 4)}.get(dtype, (-38, 38))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    low, high = sorted((draw(st.integers(*limit)), draw(st.integers(*limit))))
+    exponents = low + (high - low) * torch.rand(rows, columns, generator=generator)
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 10.0**exponents
+    x[torch.rand(rows, columns, generator=generator) < 0.1] = 0
+    x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x)
+
+
+def values(data: Tensor) -> Tensor:
+    """Codes as fp64 numbers."""
+    return (data.view(torch.float8_e4m3fn) if data.dtype == torch.uint8 else data).double()
+
+
+def half_step(v: Tensor, fmt) -> Tensor:
+    """Half the distance between the codes around `v`."""
+    exponent = v.abs().clamp_min(2.0**fmt.min_exponent).log2().floor()
+    return (exponent - fmt.mantissa - 1).exp2()
+
+
+def assert_rounded(data: Tensor, x: Tensor, scale: Tensor, fmt) -> None:
+    """`data * scale` is `x` within half a step, and a hair for fp32's own rounding."""
+    wanted = x.double() / scale.double()
+    slack = half_step(wanted, fmt) * (1 + 1e-4)
+    assert ((values(data) - wanted).abs() <= slack).all()
+
+
+# --- one scale a tensor -------------------------------------------------------------------------
+
+
+@given(matrices())
+def test_amax(x):
+    got = fp8.amax(x)
+    assert got.dtype == torch.float32
+    assert got.shape == ()
+    assert got.double() == x.double().abs().max()
+
+
+@pytest.mark.parametrize("format", LOSSY)
+@given(amax=st.floats(0, torch.finfo(torch.float32).max, width=32))
+def test_scale(format, amax):
+    got = fp8.scale(torch.tensor(amax), format)
+    assert got.dtype == torch.float32
+    if amax == 0:
+        assert got == 1
+    else:
+        assert got.item() == pytest.approx(max(amax / FORMATS[format].max, TINY), rel=1e-6)
+    assert (1 / got).isfinite()
+
+
+@pytest.mark.parametrize("format", LOSSY)
+def test_scale_of_what_is_not_finite(format):
+    assert fp8.scale(torch.tensor(float("nan")), format).isnan()
+    assert fp8.scale(torch.tensor(float("inf")), format).isinf()
+
+
+@pytest.mark.parametrize("format", LOSSY)
+@given(x=matrices())
+def test_quantize(format, x):
+    fmt = FORMATS[format]
+    scale = fp8.scale(fp8.amax(x), format)
+    data = fp8.quantize(x, scale, format)
+    assert data.dtype == fmt.dtype
+    assert data.shape == x.shape
+    assert data.is_contiguous()
+    assert_rounded(data, x, scale, fmt)
+
+
+@pytest.mark.parametrize("format", LOSSY)
+def test_quantize_uses_the_whole_range(format):
+    x = torch.tensor([[1.0, -1.0, 0.5, 0.0]]) * 3.7
+    data = values(fp8.quantize(x, fp8.scale(fp8.amax(x), format), format))
+    assert data.tolist() == [
+        [FORMATS[format].max, -FORMATS[format].max, FORMATS[format].max / 2, 0]
+    ]
+
+
+@pytest.mark.parametrize("format", LOSSY)
+def test_beyond_the_range_is_the_largest_value(format):
+    """Rounding a scale down takes a value there; E5M2 has an infinity that it must not become."""
+    largest = FORMATS[format].max
+    x = torch.tensor([[largest * 1.5, -largest * 1.5, largest, 1.0]])
+    data = values(fp8.quantize(x, torch.ones(()), format))
+    assert data.tolist() == [[largest, -largest, largest, 1.0]]
+
+
+@pytest.mark.parametrize("format", LOSSY)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_keeps_what_is_not_finite(format, poison, dtype):
+    x = torch.randn(4, 16).to(dtype)
+    x[1, 3] = poison
+    scale = fp8.scale(fp8.amax(x), format)
+    back = values(fp8.quantize(x, scale, format)) * scale.double()
+    assert not back[1, 3].isfinite()
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@given(x=matrices())
+def test_transpose_is_the_padded_transpose(format, x):
+    data = fp8.quantize(x, fp8.scale(fp8.amax(x), format), format)
+    got = fp8.transpose(data)
+    rows, columns = x.shape
+    want = torch.zeros(columns, -(-rows // 16) * 16)
+    want[:, :rows] = data.float().t()
+    assert got.dtype == data.dtype
+    assert got.is_contiguous()
+    assert torch.equal(got.float(), want)
+
+
+@given(matrices())
+def test_exact_quantize_and_transpose_are_the_matrix_itself(x):
+    scale = fp8.scale(fp8.amax(x), "exact")
+    data = fp8.quantize(x, scale, "exact")
+    assert scale == 1
+    assert torch.equal(data, x)
+    assert torch.equal(fp8.transpose(data), x.t())
+
+
+# --- GEMM ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")])
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40), st.sampled_from([16, 48, 256])),
+    exponents=st.tuples(st.integers(-15, 15), st.integers(-15, 15)),
+    with_bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_scaled_mm(formats, sizes, exponents, with_bias, dtype, seed):
+    if dtype == torch.float16:
+        exponents = (exponents[0] % 2, -1)
+    torch.manual_seed(seed)
+    m, n, k = sizes
+    operands, codes = [], []
+    for rows, exponent, format in zip((m, n), exponents, formats, strict=True):
+        x = torch.randn(rows, k) * 10.0**exponent
+        scale = fp8.scale(fp8.amax(x), format)
+        data = fp8.quantize(x, scale, format)
+        operands += [data, scale]
+        codes.append(values(data) * scale.double())
+    bias = (torch.randn(n) * 10.0 ** sum(exponents)).to(dtype) if with_bias else None
+    got = fp8.scaled_mm(*operands, bias, dtype)
+    a, b = codes
+    want, size = a @ b.t(), a.abs() @ b.abs().t()
+    if bias is not None:
+        want, size = want + bias.double(), size + bias.double().abs()
+    assert got.dtype == dtype
+    rounding = torch.finfo(dtype).eps / 2 * want.abs() + torch.finfo(dtype).smallest_normal
+    assert ((got.double() - want).abs() <= 1e-5 * size + rounding).all()
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    with_bias=st.booleans(),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(1, 40)),
+)
+def test_exact_scaled_mm_is_mm(dtype, with_bias, sizes):
+    m, n, k = sizes
+    a, b, one = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.ones(())
+    bias = torch.randn(n).to(dtype) if with_bias else None
+    want = a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
+    assert torch.equal(fp8.scaled_mm(a, one, b, one, bias, dtype), want)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_scaled_mm_spreads_what_is_not_finite(poison, place):
+    operands = [torch.randn(16, 32), torch.randn(16, 32)]
+    operands[place][3, 4] = poison
+    args = []
+    for x in operands:
+        scale = fp8.scale(fp8.amax(x), "e4m3")
+        args += [fp8.quantize(x, scale, "e4m3"), scale]
+    got = fp8.scaled_mm(*args, None, torch.float32)
+    line = got[3] if place == 0 else got[:, 3]
+    assert not line.isfinite().any()
+
+
+# --- one scale a group --------------------------------------------------------------------------
+
+GROUPED = st.sampled_from([(16, 16), (48, 16), (128, 64), (88, 44), (51, 17)])
+
+
+@pytest.mark.parametrize("format", LOSSY)
+@given(data=st.data(), sizes=GROUPED)
+def test_groups_each_have_their_own_scale(format, data, sizes):
+    length, group = sizes
+    fmt = FORMATS[format]
+    x = data.draw(matrices(columns=st.just(length)))
+    scales = fp8.group_scale(x, format, group)
+    assert scales.dtype == torch.bfloat16
+    assert scales.shape == (x.shape[0], length // group)
+    amax = x.double().abs().unflatten(-1, (-1, group)).amax(-1)
+    want = torch.where(amax == 0, 1.0, (amax / fmt.max).clamp_min(TINY))
+    assert ((scales.double() - want).abs() <= want * 2.0**-8).all()
+
+    codes = fp8.quantize_groups(x, scales, format, group)
+    assert codes.dtype == fmt.dtype
+    assert codes.shape == x.shape
+    assert codes.stride() == torch.empty_like(x).stride()
+    spread = scales.double().repeat_interleave(group, -1)
+    assert_rounded(codes, x, spread, fmt)
+
+    back = fp8.dequantize_groups(codes, scales, format, group, x.dtype)
+    assert back.dtype == x.dtype
+    want = (values(codes) * spread).to(x.dtype)
+    assert torch.allclose(back.double(), want.double(), rtol=torch.finfo(x.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("format", LOSSY)
+def test_groups_of_very_different_magnitude(format):
+    x = torch.randn(4, 64) * torch.tensor([1e-30, 1.0, 1e-9, 1e30]).repeat_interleave(16)
+    scales = fp8.group_scale(x, format, 16)
+    codes = fp8.quantize_groups(x, scales, format, 16)
+    back = fp8.dequantize_groups(codes, scales, format, 16, torch.float32)
+    for group in range(4):
+        part = slice(16 * group, 16 * group + 16)
+        error = (back[:, part].double() - x[:, part].double()).norm() / x[:, part].double().norm()
+        assert error < 0.08
+
+
+@pytest.mark.parametrize("format", LOSSY)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_group(format, poison):
+    x = torch.randn(2, 64)
+    x[1, 20] = poison
+    scales = fp8.group_scale(x, format, 16)
+    codes = fp8.quantize_groups(x, scales, format, 16)
+    back = fp8.dequantize_groups(codes, scales, format, 16, torch.float32)
+    assert not back[1, 20].isfinite()
+    assert back[0].isfinite().all()
+    assert back[1, :16].isfinite().all()
+    assert back[1, 32:].isfinite().all()
+
+
+@given(matrices(columns=st.just(32)))
+def test_exact_groups_are_a_copy(x):
+    scales = fp8.group_scale(x, "exact", 16)
+    data = fp8.quantize_groups(x, scales, "exact", 16)
+    assert torch.equal(data, x)
+    assert data.stride() == torch.empty_like(x).stride()
+    assert data.data_ptr() != x.data_ptr()
+    assert torch.equal(fp8.dequantize_groups(data, scales, "exact", 16, x.dtype), x)
+
+
+def test_e4m3_bytes_are_the_codes_of_e4m3():
+    x = torch.randn(8, 64)
+    scales = fp8.group_scale(x, "e4m3", 16)
+    assert torch.equal(fp8.group_scale(x, "e4m3_bytes", 16), scales)
+    codes = fp8.quantize_groups(x, scales, "e4m3", 16)
+    as_bytes = fp8.quantize_groups(x, scales, "e4m3_bytes", 16)
+    assert torch.equal(codes.view(torch.uint8), as_bytes)
+
+
+# --- fake kernels -------------------------------------------------------------------------------
+
+
+def calls(x: Tensor, format: str) -> list[tuple]:
+    """Every operator of the dialect on `x`: (operator, arguments)."""
+    scale = fp8.scale(fp8.amax(x), format)
+    data = fp8.quantize(x, scale, format)
+    scales = fp8.group_scale(x, format, 16)
+    codes = fp8.quantize_groups(x, scales, format, 16)
+    found = [
+        (fp8.amax.default, (x,)),
+        (fp8.scale.default, (fp8.amax(x), format)),
+        (fp8.quantize.default, (x, scale, format)),
+        (fp8.group_scale.default, (x, format, 16)),
+        (fp8.quantize_groups.default, (x, scales, format, 16)),
+        (fp8.dequantize_groups.default, (codes, scales, format, 16, x.dtype)),
+    ]
+    if format != "e4m3_bytes":
+        found.append((fp8.transpose.default, (data,)))
+        found.append((fp8.scaled_mm.default, (data, scale, data, scale, None, x.dtype)))
+    return found
+
+
+@pytest.mark.parametrize("format", [*LOSSY, "exact"])
+@given(x=matrices(columns=st.sampled_from([16, 48])))
+def test_fake_kernels_agree_with_the_real_ones(format, x):
+    for op, args in calls(x, format):
+        real = op(*args)
+        with FakeTensorMode() as mode:
+            fake = op(*torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, args))
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype), op
+        if real.numel() and min(real.shape, default=2) > 1:  # strides of one-element sizes are free
+            assert fake.stride() == real.stride(), op
+
+
+@pytest.mark.parametrize("format", LOSSY)
+def test_operators_are_what_their_schema_says(format):
+    """Functional, aliasing nothing, and traceable."""
+    for op, args in calls(torch.randn(17, 48), format):
+        takes_fp8 = any(isinstance(a, Tensor) and a.dtype.itemsize == 1 for a in args)
+        schema = () if takes_fp8 else ("test_schema",)  # which does arithmetic on arguments
+        torch.library.opcheck(op, args, test_utils=(*schema, "test_faketensor"))
+
+
+def test_exact_operators_alias_nothing():
+    """PyTorch is about to refuse custom operators that return one of their inputs."""
+    for op, args in calls(torch.randn(17, 48), "exact"):
+        torch.library.opcheck(op, args, test_utils=("test_schema",))

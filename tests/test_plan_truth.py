@@ -1,0 +1,131 @@
+"""Invariant 2: what autograd keeps between forward and backward is what the plan says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from helpers import MLP, benchmark_models, compiled, gpt2, leaves, llama, tokens, vit
+from torch import nn
+from torch.nn import functional as F
+
+from fp8pass.config import Config
+from fp8pass.plan import Plan
+
+
+def kept_tensors(program, args, held) -> Counter:
+    """(dtype, shape) of what autograd saves that nobody else holds."""
+    addresses = {t.data_ptr() for t in held}
+    found: Counter = Counter()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
+            shape = "×".join(map(str, x.shape)) or "scalar"
+            found[str(x.dtype).removeprefix("torch."), shape] += 1
+            assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
+                f"{x.dtype} {tuple(x.shape)} is a part of a larger tensor, which it holds"
+            )
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = leaves(program(*args))
+    assert any(y.requires_grad for y in outputs)
+    return found
+
+
+def planned_tensors(plan: Plan) -> Counter:
+    return Counter((t.dtype, t.shape) for s in plan.saved if s.bytes for t in s.tensors)
+
+
+def decoder():
+    models = benchmark_models()
+    cos, sin = models.rope_tables(32, 32, torch.device("cpu"))
+    x = torch.randn(2, 32, 128).bfloat16().requires_grad_()
+    return models.Stack(2, 128, 4, 352).bfloat16(), (x, cos, sin), (x,)
+
+
+def normed():
+    model = nn.Sequential(
+        nn.LayerNorm(128), nn.Linear(128, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)
+    )
+    x = torch.randn(48, 128)
+    return model, (x,), ()
+
+
+def head():
+    """A skipped output head, softmax and a loss."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.lm_head = MLP((64, 128, 64)), nn.Linear(64, 96)
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.lm_head(torch.tanh(self.body(x))), y)
+
+    return Head(), (torch.randn(32, 64), torch.randint(96, (32,))), ()
+
+
+MODELS = {
+    "mlp": lambda: (MLP(), (torch.randn(32, 64),), ()),
+    "odd rows": lambda: (MLP(), (torch.randn(17, 64),), ()),
+    "normed": normed,
+    "head": head,
+    "decoder": decoder,
+    "llama": lambda: (llama(), (tokens(),), ()),
+    "gpt2": lambda: (gpt2(), (tokens(),), ()),
+    "vit": lambda: (vit(), (torch.randn(2, 3, 32, 32),), ()),
+}
+
+
+@pytest.mark.parametrize("recipe", ["coat", "linear"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_saved_tensors_are_the_plan(name, recipe):
+    check(name, Config.recipe(recipe, compiler="eager"))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("normed", "coat"), ("normed", "linear"), ("decoder", "coat"), ("decoder", "linear"),
+     ("gpt2", "coat")],
+)  # fmt: skip
+def test_saved_tensors_are_the_plan_inductor(name, recipe):
+    check(name, Config.recipe(recipe))
+
+
+def check(name, config):
+    model, args, held = MODELS[name]()
+    program, spy = compiled(model.train(), config)
+    kept = kept_tensors(program, args, (*held, *model.buffers()))
+    assert kept == planned_tensors(spy.plan)
+    sizes = {(t.dtype, t.shape): t.bytes for s in spy.plan.saved for t in s.tensors}
+    assert sum(sizes[key] * count for key, count in kept.items()) == spy.plan.saved_bytes
+    for key, bytes_ in sizes.items():
+        dims = [] if key[1] == "scalar" else [int(d) for d in key[1].split("×")]
+        element = getattr(torch, key[0]).itemsize
+        assert bytes_ == torch.Size(dims).numel() * element
+
+
+def test_a_graph_input_that_needs_a_gradient_is_not_kept_as_it_is():
+    """Blocks compiled one by one: the second block's input is the first one's output."""
+    blocks = [nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(2)]
+    programs = [compiled(block) for block in blocks]
+    x = torch.randn(32, 128, requires_grad=True)
+    h = programs[0][0](x)
+    kept = kept_tensors(programs[1][0], (h,), ())
+    assert kept == planned_tensors(programs[1][1].plan)
+    assert ("float32", "32×128") not in kept
+    assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
+
+
+def test_coat_keeps_less_than_linear_and_stock():
+    kept = {}
+    for recipe in ("coat", "linear"):
+        torch._dynamo.reset()
+        model, args, _ = decoder()
+        program, spy = compiled(model, Config.recipe(recipe, compiler="eager"))
+        program(*args)
+        kept[recipe] = spy.plan.saved_bytes
+        stock = spy.plan.stock_bytes
+    assert kept["coat"] < 0.9 * kept["linear"] < 0.9 * stock

@@ -1,0 +1,237 @@
+"""The minimum cut against brute force, and what the plan must respect."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+
+import pytest
+import torch
+from helpers import COAT_EAGER, EXACT_EAGER, FFN, MLP, benchmark_models, compiled, llama, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass.config import Config
+from fp8pass.passes.save_plan import Cut, min_cut, regions
+
+# --- the cut ------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    """A random graph with costs: (values, needed, bytes, price)."""
+    graph = fx.Graph()
+    values: list[fx.Node] = []
+    sizes: dict[fx.Node, float] = {}
+    prices: dict[fx.Node, float] = {}
+    for i in range(draw(st.integers(1, 8))):
+        used = draw(st.lists(st.sampled_from(values), max_size=3, unique=True)) if values else []
+        if used:
+            node = graph.call_function(operator.add, tuple(used))
+        else:
+            node = graph.placeholder(f"x{i}")
+        prices[node] = math.inf if not used else draw(st.sampled_from([0, 1, 3, 10, math.inf]))
+        cannot_store = not math.isinf(prices[node]) and draw(st.integers(0, 5)) == 0
+        sizes[node] = math.inf if cannot_store else draw(st.sampled_from([0, 1, 2, 5, 20, 100]))
+        values.append(node)
+    needed = set(draw(st.lists(st.sampled_from(values), min_size=1, unique=True)))
+    return values, needed, sizes, prices
+
+
+def cost(problem, kept, recomputed) -> float:
+    """What a choice costs; infinite where the backward could not have what it needs."""
+    _, needed, sizes, prices = problem
+    available = kept | recomputed
+    if not needed <= available:
+        return math.inf
+    if any(n not in available for node in recomputed for n in node.all_input_nodes):
+        return math.inf
+    return sum(sizes[n] for n in kept) + sum(prices[n] for n in recomputed)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@given(problem=problems())
+def test_min_cut_is_optimal(early, problem):
+    values, needed, sizes, prices = problem
+    cut = min_cut(values, needed, sizes.__getitem__, prices.__getitem__, early=early)
+    assert not cut.kept & cut.recomputed
+    best = min(
+        cost(
+            problem,
+            {n for n, choice in zip(values, choices, strict=True) if choice == 1},
+            {n for n, choice in zip(values, choices, strict=True) if choice == 2},
+        )
+        for choices in itertools.product(range(3), repeat=len(values))
+    )
+    assert cost(problem, cut.kept, cut.recomputed) == best
+    assert cut.cost == best
+
+
+def test_min_cut_of_a_chain():
+    """One cheap value to keep, everything else follows from it."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(operator.neg, (x,))
+    z = graph.call_function(operator.neg, (y,))
+    sizes, prices = {x: 100, y: 10, z: 50}, {x: math.inf, y: 1, z: 1}
+    cut = min_cut([x, y, z], {z, y}, sizes.__getitem__, prices.__getitem__)
+    assert cut == Cut({y}, {z}, 11)
+    sizes[x] = 5
+    cut = min_cut([x, y, z], {z, y}, sizes.__getitem__, prices.__getitem__)
+    assert cut == Cut({x}, {y, z}, 7)
+
+
+def test_equal_cuts_are_told_apart_by_early():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(operator.neg, (x,))
+    sizes, prices = {x: 10, y: 10}, {x: math.inf, y: 0}
+    for early, kept in ((False, y), (True, x)):
+        cut = min_cut([x, y], {y}, sizes.__getitem__, prices.__getitem__, early=early)
+        assert (cut.kept, cut.cost) == ({kept}, 10)
+
+
+@given(problems())
+def test_regions_can_be_solved_one_by_one(problem):
+    values, needed, sizes, prices = problem
+    whole = min_cut(values, needed, sizes.__getitem__, prices.__getitem__)
+    parts = regions(values, needed, prices.__getitem__)
+    assert len({n for part in parts for n in part}) == sum(map(len, parts))
+    total = sum(
+        min_cut(part, needed & set(part), sizes.__getitem__, prices.__getitem__).cost
+        for part in parts
+    )
+    assert total == whole.cost
+
+
+# --- what the plan respects ---------------------------------------------------------------------
+
+
+def plan_of(model, *args, config=COAT_EAGER, **options):
+    program, spy = compiled(model, config, **options)
+    program(*args)
+    return spy.plan
+
+
+def decoder(**options):
+    models = benchmark_models()
+    cos, sin = models.rope_tables(32, 32, torch.device("cpu"))
+    x = torch.randn(2, 32, 128).bfloat16().requires_grad_()
+    return plan_of(models.Stack(1, 128, 4, 352).bfloat16(), x, cos, sin, **options)
+
+
+def test_attention_is_kept_exactly():
+    """q, k, v and the output, each at full size; nothing else of that size is."""
+    plan = decoder()
+    elements = 2 * 32 * 128
+    exact = [s for s in plan.saved if s.kept_as == "exact" and s.bytes_exact == 2 * elements]
+    kept = [s for s in exact if s.bytes]
+    assert len(kept) == 4
+    assert sum("attention" in s.op for s in kept) == 1
+    assert all("exact" in s.reason for s in kept)  # a view of v is what attention reads
+
+
+def test_what_a_decoder_layer_keeps():
+    """design.md's account: the residual stream and gate and up in FP8, attention in bf16."""
+    plan = decoder()
+    low = sorted(s.shape for s in plan.saved if s.expected_error)
+    assert low == ["2×32×128", "2×32×352", "2×32×352"]
+    u = 2 * 32 * 128 * 2
+    tables = sum(s.bytes for s in plan.saved if s.op == "placeholder")
+    # 4 U of attention, 0.5 U of the stream (its input is a leaf), 2 × 352/128/2 U; and scales.
+    assert 7.25 * u <= plan.saved_bytes - tables <= 7.5 * u
+
+
+def test_a_leaf_input_is_free_and_exact():
+    plan = plan_of(FFN(64, 128), torch.randn(32, 64, requires_grad=True))
+    (held,) = [s for s in plan.saved if s.op == "placeholder"]
+    assert (held.bytes, held.kept_as) == (0, "exact")
+    assert "leaf" in held.reason
+
+
+def test_an_input_that_is_no_leaf_is_priced_and_kept_in_low_bits():
+    """When blocks are compiled one by one it is the previous block's output."""
+    x = torch.randn(32, 64, requires_grad=True) * 1
+    plan = plan_of(lambda x: F.silu(x) * x, x)
+    (stored,) = plan.saved
+    assert (stored.op, stored.kept_as) == ("placeholder", "e4m3 1×64")
+    assert stored.bytes == plan.saved_bytes == 32 * 64 + 32 * 2
+
+
+def test_an_input_without_gradient_stays_exact():
+    """A table of rotary embeddings, a mask, data."""
+    plan = plan_of(
+        lambda x, w: (x * w) * 2, torch.randn(32, 64, requires_grad=True), torch.rand(64)
+    )
+    (table,) = plan.saved
+    assert (table.op, table.kept_as, table.shape) == ("placeholder", "exact", "64")
+    torch._dynamo.reset()
+    x = torch.randn(32, 64, requires_grad=True) * 1
+    plan = plan_of(lambda x, w: F.silu(x * w), x, torch.rand(32, 64))
+    kept = {s.kept_as for s in plan.saved if s.op == "placeholder" and "no gradient" in s.reason}
+    assert kept == {"exact"}
+
+
+@pytest.mark.parametrize("recipe", ["coat", "exact"])
+def test_parameters_are_no_part_of_the_bytes(recipe):
+    plan = plan_of(MLP(), torch.randn(32, 64), config=Config.recipe(recipe, compiler="eager"))
+    assert plan.parameters
+    assert not [s for s in plan.saved if s.reason == "parameter"]
+
+
+def test_linear_recipe_keeps_everything_exactly():
+    plan = decoder(config=Config.recipe("linear", compiler="eager"))
+    assert {s.expected_error for s in plan.saved} == {0.0}
+
+
+def test_softmax_is_kept_exactly_with_eager_attention():
+    plan = plan_of(llama("eager"), tokens())
+    low = {s.op for s in plan.saved if s.expected_error}
+    assert not {op for op in low if "softmax" in op or "exp" in op or "amax" in op}
+
+
+def test_group_size_divides_the_row():
+    plan = plan_of(FFN(64, 176), torch.randn(32, 64))
+    kept = {s.shape: s.kept_as for s in plan.saved if s.expected_error}
+    assert kept == {"32×176": "e4m3 1×88"}
+    for s in plan.saved:
+        if s.expected_error:
+            assert s.bytes == 32 * 176 + 32 * 2 * 2
+
+
+class Block(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.mlp, self.norm, self.recompute = FFN(64, 128), nn.LayerNorm(64), recompute
+
+    def forward(self, x):
+        def run(x):
+            return self.mlp(self.norm(x))
+
+        return x.sin() + (
+            checkpoint(run, x.sin(), use_reentrant=False) if self.recompute else run(x)
+        )
+
+
+@pytest.mark.parametrize("config", [COAT_EAGER, EXACT_EAGER], ids=["coat", "exact"])
+def test_checkpointed_regions_are_recomputed(config):
+    plans = {}
+    for recompute in (False, True):
+        torch._dynamo.reset()
+        x = torch.randn(32, 64, requires_grad=True)
+        plans[recompute] = plan_of(Block(recompute), x, config=config)
+    assert any("128" in s.shape for s in plans[False].saved)
+    assert not any("128" in s.shape for s in plans[True].saved)
+
+
+def test_random_masks_are_kept_or_recomputed_but_not_rounded():
+    def run(x):
+        return F.dropout(x.sin(), 0.3) * x
+
+    plan = plan_of(run, torch.randn(32, 64, requires_grad=True) * 1)
+    for s in plan.saved:
+        assert not (s.expected_error and "rand" in s.op)

@@ -1,0 +1,125 @@
+"""The verifier rejects malformed graphs and names the node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FFN, Joint, capture_joint
+from torch import nn
+
+from fp8pass import spec
+from fp8pass.graph import aten, emit
+from fp8pass.passes import JOINT_PASSES
+from fp8pass.spec import MalformedGraph
+
+fp8 = torch.ops.fp8pass
+
+
+@pytest.fixture
+def joint() -> Joint:
+    """A well-formed rewritten graph."""
+    x = torch.randn(32, 64, requires_grad=True) * 1
+    joint = capture_joint(nn.Sequential(nn.LayerNorm(64), FFN(64, 128)), x)
+    for pass_ in JOINT_PASSES:
+        pass_(joint.gm, joint.ctx)
+    spec.verify(joint.gm.graph)
+    return joint
+
+
+def rejected(joint: Joint, node: torch.fx.Node, problem: str) -> None:
+    with pytest.raises(MalformedGraph, match=problem) as error:
+        spec.verify(joint.gm.graph)
+    assert f"%{node.name} " in str(error.value)
+
+
+@pytest.mark.parametrize("operand", [1, 3])
+def test_wrong_scale(joint, operand):
+    gemm = joint.calls(fp8.scaled_mm.default)[-1]
+    other = next(n for n in joint.calls(fp8.scale.default) if n not in gemm.args)
+    gemm.update_arg(operand, other)
+    rejected(joint, gemm, "quantized with another scale")
+
+
+def test_swapped_scales(joint):
+    gemm = joint.calls(fp8.scaled_mm.default)[0]
+    a, a_scale, b, b_scale, *rest = gemm.args
+    gemm.args = (a, b_scale, b, a_scale, *rest)
+    rejected(joint, gemm, "quantized with another scale")
+
+
+def test_fp8_outside_the_dialect(joint):
+    data = joint.calls(fp8.quantize.default)[0]
+    with joint.gm.graph.inserting_after(data):
+        node = joint.gm.graph.call_function(aten.add.Tensor, (data, 1))
+    node.meta["val"] = data.meta["val"]
+    rejected(joint, node, f"computes on FP8 tensor {data.name}")
+
+
+def test_views_of_fp8_are_fine(joint):
+    data = joint.calls(fp8.quantize.default)[0]
+    with joint.gm.graph.inserting_after(data):
+        emit(joint.gm.graph, aten.permute.default, data, [1, 0], like=data)
+    spec.verify(joint.gm.graph)
+
+
+def test_contraction_mismatch(joint):
+    gemm = next(
+        n
+        for n in joint.calls(fp8.scaled_mm.default)
+        if n.args[2].target is fp8.transpose.default
+        and n.args[2].meta["val"].shape[0] != n.args[2].meta["val"].shape[1]
+    )
+    gemm.update_arg(2, gemm.args[2].args[0])  # drop a transpose
+    rejected(joint, gemm, "contracts")
+
+
+def test_operand_that_nobody_quantized(joint):
+    gemm = joint.calls(fp8.scaled_mm.default)[0]
+    gemm.update_arg(0, gemm.args[0].args[0])
+    with pytest.raises(MalformedGraph, match=gemm.name):
+        spec.verify(joint.gm.graph)
+
+
+def test_scales_of_other_groups(joint):
+    first, second = joint.calls(fp8.dequantize_groups.default)[:2]
+    node = first if first.args[1].meta["val"].shape != second.args[1].meta["val"].shape else None
+    if node is None:
+        first.update_arg(1, second.args[1])
+        rejected(joint, first, "other scales")
+    else:
+        node.update_arg(1, second.args[1])
+        rejected(joint, node, "do not cover the groups")
+
+
+def test_unknown_format(joint):
+    node = joint.calls(fp8.dequantize_groups.default)[0]
+    node.update_arg(2, "e9m9")
+    rejected(joint, node, "unknown format e9m9")
+
+
+def test_missing_value(joint):
+    node = joint.calls(fp8.scaled_mm.default)[0]
+    del node.meta["val"]
+    rejected(joint, node, "has no fake value")
+
+
+def test_use_before_definition(joint):
+    data = joint.calls(fp8.quantize.default)[0]
+    next(iter(data.users)).append(data)
+    with pytest.raises(RuntimeError, match=data.name):
+        spec.verify(joint.gm.graph)
+
+
+def test_passes_are_checked(monkeypatch):
+    """FP8PASS_CHECK=1 runs the verifier after every pass; 0 does not."""
+    from fp8pass import debug
+
+    seen = []
+    monkeypatch.setattr(debug.spec, "verify", seen.append)
+    joint = capture_joint(FFN(64, 128), torch.randn(32, 64))
+    debug.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+    assert len(seen) == len(JOINT_PASSES)
+    monkeypatch.setenv("FP8PASS_CHECK", "0")
+    joint = capture_joint(FFN(64, 128), torch.randn(32, 64))
+    debug.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+    assert len(seen) == len(JOINT_PASSES)
