@@ -44,16 +44,24 @@ CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtyp
 
 
 def emit(
-    graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    *args: Any,
+    like: fx.Node,
+    fake: torch.Tensor | None = None,
+    **kwargs: Any,
 ) -> fx.Node:
     """Add a call to `target` at the graph's insertion point, with its fake value.
 
     The new node inherits where it comes from (module, source line, checkpoint region) from `like`.
+    Its value is computed from those of its arguments unless `fake` is given.
     """
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in _INHERITED_META if key in like.meta}
-    fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-    node.meta["val"] = target(*fake_args, **fake_kwargs)
+    if fake is None:
+        fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
+        fake = target(*fake_args, **fake_kwargs)
+    node.meta["val"] = fake
     return node
 
 

@@ -21,6 +21,8 @@ from fp8pass.formats import E4M3_BYTES, FORMATS, GROUP_SCALE_DTYPE, Format
 
 # Below this a scale is denormal, and its reciprocal infinite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# The bits of an fp32 number that bf16 has.
+BF16_BITS = -1 << 16
 # FP8 tensor cores take contractions in multiples of this many elements.
 CONTRACTION_MULTIPLE = 16
 
@@ -154,14 +156,15 @@ def scaled_mm(
 def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
 
-    Returns [..., K / G] in bf16. K is a multiple of G.
+    Returns [..., K / G] in bf16, truncated rather than rounded: fused code that keeps the scale in
+    an fp32 register must divide by what is stored. K is a multiple of G.
     """
     fmt = FORMATS[format]
-    groups = x.unflatten(-1, (-1, group_size))
+    groups = x.contiguous().unflatten(-1, (-1, group_size))
     if fmt.lossless:
         return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
-    amax = groups.abs().amax(dim=-1).float()
-    return scale_of(amax, fmt).to(GROUP_SCALE_DTYPE).contiguous()
+    scales = scale_of(groups.abs().amax(dim=-1).float(), fmt)
+    return (scales.view(torch.int32) & BF16_BITS).view(torch.float32).to(GROUP_SCALE_DTYPE)
 
 
 @_dialect(

@@ -75,7 +75,15 @@ class Joint:
 def capture_joint(
     model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
 ) -> Joint:
-    """The joint graph of `model(*args)` and its context, untouched by the passes."""
+    """The only joint graph of `model(*args)` and its context, untouched by the passes."""
+    (joint,) = capture_joints(model, *args, config=config, **compile_options)
+    return joint
+
+
+def capture_joints(
+    model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
+) -> list[Joint]:
+    """The joint graphs of `model(*args)`; none where nothing has a gradient."""
     found: list[Joint] = []
 
     class Capture(Partitioner):
@@ -109,8 +117,7 @@ def capture_joint(
         )
 
     torch.compile(model, backend=backend, **compile_options)(*args)
-    (joint,) = found
-    return joint
+    return found
 
 
 def _copy(g: fx.Graph) -> fx.Graph:

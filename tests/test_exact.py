@@ -258,6 +258,7 @@ BINARY = {
     "gate": lambda x, y: F.silu(x) * y,
     "div": lambda x, y: x / (1 + y.abs()),
     "max": torch.maximum,
+    "angle": lambda x, y: torch.atan2(x.detach(), y.detach()) * 2 * y,
     "product": lambda x, y: x @ (y.t() @ y),  # no parameter involved
     "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None])[
         0, 0

@@ -51,6 +51,11 @@ def agree(got: Step, want: Step, tolerance: float) -> None:
         assert relative(got.gradients[name], b) < tolerance, name
 
 
+def requested_bytes() -> int:
+    """What the program asked of the allocator, without the allocator's rounding."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 def test_coat_is_close_to_fp32():
     model, args = layer()
     program, spy = compiled(model, Config())
@@ -77,15 +82,14 @@ def test_the_allocator_agrees_with_the_plan(recipe):
     args[0].grad = None
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes()
     y = program(*args)
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+    kept = requested_bytes() - before - y.untyped_storage().nbytes()
     # The rotary tables are in the plan, but the caller holds them.
     tables = sum(s.bytes for s in spy.plan.saved if s.op == "placeholder")
     planned = spy.plan.saved_bytes - tables
-    slack = 512 * sum(len(s.tensors) for s in spy.plan.saved)
-    assert abs(kept - planned) <= 0.02 * planned + slack
+    assert abs(kept - planned) <= 0.02 * planned, (kept, planned)
     del y
 
 
@@ -98,7 +102,8 @@ def test_coat_keeps_fewer_bytes_than_stock():
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_modes(mode):
-    model, args = layer()
+    model = MLP((64, 128, 64)).cuda().bfloat16()
+    args = (torch.randn(48, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True),)
     plain = step(torch.compile(model, backend="fp8pass"), model, args)
     torch._dynamo.reset()
     program = torch.compile(model, backend="fp8pass", mode=mode)
@@ -138,7 +143,7 @@ def test_without_fp8_hardware_saves_stay_low_bit(monkeypatch):
     monkeypatch.setattr(hardware, "has_fp8_casts", lambda device: False)
     program, spy = compiled(model, Config())
     got = step(program, model, args)
-    agree(got, want, 1e-3)
+    agree(got, want, 0.01)
     assert {y.reason for y in spy.plan.linears} == {"an old GPU"}
     assert any(s.kept_as.startswith("e4m3_bytes") for s in spy.plan.saved)
     assert not any("float8" in t.dtype for s in spy.plan.saved for t in s.tensors)

@@ -230,7 +230,8 @@ def test_groups_each_have_their_own_scale(format, data, sizes):
     assert scales.shape == (x.shape[0], length // group)
     amax = x.double().abs().unflatten(-1, (-1, group)).amax(-1)
     want = torch.where(amax == 0, 1.0, (amax / fmt.max).clamp_min(TINY))
-    assert ((scales.double() - want).abs() <= want * 2.0**-8).all()
+    truncated = want - scales.double()
+    assert ((truncated >= -want * 2.0**-20) & (truncated <= want * 2.0**-7)).all()
 
     codes = fp8.quantize_groups(x, scales, format, group)
     assert codes.dtype == fmt.dtype

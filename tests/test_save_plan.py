@@ -8,14 +8,29 @@ import operator
 
 import pytest
 import torch
-from helpers import COAT_EAGER, EXACT_EAGER, FFN, MLP, benchmark_models, compiled, llama, tokens
+from helpers import (
+    COAT_EAGER,
+    EXACT_EAGER,
+    FFN,
+    MLP,
+    Joint,
+    benchmark_models,
+    capture_joint,
+    capture_joints,
+    compiled,
+    llama,
+    tokens,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from test_exact import programs
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass import graph
 from fp8pass.config import Config
+from fp8pass.passes import JOINT_PASSES, error_rules
 from fp8pass.passes.save_plan import Cut, min_cut, regions
 
 # --- the cut ------------------------------------------------------------------------------------
@@ -24,16 +39,13 @@ from fp8pass.passes.save_plan import Cut, min_cut, regions
 @st.composite
 def problems(draw):
     """A random graph with costs: (values, needed, bytes, price)."""
-    graph = fx.Graph()
+    g = fx.Graph()
     values: list[fx.Node] = []
     sizes: dict[fx.Node, float] = {}
     prices: dict[fx.Node, float] = {}
     for i in range(draw(st.integers(1, 8))):
         used = draw(st.lists(st.sampled_from(values), max_size=3, unique=True)) if values else []
-        if used:
-            node = graph.call_function(operator.add, tuple(used))
-        else:
-            node = graph.placeholder(f"x{i}")
+        node = g.call_function(operator.add, tuple(used)) if used else g.placeholder(f"x{i}")
         prices[node] = math.inf if not used else draw(st.sampled_from([0, 1, 3, 10, math.inf]))
         cannot_store = not math.isinf(prices[node]) and draw(st.integers(0, 5)) == 0
         sizes[node] = math.inf if cannot_store else draw(st.sampled_from([0, 1, 2, 5, 20, 100]))
@@ -73,10 +85,10 @@ def test_min_cut_is_optimal(early, problem):
 
 def test_min_cut_of_a_chain():
     """One cheap value to keep, everything else follows from it."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    y = graph.call_function(operator.neg, (x,))
-    z = graph.call_function(operator.neg, (y,))
+    g = fx.Graph()
+    x = g.placeholder("x")
+    y = g.call_function(operator.neg, (x,))
+    z = g.call_function(operator.neg, (y,))
     sizes, prices = {x: 100, y: 10, z: 50}, {x: math.inf, y: 1, z: 1}
     cut = min_cut([x, y, z], {z, y}, sizes.__getitem__, prices.__getitem__)
     assert cut == Cut({y}, {z}, 11)
@@ -86,9 +98,9 @@ def test_min_cut_of_a_chain():
 
 
 def test_equal_cuts_are_told_apart_by_early():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    y = graph.call_function(operator.neg, (x,))
+    g = fx.Graph()
+    x = g.placeholder("x")
+    y = g.call_function(operator.neg, (x,))
     sizes, prices = {x: 10, y: 10}, {x: math.inf, y: 0}
     for early, kept in ((False, y), (True, x)):
         cut = min_cut([x, y], {y}, sizes.__getitem__, prices.__getitem__, early=early)
@@ -235,3 +247,62 @@ def test_random_masks_are_kept_or_recomputed_but_not_rounded():
     plan = plan_of(run, torch.randn(32, 64, requires_grad=True) * 1)
     for s in plan.saved:
         assert not (s.expected_error and "rand" in s.op)
+
+
+def reads_rounded(joint: Joint) -> list[fx.Node]:
+    """Operators that tolerate no error but are computed from values kept in low bits."""
+    gradients = graph.tangent_dependent(joint.gm.graph)
+    rounded: set[fx.Node] = set()
+    wrong = []
+    for node in joint.gm.graph.nodes:
+        if node.target is torch.ops.fp8pass.dequantize_groups.default:
+            rounded.add(node)
+        elif node.op == "call_function" and any(n in rounded for n in node.all_input_nodes):
+            if not error_rules.tolerates(node):
+                wrong.append(node)
+            if node not in gradients:
+                rounded.add(node)
+    return wrong
+
+
+@given(programs())
+def test_what_tolerates_no_error_reads_nothing_that_was_rounded(case):
+    program, inputs = case
+    torch._dynamo.reset()
+    inputs = [x * 1 for x in inputs]  # no leaves: everything has to be kept
+    if not any(t.requires_grad for t in (*inputs, *program.parameters())):
+        return
+    for joint in capture_joints(program, *inputs):
+        for pass_ in JOINT_PASSES:
+            pass_(joint.gm, joint.ctx)
+        assert not reads_rounded(joint)
+
+
+@pytest.mark.parametrize("sensitive", [torch.exp, torch.cos, lambda x: x.softmax(-1), torch.cumsum])
+def test_sensitive_operators_read_exact_values(sensitive):
+    """A value that sensitive and tolerant operators share, and one rounded value beside it."""
+
+    def run(x, y):
+        if sensitive is torch.cumsum:
+            return (x * y).cumsum(-1).sin() * F.silu(y)
+        return sensitive(x * y) * F.silu(y) + F.silu(x) * y
+
+    x, y = (torch.randn(32, 64, requires_grad=True) * 1 for _ in range(2))
+    joint = capture_joint(run, x, y)
+    for pass_ in JOINT_PASSES:
+        pass_(joint.gm, joint.ctx)
+    assert not reads_rounded(joint)
+
+
+def test_a_sensitive_operator_of_one_exact_and_one_rounded_value_is_not_recomputed():
+    def run(x, y, w):
+        angle = torch.atan2(x.detach(), y.detach()) * 2
+        return angle * w + F.silu(y) * y + x
+
+    x = torch.randn(32, 64, requires_grad=True)  # a leaf, exact for nothing
+    y, w = (torch.randn(32, 64, requires_grad=True) * 1 for _ in range(2))
+    joint = capture_joint(run, x, y, w)
+    for pass_ in JOINT_PASSES:
+        pass_(joint.gm, joint.ctx)
+    assert joint.calls(torch.ops.fp8pass.dequantize_groups.default)
+    assert not reads_rounded(joint)

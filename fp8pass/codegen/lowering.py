@@ -17,7 +17,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
 from fp8pass.graph import aten, prims, tensor
-from fp8pass.ops import CONTRACTION_MULTIPLE, SMALLEST_SCALE, is_fp8
+from fp8pass.ops import BF16_BITS, CONTRACTION_MULTIPLE, SMALLEST_SCALE, is_fp8
 
 fp8 = torch.ops.fp8pass
 cast = prims.convert_element_type.default
@@ -139,9 +139,13 @@ def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
 
 
 def _row_major(emit: Emitter, x: fx.Node) -> fx.Node:
-    """Pin the layout: Inductor is free to choose another for pointwise results."""
-    columns = emit.sizes(x)[1]
-    return emit(compat.force_stride_order, x, [columns, 1])
+    """Pin the layout: Inductor is free to choose another for pointwise results.
+
+    Only the order of the strides matters to it, so a hint may stand for a size that varies.
+    """
+    val = tensor(x)
+    columns = max(compat.size_hint(val.shape[1]), 2)
+    return emit(compat.force_stride_order, x, [columns, 1], fake=val.new_empty(val.shape))
 
 
 @_lowers(fp8.scaled_mm.default)
@@ -195,7 +199,9 @@ def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.
     fmt = FORMATS[format]
     groups = _split_groups(emit, x, group_size)
     amax = emit(aten.amax.default, emit(aten.abs.default, groups), [-1])
-    return emit(cast, _scale_of(emit, emit(cast, amax, torch.float32), fmt), GROUP_SCALE_DTYPE)
+    scales = _bits(emit, _scale_of(emit, emit(cast, amax, torch.float32), fmt))
+    truncated = emit(aten.bitwise_and.Scalar, scales, BF16_BITS)
+    return emit(cast, emit(aten.view.dtype, truncated, torch.float32), GROUP_SCALE_DTYPE)
 
 
 @_lowers(fp8.quantize_groups.default)

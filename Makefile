@@ -1,0 +1,37 @@
+# make demo    train a small language model with and without fp8pass
+# make test    run the tests
+# make lint    ruff and mypy
+#
+# All set-up happens in .venv. Choose with PYTHON=python3.12, TORCH="torch==2.11.*", and pass
+# options with ARGS="--steps 50".
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+# Named after the PyTorch asked for, so that asking for another installs that.
+TORCH_STAMP := $(VENV)/torch-$(firstword $(shell echo '$(TORCH)' | cksum)).stamp
+
+.PHONY: demo test lint
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/python -m fp8pass.demo $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(TORCH_STAMP):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/*.stamp
+	$(BIN)/pip install '$(TORCH)'
+	touch $@
+
+# One for each extra of the package.
+$(VENV)/%.stamp: pyproject.toml $(TORCH_STAMP)
+	$(BIN)/pip install -e '.[$*]'
+	touch $@

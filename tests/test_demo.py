@@ -1,0 +1,138 @@
+"""The demo trains both variants, measures what it says, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8pass
+from fp8pass import compat, demo
+
+CPU = torch.device("cpu")
+TINY = demo.SIZES["tiny"]
+# Scalar code, and no probing for what else this CPU has.
+COMPILES_FASTER = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True}
+
+
+@dataclass
+class Outcome:
+    stock: demo.Run
+    ours: demo.Run
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        compat.inductor_config.patch(COMPILES_FASTER),
+    ):
+        stock, ours = demo.main(["--device", "cpu", "--size", "tiny", "--out", str(folder)])
+    return Outcome(stock, ours, folder, printed.getvalue())
+
+
+def test_both_losses_fall(outcome: Outcome) -> None:
+    for run in (outcome.stock, outcome.ours):
+        assert len(run.losses) == TINY.steps
+        assert run.losses[0] > 5
+        assert run.final_loss < 3.5
+        assert run.held_out_loss < 4
+
+
+def test_both_start_from_the_same_weights_and_batches(outcome: Outcome) -> None:
+    assert outcome.ours.losses[0] == pytest.approx(outcome.stock.losses[0], rel=0.01)
+
+
+def test_measured_bytes_are_those_of_the_plan(outcome: Outcome) -> None:
+    data = demo.Data.of(demo.read_text(None), TINY, CPU)
+    model = demo.new_model(TINY, 0, CPU)
+    explanation = fp8pass.explain(model, *next(data.train_batches(TINY, 0)))
+    assert outcome.ours.activation_bytes < 0.6 * outcome.stock.activation_bytes
+    assert outcome.ours.activation_bytes == explanation.saved_bytes
+    assert outcome.stock.activation_bytes == explanation.stock_bytes
+
+
+def test_prints_the_table_and_the_explanation(outcome: Outcome) -> None:
+    for text in ("torch.compile", "fp8pass coat", "n/a", "emulate FP8", "layers.0.mlp.up_proj"):
+        assert text in outcome.printed
+
+
+def test_writes_the_loss_curves(outcome: Outcome) -> None:
+    path = outcome.folder / "loss.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in outcome.printed
+
+
+def test_says_how_to_get_matplotlib(
+    outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'fp8pass[demo]'" in demo.write_plot([outcome.stock, outcome.ours], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "coats"], "Did you mean 'coat'?"),
+        (["--size", "tinny"], "Did you mean 'tiny'?"),
+        (["--device", "cud"], "Did you mean 'cuda'?"),
+        (["--device", "cuda:99"], "no such GPU"),
+        (["--step", "3"], "Did you mean '--steps'?"),
+        (["--steps", "1"], "from 2 up"),
+        (["--steps", "many"], "from 2 up"),
+        (["--seed", "x"], "invalid int value"),
+        (["--data", "/no/such/place"], "no such file or folder"),
+        (["--data", "{tmp}/short.txt"], "too little"),
+        (["--out", "{tmp}/short.txt"], "File exists"),
+    ],
+)
+def test_bad_options_exit_with_a_hint(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(SystemExit) as stopped:
+        demo.main([a.replace("{tmp}", str(tmp_path)) for a in arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_reads_a_folder_without_its_binary_files(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.txt").write_text("one ")
+    (tmp_path / "two.md").write_text("two ")
+    (tmp_path / "image.bin").write_bytes(b"\0\1\2")
+    assert sorted(demo.read_text(tmp_path).split()) == [b"one", b"two"]
+
+
+def test_batches_follow_the_seed_and_stay_inside_the_text() -> None:
+    size = demo.replace(TINY, steps=3)
+    data = demo.Data.of(bytes(range(256)) * 20, size, CPU)
+
+    def batches(seed: int) -> torch.Tensor:
+        return torch.stack([tokens for tokens, _ in data.train_batches(size, seed)])
+
+    assert torch.equal(batches(0), batches(0))
+    assert not torch.equal(batches(0), batches(1))
+    held_out = list(data.held_out_batches(size))
+    assert len(held_out) == demo.HELD_OUT_BATCHES
+    assert held_out[-1][1][-1, -1] == data.held_out[-1]
+    for tokens, targets in held_out:
+        assert torch.equal((tokens + 1) % 256, targets)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    size = demo.replace(TINY, steps=100, peak_lr=1.0)
+    rates = [demo.learning_rate(step, size) for step in range(size.steps)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[5] == 1.0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
