@@ -79,7 +79,7 @@ def check(function, *args, tracing: str, others: tuple[tuple, ...] = ()) -> fx.G
     for batch in (args, *(others if tracing == "symbolic" else ())):
         got, want = gm(*batch), function(*batch)
         assert same_bits(got, want)
-        if want.ndim == 2 and want.dtype.itemsize == 1:
+        if tracing == "fake" and want.ndim == 2 and want.dtype.itemsize == 1:
             assert got.stride() == want.stride()
     return gm
 
