@@ -25,6 +25,8 @@ cast = prims.convert_element_type.default
 # The first stage of a tensor's amax; the size of the groups that saved values are quantized in.
 AMAX_GROUP = 128
 
+_BEYOND_ANY_SIZE = 1 << 40
+
 
 class Emitter:
     """Emits aten operators at one place of a graph; `self(op, ...)` adds a node."""
@@ -141,11 +143,13 @@ def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
 def _row_major(emit: Emitter, x: fx.Node) -> fx.Node:
     """Pin the layout: Inductor is free to choose another for pointwise results.
 
-    Only the order of the strides matters to it, so a hint may stand for a size that varies.
+    Only the order of the strides matters to it. It cannot order symbols, and the size that a
+    varying one was traced with would specialize the graph: a number that no size has stands in.
     """
     val = tensor(x)
-    columns = max(compat.size_hint(val.shape[1]), 2)
-    return emit(compat.force_stride_order, x, [columns, 1], fake=val.new_empty(val.shape))
+    columns = val.shape[1]
+    stride = columns if isinstance(columns, int) else _BEYOND_ANY_SIZE
+    return emit(compat.force_stride_order, x, [stride, 1], fake=val.new_empty(val.shape))
 
 
 @_lowers(fp8.scaled_mm.default)
