@@ -303,7 +303,7 @@ def test_group_size_is_used_and_small_columns_survive(group_size):
     [("ffn", torch.float32), ("layer", torch.bfloat16), ("mlp", torch.float16)],
 )
 def test_inductor_agrees_with_the_reference_kernels(kind, dtype):
-    """Same semantics; Inductor keeps intermediates in fp32, so codes may differ by one step."""
+    """Same semantics and error; Inductor keeps intermediates in fp32, so codes may differ."""
     if kind == "mlp":
         model, args = MLP((64, 128, 32)).to(dtype), (torch.randn(17, 64),)
     elif kind == "ffn":
@@ -318,9 +318,13 @@ def test_inductor_agrees_with_the_reference_kernels(kind, dtype):
         torch._dynamo.reset()
         results.append(step(compiled(model, Config(compiler=compiler))[0], model, args))
     eager, inductor = results
+    wide = copy.deepcopy(model).float()
+    exact = step(wide, wide, in_dtype(args, torch.float32))
     assert relative(inductor.outputs[0], eager.outputs[0]) < 0.03
-    for name, want in eager.gradients.items():
-        assert relative(inductor.gradients[name], want) < 0.05, name
+    for name, want in exact.gradients.items():
+        a, b = inductor.gradients[name], eager.gradients[name]
+        assert relative(a, b) < 0.08, name
+        assert relative(a, want) < 1.1 * relative(b, want) + 0.005, name
 
 
 def test_training_reduces_the_loss_as_much_as_without():

@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import fp8pass
-from fp8pass import compat, demo
+from fp8pass import compat
+from fp8pass.demo import data as text
+from fp8pass.demo.__main__ import main
+from fp8pass.demo.data import Data, read_text
+from fp8pass.demo.model import SIZES, new_model
+from fp8pass.demo.show import write_plot
+from fp8pass.demo.train import Run, learning_rate
 
 CPU = torch.device("cpu")
-TINY = demo.SIZES["tiny"]
+TINY = SIZES["tiny"]
 # Scalar code, and no probing for what else this CPU has.
 COMPILES_FASTER = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True}
 
 
 @dataclass
 class Outcome:
-    stock: demo.Run
-    ours: demo.Run
+    stock: Run
+    ours: Run
     folder: Path
     printed: str
 
@@ -35,7 +41,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         contextlib.redirect_stdout(io.StringIO()) as printed,
         compat.inductor_config.patch(COMPILES_FASTER),
     ):
-        stock, ours = demo.main(["--device", "cpu", "--size", "tiny", "--out", str(folder)])
+        stock, ours = main(["--device", "cpu", "--size", "tiny", "--out", str(folder)])
     return Outcome(stock, ours, folder, printed.getvalue())
 
 
@@ -52,8 +58,8 @@ def test_both_start_from_the_same_weights_and_batches(outcome: Outcome) -> None:
 
 
 def test_measured_bytes_are_those_of_the_plan(outcome: Outcome) -> None:
-    data = demo.Data.of(demo.read_text(None), TINY, CPU)
-    model = demo.new_model(TINY, 0, CPU)
+    data = Data.of(read_text(None), TINY, CPU)
+    model = new_model(TINY, 0, CPU)
     explanation = fp8pass.explain(model, *next(data.train_batches(TINY, 0)))
     assert outcome.ours.activation_bytes < 0.6 * outcome.stock.activation_bytes
     assert outcome.ours.activation_bytes == explanation.saved_bytes
@@ -61,8 +67,8 @@ def test_measured_bytes_are_those_of_the_plan(outcome: Outcome) -> None:
 
 
 def test_prints_the_table_and_the_explanation(outcome: Outcome) -> None:
-    for text in ("torch.compile", "fp8pass coat", "n/a", "emulate FP8", "layers.0.mlp.up_proj"):
-        assert text in outcome.printed
+    for expected in ("torch.compile", "fp8pass coat", "n/a", "emulate FP8", "layers.0.mlp.up_proj"):
+        assert expected in outcome.printed
 
 
 def test_writes_the_loss_curves(outcome: Outcome) -> None:
@@ -75,7 +81,7 @@ def test_says_how_to_get_matplotlib(
     outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'fp8pass[demo]'" in demo.write_plot([outcome.stock, outcome.ours], tmp_path)
+    assert "pip install 'fp8pass[demo]'" in write_plot([outcome.stock, outcome.ours], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -100,7 +106,7 @@ def test_bad_options_exit_with_a_hint(
 ) -> None:
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(SystemExit) as stopped:
-        demo.main([a.replace("{tmp}", str(tmp_path)) for a in arguments])
+        main([a.replace("{tmp}", str(tmp_path)) for a in arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -110,12 +116,12 @@ def test_reads_a_folder_without_its_binary_files(tmp_path: Path) -> None:
     (tmp_path / "a" / "one.txt").write_text("one ")
     (tmp_path / "two.md").write_text("two ")
     (tmp_path / "image.bin").write_bytes(b"\0\1\2")
-    assert sorted(demo.read_text(tmp_path).split()) == [b"one", b"two"]
+    assert sorted(read_text(tmp_path).split()) == [b"one", b"two"]
 
 
 def test_batches_follow_the_seed_and_stay_inside_the_text() -> None:
-    size = demo.replace(TINY, steps=3)
-    data = demo.Data.of(bytes(range(256)) * 20, size, CPU)
+    size = replace(TINY, steps=3)
+    data = Data.of(bytes(range(256)) * 20, size, CPU)
 
     def batches(seed: int) -> torch.Tensor:
         return torch.stack([tokens for tokens, _ in data.train_batches(size, seed)])
@@ -123,15 +129,15 @@ def test_batches_follow_the_seed_and_stay_inside_the_text() -> None:
     assert torch.equal(batches(0), batches(0))
     assert not torch.equal(batches(0), batches(1))
     held_out = list(data.held_out_batches(size))
-    assert len(held_out) == demo.HELD_OUT_BATCHES
+    assert len(held_out) == text.HELD_OUT_BATCHES
     assert held_out[-1][1][-1, -1] == data.held_out[-1]
     for tokens, targets in held_out:
         assert torch.equal((tokens + 1) % 256, targets)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
-    size = demo.replace(TINY, steps=100, peak_lr=1.0)
-    rates = [demo.learning_rate(step, size) for step in range(size.steps)]
+    size = replace(TINY, steps=100, peak_lr=1.0)
+    rates = [learning_rate(step, size) for step in range(size.steps)]
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == rates[5] == 1.0
     assert rates[5:] == sorted(rates[5:], reverse=True)

@@ -1,0 +1,107 @@
+"""The text that the demo learns, as batches of bytes."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8pass.demo.model import Size
+
+MAX_TEXT_BYTES = 4 << 20
+HELD_OUT_SHARE = 16
+HELD_OUT_BATCHES = 16
+# In the standard library's folder, but tables, tests or not part of it.
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "encodings",
+    "lib2to3",
+    "idlelib",
+}
+
+
+class DemoError(ValueError):
+    """Something the user asked for cannot be done; the message says what to do instead."""
+
+
+def read_text(path: Path | None) -> bytes:
+    """Text of a file or folder, by default of the standard library; at most MAX_TEXT_BYTES.
+
+    Raises:
+        DemoError: there is no such path.
+    """
+    if path and not path.exists():
+        raise DemoError(f"--data {path}: no such file or folder.")
+    text = b""
+    for file in _files(path):
+        with file.open("rb") as stream:
+            content = stream.read(MAX_TEXT_BYTES - len(text))
+        if b"\0" not in content:
+            text += content
+        if len(text) == MAX_TEXT_BYTES:
+            break
+    return text
+
+
+def _files(path: Path | None) -> list[Path]:
+    if path and path.is_file():
+        return [path]
+    root = path or Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(p for p in root.rglob("*" if path else "*.py") if p.is_file())
+    if not path:
+        files = [p for p in files if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
+    # What is read, and what of it is held out, should be a fair sample of the whole.
+    random.Random(0).shuffle(files)
+    return files
+
+
+@dataclass(frozen=True)
+class Data:
+    """Bytes to learn and bytes held out, on the device that trains."""
+
+    train: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def of(cls, text: bytes, size: Size, device: torch.device) -> Data:
+        """Hold out the end of `text`.
+
+        Raises:
+            DemoError: it is too short.
+        """
+        held_out = len(text) // HELD_OUT_SHARE
+        if held_out <= size.seq:
+            raise DemoError(
+                f"Found {len(text):,} bytes of text, too little for sequences of {size.seq}: "
+                f"give at least {HELD_OUT_SHARE * (size.seq + 1):,} with --data PATH."
+            )
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        return cls(tokens[:-held_out], tokens[-held_out:])
+
+    def train_batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """`size.steps` random batches, the same for the same seed on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        count = len(self.train) - size.seq
+        starts = torch.randint(count, (size.steps, size.batch), generator=generator)
+        return (_windows(self.train, s, size.seq) for s in starts.to(self.train.device))
+
+    def held_out_batches(self, size: Size) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows spread over what is held out."""
+        last = len(self.held_out) - size.seq - 1
+        starts = torch.linspace(0, last, HELD_OUT_BATCHES * size.batch).long()
+        batches = starts.to(self.held_out.device).split(size.batch)
+        return (_windows(self.held_out, s, size.seq) for s in batches)
+
+
+def _windows(tokens: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the windows that begin at `starts`."""
+    index = starts[:, None] + torch.arange(seq, device=starts.device)
+    return tokens[index].long(), tokens[index + 1].long()

@@ -1,0 +1,133 @@
+"""The model that the demo trains, and its sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how it is trained."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seq: int
+    batch: int
+    steps: int
+    peak_lr: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a batch."""
+        return self.batch * self.seq
+
+
+SIZES = {
+    "tiny": Size(128, 1, 2, 1, 256, 64, 8, steps=40, peak_lr=1e-2),
+    "small": Size(256, 2, 4, 2, 768, 128, 8, steps=200, peak_lr=2e-3),
+    "large": Size(2048, 8, 16, 8, 5632, 2048, 8, steps=150, peak_lr=4e-4),
+}
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary embeddings and grouped queries."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head_dim = size.dim // size.heads
+        self.q_proj = nn.Linear(size.dim, size.dim, bias=False)
+        self.k_proj = nn.Linear(size.dim, size.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(size.dim, size.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(size.dim, size.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size.dim, size.ffn, bias=False)
+        self.up_proj = nn.Linear(size.dim, size.ffn, bias=False)
+        self.down_proj = nn.Linear(size.ffn, size.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each after a norm and beside a residual."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(size.dim, eps=1e-5)
+        self.attention = Attention(size)
+        self.mlp_norm = nn.RMSNorm(size.dim, eps=1e-5)
+        self.mlp = MLP(size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """A Llama-style language model over bytes; returns the loss."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, size.dim)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.dim, eps=1e-5)
+        self.lm_head = nn.Linear(size.dim, VOCABULARY, bias=False)
+        cos, sin = rope_tables(size.seq, size.dim // size.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        logits = self.lm_head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def rope_tables(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary embeddings, [seq, head_dim] each."""
+    angles = torch.arange(seq)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to [batch, heads, seq, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
+    """A model in BF16 with the weights of `seed`."""
+    torch.manual_seed(seed)
+    return Decoder(size).to(device, torch.bfloat16)

@@ -1,0 +1,147 @@
+"""Train one variant and measure it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass.demo.data import Data
+from fp8pass.demo.model import Size, new_model
+
+
+@dataclass
+class Run:
+    """What came of training one variant; `peak_bytes` is None where nothing counts it."""
+
+    variant: str
+    losses: list[float]
+    held_out_loss: float
+    tokens_per_second: float
+    activation_bytes: int
+    peak_bytes: int | None
+
+    @property
+    def final_loss(self) -> float:
+        """Loss averaged over the last steps."""
+        last = self.losses[-max(1, min(20, len(self.losses) // 5)) :]
+        return sum(last) / len(last)
+
+
+class Meter:
+    """Time and peak memory from its creation on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start = self._now()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def read(self) -> tuple[float, int | None]:
+        """Seconds, and bytes where something counts them."""
+        seconds = self._now() - self.start
+        on_gpu = self.device.type == "cuda"
+        return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+
+
+Compile = Callable[[nn.Module], Any]
+OnStep = Callable[[int, float], None]
+
+
+def run_variant(
+    name: str, compile_model: Compile, data: Data, size: Size, seed: int, on_step: OnStep
+) -> Run:
+    """Train one variant from scratch and measure it; `on_step` hears of progress."""
+    device = data.train.device
+    model = compile_model(new_model(size, seed, device))
+    losses, tokens_per_second, peak_bytes = train(model, data, size, seed, on_step)
+    return Run(
+        name,
+        losses=losses,
+        held_out_loss=held_out_loss(model, data, size),
+        tokens_per_second=tokens_per_second,
+        activation_bytes=activation_bytes(model, *next(data.train_batches(size, seed))),
+        peak_bytes=peak_bytes,
+    )
+
+
+def train(
+    model: Any, data: Data, size: Size, seed: int, on_step: OnStep
+) -> tuple[list[float], float, int | None]:
+    """Losses, tokens per second and peak bytes; the latter two without the first steps."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    device = data.train.device
+    first_steps = min(5, size.steps - 1)
+    # Reading a loss makes the CPU wait for the GPU.
+    report_every = 10 if device.type == "cuda" else 1
+    losses = []
+    for step, (tokens, targets) in enumerate(data.train_batches(size, seed)):
+        if step == first_steps:
+            meter = Meter(device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, size)
+        loss = model(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step < first_steps or step % report_every == 0 or step == size.steps - 1:
+            on_step(step + 1, loss.item())
+    seconds, peak_bytes = meter.read()
+    tokens_per_second = (size.steps - first_steps) * size.tokens / seconds
+    return [x.item() for x in losses], tokens_per_second, peak_bytes
+
+
+def learning_rate(step: int, size: Size) -> float:
+    """Linear warm-up over a twentieth of the steps, then a cosine down to a tenth of the peak."""
+    warm_up = max(1, size.steps // 20)
+    progress = max(0, step - warm_up) / (size.steps - warm_up)
+    return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def activation_bytes(model: Any, *args: Tensor) -> int:
+    """Bytes that one forward of `model` saves for its backward, measured, parameters not counted.
+
+    Tensors that share a storage count once.
+    """
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*args)  # while it lives, so do the storages: no address is used twice
+    del loss
+    return sum(count for address, count in saved.items() if address not in own)
+
+
+def held_out_loss(model: Any, data: Data, size: Size) -> float:
+    """Loss averaged over the held-out batches."""
+    # Not under no_grad, for which torch.compile would compile the model once more.
+    losses = [model(*batch).item() for batch in data.held_out_batches(size)]
+    return sum(losses) / len(losses)
+
+
+def free_memory() -> None:
+    """Give back what the last variant held."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
