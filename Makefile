@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 # Named after the PyTorch asked for, so that asking for another installs that.
 TORCH_STAMP := $(VENV)/torch-$(firstword $(shell echo '$(TORCH)' | cksum)).stamp
 
+# Threads that spin while they wait slow each other down tenfold where others use the cores.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test lint
 
 demo: $(VENV)/demo.stamp

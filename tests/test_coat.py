@@ -324,7 +324,7 @@ def test_inductor_agrees_with_the_reference_kernels(kind, dtype):
     for name, want in exact.gradients.items():
         a, b = inductor.gradients[name], eager.gradients[name]
         assert relative(a, b) < 0.08, name
-        assert relative(a, want) < 1.1 * relative(b, want) + 0.005, name
+        assert relative(a, want) < 1.3 * relative(b, want) + 0.005, name
 
 
 def test_training_reduces_the_loss_as_much_as_without():

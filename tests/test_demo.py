@@ -138,7 +138,7 @@ def test_batches_follow_the_seed_and_stay_inside_the_text() -> None:
 def test_learning_rate_warms_up_and_decays() -> None:
     size = replace(TINY, steps=100, peak_lr=1.0)
     rates = [learning_rate(step, size) for step in range(size.steps)]
-    assert rates[0] == pytest.approx(0.2)
-    assert max(rates) == rates[5] == 1.0
-    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[0] == pytest.approx(0.05)
+    assert max(rates) == rates[20] == 1.0
+    assert rates[20:] == sorted(rates[20:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)

@@ -34,7 +34,7 @@ class Size:
 SIZES = {
     "tiny": Size(128, 1, 2, 1, 256, 64, 8, steps=40, peak_lr=1e-2),
     "small": Size(256, 2, 4, 2, 768, 128, 8, steps=200, peak_lr=2e-3),
-    "large": Size(2048, 8, 16, 8, 5632, 2048, 8, steps=150, peak_lr=4e-4),
+    "large": Size(2048, 8, 16, 8, 5632, 2048, 8, steps=150, peak_lr=3e-4),
 }
 
 

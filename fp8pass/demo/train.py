@@ -107,8 +107,8 @@ def train(
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """Linear warm-up over a twentieth of the steps, then a cosine down to a tenth of the peak."""
-    warm_up = max(1, size.steps // 20)
+    """Linear warm-up over a fifth of the steps, then a cosine down to a tenth of the peak."""
+    warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
 

@@ -269,11 +269,7 @@ def _low_bit_bytes(node: fx.Node, ctx: Context) -> float:
 
 def regions(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
     """Independent sets of needed values and what they can be recomputed from, in order."""
-    relevant = set(needed)
-    for node in reversed(values):
-        if node in relevant and math.isfinite(price(node)):
-            relevant.update(node.all_input_nodes)
-    order = [n for n in values if n in relevant]
+    order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
         if math.isfinite(price(node)):
@@ -282,6 +278,14 @@ def regions(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[li
     for node in order:
         grouped.setdefault(connected[node], []).append(node)
     return list(grouped.values())
+
+
+def _relevant(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[fx.Node]:
+    found = set(needed)
+    for node in reversed(values):
+        if node in found and math.isfinite(price(node)):
+            found.update(node.all_input_nodes)
+    return [n for n in values if n in found]
 
 
 _SOURCE, _SINK = "source", "sink"
@@ -301,6 +305,7 @@ def min_cut(
     """
     if not needed:
         return Cut(set(), set(), 0)
+    region = _relevant(region, needed, price)
     network = _network(region, needed, bytes_to_store, price)
     flow = nx.algorithms.flow.boykov_kolmogorov
     if early:
