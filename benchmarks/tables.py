@@ -54,8 +54,27 @@ def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def model_table(data: dict[str, Any]) -> list[list[str]]:
+    """A whole model: speed and peak memory."""
+    rows = [["", "tokens/s", "× torchao", "peak GiB", "× torchao", "loss after 12 steps"]]
+    base = next(r for r in data["results"] if r["variant"] == BASELINE)
+    for r in data["results"]:
+        rows.append(
+            [
+                r["variant"],
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['tokens_per_second'] / base['tokens_per_second']:.3f}",
+                f"{r['peak_bytes'] / 2**30:.1f}",
+                f"{r['peak_bytes'] / base['peak_bytes']:.3f}",
+                f"{r['loss']:.4f}",
+            ]
+        )
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
+    "model": model_table,
     "compile_time": compile_time_table,
 }
 

@@ -85,6 +85,8 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
                 roles.append(role)
             elif not reason.chosen:
                 gemm.meta[TOLERANT] = True
+        if roles and not ctx.config.quantizes_linears:
+            roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
         ctx.plan.linears.append(describe(layer, tuple(roles), reason))
     quantizer = Quantizer(gm.graph, ctx.config)
     for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
