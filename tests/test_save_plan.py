@@ -240,6 +240,33 @@ def test_checkpointed_regions_are_recomputed(config):
     assert not any("128" in s.shape for s in plans[True].saved)
 
 
+class Attention(nn.Module):
+    """Attention on one projection, in a checkpointed region or not."""
+
+    def __init__(self, recompute: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.proj, self.recompute, self.dropout = nn.Linear(64, 64), recompute, dropout
+
+    def forward(self, x):
+        def run(x):
+            q = self.proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout)
+
+        x = x.sin()
+        return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
+
+
+def test_checkpointed_attention_is_recomputed():
+    """Its operator may draw random numbers, for dropout, but does not here."""
+    kept = {}
+    for recompute in (False, True):
+        torch._dynamo.reset()
+        plan = plan_of(Attention(recompute), torch.randn(2, 32, 64, requires_grad=True))
+        kept[recompute] = [s for s in plan.saved if "attention" in s.op]
+    assert kept[False]
+    assert not kept[True]
+
+
 def test_random_masks_are_kept_or_recomputed_but_not_rounded():
     def run(x):
         return F.dropout(x.sin(), 0.3) * x

@@ -174,7 +174,7 @@ def kind(node: fx.Node) -> Kind:
         return Kind.OTHER
     if target.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
         return Kind.RANDOM
     if "attention" in target._schema.name:
         return Kind.ATTENTION
@@ -183,6 +183,15 @@ def kind(node: fx.Node) -> Kind:
     if torch.Tag.pointwise in target.tags and not target._schema.is_mutable:
         return Kind.POINTWISE
     return Kind.OTHER
+
+
+def _without_dropout(node: fx.Node) -> bool:
+    """Whether an operator that may draw random numbers, as attention does for dropout, does not."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else None
+            return node.kwargs.get("dropout_p", given) in (None, 0.0)
+    return False
 
 
 _TABLE: tuple[tuple[set, Kind], ...] = (

@@ -225,8 +225,8 @@ def recompute_price(node: fx.Node) -> float:
         return 0  # a constant or a subgraph of the module, present in both halves
     if node.op != "call_function" or compat.must_save(node):
         return math.inf
-    if graph.is_getitem(node) and math.isinf(recompute_price(node.args[0])):  # type: ignore[arg-type]
-        return math.inf
+    if graph.is_getitem(node):  # comes with its operator, or not at all
+        return math.inf if math.isinf(recompute_price(_operator(node))) else 0
     kind_ = kind(node)
     if kind_ in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
         return math.inf
@@ -241,13 +241,18 @@ def recompute_price(node: fx.Node) -> float:
     return graph.nbytes(node)
 
 
+def _operator(node: fx.Node) -> fx.Node:
+    """The operator that `node` is one of several results of, or itself."""
+    return node.args[0] if graph.is_getitem(node) else node  # type: ignore[return-value]
+
+
 def _bytes_to_store(node: fx.Node) -> float:
     """Bytes of `node` kept exactly, in units; infinite where it cannot be kept."""
     if compat.is_sym_node(node):
         return 0
     if graph.value(node) is None:
         return math.inf
-    if compat.must_recompute(node) and math.isfinite(recompute_price(node)):
+    if compat.must_recompute(_operator(node)) and math.isfinite(recompute_price(node)):
         return math.inf
     stored = graph.nbytes(node) * RECOMPUTE_UNITS
     # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
