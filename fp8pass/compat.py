@@ -162,9 +162,16 @@ def has_unbacked(value: object) -> bool:
     return bool(free_unbacked_symbols(value))
 
 
+# What a size counts as that only the data decides.
+_UNBACKED_HINT = 4096
+
+
 def size_hint(value: int | torch.SymInt) -> int:
-    """The number behind a size: itself, or the one it was traced with."""
-    return value if isinstance(value, int) else int(value.node.hint)
+    """The number behind a size: itself, or the one it was traced with, or a guess."""
+    if isinstance(value, int):
+        return value
+    hint = None if has_unbacked(value) else value.node.hint
+    return _UNBACKED_HINT if hint is None else int(hint)
 
 
 def seeded_random_ops() -> Iterable[Any]:

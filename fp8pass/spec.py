@@ -23,7 +23,7 @@ class MalformedGraph(AssertionError):
 def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
-    - Nodes come after what they use, and every one has a fake value.
+    - Nodes come after what they use, and every one that is used has a fake value.
     - No FP8 tensor reaches an operator outside the dialect.
     - Every `scaled_mm` scales an operand by the scale it was quantized with, and contracts
       lengths that agree.
@@ -32,7 +32,7 @@ def verify(g: fx.Graph) -> None:
     for node in g.nodes:
         if node.op != "call_function":
             continue
-        _require("val" in node.meta, node, "has no fake value")
+        _require("val" in node.meta or not node.users, node, "has no fake value")
         if getattr(node.target, "namespace", None) != "fp8pass" and node.target not in _CARRIERS:
             for operand in node.all_input_nodes:
                 val = graph.value(operand)

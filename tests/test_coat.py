@@ -345,3 +345,53 @@ def test_training_reduces_the_loss_as_much_as_without():
         losses[name] = loss.item()
     assert losses["plain"] < 3
     assert losses["coat"] == pytest.approx(losses["plain"], rel=0.05)
+
+
+def test_one_tensor_as_two_matrices():
+    """Two linears that see one tensor in two shapes quantize it twice."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return self.a(x).sum(1) + self.b(x.flatten(1))
+
+    model, x = Two(), torch.randn(32, 4, 64, requires_grad=True)
+    got = step(compiled(model, COAT_EAGER)[0], model, (x,))
+    want = step(model, model, (x,))
+    for name, gradient in want.gradients.items():
+        assert sqnr(got.gradients[name], gradient) > 15, name
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+def test_a_variance_is_not_recomputed_from_low_bits(mean):
+    """All of a row would round to one code, and the variance to zero."""
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.up(x) + mean
+            return (h / (h.std(-1, keepdim=True) + 1e-6)).square()
+
+    model, x = Norm(), torch.randn(32, 64, requires_grad=True)
+    got = step(compiled(model, COAT_EAGER)[0], model, (x,))
+    assert all(g.isfinite().all() for g in got.gradients.values())
+
+
+def test_sizes_that_depend_on_data():
+    model = nn.Linear(64, 64)
+
+    def run(x):
+        return model(x[x[:, 0] > 0]).relu()
+
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        program = torch.compile(run, backend="fp8pass", options={"compiler": "eager"})
+        (got,) = torch.autograd.grad(program(x).square().sum(), x)
+    (want,) = torch.autograd.grad(run(x).square().sum(), x)
+    assert torch.allclose(got, want, atol=1e-5)

@@ -17,7 +17,7 @@ from torch import fx
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.formats import E4M3, E4M3_BYTES, EXACT, FORMATS, Format, divisor_group
-from fp8pass.graph import aten, is_call, prims, value
+from fp8pass.graph import aten, is_call, value
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.linear import TOLERANT
 
@@ -26,6 +26,7 @@ fp8 = torch.ops.fp8pass
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Smooth enough, and the relative error of the result is that of the operands times a small factor.
+# Variances are not: where the mean is large all of a row rounds to one code, and they vanish.
 WELL_CONDITIONED = {
     aten.add.Tensor,
     aten.add.Scalar,
@@ -38,9 +39,7 @@ WELL_CONDITIONED = {
     aten.abs.default,
     aten.sign.default,
     aten.square.default,
-    aten.pow.Tensor_Scalar,
     aten.sqrt.default,
-    aten.rsqrt.default,
     aten.sigmoid.default,
     aten.sigmoid_backward.default,
     aten.tanh.default,
@@ -50,8 +49,6 @@ WELL_CONDITIONED = {
     aten.leaky_relu.default,
     aten.leaky_relu_backward.default,
     aten.hardtanh.default,
-    aten.hardtanh_backward.default,
-    aten.threshold_backward.default,
     aten.silu.default,
     aten.silu_backward.default,
     aten.gelu.default,
@@ -65,14 +62,10 @@ WELL_CONDITIONED = {
     aten.clone.default,
     aten.copy.default,
     aten.addcmul.default,
-    prims.convert_element_type.default,
-    aten._to_copy.default,
     aten.sum.dim_IntList,
     aten.sum.default,
     aten.mean.dim,
     aten.mean.default,
-    aten.var.correction,
-    aten.var_mean.correction,
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.native_group_norm.default,
@@ -103,6 +96,15 @@ def tolerates(node: fx.Node) -> bool:
         return node.target is fp8.scaled_mm.default or bool(node.meta.get(TOLERANT))
     if node.target in SIGN_TESTS:  # rounding to nearest keeps signs
         return bool(node.args[1] == 0)
+    if is_call(node, aten.threshold_backward.default):
+        return bool(node.args[2] == 0)
+    if node.target in graph.CASTS:  # rounding to whole numbers jumps
+        val = value(node)
+        return val is not None and val.is_floating_point()
+    if is_call(node, aten.pow.Tensor_Scalar):
+        return bool(node.args[1] >= 0)  # type: ignore[operator]
+    if is_call(node, aten.rsqrt.default):
+        return _is_statistic(node.args[0])  # type: ignore[arg-type]
     if node.target in DIVISIONS:
         return _denominator_stays_away_from_zero(node)
     if is_call(node, aten.exp.default):
@@ -153,7 +155,7 @@ def _may_be_inexact(node: fx.Node) -> bool:
 
 
 def _group(val: torch.Tensor, group_size: int) -> int | None:
-    if val.ndim < 2 or graph.numel(val) == 0 or compat.has_unbacked(val):
+    if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
         return None
     length = val.shape[-1]
     return divisor_group(length, group_size) if isinstance(length, int) else None
@@ -176,12 +178,15 @@ def _denominator_stays_away_from_zero(node: fx.Node) -> bool:
     if is_call(denominator, aten.add.Tensor) and denominator.args[1] == 1:
         inner = denominator.args[0]
         return isinstance(inner, fx.Node) and is_call(inner, aten.exp.default)
-    val = value(denominator)
-    return val is not None and (val.ndim == 0 or _is_one(val.shape[-1]))
+    return _is_statistic(denominator)
 
 
-def _is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1
+def _is_statistic(node: fx.Node) -> bool:
+    """Whether a value describes whole rows: one number for each, or one in all."""
+    val = value(node)
+    if val is None:
+        return False
+    return val.ndim == 0 or (isinstance(val.shape[-1], int) and val.shape[-1] == 1)
 
 
 def _is_logistic(exp: fx.Node) -> bool:

@@ -19,8 +19,9 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -246,7 +247,7 @@ class Quantizer:
         self.graph = g
         self.config = config
         self.backward = graph.tangent_dependent(g)
-        self._quantized: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+        self._quantized: dict[tuple[fx.Node, str, str], tuple[fx.Node, fx.Node]] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def __call__(
@@ -260,18 +261,26 @@ class Quantizer:
         format = (
             self.config.gradient_format if base in self.backward else self.config.forward_format
         )
-        key = (graph.root(base), format)
+        # One tensor may be two matrices: a view of another shape has rows of its own.
+        key = (graph.root(base), graph.shape_text(tensor(base)), format)
         if key not in self._quantized:
-            amax = emit(self.graph, fp8.amax.default, base, like=like)
-            scale = emit(self.graph, fp8.scale.default, amax, format, like=like)
-            data = emit(self.graph, fp8.quantize.default, base, scale, format, like=like)
+            amax = self._emit(fp8.amax.default, base, like=like)
+            scale = self._emit(fp8.scale.default, amax, format, like=like)
+            data = self._emit(fp8.quantize.default, base, scale, format, like=like)
             self._quantized[key] = data, scale
         data, scale = self._quantized[key]
         if contract_rows == flipped:
             return data, scale
         if data not in self._transposed:
-            self._transposed[data] = emit(self.graph, fp8.transpose.default, data, like=like)
+            self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
         return self._transposed[data], scale
+
+    def _emit(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+        """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
+        node = emit(self.graph, target, *args, like=like)
+        if compat.must_save(node):
+            del node.meta["recompute"]
+        return node
 
 
 def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
