@@ -40,9 +40,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput  # noqa: E4
 from torch._functorch._aot_autograd.utils import make_boxed_func  # noqa: E402
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems  # noqa: E402
 from torch._functorch.partitioners import (  # noqa: E402
-    classify_nodes,
     cleanup_recompute_tags,
-    default_partition,
     force_save_bw_mutation_src,
     force_save_collectives,
     force_save_effectful_ops,
@@ -69,7 +67,6 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "counters",
-    "default_partition",
     "is_sym_node",
     "list_mode_options",
     "list_options",
@@ -102,11 +99,6 @@ def normalize_joint_graph(gm: fx.GraphModule) -> None:
     force_save_collectives(gm)
     force_save_effectful_ops(gm)
     force_save_bw_mutation_src(gm)
-
-
-def forward_nodes(gm: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
-    """The nodes that the forward outputs need."""
-    return set(classify_nodes(gm, [], num_fwd_outputs).required_fw_nodes)
 
 
 def extract_forward_backward(
