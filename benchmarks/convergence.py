@@ -9,8 +9,8 @@ states are fp32, the forward runs under BF16 autocast, and the learning rate fal
 seed every variant starts from the same weights and sees the same batches. Measured per run:
 training loss in means of 20 steps; the final loss on all held-out text, by the same compiled
 forward; tokens per second and peak memory of the steps after the first five; whether any loss was
-not finite. Each run is written to the results as soon as it ends. Seeds differ by far more than
-variants of one seed: read the differences to `bf16` of the same seed.
+not finite. Each run is written to the results as soon as it ends. Compare with `bf16` of the same
+seed; how far two seeds of one variant lie apart says what a difference means.
 """
 
 from __future__ import annotations
