@@ -135,6 +135,7 @@ def variants(extra: bool) -> dict[str, Variant]:
         "torchao tensorwise": torchao("tensorwise"),
         "torchao rowwise": torchao("rowwise"),
         "fp8pass coat": with_fp8pass(),
+        "fp8pass agoq": with_fp8pass(recipe="agoq"),
     }
     if extra:
         table["fp8pass linear"] = with_fp8pass(recipe="linear")
@@ -195,10 +196,10 @@ def run_case(
         errors = {n: relative_error(found[n], reference[n]) for n in reference}
         result.output_error, result.x_grad_error = errors.pop("output"), errors.pop("x")
         result.worst_weight_grad_error = max(errors.values())
-        if name == "fp8pass coat":
-            result.kept_bytes = sum(
-                g.plan.saved_bytes for g in fp8pass.explain(base, *subject.inputs).graphs
-            )
+        if (recipe := name.removeprefix("fp8pass ")) in fp8pass.RECIPES:
+            config = fp8pass.Config.recipe(recipe)
+            explanation = fp8pass.explain(base, *subject.inputs, config=config)
+            result.kept_bytes = sum(g.plan.saved_bytes for g in explanation.graphs)
         subject.clear()
         subjects[name], results[name] = subject, result
         print(f"{case.name} {name}: {asdict(result)}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,27 @@ def _version(package: str) -> str | None:
         return None
 
 
+def resume(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record in `path`, to add results to, or an empty one where there is none.
+
+    Exits if it comes from another GPU, other versions or other settings: one record, one set-up.
+    """
+    record = {**environment(), "settings": settings, "results": []}
+    if not path.exists():
+        return record
+    found = json.loads(path.read_text())
+    for key in ("gpu", "versions", "settings"):
+        if found[key] != record[key]:
+            sys.exit(f"{path} was measured with other {key}: {found[key]}. Give another --out.")
+    return record | {"results": found["results"]}
+
+
+def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Add a result, in place of the one of the same `keys`."""
+    record["results"] = [r for r in record["results"] if any(r[k] != result[k] for k in keys)]
+    record["results"].append(result)
+
+
 def print_table(title: str, rows: list[dict[str, str]]) -> None:
     """Print rows of the same keys."""
     table = Table(title=title)
@@ -43,6 +65,12 @@ def print_table(title: str, rows: list[dict[str, str]]) -> None:
     for row in rows:
         table.add_row(*row.values())
     Console(width=180).print(table)
+
+
+def print_rows(title: str, rows: list[list[str]]) -> None:
+    """Print a table of tables.py, whose first row is the header."""
+    header, *body = rows
+    print_table(title, [dict(zip(header, row, strict=True)) for row in body])
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

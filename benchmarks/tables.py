@@ -1,9 +1,10 @@
-"""Write the measured tables into README.md, from benchmarks/results/*.json.
+"""Write the measured tables into README.md and docs/results.md, from benchmarks/results/*.json.
 
     python benchmarks/tables.py            rewrite the tables
     python benchmarks/tables.py --check    fail if they are not up to date
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; one that has not been measured
+stays as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+DOCUMENTS = (HERE.parent / "README.md", HERE.parent / "docs/results.md")
 BASELINE = "torchao tensorwise"
 
 
@@ -72,10 +74,73 @@ def model_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def convergence_table(data: dict[str, Any]) -> list[list[str]]:
+    """Training runs: final validation loss beside that of bf16 with the same seed."""
+    rows = [["variant", "seed", "validation loss", "vs bf16", "tokens/s", "peak GiB"]]
+    results = data["results"]
+    base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == "bf16"}
+    for variant in dict.fromkeys(r["variant"] for r in results):
+        runs = sorted((r for r in results if r["variant"] == variant), key=lambda r: r["seed"])
+        for r in runs:
+            rows.append([variant, str(r["seed"]), *_convergence_cells([r], base)])
+        if len(runs) > 1:
+            rows.append([variant, "mean", *_convergence_cells(runs, base)])
+    return rows
+
+
+def _convergence_cells(runs: list[dict[str, Any]], base: dict[int, float | None]) -> list[str]:
+    losses = [r["validation_loss"] for r in runs]
+    if any(r["diverged"] for r in runs):
+        loss, versus = "diverged", ""
+    else:
+        references = [base.get(r["seed"]) for r in runs]
+        ratios = [x / y for x, y in zip(losses, references, strict=True) if y]
+        loss = f"{mean(losses):.4f}"
+        versus = f"{(mean(ratios) - 1) * 100:+.2f}%" if len(ratios) == len(runs) else ""
+    peaks = [r["peak_bytes"] for r in runs]
+    peak = f"{mean(peaks) / 2**30:.2f}" if all(peaks) else ""
+    return [loss, versus, f"{mean(r['tokens_per_second'] for r in runs):,.0f}", peak]
+
+
+def frontier_table(data: dict[str, Any]) -> list[list[str]]:
+    """Points of memory and time; for stock ones, the fastest of fp8pass that holds no more."""
+    header = ["", "budget", "ms", "activations MiB", "peak MiB", "compile s", "fp8pass, no larger"]
+    rows = [header]
+    better = {r["budget"]: r for r in data["dominated"]}
+    order = sorted(data["results"], key=lambda r: -(r["budget"] or 1.0))
+    for variant in dict.fromkeys(r["variant"] for r in order):
+        for r in (r for r in order if r["variant"] == variant):
+            budget = "" if r["budget"] is None else f"{r['budget']:g}"
+            if r["error"]:
+                reason = r["error"].splitlines()[0]
+                rows.append([variant, budget, reason, *[""] * (len(header) - 3)])
+                continue
+            by = better[r["budget"]] if variant == "torch.compile" else {"by": None}
+            rows.append(
+                [
+                    variant,
+                    budget,
+                    f"{r['ms']:.1f}",
+                    f"{r['activation_bytes'] / 2**20:.0f}",
+                    f"{r['peak_bytes'] / 2**20:.0f}",
+                    f"{r['compile_s']:.1f}",
+                    f"{_point_name(by['by'])}: × {by['ratio']:.3f}" if by["by"] else "",
+                ]
+            )
+    return rows
+
+
+def _point_name(point: dict[str, Any]) -> str:
+    recipe = point["variant"].removeprefix("fp8pass ")
+    return recipe if point["budget"] is None else f"{recipe} {point['budget']:g}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
     "compile_time": compile_time_table,
+    "convergence": convergence_table,
+    "frontier": frontier_table,
 }
 
 
@@ -92,11 +157,14 @@ def caption(data: dict[str, Any]) -> str:
 
 
 def filled(text: str) -> str:
-    """`text` with every table made anew."""
+    """`text` with every measured table made anew."""
 
     def table(match: re.Match[str]) -> str:
         name = match[1]
-        data = json.loads((HERE / f"results/{name}.json").read_text())
+        path = HERE / f"results/{name}.json"
+        if not path.exists():
+            return match[0]
+        data = json.loads(path.read_text())
         body = markdown(TABLES[name](data))
         return f"<!-- table: {name} -->\n{body}\n\n{caption(data)}\n<!-- end -->"
 
@@ -108,11 +176,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     args = parser.parse_args()
-    text = README.read_text()
-    new = filled(text)
-    if args.check and new != text:
-        sys.exit("README.md is not what benchmarks/results say; run python benchmarks/tables.py")
-    README.write_text(new)
+    for document in DOCUMENTS:
+        text = document.read_text()
+        new = filled(text)
+        if args.check and new != text:
+            sys.exit(f"{document} is not what benchmarks/results say: python benchmarks/tables.py")
+        document.write_text(new)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E40
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: E402
 from torch._logging import trace_structured  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # noqa: E402
 from torch.fx.experimental.proxy_tensor import is_sym_node  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import (  # noqa: E402
     free_unbacked_symbols,
@@ -70,6 +71,7 @@ __all__ = [
     "is_sym_node",
     "list_mode_options",
     "list_options",
+    "real_tensors",
     "statically_known_true",
     "stock_partition",
     "trace_structured",

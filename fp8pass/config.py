@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LINEAR_FORMATS = ("e4m3", "e5m2", "exact")
-SAVE_FORMATS = ("e4m3", "none", "exact")
+SAVE_FORMATS = ("e4m3", "e2m3", "e2m2", "e2m1", "none", "exact")
 COMPILERS = ("inductor", "eager")
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -17,6 +17,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "linear": {"save_format": "none"},
     # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
     "coat": {},
+    # As coat, but in 4 bits what the error rules allow in 4 bits (AGoQ section 4).
+    "agoq": {"save_format": "e2m1"},
     # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
     "exact": {"forward_format": "exact", "gradient_format": "exact", "save_format": "exact"},
 }
@@ -34,9 +36,13 @@ class Config:
         forward_format: format of activations and weights in the GEMMs of linear layers, one of
             `e4m3`, `e5m2`, `exact`. Per-tensor scales, just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
-        save_format: format of the values that non-linear layers keep for the backward:
-            `e4m3` in 1×`group_size` groups, or `none` to keep them as they are. `exact` quantizes
-            nothing but takes the same path through the compiler, to test it.
+        save_format: smallest format of the values that non-linear layers keep for the backward,
+            in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
+            Values that amplify its errors too much get a larger one or stay as they are. `none`
+            keeps all as they are. `exact` quantizes nothing but takes the same path through the
+            compiler, to test it.
+        tolerance: how large the relative error of a gradient may get through one stored value, in
+            the worst case and to first order. `inf` switches the error rules off.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.
@@ -47,6 +53,7 @@ class Config:
     forward_format: str = "e4m3"
     gradient_format: str = "e4m3"
     save_format: str = "e4m3"
+    tolerance: float = 1.0
     group_size: int = 128
     skip: tuple[str, ...] = ()
     quantize_lm_head: bool = False
@@ -67,6 +74,8 @@ class Config:
                 "forward_format and gradient_format cannot both be 'e5m2': FP8 tensor cores take "
                 "at most one E5M2 operand. Use forward_format='e4m3'."
             )
+        if not isinstance(self.tolerance, (int, float)) or not self.tolerance > 0:
+            raise ConfigError(f"tolerance must be a positive number, got {self.tolerance!r}.")
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
             raise ConfigError(f"group_size must be a positive multiple of 16, got {size!r}.")
@@ -78,7 +87,7 @@ class Config:
 
     @classmethod
     def recipe(cls, name: str, **overrides: Any) -> Config:
-        """The preset `name` (`linear`, `coat`, `exact`) with single fields changed.
+        """The preset `name` (`linear`, `coat`, `agoq`, `exact`) with single fields changed.
 
         Raises:
             ConfigError: unknown recipe or field, or a value that the field does not take.

@@ -35,6 +35,18 @@ class Format:
         return self.dtype is None
 
     @property
+    def bits(self):
+        return 8
+
+    def stored_bytes(self, elements, group):
+        return elements + elements // group * 2
+
+    @property
+    def half_step(self) -> float:
+        """The largest relative rounding error of a value in the format's normal range."""
+        return 0.0 if self.lossless else 2.0 ** -(self.mantissa + 1)
+
+    @property
     def relative_error(self) -> float:
         """Root-mean-square relative rounding error of a value in the format's normal range.
 
@@ -54,6 +66,8 @@ EXACT = Format("exact", None, math.inf, 0, 0)
 E4M3_BYTES = Format("e4m3_bytes", torch.uint8, 448.0, 3, -6, emulated=True)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, EXACT, E4M3_BYTES)}
+
+SAVED_FORMATS = (E4M3,)
 
 # Group scales are a 1/G share of the bytes: bf16 has the range of fp32 and 0.2% of rounding error,
 # far below the format's own.

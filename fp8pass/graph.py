@@ -174,3 +174,8 @@ def clean_path(path: str) -> str:
 def is_getitem(node: fx.Node) -> bool:
     """Whether `node` takes one result out of several."""
     return is_call(node, operator.getitem)
+
+
+def operator_of(node: fx.Node) -> fx.Node:
+    """The operator that `node` is one of several results of, or itself."""
+    return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.passes import JOINT_PASSES, error_rules
-from fp8pass.passes.save_plan import Cut, min_cut, regions
+from fp8pass.passes.save_plan import Cut, components, min_cut
 
 # --- the cut ------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def test_equal_cuts_are_told_apart_by_early():
 def test_regions_can_be_solved_one_by_one(problem):
     values, needed, sizes, prices = problem
     whole = min_cut(values, needed, sizes.__getitem__, prices.__getitem__)
-    parts = regions(values, needed, prices.__getitem__)
+    parts = components(values, needed, prices.__getitem__)
     assert len({n for part in parts for n in part}) == sum(map(len, parts))
     total = sum(
         min_cut(part, needed & set(part), sizes.__getitem__, prices.__getitem__).cost

@@ -41,7 +41,7 @@ def read_text(path: Path | None) -> bytes:
     if path and not path.exists():
         raise DemoError(f"--data {path}: no such file or folder.")
     text = b""
-    for file in _files(path):
+    for file in source_files(path):
         with file.open("rb") as stream:
             content = stream.read(MAX_TEXT_BYTES - len(text))
         if b"\0" not in content:
@@ -51,7 +51,8 @@ def read_text(path: Path | None) -> bytes:
     return text
 
 
-def _files(path: Path | None) -> list[Path]:
+def source_files(path: Path | None) -> list[Path]:
+    """The files of a folder, or of the standard library, in a fixed random order."""
     if path and path.is_file():
         return [path]
     root = path or Path(sysconfig.get_paths()["stdlib"])
@@ -93,10 +94,12 @@ class Data:
         starts = torch.randint(count, (size.steps, size.batch), generator=generator)
         return (_windows(self.train, s, size.seq) for s in starts.to(self.train.device))
 
-    def held_out_batches(self, size: Size) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out_batches(
+        self, size: Size, count: int = HELD_OUT_BATCHES
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Windows spread over what is held out."""
         last = len(self.held_out) - size.seq - 1
-        starts = torch.linspace(0, last, HELD_OUT_BATCHES * size.batch).long()
+        starts = torch.linspace(0, last, count * size.batch).long()
         batches = starts.to(self.held_out.device).split(size.batch)
         return (_windows(self.held_out, s, size.seq) for s in batches)
 

@@ -36,11 +36,8 @@ class Kind(Enum):
     OTHER = "other"
 
 
-VIEWS = graph.RESHAPES | {
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.expand.default,
+# Views of some of the elements.
+SELECTIONS = {
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,
@@ -50,9 +47,20 @@ VIEWS = graph.RESHAPES | {
     aten.as_strided.default,
     aten.diagonal.default,
     aten.unfold.default,
-    aten.lift_fresh.default,
-    prims.broadcast_in_dim.default,
 }
+
+VIEWS = (
+    graph.RESHAPES
+    | SELECTIONS
+    | {
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.expand.default,
+        aten.lift_fresh.default,
+        prims.broadcast_in_dim.default,
+    }
+)
 
 GEMMS = {
     aten.mm.default,
@@ -77,6 +85,9 @@ QUANTIZERS = {
     fp8.quantize_groups.default,
     fp8.dequantize_groups.default,
 }
+
+# Of those, the ones that read a whole tensor or group for one number.
+STATISTICS = {fp8.amax.default, fp8.group_scale.default}
 
 REDUCTIONS = {
     aten.sum.default,

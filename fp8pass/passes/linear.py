@@ -46,8 +46,9 @@ LOG_SOFTMAX = {
     torch.ops.prims.prepare_softmax_online.default,
 }
 
-# Set on GEMMs of linear layers: their operands may come from low-bit saves.
-TOLERANT = "fp8pass_tolerant"
+# Set on GEMMs that the user, or the default for output heads, keeps in high precision: what they
+# save is kept as it is, too.
+KEPT_BY_CHOICE = "fp8pass_kept_by_choice"
 
 
 @dataclass
@@ -84,8 +85,8 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
             if not reason.text:
                 eligible.add(gemm)
                 roles.append(role)
-            elif not reason.chosen:
-                gemm.meta[TOLERANT] = True
+            elif reason.chosen:
+                gemm.meta[KEPT_BY_CHOICE] = True
         if roles and not ctx.config.quantizes_linears:
             roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
         ctx.plan.linears.append(describe(layer, tuple(roles), reason))

@@ -168,7 +168,7 @@ def describe(
         bytes_exact=graph.nbytes(node),
         bytes=0 if held else sum(t.bytes for t in crossing),
         reason=decision.reason,
-        expected_error=decision.format.relative_error if decision.format else 0.0,
+        expected_error=decision.expected_error,
         tensors=crossing,
     )
 

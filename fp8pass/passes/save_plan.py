@@ -29,15 +29,11 @@ import networkx as nx
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.formats import EXACT, GROUP_SCALE_DTYPE, Format
-from fp8pass.passes import error_rules
-from fp8pass.passes.classify import Kind, kind
+from fp8pass.formats import EXACT, Format
+from fp8pass.passes.classify import STATISTICS, Kind, kind
 from fp8pass.passes.context import Context
-
-# Capacities are integers: bytes times this. One unit is what computing a byte again costs, so
-# that a kept byte is worth the time of recomputing 256: fused recomputation is nearly free, and
-# the statistics of a row (4 bytes) are still cheaper to keep than to reduce again.
-RECOMPUTE_UNITS = 256
+from fp8pass.passes.error_rules import Rules
+from fp8pass.passes.storage import UNITS_PER_BYTE, Storage
 
 RECOMPUTABLE = (
     Kind.VIEW,
@@ -56,12 +52,14 @@ Cost = Callable[[fx.Node], float]
 class Decision:
     """How one forward value reaches the backward.
 
-    `format` is None for a value that is recomputed; `group_size` is 0 for one kept exactly.
+    `format` is None for a value that is recomputed; `group_size` is 0 for one kept exactly;
+    `expected_error` is that of the gradients, relative, root mean square.
     """
 
     format: Format | None
     group_size: int
     reason: str
+    expected_error: float = 0.0
 
     @property
     def recomputed(self) -> bool:
@@ -100,46 +98,41 @@ class Needs:
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from."""
-    needs = find_needs(gm, ctx)
-    for region in regions(needs.values, needs.all, recompute_price):
-        exact, rest = plan_region(region, needs, ctx)
+    storage = Storage(ctx, Rules(gm.graph, ctx))
+    needs = find_needs(gm, storage)
+    for region in components(needs.values, needs.all, recompute_price):
+        exact, rest = plan_component(region, needs, storage)
         for node in exact.recomputed | rest.recomputed:
             ctx.decisions[node] = Decision(None, 0, "cheap to compute again")
         for node in exact.kept | rest.kept:
-            ctx.decisions[node] = _decide(node, ctx, needs, exactly=node in exact.kept)
+            ctx.decisions[node] = _decide(node, storage, needs, exactly=node in exact.kept)
 
 
-def find_needs(gm: fx.GraphModule, ctx: Context) -> Needs:
+def find_needs(gm: fx.GraphModule, storage: Storage) -> Needs:
     """Read off a joint graph what crosses from the forward to the backward."""
-    backward = graph.tangent_dependent(gm.graph)
+    ctx, backward = storage.ctx, storage.rules.backward
     needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
     for gradient in graph.outputs(gm.graph)[ctx.num_fwd_outputs :]:
         if isinstance(gradient, fx.Node) and gradient not in backward:
             needs.all.add(gradient)
             needs.exact[gradient] = "a gradient"
     for node in gm.graph.nodes:
-        if node not in backward or node.op == "output":
-            continue
-        tolerant = error_rules.tolerates(node)
-        for operand in node.all_input_nodes:
-            if operand not in backward:
-                needs.all.add(operand)
-                if not tolerant:
-                    needs.exact.setdefault(operand, error_rules.operator_name(node))
-    for node in needs.all:
-        if kind(node) in RECOMPUTABLE and not error_rules.tolerates(node):
-            needs.exact.setdefault(node, "its own operator")
+        if node in backward and node.op != "output":
+            needs.all.update(n for n in node.all_input_nodes if n not in backward)
+    for node in needs.values:
+        if node in needs.all and (reason := storage.why_exact(node)):
+            needs.exact.setdefault(node, reason)
     return needs
 
 
-def plan_region(region: list[fx.Node], needs: Needs, ctx: Context) -> tuple[Cut, Cut]:
-    """The cut for the exact needs of a region, and the one for the rest."""
+def plan_component(region: list[fx.Node], needs: Needs, storage: Storage) -> tuple[Cut, Cut]:
+    """The cut for the exact needs of a component, and the one for the rest."""
     exact = {n for n in region if n in needs.exact}
     everything = {n for n in region if n in needs.all}
     candidates = []
     for early in (False, True) if exact else (False,):
-        first = _exact_cut(region, exact, ctx, early=early)
-        candidates.append((first, _remaining_cut(region, everything, first, ctx)))
+        first = _exact_cut(region, exact, storage.ctx, early=early)
+        candidates.append((first, _remaining_cut(region, everything, first, storage)))
     return min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
 
 
@@ -156,7 +149,10 @@ def _exact_cut(region: list[fx.Node], needed: set[fx.Node], ctx: Context, *, ear
     return Cut(cut.kept, cut.recomputed, cost)
 
 
-def _remaining_cut(region: list[fx.Node], needed: set[fx.Node], first: Cut, ctx: Context) -> Cut:
+def _remaining_cut(
+    region: list[fx.Node], needed: set[fx.Node], first: Cut, storage: Storage
+) -> Cut:
+    ctx = storage.ctx
     available = _exactly_available(region, first, ctx)
 
     def bytes_(node: fx.Node) -> float:
@@ -165,12 +161,13 @@ def _remaining_cut(region: list[fx.Node], needed: set[fx.Node], first: Cut, ctx:
         exact = _bytes_to_store(node)
         if node in available or math.isinf(exact):
             return exact
-        return min(exact, _low_bit_bytes(node, ctx))
+        return min(exact, storage.choice(node).units)
 
     def price(node: fx.Node) -> float:
         if node in first.recomputed:
             return 0
-        if not error_rules.tolerates(node) and node not in available:
+        inexact = node not in available
+        if inexact and not storage.rules.may_be_recomputed(node, storage.coarsest):
             return math.inf
         return recompute_price(node)
 
@@ -199,24 +196,17 @@ def _is_float(node: fx.Node) -> bool:
     return val is not None and val.is_floating_point()
 
 
-def _decide(node: fx.Node, ctx: Context, needs: Needs, *, exactly: bool) -> Decision:
-    if node in ctx.parameters:
+def _decide(node: fx.Node, storage: Storage, needs: Needs, *, exactly: bool) -> Decision:
+    if node in storage.ctx.parameters:
         return Decision(EXACT, 0, "parameter")
-    if node in ctx.held:
+    if node in storage.ctx.held:
         return Decision(EXACT, 0, "autograd holds this leaf anyway")
     if exactly:
-        by = needs.exact.get(node)
-        return Decision(EXACT, 0, f"{by} needs it exact" if by else "exact values follow from it")
-    format, group, reason = _storage(node, ctx)
-    if group and (format.lossless or _low_bit_bytes(node, ctx) < _bytes_to_store(node)):
-        return Decision(format, group, reason)
-    return Decision(EXACT, 0, reason)
-
-
-def _storage(node: fx.Node, ctx: Context) -> tuple[Format, int, str]:
-    if node.op == "placeholder" and node not in ctx.activations:
-        return EXACT, 0, "an input that needs no gradient: a table, a mask, data"
-    return error_rules.storage(node, ctx.config)
+        return Decision(EXACT, 0, needs.exact.get(node, "exact values follow from it"))
+    choice = storage.choice(node)
+    if choice.format.lossless or choice.units < _bytes_to_store(node):
+        return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
+    return Decision(EXACT, 0, choice.reason)
 
 
 def recompute_price(node: fx.Node) -> float:
@@ -226,7 +216,7 @@ def recompute_price(node: fx.Node) -> float:
     if node.op != "call_function" or compat.must_save(node):
         return math.inf
     if graph.is_getitem(node):  # comes with its operator, or not at all
-        return math.inf if math.isinf(recompute_price(_operator(node))) else 0
+        return math.inf if math.isinf(recompute_price(graph.operator_of(node))) else 0
     kind_ = kind(node)
     if kind_ in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
         return math.inf
@@ -236,14 +226,9 @@ def recompute_price(node: fx.Node) -> float:
         return math.inf
     if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION) or node.target in graph.CASTS:
         return 0
-    if kind_ is Kind.REDUCTION or node.target in error_rules.STATISTICS:
+    if kind_ is Kind.REDUCTION or node.target in STATISTICS:
         return sum(graph.nbytes(n) for n in node.all_input_nodes)
     return graph.nbytes(node)
-
-
-def _operator(node: fx.Node) -> fx.Node:
-    """The operator that `node` is one of several results of, or itself."""
-    return node.args[0] if graph.is_getitem(node) else node  # type: ignore[return-value]
 
 
 def _bytes_to_store(node: fx.Node) -> float:
@@ -252,27 +237,14 @@ def _bytes_to_store(node: fx.Node) -> float:
         return 0
     if graph.value(node) is None:
         return math.inf
-    if compat.must_recompute(_operator(node)) and math.isfinite(recompute_price(node)):
+    if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
         return math.inf
-    stored = graph.nbytes(node) * RECOMPUTE_UNITS
+    stored = graph.nbytes(node) * UNITS_PER_BYTE
     # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
     return stored + graph.nbytes(node) if kind(node) is Kind.VIEW else stored
 
 
-def _low_bit_bytes(node: fx.Node, ctx: Context) -> float:
-    """Bytes of `node` kept in its allowed low-bit format and of reading it to do so, in units."""
-    format, group, _ = _storage(node, ctx)
-    if not group:
-        return math.inf
-    val = graph.tensor(node)
-    element = val.element_size() if format.dtype is None else format.dtype.itemsize
-    stored = graph.numel(val) * element
-    if not format.lossless:
-        stored += graph.numel(val) // group * GROUP_SCALE_DTYPE.itemsize
-    return stored * RECOMPUTE_UNITS + graph.nbytes(node)
-
-
-def regions(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
+def components(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
     """Independent sets of needed values and what they can be recomputed from, in order."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)

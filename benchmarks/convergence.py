@@ -1,0 +1,177 @@
+"""Does it train as well? A byte-level Llama of 51M parameters, with each variant and two seeds.
+
+    python benchmarks/convergence.py                     all runs that are not in the results yet
+    python benchmarks/convergence.py --variants bf16 coat --seeds 0
+    python benchmarks/convergence.py --tiny --out x.json  seconds on a CPU
+
+The text is the source of Python's standard library, every tenth file held out. Weights and AdamW's
+states are fp32, the forward runs under BF16 autocast, and the learning rate falls to zero. For one
+seed every variant starts from the same weights and sees the same batches. Measured per run:
+training loss in means of 20 steps; the final loss on all held-out text, by the same compiled
+forward; tokens per second and peak memory of the steps after the first five; whether any loss was
+not finite. Each run is written to the results as soon as it ends. Compare with `bf16` of the same
+seed; how far two seeds of one variant lie apart says what a difference means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import merge, print_rows, resume, write_json
+from tables import convergence_table
+from torch import Tensor, nn
+
+from fp8pass.demo.data import Data, source_files
+from fp8pass.demo.model import Decoder, Size
+from fp8pass.demo.train import Meter, free_memory
+
+# Options of fp8pass; None is stock torch.compile.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "linear": {"recipe": "linear"},
+    "coat": {"recipe": "coat"},
+    "agoq": {"recipe": "agoq"},
+    # Four bits wherever they fit, with the rules that bound errors off.
+    "uniform4": {"recipe": "agoq", "tolerance": float("inf")},
+}
+MODEL = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
+TINY = Size(128, 2, 2, 2, 256, seq=64, batch=4, steps=40, peak_lr=2e-3)
+HELD_OUT_EVERY = 10
+FIRST_STEPS = 5
+WINDOW = 20
+
+
+@dataclass
+class Result:
+    """One run; see the module's docstring. A loss that is not finite is None."""
+
+    variant: str
+    seed: int
+    losses: list[float | None]
+    validation_loss: float | None
+    diverged: bool
+    tokens_per_second: float
+    first_step_s: float
+    peak_bytes: int | None
+
+
+def corpus(device: torch.device) -> Data:
+    """The standard library, split by file."""
+    files = source_files(None)
+    held_out = files[::HELD_OUT_EVERY]
+    train = [f for f in files if f not in held_out]
+    return Data(_tokens(train, device), _tokens(held_out, device))
+
+
+def _tokens(files: Iterable[Path], device: torch.device) -> Tensor:
+    text = bytearray().join(file.read_bytes() for file in files)
+    return torch.frombuffer(text, dtype=torch.uint8).to(device)
+
+
+def run(variant: str, seed: int, size: Size, data: Data) -> Result:
+    """Train one variant from scratch and validate it."""
+    device = data.train.device
+    torch.manual_seed(seed)
+    model = Decoder(size).to(device)
+    options = VARIANTS[variant]
+    compiled: Any = (
+        torch.compile(model)
+        if options is None
+        else torch.compile(model, backend="fp8pass", options=options)
+    )
+    autocast = partial(torch.autocast, device.type, torch.bfloat16)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps=size.steps))
+    start = time.perf_counter()
+    losses = []
+    for step, batch in enumerate(data.train_batches(size, seed)):
+        if step == FIRST_STEPS:
+            meter = Meter(device)
+        with autocast():
+            loss = compiled(*batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step == 0:
+            loss.item()  # waits for the GPU
+            first_step_s = time.perf_counter() - start
+    seconds, peak_bytes = meter.read()
+
+    # With gradients on, as the model was compiled: what is validated is what was trained.
+    count = (len(data.held_out) - 1) // size.tokens
+    with autocast():
+        held_out = [compiled(*batch).detach() for batch in data.held_out_batches(size, count)]
+    validation_loss = torch.stack(held_out).mean()
+    windows = torch.stack(losses).split(WINDOW)
+    return Result(
+        variant,
+        seed,
+        losses=[_finite(window.mean()) for window in windows],
+        validation_loss=_finite(validation_loss),
+        diverged=not all(x.isfinite() for x in (*torch.stack(losses).cpu(), validation_loss)),
+        tokens_per_second=(size.steps - FIRST_STEPS) * size.tokens / seconds,
+        first_step_s=first_step_s,
+        peak_bytes=peak_bytes,
+    )
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up over a tenth, then a cosine to zero."""
+    warm_up = steps // 10
+    progress = max(0, step - warm_up) / (steps - warm_up)
+    return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * progress))
+
+
+def _finite(loss: Tensor) -> float | None:
+    value = loss.item()
+    return value if math.isfinite(value) else None
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
+    parser.add_argument("--again", action="store_true", help="also runs that are in the results")
+    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    default = Path(__file__).parent / "results/convergence.json"
+    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = TINY if args.tiny else MODEL
+    size = replace(size, steps=args.steps or size.steps)
+    data = corpus(device)
+    record = resume(
+        args.out,
+        {**asdict(size), "train_bytes": len(data.train), "held_out_bytes": len(data.held_out)},
+    )
+    done = set() if args.again else {(r["variant"], r["seed"]) for r in record["results"]}
+    # Variants in turn for each seed, so that a cut leaves whole comparisons.
+    for variant, seed in [(v, s) for s in args.seeds for v in args.variants]:
+        if (variant, seed) in done:
+            continue
+        free_memory()
+        result = asdict(run(variant, seed, size, data))
+        merge(record, result, ("variant", "seed"))
+        write_json(args.out, record)
+        print({**result, "losses": "..."}, file=sys.stderr, flush=True)
+    print_rows("training a byte-level Llama", convergence_table(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Plot docs/convergence.png and docs/frontier.png from benchmarks/results/*.json.
+
+python benchmarks/plots.py    what has been measured; needs matplotlib
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fp8pass.demo.show import running_mean
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+SMOOTHING = 5
+
+
+def convergence(data: dict[str, Any]) -> Figure:
+    """Training loss of each variant, mean over seeds, and relative to bf16 of the same seeds."""
+    figure, (curves, difference) = pyplot.subplots(
+        2, sharex=True, height_ratios=(3, 2), figsize=(8, 7), layout="constrained"
+    )
+    losses: dict[str, dict[int, list[float]]] = {}
+    for r in data["results"]:
+        values = [float("nan") if x is None else x for x in r["losses"]]
+        losses.setdefault(r["variant"], {})[r["seed"]] = values
+    steps = data["settings"]["steps"]
+    for number, (variant, runs) in enumerate(losses.items()):
+        color = f"C{number}"
+        seeds = sorted(runs.keys() & losses.get("bf16", {}).keys())
+        loss = _mean([runs[s] for s in runs])
+        x = [steps * (i + 1) / len(loss) for i in range(len(loss))]
+        curves.plot(x, loss, color=color, label=f"{variant} ({len(runs)} seeds)")
+        if seeds:
+            versus = [_relative(runs[s], losses["bf16"][s]) for s in seeds]
+            difference.plot(x, running_mean(_mean(versus), SMOOTHING), color=color)
+    curves.set(ylabel="train loss, nats per byte", yscale="log")
+    for set_formatter in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
+        set_formatter("{x:g}")
+    curves.set_title("Same initial weights and batches for each seed")
+    curves.legend()
+    difference.set(xlabel="step", ylabel=f"% above bf16, mean of {SMOOTHING} points")
+    return figure
+
+
+def _mean(curves: list[list[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*curves, strict=True)]
+
+
+def _relative(values: list[float], base: list[float]) -> list[float]:
+    return [(x / y - 1) * 100 for x, y in zip(values, base, strict=True)]
+
+
+def frontier(data: dict[str, Any]) -> Figure:
+    """Time against bytes held for the backward, and against the peak."""
+    figure, (held, peak) = pyplot.subplots(
+        1, 2, sharey=True, figsize=(10, 4.5), layout="constrained"
+    )
+    results = sorted(
+        (r for r in data["results"] if not r["error"]), key=lambda r: -(r["budget"] or 1.0)
+    )
+    for variant in dict.fromkeys(r["variant"] for r in results):
+        mine = [r for r in results if r["variant"] == variant]
+        for axes, key in ((held, "activation_bytes"), (peak, "peak_bytes")):
+            _plot_points(axes, mine, key, variant)
+    held.set(xlabel="held for the backward, GiB", ylabel="forward + backward, ms")
+    peak.set(xlabel="peak of a step, GiB")
+    held.legend()
+    return figure
+
+
+def _plot_points(axes: Axes, results: list[dict[str, Any]], key: str, label: str) -> None:
+    gib = [r[key] / 2**30 for r in results]
+    axes.plot(gib, [r["ms"] for r in results], "o-", markersize=4, label=label)
+
+
+PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "convergence": convergence,
+    "frontier": frontier,
+}
+
+
+def main() -> None:
+    """Plot what has results."""
+    for name, plot in PLOTS.items():
+        path = HERE / f"results/{name}.json"
+        if not path.exists():
+            continue
+        figure = plot(json.loads(path.read_text()))
+        figure.savefig(DOCS / f"{name}.png", dpi=150)
+        pyplot.close(figure)
+        print(f"wrote {DOCS / name}.png")
+
+
+if __name__ == "__main__":
+    main()

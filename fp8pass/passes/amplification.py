@@ -1,0 +1,126 @@
+"""Bounds and gradients of a region as numbers, under stated statistics of what enters it.
+
+The *bound* of a source is the symbolic one of `perturbation.py`, relative to the size of what is
+perturbed, evaluated on samples. The *expected* amplification is what independent perturbations do
+on average: the region is run on the samples, forward and backward, with and without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+
+from fp8pass.passes.expressions import TORCH, Expressions, Pointwise
+from fp8pass.passes.perturbation import Mean, Norm
+
+# How expressions evaluate; a mean is one over what a statistic takes together.
+FUNCTIONS = {**TORCH, Mean.__name__: lambda x, _: x.mean(dim=-1, keepdim=True)}
+
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
+ROWS, LARGEST_WIDTH = 8, 1024
+PERTURBATION = 1e-4
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and standard deviation of an activation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+UNIT_VARIANCE = Moments()
+
+
+class Samples:
+    """Values of a region's symbols for random inputs.
+
+    Inputs are normal with the given moments, gradients with unit variance, what is exact is one.
+    A statistic has one value a row, of which there are `ROWS`.
+    """
+
+    def __init__(self, expressions: Expressions, moments: Mapping[Symbol, Moments]) -> None:
+        self.expressions = expressions
+        self.width = min(max(expressions.length, 128), LARGEST_WIDTH)
+        self._random = torch.Generator().manual_seed(0)
+        self._compiled = {d.symbol: _compile(d.value) for d in expressions.definitions}
+        one = torch.ones(ROWS, self.width, **ON_CPU)
+        self._inputs = dict.fromkeys(expressions.constants, one)
+        for symbol in (*expressions.values, *expressions.gradients):
+            given = moments.get(symbol, UNIT_VARIANCE)
+            self._inputs[symbol] = given.mean + given.std * self.normal()
+        self.values = self.run()
+
+    def normal(self) -> Tensor:
+        """Independent standard normal numbers."""
+        size = ROWS, self.width
+        return torch.randn(size, generator=self._random, **ON_CPU)
+
+    def run(self, perturbed: Mapping[Symbol, Tensor] | None = None) -> dict[Symbol, Tensor]:
+        """All values, where those of `perturbed` are multiplied by what it says."""
+        perturbed = perturbed or {}
+        values = {s: x * perturbed.get(s, 1.0) for s, x in self._inputs.items()}
+        for definition in self.expressions.definitions:
+            symbol = definition.symbol
+            if symbol in self._inputs:
+                continue
+            function, operands = self._compiled[symbol]
+            result = function(*(values[s] for s in operands))
+            if not isinstance(definition, Pointwise):
+                total = result.mean(dim=-1, keepdim=True) * definition.length
+                result = float(definition.weight) * total
+            values[symbol] = result * perturbed.get(symbol, 1.0)
+        return values
+
+    def expected(self, source: Symbol, outputs: list[Symbol]) -> dict[Symbol, float]:
+        """Relative RMS change of each output, per unit relative RMS perturbation of `source`."""
+        like = self.values[source]
+        noise = self.normal()[:, : like.shape[-1]]
+        changed = self.run({source: 1 + PERTURBATION * noise})
+        return {s: _relative_change(self.values[s], changed[s]) / PERTURBATION for s in outputs}
+
+    def evaluate(self, bound: Expr) -> float:
+        """The mean over rows of an expression of norms, means and statistics."""
+        atoms = sorted(bound.atoms(Norm), key=str)
+        numbers = {sympy.Dummy(f"norm_{i}"): atom for i, atom in enumerate(atoms)}
+        values = {dummy: self._atom(atom) for dummy, atom in numbers.items()}
+        reduced = bound.xreplace({atom: dummy for dummy, atom in numbers.items()})
+        function, operands = _compile(reduced)
+        result = function(*(values[s] if s in values else self.values[s] for s in operands))
+        return float(torch.as_tensor(result, dtype=torch.float64).mean())
+
+    def _atom(self, atom: Expr) -> Tensor:
+        function, operands = _compile(atom.args[0])
+        x = torch.as_tensor(function(*(self.values[s] for s in operands)), dtype=torch.float64)
+        x = x.broadcast_to(ROWS, self.width)
+        length, order = self.expressions.length, atom.args[1]
+        if order == 1:
+            return x.abs().mean(dim=-1, keepdim=True) * length
+        if order == 2:
+            return (x.square().mean(dim=-1, keepdim=True) * length).sqrt()
+        return x.abs().amax(dim=-1, keepdim=True)
+
+
+def relative(samples: Samples, bound: Expr, size: Expr) -> float:
+    """A bound as a share of the size of what is perturbed."""
+    if bound == 0:
+        return 0.0
+    whole = samples.evaluate(size)
+    return samples.evaluate(bound) / whole if whole else math.inf
+
+
+def _relative_change(before: Tensor, after: Tensor) -> float:
+    change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
+    return float(change / size) if size > 0 else 0.0
+
+
+def _compile(expression: Expr) -> tuple[object, tuple[Symbol, ...]]:
+    operands = tuple(sorted(expression.free_symbols, key=str))
+    return sympy.lambdify(operands, expression, modules=[FUNCTIONS]), operands

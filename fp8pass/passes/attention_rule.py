@@ -1,0 +1,102 @@
+"""What a perturbation of q, k and v does to the gradients of attention (AGoQ 8.1.3).
+
+For one head over L tokens, A = P V with P = softmax(S), S = Q Kᵀ / √d, and with the gradient
+factors ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z), ∂A/∂Q = (∂A/∂S) K / √d, the norms of matrices multiply:
+
+    ‖Δ(AB)‖₂ ≤ ‖ΔA‖₂ ‖B‖₂ + ‖A‖₂ ‖ΔB‖₂          ‖Δ softmax(S)‖₂ ≤ ‖ΔS‖₂
+    ‖Δ(A ∘ B)‖₂ ≤ ‖ΔA‖₂ ‖B‖_∞ + ‖A‖₂ ‖ΔB‖_∞      (Eq. 8)
+
+With entries of unit variance, ‖Q‖₂ = Θ(√(L d)), the bounds grow as L √d for ∂A/∂V and as
+L^1.5 √d for ∂A/∂Q and ∂A/∂K, where RMSNorm's stays constant: attention's operands are kept exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+
+PERTURBATION = 1e-4
+LARGEST_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A matrix by bounds: its 2-norm, its largest entry, and the same of its perturbation."""
+
+    norm: Expr
+    largest: Expr
+    error: Expr
+    largest_error: Expr = sympy.Integer(0)
+
+    def __matmul__(self, other: Bounded) -> Bounded:
+        error = self.error * other.norm + self.norm * other.error
+        return Bounded(self.norm * other.norm, sympy.oo, error)
+
+    def hadamard(self, other: Bounded) -> Bounded:
+        """The element-wise product."""
+        error = self.error * other.largest + self.norm * other.largest_error
+        return Bounded(self.norm * other.largest, sympy.oo, error)
+
+    def scaled(self, factor: Expr) -> Bounded:
+        """A multiple."""
+        return Bounded(self.norm * factor, self.largest * factor, self.error * factor)
+
+
+def softmax(scores: Bounded, rows: Expr) -> Bounded:
+    """Row-wise softmax: rows of norm at most one, Lipschitz with constant one."""
+    return Bounded(sympy.sqrt(rows), sympy.Integer(1), scores.error)
+
+
+def bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
+    """‖Δ‖₂ of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of q, k and v (Case 1)."""
+    entries = sympy.sqrt(length * head_dim)  # unit variance
+    one = sympy.Integer(1)
+    q = k = v = Bounded(entries, one, entries, one)
+    scale = 1 / sympy.sqrt(head_dim)
+    p = softmax((q @ k).scaled(scale), length)
+    ds = p.hadamard(v)
+    dq = (ds @ k).scaled(scale)
+    dk = (ds @ q).scaled(scale)
+    return {"v": p.error, "q": sympy.expand(dq.error), "k": sympy.expand(dk.error)}
+
+
+def relative_bound(length: int, head_dim: int) -> float:
+    """The bound for ∂A/∂V as a share of ‖P‖₂ ≤ √L: the smallest of the three."""
+    tokens, dim = Symbol("L", positive=True), Symbol("d", positive=True)
+    share = bounds(tokens, dim)["v"] / sympy.sqrt(tokens)
+    return float(share.subs({tokens: length, dim: head_dim}))
+
+
+@cache
+def expected(length: int, head_dim: int) -> float:
+    """Relative RMS error of the gradients, the worst of dq, dk, dv, for unit-variance operands.
+
+    Per unit relative RMS perturbation of each operand and of the output, independently.
+    """
+    random = torch.Generator().manual_seed(0)
+    size = min(length, LARGEST_SAMPLE), head_dim
+
+    def normal() -> torch.Tensor:
+        return torch.randn(size, generator=random, dtype=torch.float64, device="cpu")
+
+    operands, gradient = [normal() for _ in range(3)], normal()
+    noise = [1 + PERTURBATION * normal() for _ in range(3)]
+    exact = _gradients(*operands, gradient)
+    perturbed = _gradients(*(x * n for x, n in zip(operands, noise, strict=True)), gradient)
+    changes = ((b - a).norm() / a.norm() for a, b in zip(exact, perturbed, strict=True))
+    return float(max(changes)) / PERTURBATION
+
+
+def _gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = q.shape[-1] ** -0.5
+    mask = torch.ones(len(q), len(q), dtype=torch.bool, device="cpu").triu(1)
+    p = (q @ k.T * scale).masked_fill(mask, -torch.inf).softmax(dim=-1)
+    dp = gradient @ v.T
+    ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * scale
+    return ds @ k, ds.T @ q, p.T @ gradient

@@ -1,0 +1,145 @@
+"""How a single value would be stored: the cheapest format that the error rules allow.
+
+Costs are in *units*: a byte kept is `UNITS_PER_BYTE`, so that the work of recomputing values that
+fuse with others, which is nearly free, still breaks ties (`save_plan.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph, hardware
+from fp8pass.formats import E4M3, E4M3_BYTES, EXACT, FORMATS, SAVED_FORMATS, Format, divisor_group
+from fp8pass.passes.classify import Kind, kind
+from fp8pass.passes.context import Context
+from fp8pass.passes.error_rules import Rules, operator_name
+
+# One unit is what computing a byte again costs: a kept byte is worth the time of recomputing 256,
+# and the statistics of a row (4 bytes) are still cheaper to keep than to reduce again.
+UNITS_PER_BYTE = 256
+
+# An error price: a value that makes all of a gradient wrong would cost this share of its bytes
+# more. It decides between formats, and where to cut, among choices that take about equal bytes.
+ERROR_WEIGHT = 0.25
+
+STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STORABLE_KINDS = (
+    Kind.INPUT,
+    Kind.VIEW,
+    Kind.POINTWISE,
+    Kind.MOVEMENT,
+    Kind.REDUCTION,
+    Kind.GEMM,
+    Kind.ATTENTION,
+    Kind.CONVOLUTION,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a value would be stored in low bits, or why it would not.
+
+    Attributes:
+        format: `EXACT` where no low-bit format is allowed; `group_size` is then 0.
+        group_size: elements that share a scale.
+        reason: for people.
+        units: what that costs, infinite where it is not possible.
+        expected_error: of the gradients, relative, root mean square.
+    """
+
+    format: Format
+    group_size: int
+    reason: str
+    units: float = math.inf
+    expected_error: float = 0.0
+
+
+class Storage:
+    """Chooses formats for the values of one joint graph."""
+
+    def __init__(self, ctx: Context, rules: Rules) -> None:
+        self.ctx = ctx
+        self.rules = rules
+        self._choices: dict[fx.Node, Choice] = {}
+
+    @cached_property
+    def formats(self) -> tuple[Format, ...]:
+        """What the configuration allows: its format and those of more bits."""
+        if self.ctx.config.save_format == "none":
+            return (EXACT,)
+        smallest = FORMATS[self.ctx.config.save_format]
+        if smallest.lossless:
+            return (smallest,)
+        return tuple(f for f in SAVED_FORMATS if f.bits >= smallest.bits)
+
+    @property
+    def coarsest(self) -> Format:
+        """The format of the fewest bits that may be used."""
+        return self.formats[0]
+
+    def why_exact(self, node: fx.Node) -> str:
+        """Why the backward needs `node` exactly; '' where it does not, or all is exact."""
+        return "" if self.ctx.config.save_format == "none" else self.rules.why_exact(node)
+
+    def choice(self, node: fx.Node) -> Choice:
+        """The cheapest allowed way to store `node` in low bits."""
+        if node not in self._choices:
+            self._choices[node] = self._choose(node)
+        return self._choices[node]
+
+    def _choose(self, node: fx.Node) -> Choice:
+        reason = self._why_not(node) or self.rules.why_exact(node)
+        if reason:
+            return Choice(EXACT, 0, reason)
+        val = graph.tensor(node)
+        group = _group(val, self.ctx.config.group_size)
+        if group is None:
+            return Choice(EXACT, 0, "no group of 16 or more divides its last dimension")
+        allowed = [f for f in self.formats if self.rules.allows(node, f)]
+        if not allowed:
+            bound = self.rules.amplification(node).bound
+            return Choice(EXACT, 0, f"may amplify errors {bound:.1f}×, too much for any format")
+        return min((self._priced(node, f, group) for f in allowed), key=lambda c: c.units)
+
+    def _why_not(self, node: fx.Node) -> str:
+        """Why a value is no candidate, whatever uses it."""
+        val = graph.value(node)
+        if self.ctx.config.save_format == "none":
+            return "save_format='none'"
+        if node.op == "placeholder" and node not in self.ctx.activations:
+            return "an input that needs no gradient: a table, a mask, data"
+        if kind(node) is Kind.QUANTIZE:
+            return "already quantized, for a linear layer"
+        if val is None or val.dtype not in STORABLE_DTYPES:
+            return "integers and masks are kept as they are"
+        if kind(node) not in STORABLE_KINDS:
+            return f"{operator_name(node)} is not computed from activations"
+        if node in self.rules.constants:
+            return "computed from parameters and data alone"
+        return ""
+
+    def _priced(self, node: fx.Node, format: Format, group: int) -> Choice:
+        val = graph.tensor(node)
+        exact, elements = graph.nbytes(node), graph.numel(val)
+        amplification = self.rules.amplification(node)
+        error = amplification.expected * format.relative_error
+        stored = exact if format.lossless else format.stored_bytes(elements, group)
+        price = ERROR_WEIGHT * error * exact
+        reason = f"amplifies errors at most {amplification.bound:.1f}×"
+        if format is E4M3 and not hardware.has_fp8_casts(val.device):
+            format = E4M3_BYTES
+        # Reading the value once more, to store it, counts like computing it again.
+        units = (stored + price) * UNITS_PER_BYTE + exact
+        return Choice(format, group, reason, units, error)
+
+
+def _group(val: torch.Tensor, group_size: int) -> int | None:
+    if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
+        return None
+    length = val.shape[-1]
+    return divisor_group(length, group_size) if isinstance(length, int) else None
