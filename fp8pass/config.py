@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LINEAR_FORMATS = ("e4m3", "e5m2", "exact")
-SAVE_FORMATS = ("e4m3", "none", "exact")
+SAVE_FORMATS = ("e4m3", "e2m3", "e2m2", "e2m1", "none", "exact")
 COMPILERS = ("inductor", "eager")
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -35,8 +35,9 @@ class Config:
             `e4m3`, `e5m2`, `exact`. Per-tensor scales, just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
         save_format: format of the values that non-linear layers keep for the backward:
-            `e4m3` in 1×`group_size` groups, or `none` to keep them as they are. `exact` quantizes
-            nothing but takes the same path through the compiler, to test it.
+            `e4m3` (8 bits), `e2m3` (6), `e2m2` (5) or `e2m1` (4) in 1×`group_size` groups, or
+            `none` to keep them as they are. `exact` quantizes nothing but takes the same path
+            through the compiler, to test it.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.

@@ -29,7 +29,7 @@ import networkx as nx
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.formats import EXACT, GROUP_SCALE_DTYPE, Format
+from fp8pass.formats import EXACT, Format
 from fp8pass.passes import error_rules
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
@@ -264,12 +264,11 @@ def _low_bit_bytes(node: fx.Node, ctx: Context) -> float:
     format, group, _ = _storage(node, ctx)
     if not group:
         return math.inf
-    val = graph.tensor(node)
-    element = val.element_size() if format.dtype is None else format.dtype.itemsize
-    stored = graph.numel(val) * element
-    if not format.lossless:
-        stored += graph.numel(val) // group * GROUP_SCALE_DTYPE.itemsize
-    return stored * RECOMPUTE_UNITS + graph.nbytes(node)
+    exact = graph.nbytes(node)
+    stored = (
+        exact if format.lossless else format.stored_bytes(graph.numel(graph.tensor(node)), group)
+    )
+    return stored * RECOMPUTE_UNITS + exact
 
 
 def regions(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
