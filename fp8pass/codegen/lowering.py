@@ -126,7 +126,8 @@ def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node
     if fmt.lossless:
         return x
     scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
-    return _row_major(emit, _encode(emit, scaled, fmt))
+    codes = _encode(emit, scaled, fmt)
+    return _row_major(emit, emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
 
 
 @_lowers(fp8.transpose.default)
