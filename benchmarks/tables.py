@@ -1,4 +1,4 @@
-"""Write the measured tables into README.md, from benchmarks/results/*.json.
+"""Write the measured tables into README.md and docs/, from benchmarks/results/*.json.
 
     python benchmarks/tables.py            rewrite the tables
     python benchmarks/tables.py --check    fail if they are not up to date
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+DOCUMENTS = (HERE.parent / "README.md", HERE.parent / "docs/formats.md")
 BASELINE = "torchao tensorwise"
 
 
@@ -72,10 +72,22 @@ def model_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def formats_table(data: dict[str, Any]) -> list[list[str]]:
+    """Rounding errors: every choice with G = 128, and those that cost E2M1's bits with G = 64."""
+    names = list(data["results"][0]["errors"])
+    rows = [["format", "scales", "G", "bits", *names]]
+    for r in data["results"]:
+        if r["group"] == 128 or (r["format"] == "e2m1" and r["bits"] == 4.25):
+            errors = [f"{r['errors'][name]:.4f}" for name in names]
+            rows.append([r["format"], r["scale"], str(r["group"]), f"{r['bits']:.3f}", *errors])
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
     "compile_time": compile_time_table,
+    "formats": formats_table,
 }
 
 
@@ -108,11 +120,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     args = parser.parse_args()
-    text = README.read_text()
-    new = filled(text)
-    if args.check and new != text:
-        sys.exit("README.md is not what benchmarks/results say; run python benchmarks/tables.py")
-    README.write_text(new)
+    for document in DOCUMENTS:
+        text = document.read_text()
+        new = filled(text)
+        if args.check and new != text:
+            sys.exit(
+                f"{document} is not what benchmarks/results say; run python benchmarks/tables.py"
+            )
+        document.write_text(new)
 
 
 if __name__ == "__main__":

@@ -192,8 +192,13 @@ def test_codes_are_those_of_the_scales_that_are_stored(fmt):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])
+@compat.inductor_config.patch({"eager_numerics.division_rounding": True})
 def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
-    """Bit for bit, in one kernel that reads its input once where there is one plane."""
+    """Bit for bit, one kernel a plane, the first with the scales.
+
+    Triton's own division may be off in the last bit. Few significant bits in values and scales
+    make many exact ties, which that bit decides.
+    """
     from torch._inductor import metrics
 
     planes = range(len(FORMATS[fmt].planes))
