@@ -100,7 +100,8 @@ def markdown(rows: list[list[str]]) -> str:
 def caption(data: dict[str, Any]) -> str:
     """Where and when a result was measured."""
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if k != "fp8pass")
-    return f"*{data['gpu']}, {versions}, {data['date']}*"
+    device = "CPU" if data["gpu"] == "none" else data["gpu"]
+    return f"*{device}, {versions}, {data['date']}*"
 
 
 def filled(text: str) -> str:
@@ -124,9 +125,7 @@ def main() -> None:
         text = document.read_text()
         new = filled(text)
         if args.check and new != text:
-            sys.exit(
-                f"{document} is not what benchmarks/results say; run python benchmarks/tables.py"
-            )
+            sys.exit(f"{document} is not what benchmarks/results say; run {__file__}")
         document.write_text(new)
 
 

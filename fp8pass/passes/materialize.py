@@ -127,8 +127,24 @@ class Carrier:
             back = emit(
                 self.graph, fp8.dequantize_groups.default, planes, scales, *coded, dtype, like=node
             )
-        back.meta["partitioner_tag"] = "is_backward"
-        return back
+            back.meta["partitioner_tag"] = "is_backward"
+            return self._in_layout_of(node, back) if decision.format.packed else back
+
+    def _in_layout_of(self, node: fx.Node, back: fx.Node) -> fx.Node:
+        """Unpacked values are contiguous; views in the backward count on the strides of `node`."""
+        order = graph.stride_order(graph.tensor(node))
+        if order == sorted(order):
+            return back
+        inward = emit(self.graph, aten.permute.default, back, order, like=back)
+        dense = emit(
+            self.graph,
+            aten.clone.default,
+            inward,
+            memory_format=torch.contiguous_format,
+            like=back,
+        )
+        inverse = [order.index(dim) for dim in range(len(order))]
+        return emit(self.graph, aten.permute.default, dense, inverse, like=back)
 
     def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
         """A view that is kept without its base, which would hold the base's memory."""
