@@ -1,4 +1,4 @@
-"""Write the measured tables into README.md and docs/results.md, from benchmarks/results/*.json.
+"""Write the measured tables into README.md and docs/, from benchmarks/results/*.json.
 
     python benchmarks/tables.py            rewrite the tables
     python benchmarks/tables.py --check    fail if they are not up to date
@@ -19,7 +19,9 @@ from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).parent
-DOCUMENTS = (HERE.parent / "README.md", HERE.parent / "docs/results.md")
+DOCUMENTS = tuple(
+    HERE.parent / name for name in ("README.md", "docs/results.md", "docs/formats.md")
+)
 BASELINE = "torchao tensorwise"
 
 
@@ -135,12 +137,24 @@ def _point_name(point: dict[str, Any]) -> str:
     return recipe if point["budget"] is None else f"{recipe} {point['budget']:g}"
 
 
+def formats_table(data: dict[str, Any]) -> list[list[str]]:
+    """Rounding errors: every choice with G = 128, and those that cost E2M1's bits with G = 64."""
+    names = list(data["results"][0]["errors"])
+    rows = [["format", "scales", "G", "bits", *names]]
+    for r in data["results"]:
+        if r["group"] == 128 or (r["format"] == "e2m1" and r["bits"] == 4.25):
+            errors = [f"{r['errors'][name]:.4f}" for name in names]
+            rows.append([r["format"], r["scale"], str(r["group"]), f"{r['bits']:.3f}", *errors])
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
     "compile_time": compile_time_table,
     "convergence": convergence_table,
     "frontier": frontier_table,
+    "formats": formats_table,
 }
 
 
@@ -153,7 +167,8 @@ def markdown(rows: list[list[str]]) -> str:
 def caption(data: dict[str, Any]) -> str:
     """Where and when a result was measured."""
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if k != "fp8pass")
-    return f"*{data['gpu']}, {versions}, {data['date']}*"
+    device = "CPU" if data["gpu"] == "none" else data["gpu"]
+    return f"*{device}, {versions}, {data['date']}*"
 
 
 def filled(text: str) -> str:

@@ -12,14 +12,26 @@ from dataclasses import dataclass
 
 import torch
 
+# Group scales are a 1/G share of the bytes: bf16 has the range of fp32 and 0.2% of rounding error,
+# far below the format's own.
+GROUP_SCALE_DTYPE = torch.bfloat16
+
 
 @dataclass(frozen=True)
 class Format:
     """One element format.
 
-    `dtype` is the storage dtype, None where the format keeps the tensor's own (`exact`). `max` is
-    the largest finite value, `mantissa` the number of stored mantissa bits. `emulated` formats are
-    coded with integer arithmetic, for GPUs that cannot convert to `torch.float8_*` themselves.
+    Attributes:
+        dtype: of a stored tensor, None where the format keeps the tensor's own (`exact`).
+        max: the largest finite value.
+        mantissa: stored mantissa bits.
+        min_exponent: exponent of the least normal number; below it are denormals.
+        planes: widths of the tensors that hold a code, lowest bits first. Below 8 bits a plane is
+            packed: several elements share a byte (`ops.quantize_groups`).
+        emulated: coded with integer arithmetic, which any GPU has: codes narrower than a byte,
+            and E4M3 where Triton cannot convert to it.
+        nan: code of NaN in an emulated format. Where it is 0 the format has none: that a group
+            holds a NaN or an infinity is seen from its scale alone.
     """
 
     name: str
@@ -27,7 +39,9 @@ class Format:
     max: float
     mantissa: int
     min_exponent: int
+    planes: tuple[int, ...] = (8,)
     emulated: bool = False
+    nan: int = 0
 
     @property
     def lossless(self) -> bool:
@@ -35,16 +49,14 @@ class Format:
         return self.dtype is None
 
     @property
-    def bits(self):
-        return 8
-
-    def stored_bytes(self, elements, group):
-        return elements + elements // group * 2
+    def packed(self) -> bool:
+        """Whether several elements share a byte."""
+        return self.planes != (8,)
 
     @property
-    def half_step(self) -> float:
-        """The largest relative rounding error of a value in the format's normal range."""
-        return 0.0 if self.lossless else 2.0 ** -(self.mantissa + 1)
+    def bits(self) -> int:
+        """Bits of a code, sign included."""
+        return sum(self.planes)
 
     @property
     def relative_error(self) -> float:
@@ -58,28 +70,51 @@ class Format:
         step = 2.0**-self.mantissa
         return step / math.sqrt(12) * math.sqrt((1 - 1 / 4) / (2 * math.log(2)))
 
+    @property
+    def group_multiple(self) -> int:
+        """What a group's size is a multiple of, so that every plane fills whole bytes."""
+        return 8 // min(self.planes)
+
+    @property
+    def half_step(self) -> float:
+        """Largest relative rounding error of a value in the format's normal range."""
+        return 0.0 if self.lossless else 2.0 ** -(self.mantissa + 1)
+
+    def stored_bytes(self, elements: int, group_size: int) -> float:
+        """Bytes of `elements` in groups of `group_size`, with their scales.
+
+        Infinite where the parts of a group that share bytes would not be of one size.
+        """
+        if group_size % (8 // min(self.planes)):
+            return math.inf
+        return elements * self.bits // 8 + elements // group_size * GROUP_SCALE_DTYPE.itemsize
+
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
 EXACT = Format("exact", None, math.inf, 0, 0)
 # The same code points as E4M3, held in bytes: Triton has no E4M3 conversion before Ada (sm89).
-E4M3_BYTES = Format("e4m3_bytes", torch.uint8, 448.0, 3, -6, emulated=True)
+E4M3_BYTES = Format("e4m3_bytes", torch.uint8, 448.0, 3, -6, emulated=True, nan=0x7F)
+# Every code is a finite number, as in OCP's FP4 and FP6.
+E2M1 = Format("e2m1", torch.uint8, 6.0, 1, 0, (4,), emulated=True)
+E2M2 = Format("e2m2", torch.uint8, 7.0, 2, 0, (4, 1), emulated=True)
+E2M3 = Format("e2m3", torch.uint8, 7.5, 3, 0, (4, 2), emulated=True)
 
-FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, EXACT, E4M3_BYTES)}
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, EXACT, E4M3_BYTES, E2M1, E2M2, E2M3)}
 
-SAVED_FORMATS = (E4M3,)
-
-# Group scales are a 1/G share of the bytes: bf16 has the range of fp32 and 0.2% of rounding error,
-# far below the format's own.
-GROUP_SCALE_DTYPE = torch.bfloat16
+# What saved values may be kept in, from few bits to many.
+SAVED_FORMATS = (E2M1, E2M2, E2M3, E4M3)
 
 
-def divisor_group(length: int, group_size: int, smallest: int = 16) -> int | None:
+def divisor_group(
+    length: int, group_size: int, smallest: int = 16, multiple: int = 1
+) -> int | None:
     """The largest group that divides a row of `length` elements evenly.
 
-    Returns a size in [`smallest`, `group_size`], or None where the row has no such divisor.
+    Returns a multiple of `multiple` in [`smallest`, `group_size`], or None where the row has no
+    such divisor.
     """
     for size in range(min(group_size, length), smallest - 1, -1):
-        if length % size == 0:
+        if length % size == 0 and size % multiple == 0:
             return size
     return None

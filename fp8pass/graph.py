@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -92,6 +93,12 @@ def numel(val: torch.Tensor) -> int:
     for size in val.shape:
         total *= compat.size_hint(size)
     return total
+
+
+def stride_order(val: torch.Tensor) -> list[int]:
+    """Dimensions from the outermost to the innermost; expanded ones, of stride 0, are outermost."""
+    strides = [compat.size_hint(stride) for stride in val.stride()]
+    return sorted(range(val.ndim), key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
 
 
 def shape_text(val: torch.Tensor) -> str:

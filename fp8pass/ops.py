@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8pass.formats import E4M3_BYTES, FORMATS, GROUP_SCALE_DTYPE, Format
+from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format
 
 # Below this a scale is denormal, and its reciprocal infinite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -76,14 +76,24 @@ def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // group_size), dtype=GROUP_SCALE_DTYPE)
 
 
-def _fake_quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> Tensor:
-    return torch.empty_like(x, dtype=FORMATS[format].dtype)
+def _fake_quantize_groups(
+    x: Tensor, scales: Tensor, format: str, group_size: int, plane: int = 0
+) -> Tensor:
+    fmt = FORMATS[format]
+    if not fmt.packed:
+        return torch.empty_like(x, dtype=fmt.dtype)
+    packed = x.shape[-1] * fmt.planes[plane] // 8
+    return x.new_empty((*x.shape[:-1], packed), dtype=fmt.dtype)
 
 
 def _fake_dequantize_groups(
-    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: torch.dtype
+    planes: list[Tensor], scales: Tensor, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    return torch.empty_like(data, dtype=dtype)
+    fmt, first = FORMATS[format], planes[0]
+    if not fmt.packed:
+        return torch.empty_like(first, dtype=dtype)
+    length = first.shape[-1] * 8 // fmt.planes[0]
+    return first.new_empty((*first.shape[:-1], length), dtype=dtype)
 
 
 def padded(rows: int) -> int:
@@ -168,34 +178,51 @@ def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
 
 
 @_dialect(
-    "quantize_groups(Tensor x, Tensor scales, str format, int group_size) -> Tensor",
+    "quantize_groups(Tensor x, Tensor scales, str format, int group_size, int plane=0) -> Tensor",
     _fake_quantize_groups,
 )
-def quantize_groups(x: Tensor, scales: Tensor, format: str, group_size: int) -> Tensor:
-    """`x` [..., K] coded with the scales [..., K / G] of its groups; shape and layout of `x`."""
+def quantize_groups(
+    x: Tensor, scales: Tensor, format: str, group_size: int, plane: int = 0
+) -> Tensor:
+    """One plane of `x` [..., K] coded with the scales [..., K / G] of its groups.
+
+    Codes of 8 bits have the shape and the layout of `x`. A packed plane of `w` bits is uint8
+    [..., K·w/8], contiguous. The elements of a group lie in 8/w parts, one behind the other, and
+    byte `i` of the group holds the i-th element of each, the first part in its lowest bits: what
+    neighbouring threads read and write are neighbouring elements.
+    """
     fmt = FORMATS[format]
     if fmt.lossless:
         return x.clone()
     groups = x.float().unflatten(-1, (-1, group_size))
-    codes = encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt).flatten(-2)
-    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes)
+    codes = encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt)
+    if fmt.packed:
+        return _pack(codes, fmt, plane)
+    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes.flatten(-2))
 
 
 @_dialect(
-    "dequantize_groups(Tensor data, Tensor scales, str format, int group_size, ScalarType dtype) "
-    "-> Tensor",
+    "dequantize_groups(Tensor[] planes, Tensor scales, str format, int group_size, "
+    "ScalarType dtype) -> Tensor",
     _fake_dequantize_groups,
 )
 def dequantize_groups(
-    data: Tensor, scales: Tensor, format: str, group_size: int, dtype: torch.dtype
+    planes: list[Tensor], scales: Tensor, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """The values behind `data` [..., K] and its group scales [..., K / G], in its layout."""
+    """The values [..., K] behind all planes of a tensor and its group scales [..., K / G].
+
+    In the layout of the codes; contiguous if they are packed.
+    """
     fmt = FORMATS[format]
     if fmt.lossless:
-        return data.clone()
-    groups = decode(data, fmt).unflatten(-1, (-1, group_size))
+        return planes[0].clone()
+    if fmt.packed:
+        groups = decode(_unpack(planes, fmt, group_size), fmt)
+    else:
+        groups = decode(planes[0], fmt).unflatten(-1, (-1, group_size))
     values = (groups * scales.float().unsqueeze(-1)).flatten(-2)
-    return torch.empty_like(data, dtype=dtype).copy_(values)
+    layout = values if fmt.packed else planes[0]
+    return torch.empty_like(layout, dtype=dtype).copy_(values)
 
 
 def is_fp8(dtype: torch.dtype) -> bool:
@@ -213,13 +240,55 @@ def scale_of(amax: Tensor, fmt: Format) -> Tensor:
 def encode(x: Tensor, fmt: Format) -> Tensor:
     """fp32 `x`, already divided by its scale, rounded to the nearest code of `fmt`, ties to even.
 
-    Magnitudes beyond `fmt.max`, which only rounding can cause, become `fmt.max`; NaN stays NaN.
+    One code an element. Magnitudes beyond `fmt.max`, which only rounding can cause, become
+    `fmt.max`; NaN stays NaN, or becomes 0 in a format that has none.
     """
     assert fmt.dtype is not None
-    stored = torch.float8_e4m3fn if fmt.emulated else fmt.dtype
-    return x.clamp(-fmt.max, fmt.max).to(stored).view(fmt.dtype)
+    clamped = x.clamp(-fmt.max, fmt.max)
+    return _code_points(clamped, fmt) if fmt.emulated else clamped.to(fmt.dtype)
 
 
-def decode(data: Tensor, fmt: Format) -> Tensor:
-    """The fp32 values of codes."""
-    return (data.view(torch.float8_e4m3fn) if fmt is E4M3_BYTES else data).float()
+def _code_points(x: Tensor, fmt: Format) -> Tensor:
+    """Codes as numbers: the steps between 0 and |x|, of which every binade has 2^mantissa."""
+    exponent = ((x.abs().view(torch.int32) >> 23) - 127).clamp_min(fmt.min_exponent)
+    steps = torch.ldexp(x.abs(), fmt.mantissa - exponent).nan_to_num().round().int()
+    code = steps + ((exponent - fmt.min_exponent) << fmt.mantissa)
+    code |= x.signbit().int() << fmt.bits - 1
+    return torch.where(x.isnan(), fmt.nan, code).to(torch.uint8)
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """The fp32 values of codes, one an element."""
+    if not fmt.emulated:
+        return codes.float()
+    magnitude = codes.int() & (1 << fmt.bits - 1) - 1
+    # Denormals, which have no leading one, are in the steps of the first binade.
+    binade = (magnitude >> fmt.mantissa).clamp_min(1) - 1
+    steps = magnitude - (binade << fmt.mantissa)
+    values = torch.ldexp(steps.float(), binade + fmt.min_exponent - fmt.mantissa)
+    if fmt.nan:
+        values = torch.where(magnitude == fmt.nan, torch.nan, values)
+    return torch.where(codes >> fmt.bits - 1 == 1, -values, values)
+
+
+def _pack(codes: Tensor, fmt: Format, plane: int) -> Tensor:
+    """Plane `plane`, uint8 [..., K·w/8], of codes [..., K / G, G]."""
+    width = fmt.planes[plane]
+    fields = codes >> sum(fmt.planes[:plane]) & (1 << width) - 1
+    parts = fields.unflatten(-1, (8 // width, -1)) << _shifts(width, codes.device)
+    return parts.sum(-2, dtype=torch.uint8).flatten(-2)
+
+
+def _unpack(planes: list[Tensor], fmt: Format, group_size: int) -> Tensor:
+    """Codes, uint8 [..., K / G, G], out of their planes."""
+    fields, offset = [], 0
+    for data, width in zip(planes, fmt.planes, strict=True):
+        parts = data.unflatten(-1, (-1, 1, group_size * width // 8)) >> _shifts(width, data.device)
+        fields.append((parts & (1 << width) - 1).flatten(-2) << offset)
+        offset += width
+    return torch.stack(fields).sum(0, dtype=torch.uint8)
+
+
+def _shifts(width: int, device: torch.device) -> Tensor:
+    """Where the parts of a group are in a byte, [8 / width, 1]."""
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=device).unsqueeze(-1)

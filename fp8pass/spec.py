@@ -27,6 +27,7 @@ def verify(g: fx.Graph) -> None:
     - No FP8 tensor reaches an operator outside the dialect.
     - Every `scaled_mm` scales an operand by the scale it was quantized with, and contracts
       lengths that agree.
+    - Every `dequantize_groups` gets all planes of one tensor and the scales they were made with.
     """
     g.lint()
     for node in g.nodes:
@@ -62,14 +63,20 @@ def _verify_scaled_mm(node: fx.Node) -> None:
 
 
 def _verify_dequantize(node: fx.Node) -> None:
-    data, scales, format, group = node.args[:4]
-    assert isinstance(data, fx.Node)
+    planes, scales, format, group = node.args[:4]
+    assert isinstance(planes, (list, tuple))
     assert isinstance(scales, fx.Node)
     _require(format in FORMATS, node, f"unknown format {format}")
+    widths = FORMATS[str(format)].planes
+    _require(len(planes) == len(widths), node, f"{format} has {len(widths)} planes")
     covered = graph.tensor(scales).shape[-1] * int(group)  # type: ignore[arg-type]
-    _require(graph.tensor(data).shape[-1] == covered, node, "scales do not cover the groups")
-    if data.op == "call_function":
-        _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
+    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
+        assert isinstance(data, fx.Node)
+        length = graph.tensor(data).shape[-1] * 8 // width
+        _require(length == covered, node, "scales do not cover the groups")
+        if data.op == "call_function":
+            _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
+            _require(data.args[2:] == (format, group, i), node, f"{data} is not its plane {i}")
 
 
 def _require(condition: bool, node: fx.Node, problem: str) -> None:

@@ -70,6 +70,42 @@ def test_saving_in_low_bits_changes_gradients_only(make, batch):
         assert relative(low.gradients[name], exact.gradients[name]) < 0.1, name
 
 
+@pytest.mark.parametrize(("format", "tolerance"), [("e2m1", 0.25), ("e2m2", 0.12), ("e2m3", 0.08)])
+def test_packed_formats_change_gradients_only(format, tolerance):
+    model, x = FFN(64, 128), torch.randn(32, 64, requires_grad=True)
+    coat, packed = (
+        step(torch.compile(model, backend="fp8pass", options=options), model, (x,))
+        for options in ({}, {"save_format": format})
+    )
+    assert identical(packed.outputs[0], coat.outputs[0])
+    for name, gradient in coat.gradients.items():
+        assert relative(packed.gradients[name], gradient) < tolerance, name
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_views_of_unpacked_values_find_the_layout_that_they_were_traced_with(compiler):
+    def run(h):
+        y = F.silu(h).transpose(1, 2).reshape(4, 8, 32)  # a view, where the heads lie inside
+        return y * y.sigmoid()
+
+    h = torch.randn(4, 8, 2, 16, requires_grad=True).mul(1).transpose(1, 2)
+    program, spy = compiled(run, Config(save_format="e2m3", compiler=compiler))
+    (got,) = torch.autograd.grad(program(h).sum(), h)
+    (want,) = torch.autograd.grad(run(h).sum(), h)
+    assert [s.kept_as for s in spy.plan.saved] == ["e2m3 1×16"]
+    assert relative(got, want) < 0.05
+
+
+@pytest.mark.parametrize("columns", [51, 100, 176])
+def test_packed_formats_where_groups_cannot_be_packed(columns):
+    x = torch.randn(32, columns, requires_grad=True)
+    h = x * 1  # no leaf: it has to be kept
+    program, _ = compiled(lambda h: F.silu(h * 2) * h, Config(save_format="e2m2", compiler="eager"))
+    (got,) = torch.autograd.grad(program(h).sum(), h)
+    (want,) = torch.autograd.grad((F.silu(h * 2) * h).sum(), h)
+    assert relative(got, want) < 0.1
+
+
 # --- numeric gates ------------------------------------------------------------------------------
 
 

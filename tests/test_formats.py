@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8pass.formats import E4M3, E4M3_BYTES, E5M2, EXACT, FORMATS, divisor_group
+from fp8pass.formats import (
+    E2M1,
+    E2M2,
+    E2M3,
+    E4M3,
+    E4M3_BYTES,
+    E5M2,
+    EXACT,
+    FORMATS,
+    divisor_group,
+)
+from fp8pass.ops import decode, encode
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
@@ -24,6 +37,38 @@ def test_limits_are_those_of_the_dtype(fmt):
     assert fmt.max == info.max
     assert 2.0**fmt.min_exponent == info.smallest_normal
     assert 2.0**-fmt.mantissa == info.eps
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E2M2, E2M3])
+def test_limits_are_those_of_the_codes(fmt):
+    values = decode(torch.arange(1 << fmt.bits - 1, dtype=torch.uint8), fmt)
+    assert values[-1] == values.max() == fmt.max
+    assert values[1 << fmt.mantissa] == 2.0**fmt.min_exponent
+    assert fmt.packed
+    assert not E4M3.packed
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M3_BYTES, E2M1, E2M2, E2M3])
+def test_half_step_is_the_largest_relative_error(fmt):
+    x = torch.linspace(1, 4, (1 << 12) + 1) * 2.0**fmt.min_exponent
+    codes = encode(x, fmt)
+    largest = ((decode(codes, fmt) - x).abs() / x).max().item()
+    assert largest <= fmt.half_step
+    # A tie, half a step above a power of two, is off by as much of itself.
+    assert largest == pytest.approx(fmt.half_step / (1 + fmt.half_step), rel=0.01)
+
+
+@pytest.mark.parametrize(("fmt", "bits"), [(E4M3, 8), (E2M1, 4), (E2M2, 5), (E2M3, 6)])
+def test_stored_bytes(fmt, bits):
+    assert fmt.bits == bits
+    assert fmt.stored_bytes(4096, 128) == 4096 * bits / 8 + 32 * 2
+
+
+def test_groups_whose_parts_would_differ_cannot_be_stored():
+    assert E2M1.stored_bytes(510, 51) == math.inf
+    assert E2M2.stored_bytes(440, 44) == math.inf
+    assert math.isfinite(E2M1.stored_bytes(440, 44))
+    assert math.isfinite(E4M3.stored_bytes(510, 51))
 
 
 def test_only_exact_is_lossless():

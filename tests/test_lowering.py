@@ -16,6 +16,7 @@ from fp8pass.formats import FORMATS
 
 fp8 = torch.ops.fp8pass
 FORMAT_NAMES = ["e4m3", "e5m2", "e4m3_bytes", "exact"]
+PACKED = ["e2m1", "e2m2", "e2m3"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NOT_FINITE = torch.tensor([float("nan"), float("inf"), -float("inf")])
 
@@ -158,15 +159,17 @@ def test_scaled_mm(formats, with_bias, out, tracing):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMAT_NAMES)
+@pytest.mark.parametrize("format", [*FORMAT_NAMES, *PACKED])
 def test_groups(format, dtype, tracing):
+    planes = range(len(FORMATS[format].planes))
+
     def scale(x):
         return fp8.group_scale(x, format, 16)
 
-    def quantize(x, scales):
-        return fp8.quantize_groups(x, scales, format, 16)
+    def quantize(plane):
+        return lambda x, scales: fp8.quantize_groups(x, scales, format, 16, plane)
 
-    def dequantize(codes, scales):
+    def dequantize(scales, *codes):
         return fp8.dequantize_groups(codes, scales, format, 16, dtype)
 
     def batch(rows: int) -> Tensor:
@@ -178,18 +181,19 @@ def test_groups(format, dtype, tracing):
     if format != "exact":
         check(scale, x, tracing=tracing, others=((y,), (z,)))
     pairs = [(t, scale(t)) for t in (x, y, z)]
-    check(quantize, *pairs[0], tracing=tracing, others=tuple(pairs[1:]))
-    coded = [(quantize(*p), p[1]) for p in pairs]
-    check(dequantize, *coded[0], tracing=tracing, others=tuple(coded[1:]))
     transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
-    check(quantize, transposed, pairs[0][1], tracing=tracing)
+    for i in planes:
+        check(quantize(i), *pairs[0], tracing=tracing, others=tuple(pairs[1:]))
+        check(quantize(i), transposed, pairs[0][1], tracing=tracing)
+    coded = [(p[1], *(quantize(i)(*p) for i in planes)) for p in pairs]
+    check(dequantize, *coded[0], tracing=tracing, others=tuple(coded[1:]))
 
 
 def test_every_byte_decodes_to_what_torch_says():
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     scales = torch.ones(4, 4, dtype=torch.bfloat16)
     gm = lowered(
-        lambda c, s: fp8.dequantize_groups(c, s, "e4m3_bytes", 16, torch.float32),
+        lambda c, s: fp8.dequantize_groups([c], s, "e4m3_bytes", 16, torch.float32),
         *(codes, scales),
         tracing="fake",
     )
@@ -248,7 +252,7 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
         return (
             codes.view(torch.uint8),
             scales,
-            fp8.dequantize_groups(codes, scales, format, 16, x.dtype),
+            fp8.dequantize_groups([codes], scales, format, 16, x.dtype),
         )
 
     x = torch.randn(40, 48)
@@ -264,10 +268,65 @@ def test_generated_code_keeps_what_is_not_finite(format):
     def function(x):
         scales = fp8.group_scale(x, format, 16)
         codes = fp8.quantize_groups(x, scales, format, 16)
-        return fp8.dequantize_groups(codes, scales, format, 16, x.dtype)
+        return fp8.dequantize_groups([codes], scales, format, 16, x.dtype)
 
     x = poisoned(torch.randn(40, 48))
     back = torch.compile(function, backend=with_inductor)(x)
     assert not back[0, :3].isfinite().any()
     assert back[1:].isfinite().all()
     assert torch.allclose(back[1:], x[1:], rtol=0.26, atol=1e-3)
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_generated_code_packs_as_the_reference_does(format):
+    """Bit for bit: all dtypes, odd and strided shapes, huge, tiny, zero and not finite values."""
+    x = torch.randn(3, 5, 96) * 10.0 ** torch.tensor([-37.0, -6.0, 0.0, 4.0, 37.0])[:, None]
+    x[2, :, 16:32] = 0
+    x = poisoned(x)
+    xs = (
+        x,
+        x.bfloat16().transpose(0, 1).contiguous().transpose(0, 1),
+        x.half().repeat_interleave(2, -1)[..., ::2],
+    )
+
+    def pack(*xs):
+        scales = [fp8.group_scale(x, format, 32) for x in xs]
+        planes = [
+            [fp8.quantize_groups(x, s, format, 32, i) for i in range(len(FORMATS[format].planes))]
+            for x, s in zip(xs, scales, strict=True)
+        ]
+        return planes, scales
+
+    def unpack(planes, scales):
+        return [
+            fp8.dequantize_groups(p, s, format, 32, dtype)
+            for p, s, dtype in zip(planes, scales, DTYPES, strict=True)
+        ]
+
+    want = pack(*xs)
+    for got, reference in (
+        (torch.compile(pack, backend=with_inductor)(*xs), want),
+        (torch.compile(unpack, backend=with_inductor)(*want), unpack(*want)),
+    ):
+        pairs = zip(*map(torch.utils._pytree.tree_leaves, (got, reference)), strict=True)
+        assert all(same_bits(a, b) for a, b in pairs)
+    assert not unpack(*want)[0][0, 0, :32].isfinite().any()
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_packing_in_generated_code_takes_varying_sizes(format):
+    def function(x):
+        scales = fp8.group_scale(x, format, 16)
+        planes = [
+            fp8.quantize_groups(x, scales, format, 16, i)
+            for i in range(len(FORMATS[format].planes))
+        ]
+        return fp8.dequantize_groups(planes, scales, format, 16, x.dtype)
+
+    compiles = torch._dynamo.testing.CompileCounterWithBackend(with_inductor)
+    program = torch.compile(function, backend=compiles)
+    for rows in (5, 8, 33):
+        x = torch.randn(2, rows, 48)
+        torch._dynamo.mark_dynamic(x, 1)
+        assert same_bits(program(x), function(x))
+    assert compiles.frame_count == 1

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
+from fp8pass.formats import FORMATS
 from fp8pass.plan import Plan
 
 
@@ -94,6 +95,21 @@ def test_saved_tensors_are_the_plan_inductor(name, recipe):
     check(name, Config.recipe(recipe))
 
 
+@pytest.mark.parametrize("format", ["e2m1", "e2m2", "e2m3"])
+def test_packed_tensors_are_the_plan(format):
+    plan = check("decoder", Config(save_format=format, compiler="eager"))
+    low_bit = [s for s in plan.saved if s.kept_as.startswith(format)]
+    assert low_bit
+    for s in low_bit:
+        elements, group = s.bytes_exact // 2, int(s.kept_as.split("×")[1])
+        assert s.bytes == FORMATS[format].stored_bytes(elements, group)
+        assert len(s.tensors) == len(FORMATS[format].planes) + 1
+
+
+def test_packed_tensors_are_the_plan_inductor():
+    check("decoder", Config(save_format="e2m3"))
+
+
 def check(name, config):
     model, args, held = MODELS[name]()
     program, spy = compiled(model.train(), config)
@@ -105,6 +121,7 @@ def check(name, config):
         dims = [] if key[1] == "scalar" else [int(d) for d in key[1].split("×")]
         element = getattr(torch, key[0]).itemsize
         assert bytes_ == torch.Size(dims).numel() * element
+    return spy.plan
 
 
 def test_a_graph_input_that_needs_a_gradient_is_not_kept_as_it_is():

@@ -8,6 +8,7 @@ from helpers import FFN, Joint, capture_joint
 from torch import nn
 
 from fp8pass import spec
+from fp8pass.config import Config
 from fp8pass.graph import aten, emit
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.spec import MalformedGraph
@@ -89,6 +90,36 @@ def test_scales_of_other_groups(joint):
     else:
         node.update_arg(1, second.args[1])
         rejected(joint, node, "do not cover the groups")
+
+
+@pytest.fixture
+def unpacking() -> tuple[Joint, torch.fx.Node]:
+    """A joint graph that keeps values in two planes, and an operator that reads them."""
+    config = Config(save_format="e2m3", compiler="eager")
+    joint = capture_joint(FFN(64, 128), torch.randn(32, 64), config=config)
+    for pass_ in JOINT_PASSES:
+        pass_(joint.gm, joint.ctx)
+    spec.verify(joint.gm.graph)
+    return joint, joint.calls(fp8.dequantize_groups.default)[0]
+
+
+def test_missing_plane(unpacking):
+    joint, node = unpacking
+    node.update_arg(0, node.args[0][:1])
+    rejected(joint, node, "e2m3 has 2 planes")
+
+
+def test_swapped_planes(unpacking):
+    joint, node = unpacking
+    node.update_arg(0, [node.args[0][0]] * 2)
+    rejected(joint, node, "do not cover the groups")
+
+
+def test_planes_of_another_tensor(unpacking):
+    joint, node = unpacking
+    other = joint.calls(fp8.dequantize_groups.default)[1]
+    node.update_arg(0, [node.args[0][0], other.args[0][1]])
+    rejected(joint, node, "quantized with other scales")
 
 
 def test_unknown_format(joint):

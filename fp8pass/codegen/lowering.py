@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -49,6 +50,20 @@ class Emitter:
         val = tensor(like)
         with compat.fake_mode_of(val):
             return self(aten.full.default, [], value, dtype=val.dtype, device=val.device)
+
+    def steps(self, like: fx.Node, count: int, step: int) -> fx.Node:
+        """0, step, 2·step, ..., as int32 [count] on the device of `like`."""
+        val = tensor(like)
+        with compat.fake_mode_of(val):
+            return self(
+                prims.iota.default,
+                count,
+                start=0,
+                step=step,
+                dtype=torch.int32,
+                device=val.device,
+                requires_grad=False,
+            )
 
 
 Lowering = Callable[..., fx.Node]
@@ -111,7 +126,8 @@ def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node
     if fmt.lossless:
         return x
     scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
-    return _row_major(emit, _encode(emit, scaled, fmt))
+    codes = _encode(emit, scaled, fmt)
+    return _row_major(emit, emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
 
 
 @_lowers(fp8.transpose.default)
@@ -200,9 +216,12 @@ def _cuda_scaled_mm(
 
 @_lowers(fp8.group_scale.default)
 def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.Node:
+    """Part by part, as the first plane is packed, so that both are loops over the same elements."""
     fmt = FORMATS[format]
-    groups = _split_groups(emit, x, group_size)
-    amax = emit(aten.amax.default, emit(aten.abs.default, groups), [-1])
+    parts = _split_parts(emit, x, group_size, 8 // fmt.planes[0])
+    magnitudes = (emit(aten.abs.default, part) for part in parts)
+    largest = reduce(partial(emit, aten.maximum.default), magnitudes)
+    amax = emit(aten.amax.default, largest, [-1])
     scales = _bits(emit, _scale_of(emit, emit(cast, amax, torch.float32), fmt))
     truncated = emit(aten.bitwise_and.Scalar, scales, BF16_BITS)
     return emit(cast, emit(aten.view.dtype, truncated, torch.float32), GROUP_SCALE_DTYPE)
@@ -210,21 +229,33 @@ def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.
 
 @_lowers(fp8.quantize_groups.default)
 def _quantize_groups(
-    emit: Emitter, x: fx.Node, scales: fx.Node, format: str, group_size: int
+    emit: Emitter, x: fx.Node, scales: fx.Node, format: str, group_size: int, plane: int = 0
 ) -> fx.Node:
     fmt = FORMATS[format]
     if fmt.lossless:
         return emit(aten.clone.default, x)
-    groups = _split_groups(emit, emit(cast, x, torch.float32), group_size)
+    width = fmt.planes[plane]
     inverse = emit(aten.unsqueeze.default, _inverse(emit, scales), -1)
-    codes = _encode(emit, emit(aten.mul.Tensor, groups, inverse), fmt)
-    return emit(aten.reshape.default, codes, emit.sizes(x))
+    codes = [
+        _encode(emit, emit(aten.mul.Tensor, part, inverse), fmt)
+        for part in _split_parts(emit, emit(cast, x, torch.float32), group_size, 8 // width)
+    ]
+    if fmt.emulated:
+        fields = (
+            _shift_left(emit, _field(emit, code, fmt, plane), position * width)
+            for position, code in enumerate(codes)
+        )
+        data = emit(cast, reduce(partial(emit, aten.bitwise_or.Tensor), fields), torch.uint8)
+    else:
+        (data,) = codes
+    *leading, length = emit.sizes(x)
+    return emit(aten.reshape.default, data, [*leading, length * width // 8])
 
 
 @_lowers(fp8.dequantize_groups.default)
 def _dequantize_groups(
     emit: Emitter,
-    data: fx.Node,
+    planes: list[fx.Node],
     scales: fx.Node,
     format: str,
     group_size: int,
@@ -232,11 +263,15 @@ def _dequantize_groups(
 ) -> fx.Node:
     fmt = FORMATS[format]
     if fmt.lossless:
-        return data
-    groups = _split_groups(emit, _decode(emit, data, fmt), group_size)
+        return planes[0]
+    if fmt.packed:
+        codes = _unpack(emit, planes, fmt, group_size)
+    else:
+        codes = _split_groups(emit, planes[0], group_size)
     factors = emit(aten.unsqueeze.default, emit(cast, scales, torch.float32), -1)
-    values = emit(cast, emit(aten.mul.Tensor, groups, factors), dtype)
-    return emit(aten.reshape.default, values, emit.sizes(data))
+    values = emit(cast, emit(aten.mul.Tensor, _decode(emit, codes, fmt), factors), dtype)
+    *leading, groups = emit.sizes(scales)
+    return emit(aten.reshape.default, values, [*leading, groups * group_size])
 
 
 def _split_groups(emit: Emitter, x: fx.Node, group_size: int) -> fx.Node:
@@ -244,31 +279,65 @@ def _split_groups(emit: Emitter, x: fx.Node, group_size: int) -> fx.Node:
     return emit(aten.reshape.default, x, [*leading, length // group_size, group_size])
 
 
+def _split_parts(emit: Emitter, x: fx.Node, group_size: int, count: int) -> list[fx.Node]:
+    """The `count` parts of every group of `x` [..., K], each [..., K / G, G / count]."""
+    if count == 1:
+        return [_split_groups(emit, x, group_size)]
+    *leading, length = emit.sizes(x)
+    sizes = [*leading, length // group_size, count, group_size // count]
+    parts = emit(aten.reshape.default, x, sizes)
+    return [emit(aten.select.int, parts, -2, position) for position in range(count)]
+
+
+def _field(emit: Emitter, code: fx.Node, fmt: Format, plane: int) -> fx.Node:
+    """The bits of a code that are in one of its planes."""
+    offset, width = sum(fmt.planes[:plane]), fmt.planes[plane]
+    field = _shift_right(emit, code, offset)
+    is_last = offset + width == fmt.bits
+    return field if is_last else emit(aten.bitwise_and.Scalar, field, (1 << width) - 1)
+
+
+def _unpack(emit: Emitter, planes: list[fx.Node], fmt: Format, group_size: int) -> fx.Node:
+    """Codes, int32 [..., K / G, G], out of packed planes."""
+    fields, offset = [], 0
+    for data, width in zip(planes, fmt.planes, strict=True):
+        groups = _split_groups(emit, emit(cast, data, torch.int32), group_size * width // 8)
+        shared = emit(aten.unsqueeze.default, groups, -2)
+        shifts = emit(aten.unsqueeze.default, emit.steps(data, 8 // width, width), -1)
+        parts = emit(aten.bitwise_right_shift.Tensor, shared, shifts)
+        field = emit(aten.bitwise_and.Scalar, parts, (1 << width) - 1)
+        *leading, number, _ = emit.sizes(groups)
+        field = emit(aten.reshape.default, field, [*leading, number, group_size])
+        fields.append(_shift_left(emit, field, offset))
+        offset += width
+    return reduce(partial(emit, aten.bitwise_or.Tensor), fields)
+
+
 def _inverse(emit: Emitter, scale: fx.Node) -> fx.Node:
     return emit(aten.reciprocal.default, emit(cast, scale, torch.float32))
 
 
 def _encode(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
+    """Codes of fp32 `x`, one an element: in the format's dtype, or in int32 if emulated."""
     clamped = emit(aten.clamp_max.default, emit(aten.clamp_min.default, x, -fmt.max), fmt.max)
-    if not fmt.emulated:
-        return emit(cast, clamped, fmt.dtype)
-    return _encode_bytes(emit, clamped, fmt)
+    return _code_points(emit, clamped, fmt) if fmt.emulated else emit(cast, clamped, fmt.dtype)
 
 
-def _decode(emit: Emitter, data: fx.Node, fmt: Format) -> fx.Node:
-    if not fmt.emulated:
-        return emit(cast, data, torch.float32)
-    return _decode_bytes(emit, data, fmt)
+def _decode(emit: Emitter, codes: fx.Node, fmt: Format) -> fx.Node:
+    return _values(emit, codes, fmt) if fmt.emulated else emit(cast, codes, torch.float32)
 
 
-# Integer arithmetic for GPUs whose Triton cannot convert to E4M3. An fp32 number has 23 mantissa
-# bits and exponent bias 127, an E4M3 one 3 and 7; its least normal number is 2^-6 and the step
-# below that 2^-9.
-_DROPPED_BITS = 23 - 3
-_REBIAS = (127 - 7) << 3
-# Adding 2^14 to a number below 2^-6 leaves it in fp32's last bits, in units of 2^-9, rounded.
-_DENORMAL_SHIFT = 2.0**14
-_NAN_CODE = 0x7F
+# Integer arithmetic for codes that no cast converts to. An fp32 number has 23 mantissa bits and
+# exponent bias 127.
+
+
+def _dropped_bits(fmt: Format) -> int:
+    return 23 - fmt.mantissa
+
+
+def _rebias(fmt: Format) -> int:
+    """What the exponent fields of fp32 and `fmt` differ by, in place."""
+    return (127 - (1 - fmt.min_exponent)) << fmt.mantissa
 
 
 def _bits(emit: Emitter, x: fx.Node) -> fx.Node:
@@ -276,48 +345,58 @@ def _bits(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 def _shift_right(emit: Emitter, x: fx.Node, count: int) -> fx.Node:
-    return emit(aten.bitwise_right_shift.Tensor_Scalar, x, count)
+    return emit(aten.bitwise_right_shift.Tensor_Scalar, x, count) if count else x
 
 
-def _encode_bytes(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
-    """fp32 within ±fmt.max to E4M3 code points, nearest even, as uint8."""
+def _shift_left(emit: Emitter, x: fx.Node, count: int) -> fx.Node:
+    return emit(aten.bitwise_left_shift.Tensor_Scalar, x, count) if count else x
+
+
+def _code_points(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
+    """fp32 within ±fmt.max to code points, nearest even, as int32."""
     magnitude = emit(aten.abs.default, x)
-    bits = _bits(emit, magnitude)
-    # Half a step less one, plus one if the last kept bit is odd: ties go to even.
-    odd = emit(
-        aten.bitwise_and.Scalar,
-        emit(aten.bitwise_right_shift.Tensor_Scalar, bits, _DROPPED_BITS),
-        1,
-    )
-    rounded = emit(aten.add.Tensor, emit(aten.add.Tensor, bits, odd), (1 << _DROPPED_BITS - 1) - 1)
-    normal = emit(
-        aten.sub.Tensor,
-        emit(aten.bitwise_right_shift.Tensor_Scalar, rounded, _DROPPED_BITS),
-        _REBIAS,
-    )
-    shifted = _bits(emit, emit(aten.add.Tensor, magnitude, _DENORMAL_SHIFT))
-    offset = int(torch.tensor(_DENORMAL_SHIFT).view(torch.int32))
-    denormal = emit(aten.sub.Tensor, shifted, offset)
     is_denormal = emit(aten.lt.Scalar, magnitude, 2.0**fmt.min_exponent)
-    code = emit(aten.where.self, is_denormal, denormal, normal)
-    nan = emit.constant(code, _NAN_CODE)
-    code = emit(aten.where.self, emit(aten.isnan.default, x), nan, code)
-    sign = emit(aten.bitwise_and.Scalar, _shift_right(emit, _bits(emit, x), 24), 0x80)
-    return emit(cast, emit(aten.bitwise_or.Tensor, code, sign), torch.uint8)
+    code = emit(
+        aten.where.self,
+        is_denormal,
+        _denormal_code(emit, magnitude, fmt),
+        _normal_code(emit, magnitude, fmt),
+    )
+    sign_bit = 1 << fmt.bits - 1
+    sign = _shift_right(emit, _bits(emit, x), 32 - fmt.bits)
+    code = emit(aten.bitwise_or.Tensor, code, emit(aten.bitwise_and.Scalar, sign, sign_bit))
+    nan = emit.constant(code, fmt.nan)
+    return emit(aten.where.self, emit(aten.isnan.default, x), nan, code)
 
 
-def _decode_bytes(emit: Emitter, data: fx.Node, fmt: Format) -> fx.Node:
-    """E4M3 code points in uint8 to fp32."""
-    code = emit(cast, data, torch.int32)
-    magnitude = emit(aten.bitwise_and.Scalar, code, 0x7F)
-    bits = emit(aten.add.Tensor, magnitude, _REBIAS)
-    shifted = emit(aten.bitwise_left_shift.Tensor_Scalar, bits, _DROPPED_BITS)
-    normal = emit(aten.view.dtype, shifted, torch.float32)
+def _normal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
+    bits, dropped = _bits(emit, magnitude), _dropped_bits(fmt)
+    # Half a step less one, plus one if the last kept bit is odd: ties go to even.
+    odd = emit(aten.bitwise_and.Scalar, _shift_right(emit, bits, dropped), 1)
+    rounded = emit(aten.add.Tensor, emit(aten.add.Tensor, bits, odd), (1 << dropped - 1) - 1)
+    return emit(aten.sub.Tensor, _shift_right(emit, rounded, dropped), _rebias(fmt))
+
+
+def _denormal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
+    """A number of this size leaves the denormal in fp32's last bits, rounded, in its steps."""
+    shift = 2.0 ** (_dropped_bits(fmt) + fmt.min_exponent)
+    shifted = _bits(emit, emit(aten.add.Tensor, magnitude, shift))
+    return emit(aten.sub.Tensor, shifted, int(torch.tensor(shift).view(torch.int32)))
+
+
+def _values(emit: Emitter, codes: fx.Node, fmt: Format) -> fx.Node:
+    """Code points to fp32."""
+    code = emit(cast, codes, torch.int32)
+    sign_bit = 1 << fmt.bits - 1
+    magnitude = emit(aten.bitwise_and.Scalar, code, sign_bit - 1)
+    bits = _shift_left(emit, emit(aten.add.Tensor, magnitude, _rebias(fmt)), _dropped_bits(fmt))
+    normal = emit(aten.view.dtype, bits, torch.float32)
     step = 2.0 ** (fmt.min_exponent - fmt.mantissa)
     denormal = emit(aten.mul.Tensor, emit(cast, magnitude, torch.float32), step)
     is_denormal = emit(aten.lt.Scalar, magnitude, 1 << fmt.mantissa)
-    decoded = emit(aten.where.self, is_denormal, denormal, normal)
-    nan = emit.constant(decoded, float("nan"))
-    decoded = emit(aten.where.self, emit(aten.eq.Scalar, magnitude, _NAN_CODE), nan, decoded)
-    negative = emit(aten.gt.Scalar, code, 0x7F)
-    return emit(aten.where.self, negative, emit(aten.neg.default, decoded), decoded)
+    value = emit(aten.where.self, is_denormal, denormal, normal)
+    if fmt.nan:
+        nan = emit.constant(value, float("nan"))
+        value = emit(aten.where.self, emit(aten.eq.Scalar, magnitude, fmt.nan), nan, value)
+    negative = emit(aten.ge.Scalar, code, sign_bit)
+    return emit(aten.where.self, negative, emit(aten.neg.default, value), value)

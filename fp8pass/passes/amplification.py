@@ -8,7 +8,7 @@ on average: the region is run on the samples, forward and backward, with and wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,6 @@ def _relative_change(before: Tensor, after: Tensor) -> float:
     return float(change / size) if size > 0 else 0.0
 
 
-def _compile(expression: Expr) -> tuple[object, tuple[Symbol, ...]]:
+def _compile(expression: Expr) -> tuple[Callable[..., Any], tuple[Symbol, ...]]:
     operands = tuple(sorted(expression.free_symbols, key=str))
     return sympy.lambdify(operands, expression, modules=[FUNCTIONS]), operands

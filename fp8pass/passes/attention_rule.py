@@ -30,9 +30,10 @@ class Bounded:
     norm: Expr
     largest: Expr
     error: Expr
-    largest_error: Expr = sympy.Integer(0)
+    largest_error: Expr = sympy.S.Zero
 
     def __matmul__(self, other: Bounded) -> Bounded:
+        """The matrix product."""
         error = self.error * other.norm + self.norm * other.error
         return Bounded(self.norm * other.norm, sympy.oo, error)
 
@@ -83,10 +84,10 @@ def expected(length: int, head_dim: int) -> float:
     def normal() -> torch.Tensor:
         return torch.randn(size, generator=random, dtype=torch.float64, device="cpu")
 
-    operands, gradient = [normal() for _ in range(3)], normal()
+    q, k, v, gradient = normal(), normal(), normal(), normal()
     noise = [1 + PERTURBATION * normal() for _ in range(3)]
-    exact = _gradients(*operands, gradient)
-    perturbed = _gradients(*(x * n for x, n in zip(operands, noise, strict=True)), gradient)
+    exact = _gradients(q, k, v, gradient)
+    perturbed = _gradients(q * noise[0], k * noise[1], v * noise[2], gradient)
     changes = ((b - a).norm() / a.norm() for a, b in zip(exact, perturbed, strict=True))
     return float(max(changes)) / PERTURBATION
 

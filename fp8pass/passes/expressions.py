@@ -245,7 +245,7 @@ def _define_result(node: fx.Node, found: Expressions) -> None:
         found.definitions.append(Statistic(mean, operand, operand, one, share, length))
         found.statistics.add(mean)
     correction = parent.kwargs.get("correction", 1)
-    weight = sympy.Rational(1, max(length - int(correction or 0), 1))  # type: ignore[call-overload]
+    weight = sympy.Rational(1, max(length - int(correction or 0), 1))  # type: ignore[arg-type]
     deviation = operand - mean
     entry = Statistic(operand, operand, deviation**2, 2 * deviation, weight, length)
     _add_statistic(node, entry, found)

@@ -4,7 +4,7 @@ Afterwards forward and backward share exactly the nodes in `ctx.saved`:
 
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
     after    s = group_scale(g); q = quantize_groups(g, s)   forward, q and s cross
-             g' = dequantize_groups(q, s)                    backward, used instead of g
+             g' = dequantize_groups([q], s)                  backward, used instead of g
 
 The forward keeps using the values themselves: saving in low bits changes gradients only.
 """
@@ -109,7 +109,7 @@ class Carrier:
             return self._through_low_bits(node, decision)
         if kind(node) is Kind.VIEW:
             return self._as_copy(node, decision)
-        self._cross(node, decision, node, node)
+        self._cross(node, decision, node)
         return node
 
     def _through_low_bits(self, node: fx.Node, decision: Decision) -> fx.Node:
@@ -117,25 +117,44 @@ class Carrier:
         coded = (decision.format.name, decision.group_size)
         with self.graph.inserting_before(_after(node)):
             scales = emit(self.graph, fp8.group_scale.default, node, *coded, like=node)
-            data = emit(self.graph, fp8.quantize_groups.default, node, scales, *coded, like=node)
-        self._cross(node, decision, data, scales)
+            planes = [
+                emit(self.graph, fp8.quantize_groups.default, node, scales, *coded, i, like=node)
+                for i in range(len(decision.format.planes))
+            ]
+        self._cross(node, decision, *planes, scales)
         dtype = graph.tensor(node).dtype
         with self.graph.inserting_before(self.at):
             back = emit(
-                self.graph, fp8.dequantize_groups.default, data, scales, *coded, dtype, like=node
+                self.graph, fp8.dequantize_groups.default, planes, scales, *coded, dtype, like=node
             )
-        back.meta["partitioner_tag"] = "is_backward"
-        return back
+            back.meta["partitioner_tag"] = "is_backward"
+            return self._in_layout_of(node, back) if decision.format.packed else back
+
+    def _in_layout_of(self, node: fx.Node, back: fx.Node) -> fx.Node:
+        """Unpacked values are contiguous; views in the backward count on the strides of `node`."""
+        order = graph.stride_order(graph.tensor(node))
+        if order == sorted(order):
+            return back
+        inward = emit(self.graph, aten.permute.default, back, order, like=back)
+        dense = emit(
+            self.graph,
+            aten.clone.default,
+            inward,
+            memory_format=torch.contiguous_format,
+            like=back,
+        )
+        inverse = [order.index(dim) for dim in range(len(order))]
+        return emit(self.graph, aten.permute.default, dense, inverse, like=back)
 
     def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
         """A view that is kept without its base, which would hold the base's memory."""
         with self.graph.inserting_before(_after(node)):
             copy = emit(self.graph, aten.clone.default, node, like=node)
-        self._cross(node, decision, copy, copy)
+        self._cross(node, decision, copy)
         return copy
 
-    def _cross(self, node: fx.Node, decision: Decision, data: fx.Node, scales: fx.Node) -> None:
-        tensors = tuple(dict.fromkeys((data, scales)))
+    def _cross(self, node: fx.Node, decision: Decision, *tensors: fx.Node) -> None:
+        """Let `tensors`, which `node` is kept as, cross the boundary."""
         self.crossing.update(dict.fromkeys(tensors))
         if node in self.ctx.parameters:
             self.ctx.plan.parameters.append(node.name)

@@ -96,15 +96,23 @@ class Storage:
         reason = self._why_not(node) or self.rules.why_exact(node)
         if reason:
             return Choice(EXACT, 0, reason)
-        val = graph.tensor(node)
-        group = _group(val, self.ctx.config.group_size)
-        if group is None:
+        groups = {f: self._group(node, f) for f in self.formats}
+        if not any(groups.values()):
             return Choice(EXACT, 0, "no group of 16 or more divides its last dimension")
-        allowed = [f for f in self.formats if self.rules.allows(node, f)]
+        allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
             bound = self.rules.amplification(node).bound
             return Choice(EXACT, 0, f"may amplify errors {bound:.1f}×, too much for any format")
-        return min((self._priced(node, f, group) for f in allowed), key=lambda c: c.units)
+        return min((self._priced(node, f, group) for f, group in allowed), key=lambda c: c.units)
+
+    def _group(self, node: fx.Node, format: Format) -> int | None:
+        val = graph.tensor(node)
+        if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
+            return None
+        length = val.shape[-1]
+        if not isinstance(length, int):
+            return None
+        return divisor_group(length, self.ctx.config.group_size, multiple=format.group_multiple)
 
     def _why_not(self, node: fx.Node) -> str:
         """Why a value is no candidate, whatever uses it."""
@@ -136,10 +144,3 @@ class Storage:
         # Reading the value once more, to store it, counts like computing it again.
         units = (stored + price) * UNITS_PER_BYTE + exact
         return Choice(format, group, reason, units, error)
-
-
-def _group(val: torch.Tensor, group_size: int) -> int | None:
-    if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
-        return None
-    length = val.shape[-1]
-    return divisor_group(length, group_size) if isinstance(length, int) else None
