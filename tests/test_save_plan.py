@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import graph
 from fp8pass.config import Config
-from fp8pass.passes import JOINT_PASSES, error_rules
+from fp8pass.passes import JOINT_PASSES, expressions
+from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.save_plan import Cut, components, min_cut
 
 # --- the cut ------------------------------------------------------------------------------------
@@ -144,7 +145,8 @@ def test_attention_is_kept_exactly():
     kept = [s for s in exact if s.bytes]
     assert len(kept) == 4
     assert sum("attention" in s.op for s in kept) == 1
-    assert all("exact" in s.reason for s in kept)  # a view of v is what attention reads
+    reasons = ("attention may amplify", "exact values follow")  # a view of v is what it reads
+    assert all(s.reason.startswith(reasons) for s in kept)
 
 
 def test_what_a_decoder_layer_keeps():
@@ -276,6 +278,14 @@ def test_random_masks_are_kept_or_recomputed_but_not_rounded():
         assert not (s.expected_error and "rand" in s.op)
 
 
+def has_derivation(node: fx.Node) -> bool:
+    """Whether the error rules can say what an error of an operand of `node` does."""
+    linear = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE, Kind.MOVEMENT)
+    known = expressions.FORMULAS.keys() | expressions.IDENTITIES | expressions.REDUCTIONS
+    target = graph.operator_of(node).target
+    return target in known or target is torch.ops.aten.var_mean.correction or kind(node) in linear
+
+
 def reads_rounded(joint: Joint) -> list[fx.Node]:
     """Operators that tolerate no error but are computed from values kept in low bits."""
     gradients = graph.tangent_dependent(joint.gm.graph)
@@ -285,7 +295,7 @@ def reads_rounded(joint: Joint) -> list[fx.Node]:
         if node.target is torch.ops.fp8pass.dequantize_groups.default:
             rounded.add(node)
         elif node.op == "call_function" and any(n in rounded for n in node.all_input_nodes):
-            if not error_rules.tolerates(node):
+            if not has_derivation(node):
                 wrong.append(node)
             if node not in gradients:
                 rounded.add(node)
@@ -305,7 +315,7 @@ def test_what_tolerates_no_error_reads_nothing_that_was_rounded(case):
         assert not reads_rounded(joint)
 
 
-@pytest.mark.parametrize("sensitive", [torch.exp, torch.cos, lambda x: x.softmax(-1), torch.cumsum])
+@pytest.mark.parametrize("sensitive", [torch.log, torch.cos, lambda x: x.softmax(-1), torch.cumsum])
 def test_sensitive_operators_read_exact_values(sensitive):
     """A value that sensitive and tolerant operators share, and one rounded value beside it."""
 

@@ -7,9 +7,9 @@ on average: the region is run on the samples, forward and backward, with and wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -57,6 +57,7 @@ class Samples:
             given = moments.get(symbol, UNIT_VARIANCE)
             self._inputs[symbol] = given.mean + given.std * self.normal()
         self.values = self.run()
+        self._norms: dict[Expr, Tensor] = {}
 
     def normal(self) -> Tensor:
         """Independent standard normal numbers."""
@@ -97,6 +98,11 @@ class Samples:
         return float(torch.as_tensor(result, dtype=torch.float64).mean())
 
     def _atom(self, atom: Expr) -> Tensor:
+        if atom not in self._norms:
+            self._norms[atom] = self._norm(atom)
+        return self._norms[atom]
+
+    def _norm(self, atom: Expr) -> Tensor:
         function, operands = _compile(atom.args[0])
         x = torch.as_tensor(function(*(self.values[s] for s in operands)), dtype=torch.float64)
         x = x.broadcast_to(ROWS, self.width)
@@ -108,19 +114,12 @@ class Samples:
         return x.abs().amax(dim=-1, keepdim=True)
 
 
-def relative(samples: Samples, bound: Expr, size: Expr) -> float:
-    """A bound as a share of the size of what is perturbed."""
-    if bound == 0:
-        return 0.0
-    whole = samples.evaluate(size)
-    return samples.evaluate(bound) / whole if whole else math.inf
-
-
 def _relative_change(before: Tensor, after: Tensor) -> float:
     change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
     return float(change / size) if size > 0 else 0.0
 
 
+@lru_cache(maxsize=4096)
 def _compile(expression: Expr) -> tuple[Callable[..., Any], tuple[Symbol, ...]]:
     operands = tuple(sorted(expression.free_symbols, key=str))
     return sympy.lambdify(operands, expression, modules=[FUNCTIONS]), operands

@@ -15,69 +15,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 
-import sympy
-from sympy import Symbol
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.formats import E4M3, Format
-from fp8pass.passes import amplification, attention_rule
-from fp8pass.passes.amplification import Moments, Samples
+from fp8pass.passes import attention_rule
+from fp8pass.passes.amplification import Moments
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
-from fp8pass.passes.expressions import Expressions, Underivable, express
+from fp8pass.passes.derivation import UNITY, Amplification, RegionRule, derive
+from fp8pass.passes.expressions import has_formula
 from fp8pass.passes.linear import KEPT_BY_CHOICE
-from fp8pass.passes.perturbation import Factors, Norms, bound, gradient_factors, respond, size
-from fp8pass.passes.regions import Region, Splitter
+from fp8pass.passes.regions import DERIVABLE, Region, Splitter
 
 # Linear in what they keep for the backward: its relative error is the gradient's.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 
-@dataclass(frozen=True)
-class Amplification:
-    """Relative error of gradients per unit relative error of a stored value.
-
-    Attributes:
-        bound: to first order at most this, for any perturbation.
-        expected: root mean square, for independent perturbations.
-    """
-
-    bound: float
-    expected: float
-
-    def allows(self, format: Format, tolerance: float) -> bool:
-        """Whether a value may be stored in `format`."""
-        return math.isinf(tolerance) or self.bound * format.half_step <= tolerance
-
-
-UNITY = Amplification(1.0, 1.0)
 UNUSED = Amplification(0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class RegionRule:
-    """Amplifications in one region, of each input and member that may be stored, by index.
-
-    Attributes:
-        by_index: of nodes numbered as in `(*region.inputs, *region.nodes)`.
-        recompute: Case 1, only inputs stored and all else recomputed: the sum of their bounds.
-        cache: Case 2, also what the backward reads directly.
-        reason: why nothing could be derived, '' where it was.
-    """
-
-    by_index: dict[int, Amplification] = field(default_factory=dict)
-    recompute: float = 0.0
-    cache: float = 0.0
-    reason: str = ""
-
-    @property
-    def prefers_cache(self) -> bool:
-        """Whether reading cached intermediates is strictly the tighter case."""
-        return self.cache < self.recompute * (1 - 1e-9)
 
 
 class Rules:
@@ -96,21 +53,30 @@ class Rules:
         self.backward = graph.tangent_dependent(g)
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
         exact = {n for n in inputs - self.backward if n not in ctx.held | ctx.activations}
-        splitter = Splitter(g, self.backward, frozenset(exact))
+        splitter = Splitter(g, self.backward, frozenset(exact), has_formula)
         self.regions = splitter.split()
         self.junctions = splitter.junctions
         self.constants = splitter.constants
         self._moments = moments or {}
-        self._derived: dict[object, RegionRule] = {}
-        self._underived: set[fx.Node] = set()
+
+    @cached_property
+    def _rules(self) -> list[RegionRule]:
+        """One for each region."""
+        with compat.real_tensors():  # the passes run where tensors are fake
+            return [self._rule(region) for region in self.regions]
+
+    @cached_property
+    def _derived(self) -> set[fx.Node]:
+        """Members of regions with a rule."""
+        pairs = zip(self.regions, self._rules, strict=True)
+        return {n for region, rule in pairs if not rule.reason for n in region.nodes}
 
     @cached_property
     def _found(self) -> dict[fx.Node, list[Amplification | str]]:
         """Uses of nodes in regions: an amplification, or why there is none."""
         found: dict[fx.Node, list[Amplification | str]] = {}
-        with compat.real_tensors():  # the passes run where tensors are fake
-            for region in self.regions:
-                self._record(region, self._rule(region), found)
+        for region, rule in zip(self.regions, self._rules, strict=True):
+            self._record(region, rule, found)
         return found
 
     def why_exact(self, node: fx.Node) -> str:
@@ -134,9 +100,11 @@ class Rules:
 
         Inside a region the amplifications of its inputs cover that.
         """
-        if format.lossless:
+        if format.lossless or node in self.constants:
             return True
-        return self.allows(node, format) if node in self.junctions else node not in self._underived
+        if node in self.junctions:
+            return self.allows(node, format)
+        return kind(node) not in DERIVABLE or node in self._derived
 
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
         yield from self._found.get(node, ())
@@ -169,109 +137,18 @@ class Rules:
 
     def _rule(self, region: Region) -> RegionRule:
         known = {n: self._moments[n] for n in region.values if n in self._moments}
-        key = (region.key(), tuple((n.name, m) for n, m in known.items()))
-        if key not in self._derived:
-            self._derived[key] = derive(region, known)
-        return self._derived[key]
+        return derive(region, known)
 
     def _record(
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]
     ) -> None:
         used = bool(region.backward or region.cached)
-        if rule.reason:
-            self._underived.update(region.nodes)
         for index, node in enumerate((*region.inputs, *region.nodes)):
             found = record.setdefault(node, [])
             if rule.reason and used and node not in self.constants:
                 found.append(rule.reason)
             elif index in rule.by_index:
                 found.append(rule.by_index[index])
-
-
-def derive(region: Region, moments: Mapping[fx.Node, Moments]) -> RegionRule:
-    """The rule of a region: amplifications of everything in it that may be stored."""
-    try:
-        expressions = express(region)
-    except Underivable as error:
-        return RegionRule(reason=str(error))
-    derivation = Derivation(region, expressions, moments)
-    stored = [
-        (i, n)
-        for i, n in enumerate((*region.inputs, *region.nodes))
-        if n not in region.backward
-        and expressions.symbols.get(n) is not None
-        and expressions.symbols[n] not in expressions.constants | set(expressions.gradients)
-    ]
-    by_symbol = {
-        symbol: derivation.of(symbol, frozenset((symbol,)))
-        for symbol in dict.fromkeys(expressions.symbols[n] for _, n in stored)
-    }
-    recompute, cache = derivation.cases()
-    return RegionRule({i: by_symbol[expressions.symbols[n]] for i, n in stored}, recompute, cache)
-
-
-class Derivation:
-    """Bounds of one region, as symbols and as numbers.
-
-    Attributes:
-        factors: per output, its gradient factors, or itself for a forward value.
-    """
-
-    def __init__(
-        self, region: Region, expressions: Expressions, moments: Mapping[fx.Node, Moments]
-    ) -> None:
-        self.region, self.expressions = region, expressions
-        self.norms = Norms(expressions)
-        self.samples = Samples(expressions, {expressions.symbols[n]: m for n, m in moments.items()})
-        self.factors: dict[Symbol, list[Factors]] = {}
-        for node in region.outputs:
-            symbol = expressions.symbols[node]
-            if node in region.backward:
-                self.factors[symbol] = gradient_factors(expressions, symbol)
-            else:
-                self.factors[symbol] = [Factors(symbol, order=sympy.Integer(2))]
-
-    def symbolic(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, sympy.Expr]:
-        """‖Δ‖ of each output's factors per unit relative perturbation of `source`."""
-        responses = respond(self.expressions, source, source, kept)
-        return {
-            output: sum((bound(f, responses, self.norms) for f in factors), sympy.Integer(0))
-            for output, factors in self.factors.items()
-        }
-
-    def of(self, source: Symbol, kept: frozenset[Symbol]) -> Amplification:
-        """The worst amplification of a source over the region's outputs."""
-        expected = self.samples.expected(source, list(self.factors))
-        return Amplification(
-            max(self._relative(source, kept).values(), default=0.0),
-            max(expected.values(), default=0.0),
-        )
-
-    def _relative(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, float]:
-        return {
-            output: amplification.relative(
-                self.samples,
-                perturbed,
-                sum((size(f, self.norms) for f in self.factors[output]), sympy.Integer(0)),
-            )
-            for output, perturbed in self.symbolic(source, kept).items()
-        }
-
-    def cases(self) -> tuple[float, float]:
-        """The bound of Case 1 and of Case 2, over all that is stored in each."""
-        inputs = frozenset(self.expressions.values)
-        cached = {self.expressions.symbols[n] for n in self.region.cached}
-        return tuple(  # type: ignore[return-value]
-            max(self._total(kept).values(), default=0.0)
-            for kept in (inputs, inputs | cached - self.expressions.constants)
-        )
-
-    def _total(self, kept: frozenset[Symbol]) -> dict[Symbol, float]:
-        total = dict.fromkeys(self.factors, 0.0)
-        for source in sorted(kept, key=str):
-            for output, value in self._relative(source, kept).items():
-                total[output] += value
-        return total
 
 
 def _is_matrix(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph import aten, prims
-from fp8pass.passes.classify import VIEWS
+from fp8pass.passes.classify import VIEWS, Kind, kind
 from fp8pass.passes.regions import Region, Role
 
 
@@ -439,3 +439,8 @@ FORMULAS: dict[Any, Callable[..., Expr]] = {
 }
 if hasattr(prims, "fma"):
     FORMULAS[prims.fma.default] = _formula(lambda a, b, c: a * b + c)
+
+
+def has_formula(node: fx.Node) -> bool:
+    """Whether a pointwise operator is stated here; of others a region says so itself."""
+    return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | IDENTITIES

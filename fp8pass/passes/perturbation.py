@@ -210,11 +210,12 @@ def size(factors: Factors, calculus: Norms) -> Expr:
     return total
 
 
-@dataclass(frozen=True)
+@dataclass
 class Norms:
     """Norms over elements: statistics and numbers come out, constants by their largest element."""
 
     expressions: Expressions
+    _known: dict[tuple[Expr, Expr | int], Expr] = field(default_factory=dict)
 
     def perturbation(self, factor: Expr, responses: Responses, order: Expr | int) -> Expr:
         """The `order`-norm of Δfactor per unit of ‖δ‖_∞: AGoQ's Eq. 8 and Eq. 12."""
@@ -226,6 +227,12 @@ class Norms:
 
     def norm(self, expression: Expr, order: Expr | int) -> Expr:
         """‖expression‖ of order 1, 2 or ∞."""
+        key = expression, order
+        if key not in self._known:
+            self._known[key] = self._norm(expression, order)
+        return self._known[key]
+
+    def _norm(self, expression: Expr, order: Expr | int) -> Expr:
         expression = self.expressions.expanded(expression)
         if expression == 0:
             return ZERO

@@ -11,6 +11,7 @@ region, because what comes out of them is as inexact as what went in and needs n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -99,14 +100,23 @@ def is_movement(node: fx.Node) -> bool:
 class Splitter:
     """Assigns the nodes of a joint graph to regions.
 
+    Pointwise operators without a formula end a region, too: what they compute is a new value.
+
     `exact` are inputs that are exact whatever we do: parameters, tables, data. Afterwards
     `constants` are the nodes computed from nothing else, and `junctions` those that end a region
     and are as inexact as their operands.
     """
 
-    def __init__(self, g: fx.Graph, backward: set[fx.Node], exact: frozenset[fx.Node]) -> None:
+    def __init__(
+        self,
+        g: fx.Graph,
+        backward: set[fx.Node],
+        exact: frozenset[fx.Node],
+        has_formula: Callable[[fx.Node], bool],
+    ) -> None:
         self.graph = g
         self.exact = exact
+        self.has_formula = has_formula
         self.backward = backward
         self.junctions: set[fx.Node] = set()
         self.constants: set[fx.Node] = set()
@@ -131,7 +141,7 @@ class Splitter:
         junction = is_movement(node) or self._is_junction(node)
         if node in self.exact or (not sources and not _is_origin(node)):
             self._end(node, constant=True)
-        elif junction or kind(node) not in DERIVABLE:
+        elif junction or kind(node) not in DERIVABLE or not self.has_formula(node):
             self._end(node, constant=not _is_float(node))
         else:
             self._sources[node] = sources
