@@ -23,10 +23,12 @@ class Backend:
     Attributes:
         config: what fp8pass does.
         observer: called with each graph's plan (see `explain`).
+        frontier: whether plans should trace memory against time.
     """
 
     config: Config = field(default_factory=Config)
     observer: Observer | None = None
+    frontier: bool = False
 
     __name__ = "fp8pass"
 
@@ -49,7 +51,9 @@ class Backend:
             config, given = split_options(options, compat.list_options())
             inductor_options.update(given)
         _warn_about_activation_quantization()
-        partitioner = Partitioner(config, Inputs.of(example_inputs), self.observer)
+        partitioner = Partitioner(
+            config, Inputs.of(example_inputs), self.observer, frontier=self.frontier
+        )
         compiled: Any = compat.compile_fx(
             gm,
             list(example_inputs),

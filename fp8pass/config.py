@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,9 @@ class Config:
             compiler, to test it.
         tolerance: how large the relative error of a gradient may get through one stored value, in
             the worst case and to first order. `inf` switches the error rules off.
+        memory_budget: how much the backward may keep of each graph, besides parameters: a share of
+            what it would keep without a budget (a float up to 1), or bytes (`"24GiB"`, an int).
+            What does not fit is computed again, GEMMs and attention included.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.
@@ -54,6 +59,7 @@ class Config:
     gradient_format: str = "e4m3"
     save_format: str = "e4m3"
     tolerance: float = 1.0
+    memory_budget: float | int | str | None = None
     group_size: int = 128
     skip: tuple[str, ...] = ()
     quantize_lm_head: bool = False
@@ -76,6 +82,7 @@ class Config:
             )
         if not isinstance(self.tolerance, (int, float)) or not self.tolerance > 0:
             raise ConfigError(f"tolerance must be a positive number, got {self.tolerance!r}.")
+        _check_budget(self.memory_budget)
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
             raise ConfigError(f"group_size must be a positive multiple of 16, got {size!r}.")
@@ -97,6 +104,15 @@ class Config:
             if field not in FIELDS:
                 raise ConfigError(unknown("option", field, FIELDS))
         return cls(**{**RECIPES[name], **overrides})
+
+    def budget_bytes(self, unlimited: float) -> float:
+        """The budget of a graph that would keep `unlimited` bytes without one."""
+        budget = self.memory_budget
+        if budget is None:
+            return math.inf
+        if isinstance(budget, str):
+            return parse_bytes(budget)
+        return budget * unlimited if isinstance(budget, float) else float(budget)
 
     @property
     def quantizes_linears(self) -> bool:
@@ -131,6 +147,37 @@ def split_options(
                 + "; those of torch._inductor.config pass through."
             )
     return Config.recipe(ours.pop("recipe", "coat"), **ours), theirs
+
+
+def parse_bytes(text: str) -> float:
+    """A size as `24GiB`, `512 MiB` or `1.5GB`, in bytes.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else math.nan
+    except ValueError:
+        number = math.nan
+    if match is None or math.isnan(number):
+        raise ConfigError(f"memory_budget is a size such as '24GiB' or '800MB', got {text!r}.")
+    base = 1024 if match[3] else 1000
+    return float(number * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def _check_budget(budget: object) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, str):
+        parse_bytes(budget)
+    elif isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        raise ConfigError(f"memory_budget must be positive, got {budget!r}.")
+    elif isinstance(budget, float) and budget > 1:
+        raise ConfigError(
+            f"memory_budget={budget!r}: a float is a share, up to 1.0; for bytes give an int or a "
+            "size such as '24GiB'."
+        )
 
 
 def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:

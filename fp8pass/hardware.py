@@ -6,6 +6,13 @@ import torch
 
 FP8_CAPABILITY = (8, 9)
 
+# What one H200 reaches, in operations and bytes a second. A memory budget weighs operators against
+# each other with these: only their ratios matter, which differ little between GPUs.
+FP8_FLOPS = 1300e12
+BF16_FLOPS = 680e12
+ATTENTION_FLOPS = 530e12
+BANDWIDTH = 4.27e12
+
 
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """The reason why `device` cannot run FP8 GEMMs, or None where it can.

@@ -55,6 +55,7 @@ class Partitioner(compat.CustomPartitionerFn):
         config: the user's choices.
         inputs: what is known about the inputs of the Dynamo graph.
         observer: called with the plan and the passes' graphs, for `explain`.
+        frontier: whether the plan should trace memory against time.
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class Partitioner(compat.CustomPartitionerFn):
         config: Config,
         inputs: Inputs,
         observer: Observer | None = None,
+        *,
+        frontier: bool = False,
     ) -> None:
+        self.frontier = frontier
         self.config = config
         self.inputs = inputs
         self.observer = observer
@@ -86,6 +90,7 @@ class Partitioner(compat.CustomPartitionerFn):
             held=nodes_of(primals, self.inputs.held),
             activations=nodes_of(primals, self.inputs.activations),
             num_fwd_outputs=num_fwd_outputs,
+            wants_frontier=self.frontier,
         )
         records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
         ctx.plan.stock_bytes = stock_bytes

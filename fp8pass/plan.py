@@ -70,18 +70,35 @@ class Linear:
     chosen: bool = False
 
 
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A plan that a memory budget would give.
+
+    Attributes:
+        bytes: kept for the backward.
+        seconds: spent on computing values again, estimated by the roofline.
+        error: root mean square of the gradient errors that the kept values are expected to cause.
+    """
+
+    bytes: int
+    seconds: float
+    error: float
+
+
 @dataclass
 class Plan:
     """Everything decided about one graph.
 
     `saved_bytes` counts what the backward keeps besides parameters; `stock_bytes` what PyTorch's
-    own partitioner would keep for the same graph (None unless it was asked).
+    own partitioner would keep for the same graph (None unless it was asked). `frontier` traces
+    memory against time, where that was asked for.
     """
 
     linears: list[Linear] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     stock_bytes: int | None = None
+    frontier: list[FrontierPoint] = field(default_factory=list)
     note: str = ""
 
     @property

@@ -192,9 +192,8 @@ def test_codes_are_those_of_the_scales_that_are_stored(fmt):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])
-@compat.inductor_config.patch({"eager_numerics.division_rounding": True})
 def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
-    """Bit for bit, one kernel a plane, the first with the scales.
+    """One kernel a plane, the first with the scales; codes differ at most where a value ties.
 
     Triton's own division may be off in the last bit. Few significant bits in values and scales
     make many exact ties, which that bit decides.
@@ -212,13 +211,22 @@ def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
 
     x = (torch.randn(512, 512, device="cuda") * torch.logspace(-7, 4, 512, device="cuda")).to(dtype)
     x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 0
-    coded = pack(x)
     metrics.reset()
-    for got, want in zip(torch.compile(pack, backend=with_inductor)(x), coded, strict=True):
-        assert identical(got, want)
+    scales, *codes = torch.compile(pack, backend=with_inductor)(x)
     assert metrics.generated_kernel_count == len(planes)
-    assert identical(torch.compile(unpack, backend=with_inductor)(*coded), unpack(*coded))
-    assert not unpack(*coded)[:2, :128].isfinite().any()
+    want_scales, *want_codes = pack(x)
+    assert identical(scales, want_scales)
+
+    def distance(codes):
+        values = fp8.dequantize_groups(codes, scales, fmt, 128, torch.float32)
+        return (x.double() - values).abs()[2:]
+
+    excess = distance(codes) - distance(want_codes)
+    assert (excess <= x[2:].double().abs() * 2.0**-20).all()
+    assert identical(
+        torch.compile(unpack, backend=with_inductor)(scales, *codes), unpack(scales, *codes)
+    )
+    assert not unpack(scales, *codes)[:2, :128].isfinite().any()
 
 
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])

@@ -11,7 +11,7 @@ from fp8pass.config import Config
 from fp8pass.plan import Plan
 
 if TYPE_CHECKING:
-    from fp8pass.passes.save_plan import Decision
+    from fp8pass.passes.decision import Decision
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Context:
         held: other inputs that autograd keeps alive: leaves that require a gradient.
         activations: inputs that require a gradient and are no leaves: outputs of other graphs.
         num_fwd_outputs: how many of the joint graph's outputs belong to the forward.
+        wants_frontier: whether to trace memory against time, for `explain`.
         plan: what has been decided so far, for people; passes add to it.
         decisions: how each forward value reaches the backward, by `save_plan`.
         saved: the nodes that cross into the backward, in order, by `materialize`.
@@ -34,6 +35,7 @@ class Context:
     held: frozenset[fx.Node]
     activations: frozenset[fx.Node]
     num_fwd_outputs: int
+    wants_frontier: bool = False
     plan: Plan = field(default_factory=Plan)
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     saved: list[fx.Node] = field(default_factory=list)

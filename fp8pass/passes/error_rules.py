@@ -102,8 +102,10 @@ class Rules:
         """
         if format.lossless or node in self.constants:
             return True
-        if node in self.junctions:
+        if node in self.junctions or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
             return self.allows(node, format)
+        if kind(node) is Kind.ATTENTION:
+            return math.isinf(self.tolerance)
         return kind(node) not in DERIVABLE or node in self._derived
 
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:

@@ -21,8 +21,8 @@ from fp8pass.formats import EXACT, Format
 from fp8pass.graph import aten, emit
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
+from fp8pass.passes.decision import Decision
 from fp8pass.passes.error_rules import operator_name
-from fp8pass.passes.save_plan import Decision
 from fp8pass.plan import CrossingTensor, SavedTensor
 
 fp8 = torch.ops.fp8pass

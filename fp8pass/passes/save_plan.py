@@ -23,53 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import networkx as nx
 from torch import fx
 
-from fp8pass import compat, graph
-from fp8pass.formats import EXACT, Format
-from fp8pass.passes.classify import STATISTICS, Kind, kind
+from fp8pass import graph
+from fp8pass.formats import EXACT
+from fp8pass.passes.budget import frontier, plan_within
 from fp8pass.passes.context import Context
+from fp8pass.passes.costs import bytes_to_store, recompute_price
+from fp8pass.passes.decision import Decision, Needs, find_needs, free_decision, kept_bytes
 from fp8pass.passes.error_rules import Rules
-from fp8pass.passes.storage import UNITS_PER_BYTE, Storage
-
-RECOMPUTABLE = (
-    Kind.VIEW,
-    Kind.POINTWISE,
-    Kind.REDUCTION,
-    Kind.MOVEMENT,
-    Kind.CREATION,
-    Kind.QUANTIZE,
-    Kind.SYMBOL,
-)
+from fp8pass.passes.storage import Storage
 
 Cost = Callable[[fx.Node], float]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """How one forward value reaches the backward.
-
-    `format` is None for a value that is recomputed; `group_size` is 0 for one kept exactly;
-    `expected_error` is that of the gradients, relative, root mean square.
-    """
-
-    format: Format | None
-    group_size: int
-    reason: str
-    expected_error: float = 0.0
-
-    @property
-    def recomputed(self) -> bool:
-        """Whether the backward computes the value again."""
-        return self.format is None
-
-    @property
-    def low_bit(self) -> bool:
-        """Whether the value goes through quantize and dequantize."""
-        return self.group_size > 0
 
 
 @dataclass(frozen=True)
@@ -81,48 +49,32 @@ class Cut:
     cost: float
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What the backward needs of the forward.
-
-    Attributes:
-        values: nodes that depend on no gradient, in order.
-        all: those that the backward uses.
-        exact: those that it uses in an operator that tolerates no error, with that operator.
-    """
-
-    values: list[fx.Node]
-    all: set[fx.Node] = field(default_factory=set)
-    exact: dict[fx.Node, str] = field(default_factory=dict)
-
-
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
-    """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from."""
+    """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from.
+
+    Raises:
+        ConfigError: the memory budget cannot be met.
+    """
     storage = Storage(ctx, Rules(gm.graph, ctx))
     needs = find_needs(gm, storage)
-    for region in components(needs.values, needs.all, recompute_price):
-        exact, rest = plan_component(region, needs, storage)
+    ctx.decisions = cheapest_plan(needs, storage)
+    budget = ctx.config.budget_bytes(most := kept_bytes(ctx.decisions, storage))
+    if budget < most:
+        ctx.decisions = plan_within(budget, needs, storage).decisions
+    if ctx.wants_frontier:
+        ctx.plan.frontier = frontier(most, needs, storage)
+
+
+def cheapest_plan(needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:
+    """The plan of the two cuts: nothing expensive is computed twice."""
+    decisions = {}
+    for component in components(needs.values, needs.all, recompute_price):
+        exact, rest = plan_component(component, needs, storage)
         for node in exact.recomputed | rest.recomputed:
-            ctx.decisions[node] = Decision(None, 0, "cheap to compute again")
+            decisions[node] = Decision(None, 0, "cheap to compute again")
         for node in exact.kept | rest.kept:
-            ctx.decisions[node] = _decide(node, storage, needs, exactly=node in exact.kept)
-
-
-def find_needs(gm: fx.GraphModule, storage: Storage) -> Needs:
-    """Read off a joint graph what crosses from the forward to the backward."""
-    ctx, backward = storage.ctx, storage.rules.backward
-    needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
-    for gradient in graph.outputs(gm.graph)[ctx.num_fwd_outputs :]:
-        if isinstance(gradient, fx.Node) and gradient not in backward:
-            needs.all.add(gradient)
-            needs.exact[gradient] = "a gradient"
-    for node in gm.graph.nodes:
-        if node in backward and node.op != "output":
-            needs.all.update(n for n in node.all_input_nodes if n not in backward)
-    for node in needs.values:
-        if node in needs.all and (reason := storage.why_exact(node)):
-            needs.exact.setdefault(node, reason)
-    return needs
+            decisions[node] = _decide(node, storage, needs, exactly=node in exact.kept)
+    return decisions
 
 
 def plan_component(region: list[fx.Node], needs: Needs, storage: Storage) -> tuple[Cut, Cut]:
@@ -138,7 +90,7 @@ def plan_component(region: list[fx.Node], needs: Needs, storage: Storage) -> tup
 
 def _exact_cut(region: list[fx.Node], needed: set[fx.Node], ctx: Context, *, early: bool) -> Cut:
     def bytes_(node: fx.Node) -> float:
-        return 0 if ctx.is_free(node) else _bytes_to_store(node)
+        return 0 if ctx.is_free(node) else bytes_to_store(node)
 
     def price(node: fx.Node) -> float:
         true_price = recompute_price(node)
@@ -158,7 +110,7 @@ def _remaining_cut(
     def bytes_(node: fx.Node) -> float:
         if node in first.kept or ctx.is_free(node):
             return 0
-        exact = _bytes_to_store(node)
+        exact = bytes_to_store(node)
         if node in available or math.isinf(exact):
             return exact
         return min(exact, storage.choice(node).units)
@@ -197,51 +149,14 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _decide(node: fx.Node, storage: Storage, needs: Needs, *, exactly: bool) -> Decision:
-    if node in storage.ctx.parameters:
-        return Decision(EXACT, 0, "parameter")
-    if node in storage.ctx.held:
-        return Decision(EXACT, 0, "autograd holds this leaf anyway")
+    if storage.ctx.is_free(node):
+        return free_decision(node, storage.ctx)
     if exactly:
         return Decision(EXACT, 0, needs.exact.get(node, "exact values follow from it"))
     choice = storage.choice(node)
-    if choice.format.lossless or choice.units < _bytes_to_store(node):
+    if choice.format.lossless or choice.units < bytes_to_store(node):
         return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
     return Decision(EXACT, 0, choice.reason)
-
-
-def recompute_price(node: fx.Node) -> float:
-    """What computing `node` again costs, in units; infinite where it must not happen."""
-    if node.op == "get_attr":
-        return 0  # a constant or a subgraph of the module, present in both halves
-    if node.op != "call_function" or compat.must_save(node):
-        return math.inf
-    if graph.is_getitem(node):  # comes with its operator, or not at all
-        return math.inf if math.isinf(recompute_price(graph.operator_of(node))) else 0
-    kind_ = kind(node)
-    if kind_ in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
-        return math.inf
-    if compat.must_recompute(node):
-        return 0
-    if kind_ not in RECOMPUTABLE:
-        return math.inf
-    if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION) or node.target in graph.CASTS:
-        return 0
-    if kind_ is Kind.REDUCTION or node.target in STATISTICS:
-        return sum(graph.nbytes(n) for n in node.all_input_nodes)
-    return graph.nbytes(node)
-
-
-def _bytes_to_store(node: fx.Node) -> float:
-    """Bytes of `node` kept exactly, in units; infinite where it cannot be kept."""
-    if compat.is_sym_node(node):
-        return 0
-    if graph.value(node) is None:
-        return math.inf
-    if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
-        return math.inf
-    stored = graph.nbytes(node) * UNITS_PER_BYTE
-    # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
-    return stored + graph.nbytes(node) if kind(node) is Kind.VIEW else stored
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:

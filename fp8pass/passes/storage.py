@@ -1,7 +1,6 @@
 """How a single value would be stored: the cheapest format that the error rules allow.
 
-Costs are in *units*: a byte kept is `UNITS_PER_BYTE`, so that the work of recomputing values that
-fuse with others, which is nearly free, still breaks ties (`save_plan.py`).
+Costs are in the units of `costs.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from fp8pass import compat, graph, hardware
 from fp8pass.formats import E4M3, E4M3_BYTES, EXACT, FORMATS, SAVED_FORMATS, Format, divisor_group
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
+from fp8pass.passes.costs import UNITS_PER_BYTE
 from fp8pass.passes.error_rules import Rules, operator_name
-
-# One unit is what computing a byte again costs: a kept byte is worth the time of recomputing 256,
-# and the statistics of a row (4 bytes) are still cheaper to keep than to reduce again.
-UNITS_PER_BYTE = 256
 
 # An error price: a value that makes all of a gradient wrong would cost this share of its bytes
 # more. It decides between formats, and where to cut, among choices that take about equal bytes.
@@ -48,6 +44,7 @@ class Choice:
         format: `EXACT` where no low-bit format is allowed; `group_size` is then 0.
         group_size: elements that share a scale.
         reason: for people.
+        bytes: kept, scales included.
         units: what that costs, infinite where it is not possible.
         expected_error: of the gradients, relative, root mean square.
     """
@@ -55,6 +52,7 @@ class Choice:
     format: Format
     group_size: int
     reason: str
+    bytes: float = math.inf
     units: float = math.inf
     expected_error: float = 0.0
 
@@ -143,4 +141,4 @@ class Storage:
             format = E4M3_BYTES
         # Reading the value once more, to store it, counts like computing it again.
         units = (stored + price) * UNITS_PER_BYTE + exact
-        return Choice(format, group, reason, units, error)
+        return Choice(format, group, reason, stored, units, error)

@@ -1,0 +1,207 @@
+"""Keep no more than a memory budget, at the least extra time: a mixed-integer linear program.
+
+The cuts of `save_plan.py` recompute what is nearly free. A budget below what they keep buys the
+recomputation of anything that gives the same again, GEMMs, attention, whole blocks: LLMQ's levels
+(non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the curve that this traces. For
+each value v of the forward four choices, 0 or 1 each:
+
+    keep_v exactly     store_v in low bits     redo_v from exact values     remake_v from any values
+
+    minimize    Σ seconds(v) (redo_v + remake_v) + price(v) store_v
+    such that   Σ bytes(v) keep_v + low(v) store_v ≤ budget
+                redo_v ≤ keep_u + redo_u                          for every operand u of v
+                remake_v ≤ keep_u + redo_u + store_u + remake_u   for every operand u of v
+                keep_v + redo_v ≥ 1                               if v is needed exactly
+                keep_v + redo_v + store_v + remake_v ≥ 1          if v is needed in any form
+
+Solved by HiGHS, through scipy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import csr_matrix
+from torch import fx
+
+from fp8pass import hardware
+from fp8pass.config import ConfigError
+from fp8pass.formats import EXACT
+from fp8pass.passes.costs import UNITS_PER_BYTE, bytes_to_store, can_run_again, seconds
+from fp8pass.passes.decision import Decision, Needs, free_decision
+from fp8pass.passes.storage import Storage
+from fp8pass.plan import FrontierPoint
+
+# Within this of the least time, and no longer than that for it: repeated layers have very many
+# solutions that are equally good.
+RELATIVE_GAP = 0.01
+TIME_LIMIT_S = 30.0
+
+KEEP, STORE, REDO, REMAKE = range(4)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan that fits a budget: decisions, bytes kept, seconds of recomputation."""
+
+    decisions: dict[fx.Node, Decision]
+    bytes: float
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Root mean square over the kept values of the gradient error each is expected to cause."""
+        errors = [d.expected_error for d in self.decisions.values() if not d.recomputed]
+        return math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
+
+    @property
+    def point(self) -> FrontierPoint:
+        """This solution on the frontier."""
+        return FrontierPoint(int(self.bytes), self.seconds, self.error)
+
+
+class Program:
+    """The linear program of one joint graph, to be solved for one or several budgets."""
+
+    def __init__(self, needs: Needs, storage: Storage) -> None:
+        self.needs, self.storage = needs, storage
+        self.values = _relevant(needs)
+        self.index = {v: i for i, v in enumerate(self.values)}
+        count = 4 * len(self.values)
+        self.bytes = np.zeros(count)
+        self.seconds = np.zeros(count)
+        self.upper = np.ones(count)
+        for value in self.values:
+            self._price(value)
+        self.constraint = self._availability()
+
+    def least(self) -> float:
+        """The smallest budget that can be met."""
+        result = self._solve(self.bytes, math.inf)
+        return float(self.bytes @ np.round(result.x))
+
+    def within(self, budget: float) -> Solution | None:
+        """The fastest plan within `budget` bytes; None if there is none."""
+        result = self._solve(self.seconds, budget)
+        if result.x is None:
+            return None
+        chosen = np.round(result.x)
+        decisions = {v: self._decision(v, chosen) for v in self.values}
+        again = np.array([REDO, REMAKE])
+        spent = sum(
+            float(self.seconds[4 * i + again] @ chosen[4 * i + again])
+            for i in range(len(self.values))
+        )
+        return Solution(decisions, float(self.bytes @ chosen), spent)
+
+    def _solve(self, cost: np.ndarray, budget: float) -> OptimizeResult:
+        constraints = [self.constraint]
+        if math.isfinite(budget):
+            # In millions, as the solver's tolerances are absolute.
+            row = csr_matrix(self.bytes[None, :] / 1e6)
+            constraints.append(LinearConstraint(row, -np.inf, budget / 1e6))
+        scale = 1 / max(cost.max(), 1e-30)
+        return milp(
+            cost * scale,
+            integrality=np.ones(len(cost)),
+            bounds=Bounds(0, self.upper),
+            constraints=constraints,
+            options={"mip_rel_gap": RELATIVE_GAP, "time_limit": TIME_LIMIT_S},
+        )
+
+    def _price(self, value: fx.Node) -> None:
+        at, storage = 4 * self.index[value], self.storage
+        exact, choice = bytes_to_store(value) / UNITS_PER_BYTE, storage.choice(value)
+        if storage.ctx.is_free(value):
+            exact = 0.0
+        if math.isinf(exact):
+            self.upper[at + KEEP] = 0
+        else:
+            self.bytes[at + KEEP] = exact
+        if choice.group_size and not choice.format.lossless:
+            self.bytes[at + STORE] = choice.bytes
+            self.seconds[at + STORE] = choice.units / UNITS_PER_BYTE / hardware.BANDWIDTH
+        else:
+            self.upper[at + STORE] = 0
+        again = can_run_again(value) and not storage.ctx.is_free(value)
+        self.upper[at + REDO] = again
+        self.upper[at + REMAKE] = again and storage.rules.may_be_recomputed(value, storage.coarsest)
+        self.seconds[at + REDO : at + 4] = seconds(value) + NEGLIGIBLE_SECONDS
+
+    def _availability(self) -> LinearConstraint:
+        """One row each: what a value is recomputed from, and in which form it is needed."""
+        rows: list[dict[int, int]] = []
+        lower: list[int] = []
+        for value in self.values:
+            at = 4 * self.index[value]
+            if value in self.needs.exact:
+                rows.append(dict.fromkeys((at + KEEP, at + REDO), 1))
+                lower.append(1)
+            elif value in self.needs.all:
+                rows.append(dict.fromkeys(range(at, at + 4), 1))
+                lower.append(1)
+            for operand in value.all_input_nodes if self.upper[at + REDO] else ():
+                of = 4 * self.index[operand]
+                rows.append({of + KEEP: 1, of + REDO: 1, at + REDO: -1})
+                rows.append({**dict.fromkeys(range(of, of + 4), 1), at + REMAKE: -1})
+                lower.extend((0, 0))
+        entries = [(r, c, v) for r, row in enumerate(rows) for c, v in row.items()]
+        row_index, column_index, values = zip(*entries, strict=True)
+        shape = len(rows), 4 * len(self.values)
+        matrix = csr_matrix((values, (row_index, column_index)), shape=shape)
+        return LinearConstraint(matrix, np.array(lower), np.inf)
+
+    def _decision(self, value: fx.Node, chosen: np.ndarray) -> Decision:
+        at, choice = 4 * self.index[value], self.storage.choice(value)
+        if self.storage.ctx.is_free(value):
+            return free_decision(value, self.storage.ctx)
+        if chosen[at + KEEP]:
+            return Decision(EXACT, 0, self.needs.exact.get(value, "the budget allows it"))
+        if chosen[at + REDO]:
+            return Decision(None, 0, "recomputed to meet the budget")
+        if chosen[at + STORE]:
+            return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
+        return Decision(None, 0, "recomputed to meet the budget")
+
+
+# So that nothing is recomputed for nothing.
+NEGLIGIBLE_SECONDS = 1e-9
+
+
+def plan_within(budget: float, needs: Needs, storage: Storage) -> Solution:
+    """The fastest plan that keeps at most `budget` bytes.
+
+    Raises:
+        ConfigError: there is none; the message names the smallest budget that can be met.
+    """
+    program = Program(needs, storage)
+    solution = program.within(budget)
+    if solution is None:
+        least = program.least()
+        raise ConfigError(
+            f"memory_budget of {budget / 2**20:.1f} MiB cannot be met: this graph keeps at least "
+            f"{least / 2**20:.1f} MiB. Raise memory_budget to {math.ceil(least)} bytes or more, or "
+            "allow smaller formats with recipe='agoq'."
+        )
+    return solution
+
+
+def frontier(most: float, needs: Needs, storage: Storage, points: int = 8) -> list[FrontierPoint]:
+    """Points of bytes, seconds and error between the least budget that can be met and `most`."""
+    program = Program(needs, storage)
+    least = program.least()
+    budgets = np.linspace(least * 1.001, max(most, least * 1.001), points)
+    solutions = (program.within(float(b)) for b in budgets)
+    return [s.point for s in solutions if s is not None]
+
+
+def _relevant(needs: Needs) -> list[fx.Node]:
+    """What is needed, and what that may be recomputed from."""
+    found = set(needs.all)
+    for node in reversed(needs.values):
+        if node in found and can_run_again(node):
+            found.update(node.all_input_nodes)
+    return [n for n in needs.values if n in found]
