@@ -37,8 +37,10 @@ from fp8pass.plan import FrontierPoint
 
 # Within this of the least time, and no longer than that for it: repeated layers have very many
 # solutions that are equally good.
-RELATIVE_GAP = 0.01
-TIME_LIMIT_S = 30.0
+RELATIVE_GAP = 0.03
+TIME_LIMIT_S = 15.0
+
+INFEASIBLE = 2  # scipy's status
 
 KEEP, STORE, REDO, REMAKE = range(4)
 
@@ -86,8 +88,13 @@ class Program:
     def within(self, budget: float) -> Solution | None:
         """The fastest plan within `budget` bytes; None if there is none."""
         result = self._solve(self.seconds, budget)
-        if result.x is None:
+        if result.status == INFEASIBLE:
             return None
+        if result.x is None:
+            raise ConfigError(
+                f"No plan for a memory_budget of {budget / 2**20:.1f} MiB was found in "
+                f"{TIME_LIMIT_S:.0f} s. Compile the model's blocks one by one, or raise it."
+            )
         chosen = np.round(result.x)
         decisions = {v: self._decision(v, chosen) for v in self.values}
         again = np.array([REDO, REMAKE])
