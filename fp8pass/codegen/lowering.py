@@ -385,18 +385,18 @@ def _denormal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
 
 
 def _values(emit: Emitter, codes: fx.Node, fmt: Format) -> fx.Node:
-    """Code points to fp32."""
+    """Code points to fp32, as fp16 numbers of the same digits and another exponent bias.
+
+    fp16 has an exponent bias of 15 and 10 mantissa bits; its denormals convert exactly.
+    """
     code = emit(cast, codes, torch.int32)
     sign_bit = 1 << fmt.bits - 1
+    sign = emit(aten.bitwise_and.Scalar, _shift_left(emit, code, 16 - fmt.bits), 1 << 15)
     magnitude = emit(aten.bitwise_and.Scalar, code, sign_bit - 1)
-    bits = _shift_left(emit, emit(aten.add.Tensor, magnitude, _rebias(fmt)), _dropped_bits(fmt))
-    normal = emit(aten.view.dtype, bits, torch.float32)
-    step = 2.0 ** (fmt.min_exponent - fmt.mantissa)
-    denormal = emit(aten.mul.Tensor, emit(cast, magnitude, torch.float32), step)
-    is_denormal = emit(aten.lt.Scalar, magnitude, 1 << fmt.mantissa)
-    value = emit(aten.where.self, is_denormal, denormal, normal)
-    if fmt.nan:
-        nan = emit.constant(value, float("nan"))
-        value = emit(aten.where.self, emit(aten.eq.Scalar, magnitude, fmt.nan), nan, value)
-    negative = emit(aten.ge.Scalar, code, sign_bit)
-    return emit(aten.where.self, negative, emit(aten.neg.default, value), value)
+    digits = emit(aten.bitwise_or.Tensor, sign, _shift_left(emit, magnitude, 10 - fmt.mantissa))
+    half = emit(aten.view.dtype, emit(cast, digits, torch.int16), torch.float16)
+    value = emit(aten.mul.Tensor, emit(cast, half, torch.float32), 2.0 ** (14 + fmt.min_exponent))
+    if not fmt.nan:
+        return value
+    nan = emit.constant(value, float("nan"))
+    return emit(aten.where.self, emit(aten.eq.Scalar, magnitude, fmt.nan), nan, value)

@@ -13,6 +13,10 @@ each value v of the forward four choices, 0 or 1 each:
                 remake_v ≤ keep_u + redo_u + store_u + remake_u   for every operand u of v
                 keep_v + redo_v ≥ 1                               if v is needed exactly
                 keep_v + redo_v + store_v + remake_v ≥ 1          if v is needed in any form
+                redo + remake of two sums in a row ≤ 1            along the residual stream
+
+The last holds recomputation to one block: what the backward of the last block needs would else be
+recomputed from the first one's input, and all of it be alive at once.
 
 Solved by HiGHS, through scipy.
 """
@@ -20,6 +24,7 @@ Solved by HiGHS, through scipy.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +32,12 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_matrix
 from torch import fx
 
-from fp8pass import hardware
+from fp8pass import graph, hardware
 from fp8pass.config import ConfigError
 from fp8pass.formats import EXACT
 from fp8pass.passes.costs import UNITS_PER_BYTE, bytes_to_store, can_run_again, seconds
 from fp8pass.passes.decision import Decision, Needs, free_decision
+from fp8pass.passes.regions import SUMS
 from fp8pass.passes.storage import Storage
 from fp8pass.plan import FrontierPoint
 
@@ -155,11 +161,23 @@ class Program:
                 rows.append({of + KEEP: 1, of + REDO: 1, at + REDO: -1})
                 rows.append({**dict.fromkeys(range(of, of + 4), 1), at + REMAKE: -1})
                 lower.extend((0, 0))
+        for chain in self._chains():
+            again = [4 * self.index[v] + choice for v in chain for choice in (REDO, REMAKE)]
+            rows.append(dict.fromkeys(again, -1))
+            lower.append(-1)
         entries = [(r, c, v) for r, row in enumerate(rows) for c, v in row.items()]
         row_index, column_index, values = zip(*entries, strict=True)
         shape = len(rows), 4 * len(self.values)
         matrix = csr_matrix((values, (row_index, column_index)), shape=shape)
         return LinearConstraint(matrix, np.array(lower), np.inf)
+
+    def _chains(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Sums of the residual stream that follow each other."""
+        sums = {v for v in self.storage.rules.junctions if v.target in SUMS} & set(self.values)
+        for later in sums:
+            for operand in later.all_input_nodes:
+                if graph.source(operand) in sums:
+                    yield graph.source(operand), later
 
     def _decision(self, value: fx.Node, chosen: np.ndarray) -> Decision:
         at, choice = 4 * self.index[value], self.storage.choice(value)

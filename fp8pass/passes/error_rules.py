@@ -52,7 +52,8 @@ class Rules:
         self.tolerance = ctx.config.tolerance
         self.backward = graph.tangent_dependent(g)
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
-        exact = {n for n in inputs - self.backward if n not in ctx.held | ctx.activations}
+        inexact = (ctx.held | ctx.activations) - ctx.parameters
+        exact = inputs - self.backward - inexact
         splitter = Splitter(g, self.backward, frozenset(exact), has_formula)
         self.regions = splitter.split()
         self.junctions = splitter.junctions

@@ -183,6 +183,8 @@ def _define(node: fx.Node, found: Expressions) -> None:
         _define_reduction(node, found)
     elif node.target is aten.var_mean.correction:
         return  # its results are defined one by one
+    elif node.target is aten.var.correction:
+        _define_variance(node, node, found)
     else:
         formula = FORMULAS.get(node.target)
         if formula is None:
@@ -232,16 +234,22 @@ def _define_result(node: fx.Node, found: Expressions) -> None:
     parent = graph.operator_of(node)
     if parent.target is not aten.var_mean.correction:
         raise Underivable(f"{parent.target} has no derivation")
-    operand = found.symbols[parent.args[0]]  # type: ignore[index]
-    length = _reduced(parent)
-    mean = Symbol(f"mean_{operand}", real=True)
-    share = sympy.Rational(1, length)
-    if node.args[1] == 1:
-        one = sympy.Integer(1)
-        _add_statistic(node, Statistic(operand, operand, operand, one, share, length), found)
+    if node.args[1] == 0:
+        _define_variance(node, parent, found)
         return
+    operand = found.symbols[parent.args[0]]  # type: ignore[index]
+    length, one = _reduced(parent), sympy.Integer(1)
+    entry = Statistic(operand, operand, operand, one, sympy.Rational(1, length), length)
+    _add_statistic(node, entry, found)
+
+
+def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
+    """The variance that `parent` computes, as a statistic of deviations from a mean."""
+    operand = found.symbols[parent.args[0]]  # type: ignore[index]
+    length, one = _reduced(parent), sympy.Integer(1)
+    mean = Symbol(f"mean_{operand}", real=True)
     if mean not in found.statistics:
-        one = sympy.Integer(1)
+        share = sympy.Rational(1, length)
         found.definitions.append(Statistic(mean, operand, operand, one, share, length))
         found.statistics.add(mean)
     correction = parent.kwargs.get("correction", 1)
