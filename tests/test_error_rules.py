@@ -80,7 +80,7 @@ class Symbols:
     @property
     def gain(self) -> Symbol:
         """The parameter."""
-        return next(c for c in self.expressions.constants if str(c).startswith("primals"))
+        return next(c for c in self.expressions.constants if str(c).startswith("%primals"))
 
     @property
     def gradient_output(self) -> Symbol:

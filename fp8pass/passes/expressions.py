@@ -163,7 +163,7 @@ def express(region: Region) -> Expressions:
     """
     found = Expressions()
     for node, role in region.inputs.items():
-        symbol = Symbol(node.name, real=True)
+        symbol = _symbol(node.name, real=True)
         found.symbols[node] = symbol
         if role is Role.CONSTANT:
             found.constants.add(symbol)
@@ -216,8 +216,13 @@ def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
 def _symbol_like(name: str, value: Expr) -> Symbol:
     """A symbol that is known to be positive or not negative if `value` is."""
     if value.is_positive:
-        return Symbol(name, positive=True)
-    return Symbol(name, nonnegative=True) if value.is_nonnegative else Symbol(name, real=True)
+        return _symbol(name, positive=True)
+    return _symbol(name, nonnegative=True) if value.is_nonnegative else _symbol(name, real=True)
+
+
+def _symbol(name: str, **assumptions: bool) -> Symbol:
+    """A symbol named as printed graphs name nodes, which no function is."""
+    return Symbol(f"%{name}", **assumptions)
 
 
 def _define_reduction(node: fx.Node, found: Expressions) -> None:
@@ -247,7 +252,7 @@ def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None
     """The variance that `parent` computes, as a statistic of deviations from a mean."""
     operand = found.symbols[parent.args[0]]  # type: ignore[index]
     length, one = _reduced(parent), sympy.Integer(1)
-    mean = Symbol(f"mean_{operand}", real=True)
+    mean = _symbol(f"mean_{operand}", real=True)
     if mean not in found.statistics:
         share = sympy.Rational(1, length)
         found.definitions.append(Statistic(mean, operand, operand, one, share, length))
