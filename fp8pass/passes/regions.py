@@ -168,7 +168,7 @@ class Splitter:
         if node in self.backward:
             region.backward.add(node)
         for operand in node.all_input_nodes:
-            if operand not in self._members:
+            if operand not in self._members and graph.value(operand) is not None:
                 region.inputs[operand] = self._role(operand)
         if _is_float(node) and any(u not in self._members for u in node.users):
             region.outputs.append(node)

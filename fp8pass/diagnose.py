@@ -1,0 +1,1 @@
+"""`fp8pass.diagnose`: the gradient error of every layer, measured, beside what the rules predicted."""
