@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from fp8pass.backend import backend
 from fp8pass.config import RECIPES, Config, ConfigError
+from fp8pass.diagnose import Diagnosis, diagnose
 from fp8pass.explain import Explanation, explain
 
 __version__ = "0.1.0"
 
-__all__ = ["RECIPES", "Config", "ConfigError", "Explanation", "backend", "explain"]
+__all__ = [
+    "RECIPES",
+    "Config",
+    "ConfigError",
+    "Diagnosis",
+    "Explanation",
+    "backend",
+    "diagnose",
+    "explain",
+]

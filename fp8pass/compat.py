@@ -198,6 +198,12 @@ def fake_mode_of(fake: torch.Tensor) -> Any:
     return fake.fake_mode
 
 
+def boxed(function: Any) -> Any:
+    """`function` of a list of arguments as AOTAutograd wants compiled code."""
+    function._boxed_call = True
+    return function
+
+
 def interpret(gm: fx.GraphModule) -> Any:
     """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch.
 

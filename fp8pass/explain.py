@@ -99,7 +99,7 @@ def explain(
     Returns:
         An Explanation: `print` it, or use `.graphs`, `.to_json()`.
     """
-    config = config or _config_of(model)
+    config = config or configuration_of(model)
     explanation = Explanation(config)
 
     def observe(plan: Plan, passes: list[PassRecord]) -> None:
@@ -107,12 +107,12 @@ def explain(
 
     module = getattr(model, "_orig_mod", model)
     compiled = torch.compile(module, backend=Backend(replace(config, compiler="eager"), observe))
-    with _unchanged(module), compat.fresh_compilation(), torch.enable_grad():
+    with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
         compiled(*args, **kwargs)
     return explanation
 
 
-def _config_of(model: nn.Module) -> Config:
+def configuration_of(model: nn.Module) -> Config:
     """The configuration a model was compiled with, the default one if it was not."""
     compiled_with, options = compat.backend_of(model)
     if options:
@@ -121,7 +121,7 @@ def _config_of(model: nn.Module) -> Config:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module) -> Iterator[None]:
     """Put buffers and random number generators back."""
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     with torch.random.fork_rng():

@@ -75,29 +75,32 @@ class Partitioner(compat.CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward module."""
-        num_fwd_outputs: int = kwargs["num_fwd_outputs"]
-        static = list(kwargs.get("static_lifetime_input_indices") or ())
-        stock_bytes = None
+        ctx = self.context(gm, **kwargs)
         if self.observer:
-            stock_bytes = stock_saved_bytes(
-                gm, joint_inputs, num_fwd_outputs, static, self.inputs.held
+            held = self.inputs.held
+            static = list(kwargs.get("static_lifetime_input_indices") or ())
+            ctx.plan.stock_bytes = stock_saved_bytes(
+                gm, joint_inputs, ctx.num_fwd_outputs, static, held
             )
-        compat.normalize_joint_graph(gm)
-        primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
-        ctx = Context(
-            self.config,
-            parameters=frozenset(primals[i] for i in static),
-            held=nodes_of(primals, self.inputs.held),
-            activations=nodes_of(primals, self.inputs.activations),
-            num_fwd_outputs=num_fwd_outputs,
-            wants_frontier=self.frontier,
-        )
         records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
-        ctx.plan.stock_bytes = stock_bytes
         debug.report(ctx.plan)
         if self.observer:
             self.observer(ctx.plan, records)
         return cut(gm, ctx)
+
+    def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
+        """What the passes are told about a joint graph, which is brought into normal form."""
+        compat.normalize_joint_graph(gm)
+        primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
+        static = kwargs.get("static_lifetime_input_indices") or ()
+        return Context(
+            self.config,
+            parameters=frozenset(primals[i] for i in static),
+            held=nodes_of(primals, self.inputs.held),
+            activations=nodes_of(primals, self.inputs.activations),
+            num_fwd_outputs=kwargs["num_fwd_outputs"],
+            wants_frontier=self.frontier,
+        )
 
     def uuid(self) -> str:
         """Cache key: source, configuration, PyTorch, and what is known about the inputs."""
@@ -158,7 +161,7 @@ def stock_saved_bytes(
 ) -> int:
     """Bytes that PyTorch's partitioner would keep of this graph, counted as `Plan.saved_bytes`."""
     forward, _ = compat.stock_partition(
-        _copy_of(gm),
+        copy_of(gm),
         joint_inputs,
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_indices=static,
@@ -169,10 +172,13 @@ def stock_saved_bytes(
     return sum(graph.nbytes(n) for n in saved if isinstance(n, fx.Node) and n not in free)
 
 
-def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A module of its own graph that shares everything else with `gm`."""
+def copy_of(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:
+    """A module of its own graph that shares everything else with `gm`.
+
+    `copies` is filled with the copy of every node.
+    """
     copy = fx.Graph()
-    output = copy.output(copy.graph_copy(gm.graph, {}))
+    output = copy.output(copy.graph_copy(gm.graph, {} if copies is None else copies))
     output.meta = dict(graph.output_node(gm.graph).meta)
     return fx.GraphModule(gm, copy)
 

@@ -7,7 +7,7 @@ on average: the region is run on the samples, forward and backward, with and wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -59,23 +59,59 @@ class Samples:
         self.values = self.run()
         self._norms: dict[Expr, Tensor] = {}
 
+    def use(self, data: Mapping[Symbol, Tensor]) -> None:
+        """Take inputs from real tensors instead: some of their rows, the same of all."""
+        length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
+        numbers = {x.numel() for s, x in data.items() if s not in self.expressions.constants}
+        if len(numbers) != 1 or (count := numbers.pop()) % length or count < length:
+            return  # they broadcast against each other: rows would not match
+        self.width = length
+        rows_there = count // length
+        chosen = torch.linspace(
+            0, rows_there - 1, min(rows_there, LARGEST_WIDTH), device="cpu"
+        ).long()
+        for symbol in self._inputs:
+            given = data.get(symbol)
+            if given is None or symbol not in self.expressions.constants:
+                rows = None if given is None else given.reshape(-1, length)[chosen.to(given.device)]
+            else:
+                rows = given if given.numel() in (1, length) else given.double().mean()
+            x = torch.ones((), **ON_CPU) if rows is None else rows.to(**ON_CPU)
+            self._inputs[symbol] = x.broadcast_to(len(chosen), length)
+        self.values = self.run()
+
     def normal(self) -> Tensor:
         """Independent standard normal numbers."""
         size = ROWS, self.width
         return torch.randn(size, generator=self._random, **ON_CPU)
 
-    def run(self, perturbed: Mapping[Symbol, Tensor] | None = None) -> dict[Symbol, Tensor]:
-        """All values, where those of `perturbed` are multiplied by what it says."""
+    def noise_like(self, x: Tensor) -> Tensor:
+        """Independent standard normal numbers in the shape of `x`."""
+        return torch.randn(x.shape, generator=self._random, **ON_CPU)
+
+    def run(
+        self,
+        perturbed: Mapping[Symbol, Tensor] | None = None,
+        stored: Collection[Symbol] = (),
+    ) -> dict[Symbol, Tensor]:
+        """All values, where those of `perturbed` are multiplied by what it says.
+
+        Those in `stored` are read, not computed again from what is perturbed.
+        """
         perturbed = perturbed or {}
         values = {s: x * perturbed.get(s, 1.0) for s, x in self._inputs.items()}
         for definition in self.expressions.definitions:
             symbol = definition.symbol
             if symbol in self._inputs:
                 continue
+            if symbol in stored:
+                values[symbol] = self.values[symbol] * perturbed.get(symbol, 1.0)
+                continue
             function, operands = self._compiled[symbol]
             result = function(*(values[s] for s in operands))
             if not isinstance(definition, Pointwise):
-                total = result.mean(dim=-1, keepdim=True) * definition.length
+                dim = 0 if definition.over_rows else -1
+                total = result.mean(dim=dim, keepdim=True) * definition.length
                 result = float(definition.weight) * total
             values[symbol] = result * perturbed.get(symbol, 1.0)
         return values
@@ -83,9 +119,16 @@ class Samples:
     def expected(self, source: Symbol, outputs: list[Symbol]) -> dict[Symbol, float]:
         """Relative RMS change of each output, per unit relative RMS perturbation of `source`."""
         like = self.values[source]
-        noise = self.normal()[:, : like.shape[-1]]
-        changed = self.run({source: 1 + PERTURBATION * noise})
+        changed = self.run({source: 1 + PERTURBATION * self.noise_like(like)})
         return {s: _relative_change(self.values[s], changed[s]) / PERTURBATION for s in outputs}
+
+    def errors(
+        self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
+    ) -> dict[Symbol, float]:
+        """Relative RMS change of every symbol, for independent errors of the size of `noise`."""
+        perturbed = {s: 1 + size * self.noise_like(self.values[s]) for s, size in noise.items()}
+        changed = self.run(perturbed, stored)
+        return {s: _relative_change(x, changed[s]) for s, x in self.values.items()}
 
     def evaluate(self, bound: Expr) -> float:
         """The mean over rows of an expression of norms, means and statistics."""

@@ -130,13 +130,15 @@ class Rules:
 
     def _attention(self, user: fx.Node) -> Amplification | str:
         """The rule for the operands of an attention operator, by the first of them."""
-        operand = next(n for n in user.all_input_nodes if _is_matrix(n))
-        *_, length, head_dim = (compat.size_hint(s) for s in graph.tensor(operand).shape)
-        bound = attention_rule.relative_bound(length, head_dim)
+        bound = attention_rule.relative_bound(*_attention_sizes(user))
         if bound * E4M3.half_step > self.tolerance:
             return f"attention may amplify errors {bound:.0f}×"
+        return Amplification(bound, self.expected_of_attention(user))
+
+    def expected_of_attention(self, user: fx.Node) -> float:
+        """Amplification of independent errors of the operands of an attention operator."""
         with compat.real_tensors():
-            return Amplification(bound, attention_rule.expected(length, head_dim))
+            return attention_rule.expected(*_attention_sizes(user))
 
     def _rule(self, region: Region) -> RegionRule:
         known = {n: self._moments[n] for n in region.values if n in self._moments}
@@ -152,6 +154,13 @@ class Rules:
                 found.append(rule.reason)
             elif index in rule.by_index:
                 found.append(rule.by_index[index])
+
+
+def _attention_sizes(user: fx.Node) -> tuple[int, int]:
+    """Tokens and head dimension of an attention operator, by the first of its operands."""
+    operand = next(n for n in user.all_input_nodes if _is_matrix(n))
+    *_, length, head_dim = (compat.size_hint(s) for s in graph.tensor(operand).shape)
+    return length, head_dim
 
 
 def _is_matrix(node: fx.Node) -> bool:

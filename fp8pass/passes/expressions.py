@@ -8,7 +8,7 @@ here once; derivatives, bounds and error estimates follow from it (`error_rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -102,7 +102,7 @@ class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
     `slope` is the derivative of the summand by its element; a variance's mean counts as constant,
-    since deviations from it sum to zero.
+    since deviations from it sum to zero. `over_rows` says that the elements are those of a column.
     """
 
     symbol: Symbol
@@ -111,6 +111,7 @@ class Statistic:
     slope: Expr
     weight: Expr
     length: int
+    over_rows: bool = False
 
 
 Definition = Pointwise | Statistic
@@ -139,7 +140,9 @@ class Expressions:
     @property
     def length(self) -> int:
         """Elements that the longest reduction takes together, 1 where there is none."""
-        lengths = [d.length for d in self.definitions if isinstance(d, Statistic)]
+        lengths = [
+            d.length for d in self.definitions if isinstance(d, Statistic) and not d.over_rows
+        ]
         return max(lengths, default=1)
 
     def expanded(self, expression: Expr) -> Expr:
@@ -231,7 +234,15 @@ def _define_reduction(node: fx.Node, found: Expressions) -> None:
     mean = node.target in (aten.mean.dim, aten.mean.default)
     weight = sympy.Rational(1, length) if mean else sympy.Integer(1)
     one = sympy.Integer(1)
-    _add_statistic(node, Statistic(operand, operand, operand, one, weight, length), found)
+    entry = Statistic(operand, operand, operand, one, weight, length, _is_over_rows(node))
+    _add_statistic(node, entry, found)
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Whether a reduction leaves the last dimension as it is."""
+    ndim = graph.tensor(node.args[0]).ndim  # type: ignore[arg-type]
+    dims = node.args[1] if len(node.args) > 1 else None
+    return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
 
 
 def _define_result(node: fx.Node, found: Expressions) -> None:
@@ -268,9 +279,7 @@ def _add_statistic(node: fx.Node, entry: Statistic, found: Expressions) -> None:
     symbol = _symbol_like(node.name, entry.value)
     found.symbols[node] = symbol
     found.statistics.add(symbol)
-    found.definitions.append(
-        Statistic(symbol, entry.operand, entry.value, entry.slope, entry.weight, entry.length)
-    )
+    found.definitions.append(replace(entry, symbol=symbol))
 
 
 def _reduced(node: fx.Node) -> int:

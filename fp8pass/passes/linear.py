@@ -50,6 +50,9 @@ LOG_SOFTMAX = {
 # save is kept as it is, too.
 KEPT_BY_CHOICE = "fp8pass_kept_by_choice"
 
+# Set on `scaled_mm`: the name of the GEMM that it replaced.
+STANDS_FOR = "fp8pass_stands_for"
+
 
 @dataclass
 class Layer:
@@ -297,6 +300,7 @@ def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
             *(a_data, a_scale, b_data, b_scale, bias, tensor(gemm).dtype),
             like=gemm,
         )
+    product.meta[STANDS_FOR] = gemm.name
     gemm.replace_all_uses_with(product)
     g.erase_node(gemm)
     if gemm in quantizer.backward:

@@ -1,0 +1,127 @@
+"""`diagnose` measures what the rules predict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8pass
+from fp8pass import Config
+from fp8pass.demo.model import SIZES, new_model
+from fp8pass.diagnose import NEGLIGIBLE
+
+SIZE = replace(SIZES["small"], layers=2, seq=128)
+UNIFORM = Config.recipe("agoq", tolerance=math.inf)
+
+
+def loss_of(model, tokens):
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    """Windows of Python source."""
+    text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
+    starts = torch.randint(
+        len(text) - SIZE.seq - 1, (8,), generator=torch.Generator().manual_seed(seed)
+    )
+    return torch.stack([text[i : i + SIZE.seq + 1] for i in starts.tolist()]).long()
+
+
+@pytest.fixture(scope="module", params=["random weights", "trained weights"])
+def model(request) -> nn.Module:
+    model = new_model(SIZE, 0, torch.device("cpu"))
+    if request.param == "trained weights":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        for step in range(30):
+            optimizer.zero_grad()
+            loss_of(model, tokens(step)).backward()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("config", [Config(), Config.recipe("agoq"), UNIFORM], ids=repr)
+def test_prediction_agrees_with_measurement(model, config):
+    """In order (Spearman), and within a factor of three each, where the error is not negligible."""
+    found = fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
+    layers = [y for y in found if y.predicted and max(y.predicted, y.relative) > NEGLIGIBLE]
+    assert len(layers) > 20
+    for y in layers:
+        assert 1 / 3 < y.relative / y.predicted < 3, y
+    measured = torch.tensor([y.relative for y in layers])
+    predicted = torch.tensor([y.predicted for y in layers])
+    # Gradients of FP8 GEMMs nearly all have the same prediction.
+    assert spearman(measured, predicted) >= 0.8
+
+
+def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Rank correlation."""
+    return float(torch.corrcoef(torch.stack([ranked(a), ranked(b)]))[0, 1])
+
+
+def ranked(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(x < b).sum() + ((x == b).sum() - 1) / 2 for b in x]).double()
+
+
+def test_attention_is_the_largest_without_rules(model):
+    """AGoQ, Table 13."""
+    layers = fp8pass.diagnose(model, loss_of, tokens(1), config=UNIFORM).layers
+    attention = [y.relative for y in layers if y.gradient.startswith("attention")]
+    assert len(attention) == 3 * SIZE.layers
+    assert min(attention) > max(y.relative for y in layers if "attention" not in y.gradient)
+
+
+def test_attention_is_exact_with_them(model):
+    layers = fp8pass.diagnose(model, loss_of, tokens(1), config=Config.recipe("agoq")).layers
+    assert not any(y.gradient.startswith("attention") for y in layers)
+
+
+def test_exact_recipe_has_no_errors():
+    model = new_model(SIZE, 0, torch.device("cpu"))
+    assert not fp8pass.diagnose(model, loss_of, tokens(), config=Config.recipe("exact")).layers
+
+
+def test_nothing_changes():
+    model = new_model(SIZE, 0, torch.device("cpu"))
+    loss_of(model, tokens()).backward()
+    before = {n: (p.detach().clone(), p.grad.clone()) for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    fp8pass.diagnose(torch.compile(model, backend="fp8pass"), loss_of, tokens())
+    assert torch.equal(state, torch.get_rng_state())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name][0])
+        assert torch.equal(p.grad, before[name][1])
+
+
+def test_an_outlier_is_flagged_with_a_skip_entry():
+    """A weight whose large entries leave the rest to a few codes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        model[2].weight[0, 0] = 1e6
+        model[2].weight[0, 1:] = 0
+
+    def loss(model, x):
+        return model(x)[:, 1:].sum()
+
+    found = fp8pass.diagnose(model, loss, torch.randn(64, 64))
+    assert "2" in found.suggested_skip
+    assert "!" in str(found)
+    assert "skip=" in str(found)
+
+
+def test_report_formats(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    found = fp8pass.diagnose(model, lambda m, x: m(x).sum(), torch.randn(64, 64))
+    data = json.loads(found.to_json(tmp_path / "errors.json"))
+    assert [y["module"] for y in data["layers"]] == [y.module for y in found.layers]
+    assert "predicted" in str(found)
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").stat().st_size > 1000
