@@ -8,7 +8,8 @@ from __future__ import annotations
 from fp8pass.backend import backend
 from fp8pass.config import RECIPES, Config, ConfigError
 from fp8pass.explain import Explanation, explain
+from fp8pass.pipeline import stage_format
 
 __version__ = "0.1.0"
 
-__all__ = ["RECIPES", "Config", "ConfigError", "Explanation", "backend", "explain"]
+__all__ = ["RECIPES", "Config", "ConfigError", "Explanation", "backend", "explain", "stage_format"]

@@ -23,7 +23,7 @@ def test_the_default_is_coat():
 
 def test_recipes_differ():
     configs = {name: Config.recipe(name) for name in RECIPES}
-    assert len(set(configs.values())) == len(RECIPES) == 3
+    assert len(set(configs.values())) == len(RECIPES) == 4
     assert configs["linear"].save_format == "none"
     assert configs["linear"].quantizes_linears
     assert not configs["exact"].quantizes_linears

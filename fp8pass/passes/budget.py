@@ -36,7 +36,7 @@ from fp8pass import graph, hardware
 from fp8pass.config import ConfigError
 from fp8pass.formats import EXACT
 from fp8pass.passes.costs import UNITS_PER_BYTE, bytes_to_store, can_run_again, seconds
-from fp8pass.passes.decision import Decision, Needs, free_decision
+from fp8pass.passes.decision import Decision, Needs, free_decision, kept_bytes
 from fp8pass.passes.regions import SUMS
 from fp8pass.passes.storage import Storage
 from fp8pass.plan import FrontierPoint
@@ -58,17 +58,6 @@ class Solution:
     decisions: dict[fx.Node, Decision]
     bytes: float
     seconds: float
-
-    @property
-    def error(self) -> float:
-        """Root mean square over the kept values of the gradient error each is expected to cause."""
-        errors = [d.expected_error for d in self.decisions.values() if not d.recomputed]
-        return math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
-
-    @property
-    def point(self) -> FrontierPoint:
-        """This solution on the frontier."""
-        return FrontierPoint(int(self.bytes), self.seconds, self.error)
 
 
 class Program:
@@ -220,7 +209,15 @@ def frontier(most: float, needs: Needs, storage: Storage, points: int = 8) -> li
     least = program.least()
     budgets = np.linspace(least * 1.001, max(most, least * 1.001), points)
     solutions = (program.within(float(b)) for b in budgets)
-    return [s.point for s in solutions if s is not None]
+    return [frontier_point(s.decisions, storage) for s in solutions if s is not None]
+
+
+def frontier_point(decisions: dict[fx.Node, Decision], storage: Storage) -> FrontierPoint:
+    """Where a plan lies: its bytes, seconds of recomputation, expected error of the gradients."""
+    spent = sum(seconds(node) for node, d in decisions.items() if d.recomputed)
+    errors = [d.expected_error for d in decisions.values() if not d.recomputed]
+    error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
+    return FrontierPoint(int(kept_bytes(decisions, storage)), spent, error)
 
 
 def _relevant(needs: Needs) -> list[fx.Node]:
