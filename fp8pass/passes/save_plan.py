@@ -60,7 +60,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     ctx.decisions = cheapest_plan(needs, storage)
     budget = ctx.config.budget_bytes(most := kept_bytes(ctx.decisions, storage))
     if budget < most:
-        ctx.decisions = plan_within(budget, needs, storage).decisions
+        ctx.decisions = plan_within(budget, needs, storage)
     if ctx.wants_frontier:
         ctx.plan.frontier = frontier(most, needs, storage)
         ctx.plan.point = frontier_point(ctx.decisions, storage)
