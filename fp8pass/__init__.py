@@ -9,6 +9,7 @@ from fp8pass.backend import backend
 from fp8pass.config import RECIPES, Config, ConfigError
 from fp8pass.diagnose import Diagnosis, diagnose
 from fp8pass.explain import Explanation, explain
+from fp8pass.pipeline import stage_format
 
 __version__ = "0.1.0"
 
@@ -21,4 +22,5 @@ __all__ = [
     "backend",
     "diagnose",
     "explain",
+    "stage_format",
 ]

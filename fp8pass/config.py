@@ -169,11 +169,10 @@ def parse_bytes(text: str) -> float:
 def _check_budget(budget: object) -> None:
     if budget is None:
         return
-    if isinstance(budget, str):
-        parse_bytes(budget)
-    elif isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+    size = parse_bytes(budget) if isinstance(budget, str) else budget
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
         raise ConfigError(f"memory_budget must be positive, got {budget!r}.")
-    elif isinstance(budget, float) and budget > 1:
+    if isinstance(budget, float) and budget > 1:
         raise ConfigError(
             f"memory_budget={budget!r}: a float is a share, up to 1.0; for bytes give an int or a "
             "size such as '24GiB'."

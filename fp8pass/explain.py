@@ -20,7 +20,7 @@ from fp8pass import compat
 from fp8pass.backend import Backend
 from fp8pass.config import Config, split_options
 from fp8pass.debug import PassRecord
-from fp8pass.plan import Linear, Plan, SavedTensor
+from fp8pass.plan import FrontierPoint, Linear, Plan, SavedTensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,36 @@ class Explanation:
             Path(path).write_text(text + "\n")
         return text
 
+    def plot_frontier(self, path: str | Path) -> None:
+        """Write a PNG of memory against added time, a line for each graph, this plan marked.
+
+        Raises:
+            ValueError: there is no frontier to plot.
+            ImportError: matplotlib is not installed.
+        """
+        plans = {n: g.plan for n, g in enumerate(self.graphs) if g.plan.frontier}
+        if not plans:
+            raise ValueError("No frontier to plot: call fp8pass.explain(..., frontier=True).")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "plot_frontier needs matplotlib: pip install matplotlib", name="matplotlib"
+            ) from error
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot(
+            xlabel="kept for the backward, MiB", ylabel="added by recomputation, ms a step"
+        )
+        for number, plan in plans.items():
+            points = _by_bytes(plan.frontier)
+            x, y = [p.bytes / 2**20 for p in points], [p.seconds * 1e3 for p in points]
+            (line,) = axes.plot(x, y, marker=".", label=f"graph {number}")
+            if plan.point:
+                chosen = plan.point.bytes / 2**20, plan.point.seconds * 1e3
+                axes.plot(*chosen, marker="*", markersize=14, color=line.get_color(), ls="none")
+        axes.legend(title="★ this plan")
+        figure.savefig(path, format="png")
+
     def __str__(self) -> str:
         console = Console(width=150, file=io.StringIO())
         for part in self._parts():
@@ -79,11 +109,17 @@ class Explanation:
             yield _linears_table(title, report.plan.linears)
             if report.plan.saved:
                 yield _saved_table(title, report.plan)
+            if report.plan.frontier:
+                yield _frontier_table(title, report.plan)
         yield _totals(self)
 
 
 def explain(
-    model: nn.Module, *args: Any, config: Config | None = None, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    config: Config | None = None,
+    frontier: bool = False,
+    **kwargs: Any,
 ) -> Explanation:
     """What fp8pass would do to `model` called with these arguments.
 
@@ -94,10 +130,12 @@ def explain(
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         *args: arguments of the model.
         config: what to explain instead of the model's own options or the default recipe.
-        **kwargs: keyword arguments of the model.
+        frontier: also trace memory against time: what other memory budgets would give. Solves some
+            ten more programs for each graph.
+        **kwargs: keyword arguments of the model, besides `config` and `frontier`.
 
     Returns:
-        An Explanation: `print` it, or use `.graphs`, `.to_json()`.
+        An Explanation: `print` it, or use `.graphs`, `.to_json()`, `.plot_frontier()`.
     """
     config = config or configuration_of(model)
     explanation = Explanation(config)
@@ -106,7 +144,8 @@ def explain(
         explanation.graphs.append(GraphReport(plan, passes))
 
     module = getattr(model, "_orig_mod", model)
-    compiled = torch.compile(module, backend=Backend(replace(config, compiler="eager"), observe))
+    backend = Backend(replace(config, compiler="eager"), observe, frontier=frontier)
+    compiled = torch.compile(module, backend=backend)
     with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
         compiled(*args, **kwargs)
     return explanation
@@ -158,7 +197,7 @@ def _linears_table(title: str, linears: list[Linear]) -> Table:
 
 def _saved_table(title: str, plan: Plan) -> Table:
     table = Table(title=f"{title}: kept for the backward", title_justify="left")
-    columns = ("module", "×", "operator", "shape", "kept as", "MiB exact", "MiB kept", "error")
+    columns = ("module", "×", "operator", "shape", "kept as", "MiB exact", "MiB kept", "grad error")
     for column in (*columns, "reason"):
         table.add_column(column, justify="right" if "MiB" in column else "left")
 
@@ -178,6 +217,24 @@ def _saved_table(title: str, plan: Plan) -> Table:
             "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
         )
     return table
+
+
+def _frontier_table(title: str, plan: Plan) -> Table:
+    """What each budget gives; shares are of what is kept without one."""
+    table = Table(title=f"{title}: memory against time", title_justify="left")
+    for column in ("MiB kept", "of unlimited", "added ms", "grad error"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    points = _by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
+    for p in points:
+        share = f"{p.bytes / max(points[-1].bytes, 1):.0%}"
+        mark = "◀ this plan" if p == plan.point else ""
+        table.add_row(_mib(p.bytes), share, f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}", mark)
+    return table
+
+
+def _by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
+    return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
 def _totals(explanation: Explanation) -> str:

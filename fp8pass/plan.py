@@ -31,7 +31,9 @@ class SavedTensor:
         bytes: bytes kept, scales included. 0 for what is held anyway: autograd keeps a leaf that
             requires a gradient alive whether or not we use it.
         reason: why it is kept this way.
-        expected_error: root-mean-square relative error of the kept value.
+        expected_error: root-mean-square relative error that gradients are expected to have because
+            of this value: the rounding error of its format times how much the backward amplifies
+            it. 0 for a value kept exactly.
         tensors: what actually crosses.
     """
 
@@ -76,7 +78,7 @@ class FrontierPoint:
 
     Attributes:
         bytes: kept for the backward.
-        seconds: spent on computing values again, estimated by the roofline.
+        seconds: spent in a step on computing values again, estimated by the roofline.
         error: root mean square of the gradient errors that the kept values are expected to cause.
     """
 
@@ -90,8 +92,8 @@ class Plan:
     """Everything decided about one graph.
 
     `saved_bytes` counts what the backward keeps besides parameters; `stock_bytes` what PyTorch's
-    own partitioner would keep for the same graph (None unless it was asked). `frontier` traces
-    memory against time, where that was asked for.
+    own partitioner would keep for the same graph (None unless it was asked). Where that was asked
+    for, `frontier` traces memory against time, and `point` is where this plan lies.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Plan:
     parameters: list[str] = field(default_factory=list)
     stock_bytes: int | None = None
     frontier: list[FrontierPoint] = field(default_factory=list)
+    point: FrontierPoint | None = None
     note: str = ""
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -82,6 +83,57 @@ def test_error_and_reason_of_every_saved_tensor(of_llama):
     for s in of_llama.graphs[0].plan.saved:
         assert s.reason
         assert (s.expected_error > 0) == s.kept_as.startswith("e4m3")
+
+
+# --- memory against time ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced():
+    config = Config(memory_budget=0.6)
+    return explain(llama(), config=config, frontier=True, input_ids=tokens())
+
+
+def test_frontier_table_marks_the_plan(traced):
+    text = str(traced)
+    assert "graph 0: memory against time" in text
+    assert "grad error" in text
+    (row,) = [line for line in text.splitlines() if "◀ this plan" in line]
+    (graph,) = traced.graphs
+    assert graph.plan.point.bytes == graph.plan.saved_bytes == traced.saved_bytes
+    assert graph.plan.point.seconds > 0
+    assert f"{graph.plan.saved_bytes / 2**20:.1f}" in row
+    assert "100%" in text
+
+
+def test_frontier_in_json(traced):
+    (graph,) = json.loads(traced.to_json())["graphs"]
+    assert len(graph["frontier"]) > 2
+    assert {"bytes", "seconds", "error"} == set(graph["frontier"][0]) == set(graph["point"])
+
+
+def test_no_frontier_unless_asked(of_llama):
+    (graph,) = of_llama.graphs
+    assert (graph.plan.frontier, graph.plan.point) == ([], None)
+    assert "memory against time" not in str(of_llama)
+    with pytest.raises(ValueError, match="frontier=True"):
+        of_llama.plot_frontier("never.png")
+
+
+def test_plot_frontier(traced, tmp_path):
+    pytest.importorskip("matplotlib")
+    traced.plot_frontier(tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_frontier_without_matplotlib(traced, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        traced.plot_frontier(tmp_path / "frontier.png")
+    assert not list(tmp_path.iterdir())
+
+
+# --- graphs and configurations ------------------------------------------------------------------
 
 
 def test_graph_breaks_give_several_graphs():

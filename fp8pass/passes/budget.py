@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
@@ -36,7 +35,7 @@ from fp8pass import graph, hardware
 from fp8pass.config import ConfigError
 from fp8pass.formats import EXACT
 from fp8pass.passes.costs import UNITS_PER_BYTE, bytes_to_store, can_run_again, seconds
-from fp8pass.passes.decision import Decision, Needs, free_decision
+from fp8pass.passes.decision import Decision, Needs, free_decision, kept_bytes
 from fp8pass.passes.regions import SUMS
 from fp8pass.passes.storage import Storage
 from fp8pass.plan import FrontierPoint
@@ -46,29 +45,13 @@ from fp8pass.plan import FrontierPoint
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
+# What recomputing a value costs at least, of what the most expensive one does: so that nothing is
+# recomputed for nothing.
+NEGLIGIBLE_SHARE = 1e-6
+
 INFEASIBLE = 2  # scipy's status
 
 KEEP, STORE, REDO, REMAKE = range(4)
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A plan that fits a budget: decisions, bytes kept, seconds of recomputation."""
-
-    decisions: dict[fx.Node, Decision]
-    bytes: float
-    seconds: float
-
-    @property
-    def error(self) -> float:
-        """Root mean square over the kept values of the gradient error each is expected to cause."""
-        errors = [d.expected_error for d in self.decisions.values() if not d.recomputed]
-        return math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
-
-    @property
-    def point(self) -> FrontierPoint:
-        """This solution on the frontier."""
-        return FrontierPoint(int(self.bytes), self.seconds, self.error)
 
 
 class Program:
@@ -84,6 +67,8 @@ class Program:
         self.upper = np.ones(count)
         for value in self.values:
             self._price(value)
+        again = np.arange(count) % 4 >= REDO
+        self.seconds[again] += NEGLIGIBLE_SHARE * self.seconds.max(initial=0)
         self.constraint = self._availability()
 
     def least(self) -> float:
@@ -91,7 +76,7 @@ class Program:
         result = self._solve(self.bytes, math.inf)
         return float(self.bytes @ np.round(result.x))
 
-    def within(self, budget: float) -> Solution | None:
+    def within(self, budget: float) -> dict[fx.Node, Decision] | None:
         """The fastest plan within `budget` bytes; None if there is none."""
         result = self._solve(self.seconds, budget)
         if result.status == INFEASIBLE:
@@ -101,14 +86,7 @@ class Program:
                 f"No plan for a memory_budget of {budget / 2**20:.1f} MiB was found in "
                 f"{TIME_LIMIT_S:.0f} s. Compile the model's blocks one by one, or raise it."
             )
-        chosen = np.round(result.x)
-        decisions = {v: self._decision(v, chosen) for v in self.values}
-        again = np.array([REDO, REMAKE])
-        spent = sum(
-            float(self.seconds[4 * i + again] @ chosen[4 * i + again])
-            for i in range(len(self.values))
-        )
-        return Solution(decisions, float(self.bytes @ chosen), spent)
+        return self._plan(np.round(result.x))
 
     def _solve(self, cost: np.ndarray, budget: float) -> OptimizeResult:
         constraints = [self.constraint]
@@ -142,7 +120,7 @@ class Program:
         again = can_run_again(value) and not storage.ctx.is_free(value)
         self.upper[at + REDO] = again
         self.upper[at + REMAKE] = again and storage.rules.may_be_recomputed(value, storage.coarsest)
-        self.seconds[at + REDO : at + 4] = seconds(value) + NEGLIGIBLE_SECONDS
+        self.seconds[at + REDO : at + 4] = seconds(value)
 
     def _availability(self) -> LinearConstraint:
         """One row each: what a value is recomputed from, and in which form it is needed."""
@@ -179,39 +157,44 @@ class Program:
                 if graph.source(operand) in sums:
                     yield graph.source(operand), later
 
+    def _plan(self, chosen: np.ndarray) -> dict[fx.Node, Decision]:
+        """Decisions for what the backward asks for, not for what the solver chose besides."""
+        plan: dict[fx.Node, Decision] = {}
+        asked = set(self.needs.all)
+        for value in reversed(self.values):
+            if value in asked:
+                plan[value] = self._decision(value, chosen)
+                if plan[value].recomputed:
+                    asked.update(value.all_input_nodes)
+        return plan
+
     def _decision(self, value: fx.Node, chosen: np.ndarray) -> Decision:
         at, choice = 4 * self.index[value], self.storage.choice(value)
         if self.storage.ctx.is_free(value):
             return free_decision(value, self.storage.ctx)
         if chosen[at + KEEP]:
             return Decision(EXACT, 0, self.needs.exact.get(value, "the budget allows it"))
-        if chosen[at + REDO]:
-            return Decision(None, 0, "recomputed to meet the budget")
-        if chosen[at + STORE]:
+        if chosen[at + STORE] and not chosen[at + REDO]:
             return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
         return Decision(None, 0, "recomputed to meet the budget")
 
 
-# So that nothing is recomputed for nothing.
-NEGLIGIBLE_SECONDS = 1e-9
-
-
-def plan_within(budget: float, needs: Needs, storage: Storage) -> Solution:
+def plan_within(budget: float, needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:
     """The fastest plan that keeps at most `budget` bytes.
 
     Raises:
         ConfigError: there is none; the message names the smallest budget that can be met.
     """
     program = Program(needs, storage)
-    solution = program.within(budget)
-    if solution is None:
+    plan = program.within(budget)
+    if plan is None:
         least = program.least()
         raise ConfigError(
             f"memory_budget of {budget / 2**20:.1f} MiB cannot be met: this graph keeps at least "
             f"{least / 2**20:.1f} MiB. Raise memory_budget to {math.ceil(least)} bytes or more, or "
             "allow smaller formats with recipe='agoq'."
         )
-    return solution
+    return plan
 
 
 def frontier(most: float, needs: Needs, storage: Storage, points: int = 8) -> list[FrontierPoint]:
@@ -219,8 +202,16 @@ def frontier(most: float, needs: Needs, storage: Storage, points: int = 8) -> li
     program = Program(needs, storage)
     least = program.least()
     budgets = np.linspace(least * 1.001, max(most, least * 1.001), points)
-    solutions = (program.within(float(b)) for b in budgets)
-    return [s.point for s in solutions if s is not None]
+    plans = (program.within(float(b)) for b in budgets)
+    return [frontier_point(p, storage) for p in plans if p is not None]
+
+
+def frontier_point(decisions: dict[fx.Node, Decision], storage: Storage) -> FrontierPoint:
+    """Where a plan lies: its bytes, seconds of recomputation, expected error of the gradients."""
+    spent = sum(seconds(node) for node, d in decisions.items() if d.recomputed)
+    errors = [d.expected_error for d in decisions.values() if not d.recomputed]
+    error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
+    return FrontierPoint(int(kept_bytes(decisions, storage)), spent, error)
 
 
 def _relevant(needs: Needs) -> list[fx.Node]:

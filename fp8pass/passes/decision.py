@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.formats import EXACT, Format
+from fp8pass.formats import EXACT, GROUP_SCALE_DTYPE, Format
 from fp8pass.passes.context import Context
 from fp8pass.passes.storage import Storage
 
@@ -80,10 +80,15 @@ def kept_bytes(decisions: dict[fx.Node, Decision], storage: Storage) -> float:
     for node, decision in decisions.items():
         if decision.recomputed or storage.ctx.is_free(node) or compat.is_sym_node(node):
             continue
-        exact = graph.nbytes(node)
-        if decision.format is None or decision.format.lossless:
-            total += exact
-        else:
-            elements = graph.numel(graph.tensor(node))
-            total += decision.format.stored_bytes(elements, decision.group_size)
+        total += _stored_bytes(node, decision)
     return total
+
+
+def _stored_bytes(node: fx.Node, decision: Decision) -> float:
+    """Bytes of a kept value; the lossless format keeps scales too, as it takes the same path."""
+    if not decision.low_bit or decision.format is None:
+        return graph.nbytes(node)
+    elements = graph.numel(graph.tensor(node))
+    if decision.format.lossless:
+        return graph.nbytes(node) + elements // decision.group_size * GROUP_SCALE_DTYPE.itemsize
+    return decision.format.stored_bytes(elements, decision.group_size)

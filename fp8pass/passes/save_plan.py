@@ -30,7 +30,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.formats import EXACT
-from fp8pass.passes.budget import frontier, plan_within
+from fp8pass.passes.budget import frontier, frontier_point, plan_within
 from fp8pass.passes.context import Context
 from fp8pass.passes.costs import bytes_to_store, recompute_price
 from fp8pass.passes.decision import Decision, Needs, find_needs, free_decision, kept_bytes
@@ -60,9 +60,10 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     ctx.decisions = cheapest_plan(needs, storage)
     budget = ctx.config.budget_bytes(most := kept_bytes(ctx.decisions, storage))
     if budget < most:
-        ctx.decisions = plan_within(budget, needs, storage).decisions
+        ctx.decisions = plan_within(budget, needs, storage)
     if ctx.wants_frontier:
         ctx.plan.frontier = frontier(most, needs, storage)
+        ctx.plan.point = frontier_point(ctx.decisions, storage)
 
 
 def cheapest_plan(needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:
