@@ -102,7 +102,8 @@ def test_frontier_table_marks_the_plan(traced):
     (graph,) = traced.graphs
     assert graph.plan.point.bytes == graph.plan.saved_bytes == traced.saved_bytes
     assert graph.plan.point.seconds > 0
-    assert f"{graph.plan.saved_bytes / 2**20:.1f}" in row
+    assert f"{graph.plan.saved_bytes / 2**20:.4f}" in row
+    assert "60%" in row
     assert "100%" in text
 
 
