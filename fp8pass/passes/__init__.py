@@ -7,8 +7,11 @@ adds to `ctx`. Where it does not apply it leaves the graph as it was.
     save_plan.py     which forward values the backward keeps, in which format
     materialize.py   the plan -> quantize, dequantize and recompute nodes
 
-`classify.py` (what an operator is) and `error_rules.py` (what may be inexact) are the tables they
-look things up in.
+`classify.py` says what an operator is. What may be inexact is derived: `regions.py` (what belongs
+together), `expressions.py` (its maths), `perturbation.py` (bounds), `amplification.py` and
+`derivation.py` (numbers), `attention_rule.py`, and `error_rules.py`, which puts them together.
+`storage.py` chooses a value's format, `costs.py` says what keeping and recomputing cost,
+`decision.py` is what was decided, and `budget.py` decides under a memory budget.
 """
 
 from __future__ import annotations
