@@ -28,6 +28,7 @@ from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.decision import Decision
 from fp8pass.passes.error_rules import Rules
+from fp8pass.passes.linear import ROLE
 from fp8pass.passes.materialize import materialize_plan
 from fp8pass.prediction import original_name, predict
 
@@ -301,6 +302,8 @@ def _describe(node: fx.Node, record: Record) -> str:
     """What a gradient is of: a weight, a layer's input, an operand of attention."""
     if kind(node) is Kind.ATTENTION:
         return f"attention {'qkv'[int(node.args[1])]}"  # type: ignore[arg-type]
+    if ROLE in node.meta:
+        return "weight" if node.meta[ROLE] == "wgrad" else "input"
     shapes = {graph.shape_text(graph.tensor(n)) for n in record.ctx.parameters}
     return "weight" if graph.shape_text(graph.tensor(node)) in shapes else "input"
 

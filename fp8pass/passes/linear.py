@@ -53,6 +53,9 @@ KEPT_BY_CHOICE = "fp8pass_kept_by_choice"
 # Set on `scaled_mm`: the name of the GEMM that it replaced.
 STANDS_FOR = "fp8pass_stands_for"
 
+# Set on the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
+ROLE = "fp8pass_role"
+
 
 @dataclass
 class Layer:
@@ -85,6 +88,7 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
         reason = why_not(layer, ctx.config)
         roles: list[str] = []
         for role, gemm in layer.gemms():
+            gemm.meta[ROLE] = role
             if not reason.text:
                 eligible.add(gemm)
                 roles.append(role)
@@ -301,6 +305,7 @@ def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
             like=gemm,
         )
     product.meta[STANDS_FOR] = gemm.name
+    product.meta[ROLE] = gemm.meta[ROLE]
     gemm.replace_all_uses_with(product)
     g.erase_node(gemm)
     if gemm in quantizer.backward:
