@@ -15,16 +15,6 @@ from fp8pass.codegen.lowering import lower_dialect
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.partition import Inputs, Observer, Partitioner, rewrite_inference
 
-# Options of Inductor that suit graphs with low-bit saves; the user's own come after them.
-INDUCTOR_DEFAULTS: dict[str, Any] = {
-    # Unpacking 4-bit codes takes some 15 operators. With Inductor's 30, an expression of two such
-    # values ends in a buffer, in fp32 for the backward of SwiGLU: 0.55 GiB a layer (hidden 4096).
-    "realize_opcount_threshold": 64,
-    # Its estimate of peak memory misses what materialize.py placed well: with it four layers of
-    # hidden 4096 peak at 7.3 rather than 5.1 GiB in recipe agoq, 5.9 rather than 5.6 in coat.
-    "reorder_for_peak_memory": False,
-}
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -52,7 +42,7 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile one graph captured by Dynamo."""
         config = self.config
-        inductor_options = {**INDUCTOR_DEFAULTS, **_mode_options(mode)}
+        inductor_options = dict(_mode_options(mode))
         if options:
             if self.config != Config():
                 raise ConfigError(
@@ -69,7 +59,11 @@ class Backend:
             gm,
             list(example_inputs),
             inner_compile=InnerCompile(config, self.observer),
-            config_patches={**inductor_options, "custom_partitioner_fn": partitioner},
+            config_patches={
+                **inductor_defaults(config),
+                **inductor_options,
+                "custom_partitioner_fn": partitioner,
+            },
         )
         return compiled
 
@@ -108,6 +102,18 @@ def backend(config: Config) -> Backend:
 def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="fp8pass")`, recipe `coat`."""
     return Backend()(gm, example_inputs, **kwargs)
+
+
+def inductor_defaults(config: Config) -> dict[str, Any]:
+    """Options of Inductor that suit graphs with low-bit saves; the user's own come after them."""
+    # Inductor's estimate of peak memory misses what materialize.py placed well: with it four layers
+    # of hidden 4096 peak at 7.3 rather than 5.1 GiB in recipe agoq, at 5.9 rather than 5.6 in coat.
+    options: dict[str, Any] = {"reorder_for_peak_memory": False}
+    if config.packs:
+        # Unpacking a code takes some 15 operators. With Inductor's limit of 30 an expression of two
+        # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.
+        options["realize_opcount_threshold"] = 64
+    return options
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 LINEAR_FORMATS = ("e4m3", "e5m2", "exact")
 SAVE_FORMATS = ("e4m3", "e2m3", "e2m2", "e2m1", "none", "exact")
+SUB_BYTE_FORMATS = ("e2m3", "e2m2", "e2m1")
 COMPILERS = ("inductor", "eager")
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -118,6 +119,11 @@ class Config:
     def quantizes_linears(self) -> bool:
         """Whether GEMMs run in FP8 (False in recipe `exact`, which only rewrites them)."""
         return self.forward_format != "exact"
+
+    @property
+    def packs(self) -> bool:
+        """Whether saved values may take less than a byte each."""
+        return self.save_format in SUB_BYTE_FORMATS
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Config))

@@ -30,7 +30,6 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.formats import EXACT
-from fp8pass.passes.budget import frontier, frontier_point, plan_within
 from fp8pass.passes.context import Context
 from fp8pass.passes.costs import bytes_to_store, recompute_price
 from fp8pass.passes.decision import Decision, Needs, find_needs, free_decision, kept_bytes
@@ -58,7 +57,17 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     storage = Storage(ctx, Rules(gm.graph, ctx))
     needs = find_needs(gm, storage)
     ctx.decisions = cheapest_plan(needs, storage)
-    budget = ctx.config.budget_bytes(most := kept_bytes(ctx.decisions, storage))
+    if ctx.config.memory_budget is not None or ctx.wants_frontier:
+        _meet_budget(ctx, needs, storage)
+
+
+def _meet_budget(ctx: Context, needs: Needs, storage: Storage) -> None:
+    """Replace a plan that keeps too much; trace memory against time where that is asked for."""
+    # Here rather than above: its solver takes as long to import as a small graph to plan.
+    from fp8pass.passes.budget import frontier, frontier_point, plan_within
+
+    most = kept_bytes(ctx.decisions, storage)
+    budget = ctx.config.budget_bytes(most)
     if budget < most:
         ctx.decisions = plan_within(budget, needs, storage)
     if ctx.wants_frontier:
