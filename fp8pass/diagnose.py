@@ -30,7 +30,7 @@ from fp8pass.passes.decision import Decision
 from fp8pass.passes.error_rules import Rules
 from fp8pass.passes.linear import ROLE
 from fp8pass.passes.materialize import materialize_plan
-from fp8pass.prediction import original_name, predict
+from fp8pass.prediction import Predictor, original_name
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
@@ -264,14 +264,16 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     arguments = [record.inputs[str(n.target)] for n in _placeholders(record.exact)]
     exact = Exact(record.exact)
     exact.run(*arguments)
-    data = {
-        n: value
+    values = {
+        n: exact.values[original_name(n)]
         for n in record.planned.graph.nodes
-        if isinstance(value := exact.values.get(original_name(n)), Tensor)
-        and value.is_floating_point()
+        if original_name(n) in exact.values
     }
-    predicted = predict(record.planned.graph, record.ctx, record.decisions, data).backward
-    forced = Forced(record.rewritten, exact.values, _layer_outputs(record))
+    rules = Rules(record.planned.graph, record.ctx)
+    predictor = Predictor(rules, record.decisions, values)
+    predictor.run(record.planned.graph)
+    predicted = predictor.backward
+    forced = Forced(record.rewritten, exact.values, _layer_outputs(rules))
     forced.run(*arguments)
     for node, (mean_absolute, relative) in forced.errors.items():
         expected = predicted.get(original_name(node), 0.0)
@@ -287,12 +289,11 @@ def errors_of(record: Record) -> Iterable[LayerError]:
         )
 
 
-def _layer_outputs(record: Record) -> set[str]:
+def _layer_outputs(rules: Rules) -> set[str]:
     """Names of gradients at which one layer ends and the next begins.
 
     Those are results of GEMMs and attention, and what a region hands on.
     """
-    rules = Rules(record.planned.graph, record.ctx)
     ends = {n for region in rules.regions for n in region.outputs}
     ends |= {n for n in rules.backward if kind(n) in LAYERS}
     return {original_name(n) for n in ends & rules.backward}
@@ -301,11 +302,17 @@ def _layer_outputs(record: Record) -> set[str]:
 def _describe(node: fx.Node, record: Record) -> str:
     """What a gradient is of: a weight, a layer's input, an operand of attention."""
     if kind(node) is Kind.ATTENTION:
-        return f"attention {'qkv'[int(node.args[1])]}"  # type: ignore[arg-type]
+        return f"attention {_attention_operand(node)}"
     if ROLE in node.meta:
         return "weight" if node.meta[ROLE] == "wgrad" else "input"
     shapes = {graph.shape_text(graph.tensor(n)) for n in record.ctx.parameters}
     return "weight" if graph.shape_text(graph.tensor(node)) in shapes else "input"
+
+
+def _attention_operand(node: fx.Node) -> str:
+    """Which operand a gradient of attention is of; those of fused operators come as a tuple."""
+    position = int(node.args[1]) if graph.is_getitem(node) else None  # type: ignore[arg-type]
+    return "operand" if position is None or position > 2 else "qkv"[position]
 
 
 class Exact(fx.Interpreter):

@@ -1,22 +1,24 @@
 """The gradient error that the rules expect at every point of a planned backward.
 
 Errors are local: of what a region, GEMM or attention computes from exact incoming gradients, as
-`diagnose` measures them.
+`diagnose` measures them. Values are those of a real batch; rounding is idealized
+(`amplification.rounding`): of the relative error that a format has in its normal range.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.formats import FORMATS
+from fp8pass.passes.amplification import relative_change, rounding
 from fp8pass.passes.classify import Kind, kind
-from fp8pass.passes.context import Context
 from fp8pass.passes.decision import Decision
 from fp8pass.passes.derivation import Derivation
 from fp8pass.passes.error_rules import Rules
@@ -24,85 +26,10 @@ from fp8pass.passes.expressions import Underivable
 from fp8pass.passes.linear import STANDS_FOR
 from fp8pass.passes.regions import Region
 
-QUANTIZERS = (torch.ops.fp8pass.quantize.default,)
-TRANSPOSITIONS = (torch.ops.fp8pass.transpose.default,)
+fp8 = torch.ops.fp8pass
 
-
-@dataclass
-class Prediction:
-    """Expected relative RMS errors on a joint graph after planning, before its materialization.
-
-    Attributes:
-        forward: of forward values, as the backward gets them.
-        backward: of gradients, by the name of the node in the graph before any pass; None where
-            nothing could be derived.
-    """
-
-    forward: dict[fx.Node, float]
-    backward: dict[str, float | None]
-
-
-def predict(
-    g: fx.Graph,
-    ctx: Context,
-    decisions: Mapping[fx.Node, Decision],
-    data: Mapping[fx.Node, Tensor],
-) -> Prediction:
-    """What the decisions about forward values do to every gradient, to first order.
-
-    `data` has the values of nodes on a batch: activations and gradients are distributed and
-    correlated as they are there.
-    """
-    rules = Rules(g, ctx)
-    region_of = {n: region for region in rules.regions for n in region.nodes}
-    found, done = Prediction({}, {}), set[int]()
-    for node in g.nodes:
-        if node.op == "output":
-            continue
-        region = region_of.get(node)
-        if region is not None:
-            if id(region) not in done:  # when its first member comes, its forward inputs are known
-                done.add(id(region))
-                _predict_region(region, decisions, data, found)
-        elif node in rules.backward:
-            error = _of_operator(node, found, rules)
-            if error and kind(node) is Kind.GEMM:
-                error *= incoherence(node, data)
-            found.backward[original_name(node)] = error
-        else:
-            found.forward[node] = _of_value(node, decisions, found)
-    return found
-
-
-def incoherence(gemm: fx.Node, data: Mapping[fx.Node, Tensor]) -> float:
-    """How much of a GEMM's sums cancels: √(Σ |a_t|² |b_t|²) / ‖Σ a_t b_tᵀ‖.
-
-    Rounding errors are independent and add up in squares. Where the terms do not, as in the weight
-    gradient of a layer whose gradient is alike for all tokens, their share of the sum is smaller.
-    """
-    product = data.get(gemm)
-    if gemm.target is torch.ops.aten.mm.default:
-        first, second = (data.get(n) for n in gemm.all_input_nodes)
-        operands = [first, None if second is None else second.t()]
-    else:
-        operands = [_matrix_of(n, data) for n in gemm.args[:3:2] if isinstance(n, fx.Node)]
-    if product is None or len(operands) != 2 or any(x is None for x in operands):
-        return 1.0
-    a, b = (x.double().square() for x in operands if x is not None)
-    if a.shape[-1] != b.shape[-1]:  # padded to a multiple of 16
-        a, b = (x[:, : min(a.shape[-1], b.shape[-1])] for x in (a, b))
-    norm = float(product.double().norm())
-    return float((a.sum(0) * b.sum(0)).sum().sqrt()) / norm if norm else 1.0
-
-
-def _matrix_of(operand: fx.Node, data: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """The matrix that was quantized into an operand, contracted over its last dimension."""
-    if operand.target in TRANSPOSITIONS:
-        inner = _matrix_of(operand.args[0], data)  # type: ignore[arg-type]
-        return None if inner is None else inner.t()
-    if operand.target in QUANTIZERS:
-        return data.get(operand.args[0])  # type: ignore[arg-type]
-    return None
+# Of a GEMM's result so many rows and columns are computed, to stand for all.
+LARGEST_SAMPLE = 512
 
 
 def original_name(node: fx.Node) -> str:
@@ -110,79 +37,132 @@ def original_name(node: fx.Node) -> str:
     return str(node.meta.get(STANDS_FOR, node.name))
 
 
-def _of_value(node: fx.Node, decisions: Mapping[fx.Node, Decision], found: Prediction) -> float:
-    """Of a forward value outside of regions: as stored, or as its operands make it."""
-    decision = decisions.get(node)
-    if decision is None:
-        return 0.0
-    if decision.format is not None:
-        return decision.format.relative_error if decision.low_bit else 0.0
-    return max((found.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
+@dataclass
+class Predictor:
+    """Expected relative RMS errors on a joint graph after planning, before its materialization.
 
+    Attributes:
+        rules: those of the graph.
+        decisions: how each of its forward values reaches the backward.
+        values: of its nodes, on a batch.
+        forward: errors of forward values, as the backward gets them.
+        backward: errors of gradients, by the name of the node in the graph before any pass; None
+            where nothing could be derived.
+    """
 
-def _predict_region(
-    region: Region,
-    decisions: Mapping[fx.Node, Decision],
-    data: Mapping[fx.Node, Tensor],
-    found: Prediction,
-) -> None:
-    kept = {
-        n: d.format.relative_error if d.low_bit else 0.0
-        for n in region.nodes
-        if (d := decisions.get(n)) is not None and d.format is not None
-    }
-    try:
+    rules: Rules
+    decisions: Mapping[fx.Node, Decision]
+    values: Mapping[fx.Node, Any]
+    forward: dict[fx.Node, float] = field(default_factory=dict)
+    backward: dict[str, float | None] = field(default_factory=dict)
+
+    def run(self, g: fx.Graph) -> None:
+        """Fill in the errors of a graph's nodes."""
+        region_of = {n: region for region in self.rules.regions for n in region.nodes}
+        done = set[int]()
+        for node in g.nodes:
+            if node.op == "output":
+                continue
+            region = region_of.get(node)
+            if region is None:
+                self._predict_node(node)
+            elif id(region) not in done:  # as its first member comes, its forward inputs are known
+                done.add(id(region))
+                self._predict_region(region)
+
+    def _predict_node(self, node: fx.Node) -> None:
+        """An operator that is in no region; junctions and movement of gradients are exact here."""
+        if node not in self.rules.backward:
+            self.forward[node] = self._of_value(node)
+        elif node.target is fp8.scaled_mm.default:
+            self.backward[original_name(node)] = self._of_scaled_mm(node)
+        elif kind(graph.operator_of(node)) in (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION):
+            self._run_again(node)
+
+    def _of_value(self, node: fx.Node) -> float:
+        """As the value is stored, or as its operands make it."""
+        decision = self.decisions.get(node)
+        if decision is None:
+            return 0.0
+        if decision.format is not None:
+            return decision.format.relative_error if decision.low_bit else 0.0
+        return max((self.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
+
+    # --- operators ------------------------------------------------------------------------------
+
+    def _run_again(self, node: fx.Node) -> None:
+        """Run an operator on rounded operands."""
+        if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._rounded)
         with compat.real_tensors():
-            errors = _region_errors(region, kept, data, found)
-    except Underivable:
-        exact = not any(kept.values()) and not any(found.forward.get(n) for n in region.values)
-        found.backward.update((original_name(n), 0.0 if exact else None) for n in region.backward)
-        return
-    for node, error in errors.items():
-        if node in region.backward:
-            found.backward[original_name(node)] = error
-        else:
-            carried = decisions.get(node)
-            found.forward[node] = kept.get(node, error if carried is not None else 0.0)
+            results = node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(results, Tensor):
+            self.backward[original_name(node)] = relative_change(self.values[node], results)
+            return
+        for user in node.users:
+            if graph.is_getitem(user) and isinstance(result := results[user.args[1]], Tensor):
+                self.backward[original_name(user)] = relative_change(self.values[user], result)
 
+    def _rounded(self, node: fx.Node) -> Any:
+        value, error = self.values[node], self.forward.get(node, 0.0)
+        return (value * rounding(value, error)).to(value.dtype) if error else value
 
-def _region_errors(
-    region: Region,
-    kept: Mapping[fx.Node, float],
-    data: Mapping[fx.Node, Tensor],
-    found: Prediction,
-) -> dict[fx.Node, float]:
-    derivation = Derivation(region, {})
-    symbols = derivation.expressions.symbols
-    derivation.samples.use({symbols[n]: data[n] for n in region.inputs if n in data})
-    noise = {symbols[n]: found.forward.get(n, 0.0) for n in region.values}
-    noise |= {symbols[n]: error for n, error in kept.items() if n in symbols}
-    stored = {symbols[n] for n in kept if n in symbols}
-    errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
-    return {n: errors[symbols[n]] for n in region.nodes if n in symbols}
+    def _of_scaled_mm(self, gemm: fx.Node) -> float:
+        """Of a product, from the errors of the operands and of rounding them to FP8."""
+        exact, rounded = [], []
+        for operand in (gemm.args[0], gemm.args[2]):
+            matrix, error = self._operand(operand)  # type: ignore[arg-type]
+            rows = torch.linspace(0, len(matrix) - 1, min(len(matrix), LARGEST_SAMPLE))
+            some = matrix[rows.long().to(matrix.device)].double()
+            exact.append(some)
+            rounded.append(some * rounding(some, error) if error else some)
+        return relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
 
-
-def _of_operator(node: fx.Node, found: Prediction, rules: Rules) -> float | None:
-    """Of a backward operator outside of regions, from the errors of what it reads."""
-    errors = [_of_operand(n, found, rules) for n in node.all_input_nodes]
-    if kind(node) is Kind.ATTENTION and not graph.is_getitem(node):
-        return rules.expected_of_attention(node) * max(errors, default=0.0)
-    if kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
-        return math.sqrt(sum(e**2 for e in errors))
-    if graph.is_getitem(node):
-        return found.backward.get(original_name(node.args[0]), 0.0)  # type: ignore[arg-type]
-    return 0.0  # a junction or a movement of gradients, which are exact here
-
-
-def _of_operand(node: fx.Node, found: Prediction, rules: Rules) -> float:
-    """Of a GEMM's operand: of the value itself, and of rounding it to FP8."""
-    if node.target in QUANTIZERS:
+    def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
+        """The matrix that was quantized, contracted over its last dimension, and its error."""
+        if graph.is_call(node, fp8.transpose.default):
+            matrix, error = self._operand(node.args[0])  # type: ignore[arg-type]
+            return matrix.t(), error
         source, format = node.args[0], FORMATS[str(node.args[2])]
-        inherited = 0.0 if source in rules.backward else found.forward.get(source, 0.0)  # type: ignore[arg-type]
-        return math.hypot(inherited, format.relative_error)
-    if node.target in TRANSPOSITIONS:
-        return _of_operand(node.args[0], found, rules)  # type: ignore[arg-type]
-    if node in rules.backward:
-        return 0.0
-    val = graph.value(node)
-    return found.forward.get(node, 0.0) if val is not None and val.ndim else 0.0
+        inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
+        return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
+
+    # --- regions --------------------------------------------------------------------------------
+
+    def _predict_region(self, region: Region) -> None:
+        kept = {
+            n: d.format.relative_error if d.low_bit else 0.0
+            for n in region.nodes
+            if (d := self.decisions.get(n)) is not None and d.format is not None
+        }
+        try:
+            with compat.real_tensors():
+                errors = self._region_errors(region, kept)
+        except Underivable:
+            exact = not any(kept.values()) and not any(self.forward.get(n) for n in region.values)
+            unknown = 0.0 if exact else None
+            self.backward.update((original_name(n), unknown) for n in region.backward)
+            return
+        for node, error in errors.items():
+            if node in region.backward:
+                self.backward[original_name(node)] = error
+            else:
+                known = error if node in self.decisions else 0.0
+                self.forward[node] = kept.get(node, known)
+
+    def _region_errors(self, region: Region, kept: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+        derivation = Derivation(region, {})
+        symbols = derivation.expressions.symbols
+        derivation.samples.use(
+            {
+                symbols[n]: x
+                for n in region.inputs
+                if isinstance(x := self.values.get(n), Tensor) and x.is_floating_point()
+            }
+        )
+        noise = {symbols[n]: self.forward.get(n, 0.0) for n in region.values}
+        noise |= {symbols[n]: error for n, error in kept.items() if n in symbols}
+        stored = {symbols[n] for n in kept if n in symbols}
+        errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
+        return {n: errors[symbols[n]] for n in region.nodes if n in symbols}

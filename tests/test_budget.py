@@ -361,3 +361,13 @@ def test_the_backward_reads_no_forward_value_that_was_not_decided_on():
     saved = {s.name for s in joint.ctx.plan.saved} | set(joint.ctx.plan.parameters)
     assert saved <= kept
     assert all(s.reason != "not planned" for s in joint.ctx.plan.saved)
+
+
+def test_a_graph_that_keeps_nothing_has_no_frontier():
+    class AddOne(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    x = torch.randn(4, 64, requires_grad=True)
+    (report,) = explain(AddOne(), x * 1, frontier=True).graphs
+    assert report.plan.frontier == []

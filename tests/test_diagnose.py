@@ -48,20 +48,21 @@ def model(request) -> nn.Module:
 
 @pytest.mark.parametrize("config", [Config(), Config.recipe("agoq"), UNIFORM], ids=repr)
 def test_prediction_agrees_with_measurement(model, config):
-    """In order (Spearman) and mostly within a factor of three, where errors count.
+    """In order (Spearman) and within a factor of three, where errors count.
 
-    What is left are sums over tokens whose terms are alike, so that their rounding errors are, too.
+    An error of more than the gradient itself, as of attention without rules, is a wrong gradient,
+    however wrong it is.
     """
     found = fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
-    layers = [y for y in found if y.predicted and y.relative > NEGLIGIBLE]
+    layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
     assert len(layers) > 20
-    ratios = [y.relative / y.predicted for y in layers if y.predicted]
-    near = [r for r in ratios if 1 / 3 < r < 3]
-    assert len(near) >= 0.8 * len(ratios)
-    assert config == UNIFORM or all(1 / 6 < r < 6 for r in ratios)
-    measured = torch.tensor([y.relative for y in layers])
-    predicted = torch.tensor([y.predicted for y in layers])
-    assert spearman(measured, predicted) >= 0.7
+    assert len(layers) == len([y for y in found if y.relative > NEGLIGIBLE])
+    measured = torch.tensor([min(y.relative, 1.0) for y in layers])
+    predicted = torch.tensor([min(y.predicted, 1.0) for y in layers])
+    ratios = measured / predicted
+    assert ratios.min() > 1 / 3
+    assert ratios.max() < 3
+    assert spearman(measured, predicted) >= 0.8
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -129,3 +130,16 @@ def test_report_formats(tmp_path):
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000
+
+
+def test_a_product_of_a_matrix_with_itself():
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.mm(y := self.layer(x), y)
+
+    found = fp8pass.diagnose(Square(), lambda m, x: m(x).square().mean(), torch.randn(64, 64))
+    assert {y.module for y in found.layers} >= {"layer"}

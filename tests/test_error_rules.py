@@ -21,6 +21,7 @@ from fp8pass.passes.amplification import Moments, Samples
 from fp8pass.passes.derivation import Derivation, derive
 from fp8pass.passes.error_rules import Rules
 from fp8pass.passes.expressions import Sigmoid, Underivable
+from fp8pass.passes.linear import quantize_linears
 from fp8pass.passes.perturbation import Norm
 from fp8pass.passes.regions import Region
 
@@ -310,7 +311,6 @@ def test_expected_amplification_is_what_autograd_shows(name):
         for a, b in zip(exact, changed, strict=True):
             if a is not None and a.norm() > 0:
                 worst = max(worst, float((a - b).norm() / a.norm()) / 1e-5)
-    expected = rule_of(function, operands).expected
     rules = rules_of(function, operands)
     expected = max(rules.amplification(v).expected for r in rules.regions for v in r.values)
     assert 1 / 1.6 < expected / worst < 1.6
@@ -341,6 +341,44 @@ def test_what_has_no_bound_stays_exact_and_says_why(name):
     values = [v for r in rules.regions for v in r.values]
     reasons = [rules.why_exact(v) for v in values]
     assert any(reason in r for r in reasons), reasons
+
+
+class Head(nn.Module):
+    """A linear layer, a non-linear function, and an output head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lm_head = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_head_in_high_precision_uses_stays_exact(autocast):
+    """Also where its weight gradient is cast, and so enters a region."""
+    model = Head()
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(x)
+
+    joint = capture_joint(step, torch.randn(32, 64))
+    quantize_linears(joint.gm, joint.ctx)
+    rules = Rules(joint.gm.graph, joint.ctx)
+    (tanh,) = joint.calls(torch.ops.aten.tanh.default)
+    assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
+
+
+def test_an_unknown_operator_whose_result_enters_a_region_needs_exact_values():
+    """The backward of a cumulative maximum reads what it chose, then goes into a region."""
+    rules = rules_of(lambda m, x: torch.cummax(torch.tanh(x), dim=-1).values * 2)
+    assert "scatter" in "".join(rules.why_exact(v) for v in nodes_of(rules))
+
+
+def nodes_of(rules: Rules):
+    """The nodes of the graph that has these rules."""
+    return next(iter(rules.regions)).nodes[0].graph.nodes
 
 
 def test_statistics_change_the_numbers():

@@ -7,6 +7,7 @@ on average: the region is run on the samples, forward and backward, with and wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -120,15 +121,15 @@ class Samples:
         """Relative RMS change of each output, per unit relative RMS perturbation of `source`."""
         like = self.values[source]
         changed = self.run({source: 1 + PERTURBATION * self.noise_like(like)})
-        return {s: _relative_change(self.values[s], changed[s]) / PERTURBATION for s in outputs}
+        return {s: relative_change(self.values[s], changed[s]) / PERTURBATION for s in outputs}
 
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Relative RMS change of every symbol, for independent errors of the size of `noise`."""
-        perturbed = {s: 1 + size * self.noise_like(self.values[s]) for s, size in noise.items()}
+        """Relative RMS change of every symbol, for rounding errors of the size of `noise`."""
+        perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(perturbed, stored)
-        return {s: _relative_change(x, changed[s]) for s, x in self.values.items()}
+        return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
 
     def evaluate(self, bound: Expr) -> float:
         """The mean over rows of an expression of norms, means and statistics."""
@@ -157,7 +158,20 @@ class Samples:
         return x.abs().amax(dim=-1, keepdim=True)
 
 
-def _relative_change(before: Tensor, after: Tensor) -> float:
+def rounding(x: Tensor, relative_error: float) -> Tensor:
+    """Factors that round `x` with an RMS error of `relative_error`, as a format would.
+
+    The error is a function of the value, so that what is alike is off alike: in a sum over tokens
+    the errors of repeated rows add up, where independent ones would average out. The grid is even
+    in the logarithm, hence without a format's largest and smallest number.
+    """
+    step = relative_error * math.sqrt(12)
+    position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step
+    return 1 + step * (position.round() - position)
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """‖after - before‖₂ / ‖before‖₂, 0 where `before` is."""
     change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
     return float(change / size) if size > 0 else 0.0
 

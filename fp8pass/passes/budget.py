@@ -60,6 +60,7 @@ class Program:
     def __init__(self, needs: Needs, storage: Storage) -> None:
         self.needs, self.storage = needs, storage
         self.values = _relevant(needs)
+        assert self.values, "nothing crosses into the backward"
         self.index = {v: i for i, v in enumerate(self.values)}
         count = 4 * len(self.values)
         self.bytes = np.zeros(count)
@@ -74,6 +75,8 @@ class Program:
     def least(self) -> float:
         """The smallest budget that can be met."""
         result = self._solve(self.bytes, math.inf)
+        if result.x is None:
+            raise ConfigError(_unsolved("the smallest memory_budget"))
         return float(self.bytes @ np.round(result.x))
 
     def within(self, budget: float) -> dict[fx.Node, Decision] | None:
@@ -82,10 +85,7 @@ class Program:
         if result.status == INFEASIBLE:
             return None
         if result.x is None:
-            raise ConfigError(
-                f"No plan for a memory_budget of {budget / 2**20:.1f} MiB was found in "
-                f"{TIME_LIMIT_S:.0f} s. Compile the model's blocks one by one, or raise it."
-            )
+            raise ConfigError(_unsolved(f"a memory_budget of {budget / 2**20:.1f} MiB"))
         return self._plan(np.round(result.x))
 
     def _solve(self, cost: np.ndarray, budget: float) -> OptimizeResult:
@@ -177,6 +177,13 @@ class Program:
         if chosen[at + STORE] and not chosen[at + REDO]:
             return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
         return Decision(None, 0, "recomputed to meet the budget")
+
+
+def _unsolved(wanted: str) -> str:
+    return (
+        f"No plan for {wanted} was found in {TIME_LIMIT_S:.0f} s. Compile the model's blocks one "
+        "by one, or raise it."
+    )
 
 
 def plan_within(budget: float, needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:

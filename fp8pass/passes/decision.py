@@ -43,7 +43,7 @@ class Needs:
     Attributes:
         values: nodes that depend on no gradient, in order.
         all: those that the backward uses.
-        exact: those that it uses in an operator that tolerates no error, with that operator.
+        exact: those that an operator uses which tolerates no error, with the reason.
     """
 
     values: list[fx.Node]

@@ -58,6 +58,7 @@ class Rules:
         self.regions = splitter.split()
         self.junctions = splitter.junctions
         self.constants = splitter.constants
+        self._members = {n for region in self.regions for n in region.nodes}
         self._moments = moments or {}
 
     @cached_property
@@ -116,7 +117,7 @@ class Rules:
 
     def _use_by(self, user: fx.Node, node: fx.Node) -> Iterator[Amplification | str]:
         """Uses by operators that are in no region."""
-        if user.op == "output" or user in self._found or user in self.junctions:
+        if user.op == "output" or user in self._members or user in self.junctions:
             return
         if user.meta.get(KEPT_BY_CHOICE) and user in self.backward:
             yield f"{operator_name(user)} in high precision by choice"
@@ -133,12 +134,8 @@ class Rules:
         bound = attention_rule.relative_bound(*_attention_sizes(user))
         if bound * E4M3.half_step > self.tolerance:
             return f"attention may amplify errors {bound:.0f}×"
-        return Amplification(bound, self.expected_of_attention(user))
-
-    def expected_of_attention(self, user: fx.Node) -> float:
-        """Amplification of independent errors of the operands of an attention operator."""
         with compat.real_tensors():
-            return attention_rule.expected(*_attention_sizes(user))
+            return Amplification(bound, attention_rule.expected(*_attention_sizes(user)))
 
     def _rule(self, region: Region) -> RegionRule:
         known = {n: self._moments[n] for n in region.values if n in self._moments}

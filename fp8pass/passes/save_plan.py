@@ -57,7 +57,8 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     storage = Storage(ctx, Rules(gm.graph, ctx))
     needs = find_needs(gm, storage)
     ctx.decisions = cheapest_plan(needs, storage)
-    if ctx.config.memory_budget is not None or ctx.wants_frontier:
+    wants_budget = ctx.config.memory_budget is not None or ctx.wants_frontier
+    if wants_budget and needs.all:
         _meet_budget(ctx, needs, storage)
 
 
