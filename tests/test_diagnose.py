@@ -56,7 +56,7 @@ def test_prediction_agrees_with_measurement(model, config):
     found = fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
     layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
     assert len(layers) > 20
-    assert len(layers) == len([y for y in found if y.relative > NEGLIGIBLE])
+    assert config == UNIFORM or all(y.predicted is not None for y in found)
     measured = torch.tensor([min(y.relative, 1.0) for y in layers])
     predicted = torch.tensor([min(y.predicted, 1.0) for y in layers])
     ratios = measured / predicted
