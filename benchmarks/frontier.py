@@ -4,7 +4,7 @@
     python benchmarks/frontier.py --limit 540     stop before nine minutes are over
     python benchmarks/frontier.py --tiny --out x.json  a small stack, on the CPU too
 
-Four decoder layers of hidden 4096, sequence 4096, batch 4, weights in BF16. Stock torch.compile
+Eight decoder layers of hidden 4096, sequence 4096, batch 4, weights in BF16. Stock torch.compile
 recomputes more of the forward as `torch._functorch.config.activation_memory_budget` falls (a share
 of what lies between keeping nothing and its default); fp8pass takes `memory_budget`, a share of
 what stock torch.compile keeps. Shares of the two are not the same thing: compare bytes. Measured
@@ -17,6 +17,7 @@ gradients included. A budget that cannot be met is recorded with the error.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from layer import CASES, TINY, Case, Subject, Variant, median_ms, with_fp8pass
+from layer import TINY, Case, Subject, Variant, median_ms, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import merge, print_rows, resume, write_json
 from tables import frontier_table
@@ -34,9 +35,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.demo.train import free_memory
 
+CASE = Case("h4096x8", 8, 4096, 32, 11008, 4096)
+
 STOCK = "torch.compile"
 RECIPES = ("coat", "agoq")
-STOCK_BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+STOCK_BUDGETS = (1.0, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 BUDGETS = (None, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -139,19 +142,20 @@ def dominated(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_is_monotone(results: list[dict[str, Any]]) -> dict[str, bool]:
-    """Whether the peak of each variant never rises as its budget falls."""
+def largest_rise(results: list[dict[str, Any]]) -> dict[str, float]:
+    """By how much a variant's peak is at most above what it was with a larger budget, a share."""
     found = {}
     for name in dict.fromkeys(r["variant"] for r in results):
         mine = [r for r in results if r["variant"] == name and not r["error"]]
         peaks = [r["peak_bytes"] for r in sorted(mine, key=lambda r: -(r["budget"] or 1.0))]
-        found[name] = peaks == sorted(peaks, reverse=True)
+        least = itertools.accumulate(peaks, min)
+        found[name] = max((p / max(q, 1) - 1 for p, q in zip(peaks, least, strict=True)), default=0)
     return found
 
 
 def conclusions(results: list[dict[str, Any]]) -> dict[str, Any]:
     """What follows from the points."""
-    return {"dominated": dominated(results), "peak_is_monotone": peak_is_monotone(results)}
+    return {"dominated": dominated(results), "largest_rise_of_peak": largest_rise(results)}
 
 
 def main() -> None:
@@ -167,7 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = TINY if args.tiny else CASES[-1]
+    case = TINY if args.tiny else CASE
     record = resume(args.out, {**asdict(case), "rounds": args.rounds})
     done = set() if args.again else {(r["variant"], r["budget"]) for r in record["results"]}
     todo = [p for p in points(args.recipes) if (p.variant, p.budget) not in done]
@@ -185,7 +189,7 @@ def main() -> None:
         write_json(args.out, record | conclusions(record["results"]))
     record |= conclusions(record["results"])
     print_rows("memory against time", frontier_table(record))
-    print(f"peak never rises as the budget falls: {record['peak_is_monotone']}")
+    print(f"largest rise of the peak as the budget falls: {record['largest_rise_of_peak']}")
 
 
 if __name__ == "__main__":

@@ -220,16 +220,17 @@ def _saved_table(title: str, plan: Plan) -> Table:
 
 
 def _frontier_table(title: str, plan: Plan) -> Table:
-    """What each budget gives; shares are of what is kept without one."""
+    """What each budget gives; shares are of what is kept without one, the peak an estimate."""
     table = Table(title=f"{title}: memory against time", title_justify="left")
-    for column in ("MiB kept", "of unlimited", "added ms", "grad error"):
+    for column in ("MiB kept", "of unlimited", "peak MiB", "added ms", "grad error"):
         table.add_column(column, justify="right")
     table.add_column("")
     points = _by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
     for p in points:
         share = f"{p.bytes / max(points[-1].bytes, 1):.0%}"
         mark = "◀ this plan" if p == plan.point else ""
-        table.add_row(_mib(p.bytes), share, f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}", mark)
+        numbers = _mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
+        table.add_row(_mib(p.bytes), share, *numbers, mark)
     return table
 
 

@@ -78,11 +78,13 @@ class FrontierPoint:
 
     Attributes:
         bytes: kept for the backward.
+        peak_bytes: the most that the backward holds at once, estimated, gradients included.
         seconds: spent in a step on computing values again, estimated by the roofline.
         error: root mean square of the gradient errors that the kept values are expected to cause.
     """
 
     bytes: int
+    peak_bytes: int
     seconds: float
     error: float
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +31,14 @@ from test_exact import programs
 from test_plan_truth import kept_tensors, planned_tensors
 from torch import Tensor, fx, nn
 
-from fp8pass import explain
+from fp8pass import explain, graph
 from fp8pass.config import Config, ConfigError, parse_bytes
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.budget import KEEP, REDO, REMAKE, STORE, Program
+from fp8pass.passes.budget import KEEP, REDO, REMAKE, STORE, Planner, Program
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.decision import find_needs, kept_bytes
 from fp8pass.passes.error_rules import Rules
+from fp8pass.passes.linear import quantize_linears
 from fp8pass.passes.materialize import materialize_plan
 from fp8pass.passes.save_plan import cheapest_plan, plan_saved_values
 from fp8pass.passes.storage import Storage
@@ -371,3 +373,55 @@ def test_a_graph_that_keeps_nothing_has_no_frontier():
     x = torch.randn(4, 64, requires_grad=True)
     (report,) = explain(AddOne(), x * 1, frontier=True).graphs
     assert report.plan.frontier == []
+
+
+# --- the backward's own memory ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    """Six decoder layers."""
+    (joint,) = [capture_joint(*deep_decoder(), config=Config.recipe("agoq"))]
+    quantize_linears(joint.gm, joint.ctx)
+    storage = storage_of(joint)
+    needs = find_needs(joint.gm, storage)
+    return Planner(joint.gm.graph, cheapest_plan(needs, storage), needs, storage)
+
+
+def deep_decoder() -> tuple[Any, ...]:
+    models = benchmark_models()
+    model = models.Stack(6, 256, 4, 704).bfloat16()
+    x = torch.randn(4, 512, 256, dtype=torch.bfloat16).requires_grad_() * 1
+    return model, x, *models.rope_tables(512, 64, torch.device("cpu"))
+
+
+def test_the_estimated_peak_falls_with_the_budget(planner):
+    shares = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+    peaks = [planner.point(planner.within(s * planner.most)).peak_bytes for s in shares]
+    for more, less in itertools.pairwise(peaks):
+        assert less <= more * 1.01
+    assert peaks[-1] < 0.75 * peaks[0]
+
+
+def test_the_peak_counts_what_is_kept_and_gradients(planner):
+    """At the end of the backward all weight gradients are there."""
+    memory = planner.memory
+    cuts = planner.program.within(planner.most)
+    weights = sum(graph.nbytes(n) for n in memory.storage.ctx.parameters)
+    assert memory.peak({}) == max(memory.gradients)
+    assert weights * 0.8 < memory.gradients[-1] + weights / 6
+    assert max(planner.most, memory.peak({})) < memory.peak(cuts) < planner.most + memory.peak({})
+
+
+def test_lives_end_with_the_last_use(planner):
+    """What is kept of the first block is alive all along, of the last one only in the beginning."""
+    memory = planner.memory
+    blocks = {
+        graph.module_path(v).split(".")[1]: memory.when(v, again=False)
+        for v in memory.lives
+        if v.target is torch.ops.fp8pass.scaled_mm.default and "gate" in graph.module_path(v)
+    }
+    everywhere = list(range(len(memory.moments)))
+    assert blocks["0"][0] == blocks["5"][0] == 0
+    assert blocks["0"][-1] >= len(everywhere) - 2
+    assert blocks["5"][-1] <= 2

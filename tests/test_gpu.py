@@ -124,6 +124,29 @@ def test_coat_keeps_fewer_bytes_than_stock():
     assert spy.plan.saved_bytes < 0.65 * spy.plan.stock_bytes
 
 
+def peak_bytes(config: Config) -> int:
+    """The most that a step of eight layers allocates."""
+    torch._dynamo.reset()
+    model, args = layer(batch=16, seq=1024, layers=8)
+    program, _ = compiled(model, config)
+    step(program, model, args)
+    for p in model.parameters():
+        p.grad = None
+    args[0].grad = None
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = requested_bytes()
+    program(*args).sum().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+def test_the_peak_falls_with_the_budget():
+    peaks = [peak_bytes(Config(memory_budget=b)) for b in (None, 0.75, 0.5)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.8 * peaks[0]
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_modes(mode):
     model = MLP((64, 128, 64)).cuda().bfloat16()

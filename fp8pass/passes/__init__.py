@@ -11,7 +11,8 @@ adds to `ctx`. Where it does not apply it leaves the graph as it was.
 together), `expressions.py` (its maths), `perturbation.py` (bounds), `amplification.py` and
 `derivation.py` (numbers), `attention_rule.py`, and `error_rules.py`, which puts them together.
 `storage.py` chooses a value's format, `costs.py` says what keeping and recomputing cost,
-`decision.py` is what was decided, and `budget.py` decides under a memory budget.
+`decision.py` is what was decided, and `budget.py` decides under a memory budget, with an eye on
+what the backward holds besides (`backward_memory.py`).
 """
 
 from __future__ import annotations

@@ -14,9 +14,15 @@ each value v of the forward four choices, 0 or 1 each:
                 keep_v + redo_v ≥ 1                               if v is needed exactly
                 keep_v + redo_v + store_v + remake_v ≥ 1          if v is needed in any form
                 redo + remake of two sums in a row ≤ 1            along the residual stream
+                alive(t) - excess ≤ budget + allowance            at moments t of the backward
 
-The last holds recomputation to one block: what the backward of the last block needs would else be
-recomputed from the first one's input, and all of it be alive at once.
+The one before the last holds recomputation to one block: what the backward of the last block needs
+would else be recomputed from the first one's input, and all of it be alive at once.
+
+The last is for the peak, which counts what is kept, recomputed values and gradients
+(`backward_memory.py`). The allowance is what the plan of the cuts needs above what it keeps, so
+that the peak falls as the budget does. `excess` is a variable, and expensive: towards the smallest
+budgets recomputation holds more than it saves.
 
 Solved by HiGHS, through scipy.
 """
@@ -28,12 +34,13 @@ from collections.abc import Iterator
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, lil_matrix
 from torch import fx
 
 from fp8pass import graph, hardware
 from fp8pass.config import ConfigError
 from fp8pass.formats import EXACT
+from fp8pass.passes.backward_memory import BackwardMemory, bytes_again
 from fp8pass.passes.costs import UNITS_PER_BYTE, bytes_to_store, can_run_again, seconds
 from fp8pass.passes.decision import Decision, Needs, free_decision, kept_bytes
 from fp8pass.passes.regions import SUMS
@@ -49,20 +56,41 @@ TIME_LIMIT_S = 15.0
 # recomputed for nothing.
 NEGLIGIBLE_SHARE = 1e-6
 
+Decisions = dict[fx.Node, Decision]
+
+# What a byte of the peak above its share costs, in what a kept byte saves on average.
+EXCESS_PRICE = 10
+
 INFEASIBLE = 2  # scipy's status
 
 KEEP, STORE, REDO, REMAKE = range(4)
+EXCESS = -1
+
+MEGA = 1e6
 
 
 class Program:
-    """The linear program of one joint graph, to be solved for one or several budgets."""
+    """The linear program of one joint graph, to be solved for one or several budgets.
 
-    def __init__(self, needs: Needs, storage: Storage) -> None:
+    Args:
+        needs: what the backward needs, something at least.
+        storage: how values may be stored.
+        memory: of the backward, for the peak; without it only kept bytes count.
+        allowance: bytes that the peak may be above the budget for free.
+    """
+
+    def __init__(
+        self,
+        needs: Needs,
+        storage: Storage,
+        memory: BackwardMemory | None = None,
+        allowance: float = 0.0,
+    ) -> None:
         self.needs, self.storage = needs, storage
-        self.values = _relevant(needs)
-        assert self.values, "nothing crosses into the backward"
+        self.memory, self.allowance = memory, allowance
+        self.values = relevant_values(needs)
         self.index = {v: i for i, v in enumerate(self.values)}
-        count = 4 * len(self.values)
+        count = 4 * len(self.values) + 1  # the last one is the excess
         self.bytes = np.zeros(count)
         self.seconds = np.zeros(count)
         self.upper = np.ones(count)
@@ -70,7 +98,10 @@ class Program:
             self._price(value)
         again = np.arange(count) % 4 >= REDO
         self.seconds[again] += NEGLIGIBLE_SHARE * self.seconds.max(initial=0)
-        self.constraint = self._availability()
+        self.upper[EXCESS] = np.inf if memory else 0
+        self.seconds[EXCESS] = EXCESS_PRICE * MEGA * self._price_of_a_byte()
+        self.availability = self._availability()
+        self.alive = self._alive()
 
     def least(self) -> float:
         """The smallest budget that can be met."""
@@ -89,19 +120,43 @@ class Program:
         return self._plan(np.round(result.x))
 
     def _solve(self, cost: np.ndarray, budget: float) -> OptimizeResult:
-        constraints = [self.constraint]
-        if math.isfinite(budget):
-            # In millions, as the solver's tolerances are absolute.
-            row = csr_matrix(self.bytes[None, :] / 1e6)
-            constraints.append(LinearConstraint(row, -np.inf, budget / 1e6))
-        scale = 1 / max(cost.max(), 1e-30)
+        constraints = [self.availability]
+        if math.isfinite(budget):  # in millions, as the solver's tolerances are absolute
+            row = csr_matrix(self.bytes[None, :] / MEGA)
+            constraints.append(LinearConstraint(row, -np.inf, budget / MEGA))
+            if self.memory:
+                most = (budget + self.allowance - np.array(self.memory.gradients)) / MEGA
+                constraints.append(LinearConstraint(self.alive, -np.inf, most))
+        scale = 1 / max(cost[:EXCESS].max(), 1e-30)
+        integral = np.ones(len(cost))
+        integral[EXCESS] = 0
         return milp(
             cost * scale,
-            integrality=np.ones(len(cost)),
+            integrality=integral,
             bounds=Bounds(0, self.upper),
             constraints=constraints,
             options={"mip_rel_gap": RELATIVE_GAP, "time_limit": TIME_LIMIT_S},
         )
+
+    def _price_of_a_byte(self) -> float:
+        """Seconds that a kept byte saves, where all values are either kept or computed again."""
+        kept = self.bytes[KEEP:EXCESS:4].sum()
+        return float(self.seconds[REDO:EXCESS:4].sum() / kept) if kept else 0.0
+
+    def _alive(self) -> csr_matrix:
+        """Megabytes that each choice holds at each moment of the backward; one row each."""
+        if self.memory is None:
+            return csr_matrix((0, len(self.bytes)))
+        alive = lil_matrix((len(self.memory.moments), len(self.bytes)))
+        for value, index in self.index.items():
+            at = 4 * index
+            for moment in self.memory.when(value, again=False):
+                alive[moment, at : at + REDO] = self.bytes[at : at + REDO] / MEGA
+            if bytes_ := bytes_again(value):
+                for moment in self.memory.when(value, again=True):
+                    alive[moment, at + REDO : at + 4] = bytes_ / MEGA
+        alive[:, EXCESS] = -1
+        return csr_matrix(alive)
 
     def _price(self, value: fx.Node) -> None:
         at, storage = 4 * self.index[value], self.storage
@@ -145,7 +200,7 @@ class Program:
             lower.append(-1)
         entries = [(r, c, v) for r, row in enumerate(rows) for c, v in row.items()]
         row_index, column_index, values = zip(*entries, strict=True)
-        shape = len(rows), 4 * len(self.values)
+        shape = len(rows), len(self.bytes)
         matrix = csr_matrix((values, (row_index, column_index)), shape=shape)
         return LinearConstraint(matrix, np.array(lower), np.inf)
 
@@ -186,42 +241,49 @@ def _unsolved(wanted: str) -> str:
     )
 
 
-def plan_within(budget: float, needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:
-    """The fastest plan that keeps at most `budget` bytes.
+class Planner:
+    """Plans of one joint graph under budgets, with the plan of the cuts to compare with."""
 
-    Raises:
-        ConfigError: there is none; the message names the smallest budget that can be met.
-    """
-    program = Program(needs, storage)
-    plan = program.within(budget)
-    if plan is None:
-        least = program.least()
-        raise ConfigError(
-            f"memory_budget of {budget / 2**20:.1f} MiB cannot be met: this graph keeps at least "
-            f"{least / 2**20:.1f} MiB. Raise memory_budget to {math.ceil(least)} bytes or more, or "
-            "allow smaller formats with recipe='agoq'."
-        )
-    return plan
+    def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, storage: Storage) -> None:
+        self.storage = storage
+        self.most = kept_bytes(cuts, storage)
+        self.memory = BackwardMemory(g, relevant_values(needs), storage)
+        allowance = self.memory.peak(cuts) - self.most
+        self.program = Program(needs, storage, self.memory, allowance)
+
+    def within(self, budget: float) -> Decisions:
+        """The fastest plan that keeps at most `budget` bytes.
+
+        Raises:
+            ConfigError: there is none; the message names the smallest budget that can be met.
+        """
+        plan = self.program.within(budget)
+        if plan is None:
+            least = self.program.least()
+            raise ConfigError(
+                f"memory_budget of {budget / 2**20:.1f} MiB cannot be met: this graph keeps at "
+                f"least {least / 2**20:.1f} MiB. Raise memory_budget to {math.ceil(least)} bytes "
+                "or more, or allow smaller formats with recipe='agoq'."
+            )
+        return plan
+
+    def frontier(self, points: int = 8) -> list[FrontierPoint]:
+        """Plans between the least budget that can be met and what the cuts keep."""
+        least = self.program.least() * 1.001
+        budgets = np.linspace(least, max(self.most, least), points)
+        plans = (self.program.within(float(b)) for b in budgets)
+        return [self.point(p) for p in plans if p is not None]
+
+    def point(self, decisions: Decisions) -> FrontierPoint:
+        """Where a plan lies."""
+        spent = sum(seconds(node) for node, d in decisions.items() if d.recomputed)
+        errors = [d.expected_error for d in decisions.values() if not d.recomputed]
+        error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
+        kept = int(kept_bytes(decisions, self.storage))
+        return FrontierPoint(kept, int(self.memory.peak(decisions)), spent, error)
 
 
-def frontier(most: float, needs: Needs, storage: Storage, points: int = 8) -> list[FrontierPoint]:
-    """Points of bytes, seconds and error between the least budget that can be met and `most`."""
-    program = Program(needs, storage)
-    least = program.least()
-    budgets = np.linspace(least * 1.001, max(most, least * 1.001), points)
-    plans = (program.within(float(b)) for b in budgets)
-    return [frontier_point(p, storage) for p in plans if p is not None]
-
-
-def frontier_point(decisions: dict[fx.Node, Decision], storage: Storage) -> FrontierPoint:
-    """Where a plan lies: its bytes, seconds of recomputation, expected error of the gradients."""
-    spent = sum(seconds(node) for node, d in decisions.items() if d.recomputed)
-    errors = [d.expected_error for d in decisions.values() if not d.recomputed]
-    error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
-    return FrontierPoint(int(kept_bytes(decisions, storage)), spent, error)
-
-
-def _relevant(needs: Needs) -> list[fx.Node]:
+def relevant_values(needs: Needs) -> list[fx.Node]:
     """What is needed, and what that may be recomputed from."""
     found = set(needs.all)
     for node in reversed(needs.values):

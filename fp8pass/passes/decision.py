@@ -80,11 +80,11 @@ def kept_bytes(decisions: dict[fx.Node, Decision], storage: Storage) -> float:
     for node, decision in decisions.items():
         if decision.recomputed or storage.ctx.is_free(node) or compat.is_sym_node(node):
             continue
-        total += _stored_bytes(node, decision)
+        total += stored_bytes(node, decision)
     return total
 
 
-def _stored_bytes(node: fx.Node, decision: Decision) -> float:
+def stored_bytes(node: fx.Node, decision: Decision) -> float:
     """Bytes of a kept value; the lossless format keeps scales too, as it takes the same path."""
     if not decision.low_bit or decision.format is None:
         return graph.nbytes(node)

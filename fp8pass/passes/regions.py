@@ -92,6 +92,16 @@ class Region:
         return roles, members
 
 
+def is_residual_sum(node: fx.Node) -> bool:
+    """Whether `node` is a sum that is a term of another sum and has other users besides."""
+    return node.target in SUMS and len(node.users) > 1 and _is_term(node)
+
+
+def _is_term(node: fx.Node) -> bool:
+    through = graph.RESHAPES | graph.CASTS
+    return any(u.target in SUMS or (u.target in through and _is_term(u)) for u in node.users)
+
+
 def is_movement(node: fx.Node) -> bool:
     """Whether `node` holds some elements of its operands, elsewhere."""
     return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS

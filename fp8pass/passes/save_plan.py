@@ -32,7 +32,7 @@ from fp8pass import graph
 from fp8pass.formats import EXACT
 from fp8pass.passes.context import Context
 from fp8pass.passes.costs import bytes_to_store, recompute_price
-from fp8pass.passes.decision import Decision, Needs, find_needs, free_decision, kept_bytes
+from fp8pass.passes.decision import Decision, Needs, find_needs, free_decision
 from fp8pass.passes.error_rules import Rules
 from fp8pass.passes.storage import Storage
 
@@ -59,21 +59,21 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     ctx.decisions = cheapest_plan(needs, storage)
     wants_budget = ctx.config.memory_budget is not None or ctx.wants_frontier
     if wants_budget and needs.all:
-        _meet_budget(ctx, needs, storage)
+        _meet_budget(gm.graph, ctx, needs, storage)
 
 
-def _meet_budget(ctx: Context, needs: Needs, storage: Storage) -> None:
+def _meet_budget(g: fx.Graph, ctx: Context, needs: Needs, storage: Storage) -> None:
     """Replace a plan that keeps too much; trace memory against time where that is asked for."""
     # Here rather than above: its solver takes as long to import as a small graph to plan.
-    from fp8pass.passes.budget import frontier, frontier_point, plan_within
+    from fp8pass.passes.budget import Planner
 
-    most = kept_bytes(ctx.decisions, storage)
-    budget = ctx.config.budget_bytes(most)
-    if budget < most:
-        ctx.decisions = plan_within(budget, needs, storage)
+    planner = Planner(g, ctx.decisions, needs, storage)
+    budget = ctx.config.budget_bytes(planner.most)
+    if budget < planner.most:
+        ctx.decisions = planner.within(budget)
     if ctx.wants_frontier:
-        ctx.plan.frontier = frontier(most, needs, storage)
-        ctx.plan.point = frontier_point(ctx.decisions, storage)
+        ctx.plan.frontier = planner.frontier()
+        ctx.plan.point = planner.point(ctx.decisions)
 
 
 def cheapest_plan(needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:

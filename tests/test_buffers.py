@@ -1,0 +1,104 @@
+"""Residual sums get buffers, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import capture_joint, compiled
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass import compat
+from fp8pass.codegen.buffers import buffer_residual_sums
+from fp8pass.config import Config
+from fp8pass.passes.regions import is_residual_sum
+
+
+def buffered(function, *args) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]]:
+    """A graph after the pass, and what it gave buffers."""
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    buffer_residual_sums(gm)
+    gm.graph.lint()
+    return gm, [n.args[0] for n in gm.graph.nodes if n.target is compat.force_stride_order]
+
+
+def residual(x):
+    first = x + x.sin()
+    second = first + first.cos()
+    return second + second.exp()
+
+
+def test_every_sum_of_a_residual_stream_but_the_last():
+    _, sums = buffered(residual, torch.randn(4, 8))
+    assert [n.target for n in sums] == [torch.ops.aten.add.Tensor] * 2
+
+
+def test_users_read_the_buffer():
+    _, sums = buffered(residual, torch.randn(4, 8))
+    for node in sums:
+        (user,) = node.users
+        assert user.target is compat.force_stride_order
+
+
+def test_sums_of_several_terms_are_no_residual_streams():
+    _, sums = buffered(lambda x: (x.sin() + x.cos()) + x.exp(), torch.randn(4, 8))
+    assert not sums
+
+
+def test_buffers_have_the_layout_of_the_sums():
+    x = torch.randn(2, 4, 8)
+    gm, sums = buffered(lambda x: residual(x.permute(0, 2, 1)), x)
+    pins = [n for n in gm.graph.nodes if n.target is compat.force_stride_order]
+    assert [n.args[1] for n in pins] == [[3, 1, 2]] * 2
+    assert [n.meta["val"].stride() for n in sums] == [(32, 1, 8)] * 2
+
+
+@pytest.mark.parametrize("permutation", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+def test_generated_code_gives_the_same(permutation):
+    def function(x):
+        return residual(x.permute(permutation) * 1)
+
+    x = torch.randn(4, 16, 8, requires_grad=True)
+    program, _ = compiled(function, Config())
+    torch.testing.assert_close(program(x), function(x))
+    (got,) = torch.autograd.grad(program(x).sum(), x)
+    (want,) = torch.autograd.grad(function(x).sum(), x)
+    torch.testing.assert_close(got, want)
+
+
+class Residual(nn.Module):
+    """Three residual branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(torch.nn.functional.layer_norm(x, x.shape[-1:]))
+        return x
+
+
+def test_gradients_of_a_residual_stream_are_sums_of_one():
+    joint = capture_joint(Residual(), torch.randn(32, 64).requires_grad_() * 1)
+    sums = [n for n in joint.gm.graph.nodes if is_residual_sum(n)]
+    backward = [n for n in sums if any("tangents" in m.name for m in ancestors(n))]
+    assert len(sums) - len(backward) == 2
+    assert len(backward) == 2
+
+
+def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found, pending = {node}, [node]
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                pending.append(operand)
+    return found
+
+
+def test_varying_sizes():
+    program, _ = compiled(Residual(), Config(), dynamic=True)
+    for rows in (32, 48):
+        x = torch.randn(rows, 64).requires_grad_() * 1
+        program(x).sum().backward()
