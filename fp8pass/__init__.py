@@ -6,6 +6,7 @@ model = torch.compile(model, backend="fp8pass")
 from __future__ import annotations
 
 from fp8pass.backend import backend
+from fp8pass.calibration import calibrate
 from fp8pass.config import RECIPES, Config, ConfigError
 from fp8pass.diagnose import Diagnosis, diagnose
 from fp8pass.explain import Explanation, explain
@@ -20,6 +21,7 @@ __all__ = [
     "Diagnosis",
     "Explanation",
     "backend",
+    "calibrate",
     "diagnose",
     "explain",
     "stage_format",

@@ -24,12 +24,12 @@ class Backend:
     Attributes:
         config: what fp8pass does.
         observer: called with each graph's plan (see `explain`).
-        frontier: whether plans should trace memory against time.
+        extras: what plans should say besides, see `Context`.
     """
 
     config: Config = field(default_factory=Config)
     observer: Observer | None = None
-    frontier: bool = False
+    extras: frozenset[str] = frozenset()
 
     __name__ = "fp8pass"
 
@@ -53,9 +53,7 @@ class Backend:
             config, given = split_options(options, compat.list_options())
             inductor_options.update(given)
         _warn_about_activation_quantization()
-        partitioner = Partitioner(
-            config, Inputs.of(example_inputs), self.observer, frontier=self.frontier
-        )
+        partitioner = Partitioner(config, Inputs.of(example_inputs), self.observer, self.extras)
         compiled: Any = compat.compile_fx(
             gm,
             list(example_inputs),

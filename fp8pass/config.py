@@ -27,6 +27,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+# Name, mean and standard deviation of a value, as `fp8pass.calibrate` measures them.
+ValueMoments = tuple[str, float, float]
+
+
 class ConfigError(ValueError):
     """A recipe, option or value that does not exist; the message names the nearest that does."""
 
@@ -46,6 +50,8 @@ class Config:
             compiler, to test it.
         tolerance: how large the relative error of a gradient may get through one stored value, in
             the worst case and to first order. `inf` switches the error rules off.
+        moments: means and standard deviations of values, from `fp8pass.calibrate`, for the error
+            rules; they assume unit variance elsewhere.
         memory_budget: how much the backward may keep of each graph, besides parameters: a share of
             what it would keep without a budget (a float up to 1), or bytes (`"24GiB"`, an int).
             What does not fit is computed again, GEMMs and attention included.
@@ -60,6 +66,7 @@ class Config:
     gradient_format: str = "e4m3"
     save_format: str = "e4m3"
     tolerance: float = 1.0
+    moments: tuple[ValueMoments, ...] = ()
     memory_budget: float | int | str | None = None
     group_size: int = 128
     skip: tuple[str, ...] = ()
@@ -83,6 +90,7 @@ class Config:
             )
         if not isinstance(self.tolerance, (int, float)) or not self.tolerance > 0:
             raise ConfigError(f"tolerance must be a positive number, got {self.tolerance!r}.")
+        object.__setattr__(self, "moments", _checked_moments(self.moments))
         _check_budget(self.memory_budget)
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
@@ -170,6 +178,16 @@ def parse_bytes(text: str) -> float:
         raise ConfigError(f"memory_budget is a size such as '24GiB' or '800MB', got {text!r}.")
     base = 1024 if match[3] else 1000
     return float(number * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
+    try:
+        return tuple((str(name), float(mean), float(std)) for name, mean, std in given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "moments are (name, mean, standard deviation) of values, as fp8pass.calibrate gives "
+            f"them; got {str(given)[:60]!r}."
+        ) from error
 
 
 def _check_budget(budget: object) -> None:

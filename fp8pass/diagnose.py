@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from fp8pass import compat, debug, graph
+from fp8pass import graph
 from fp8pass.config import Config
-from fp8pass.explain import configuration_of, unchanged
-from fp8pass.partition import Inputs, Partitioner, copy_of, cut
-from fp8pass.passes import JOINT_PASSES, Context
+from fp8pass.explain import configuration_of
 from fp8pass.passes.classify import Kind, kind
-from fp8pass.passes.decision import Decision
 from fp8pass.passes.error_rules import Rules
-from fp8pass.passes.linear import ROLE
-from fp8pass.passes.materialize import materialize_plan
-from fp8pass.prediction import Predictor, original_name
+from fp8pass.passes.linear import ROLE, original_name
+from fp8pass.prediction import Predictor
+from fp8pass.recording import Record, record_step
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
@@ -146,135 +142,22 @@ def diagnose(
     Returns:
         A Diagnosis: `print` it, or use `.layers`, `.suspicious`, `.plot()`, `.to_json()`.
     """
-    config = replace(config or configuration_of(model), compiler="eager")
-    module = getattr(model, "_orig_mod", model)
-    records: list[Record] = []
-    compiled = torch.compile(module, backend=_recording(config, records))
-    gradients = {p: p.grad for p in module.parameters()}
-    for parameter in gradients:
-        parameter.grad = None
-    try:
-        with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
-            loss_fn(compiled, batch).backward()
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-    layers = [error for record in records if record.complete for error in errors_of(record)]
-    return Diagnosis(config, layers)
-
-
-@dataclass
-class Record:
-    """One joint graph and what it ran on.
-
-    Attributes:
-        exact: before any pass.
-        planned: before its materialization, with `ctx` and `decisions` about its nodes.
-        rewritten: after all passes.
-        inputs: real tensors by placeholder.
-    """
-
-    exact: fx.GraphModule
-    planned: fx.GraphModule
-    rewritten: fx.GraphModule
-    ctx: Context
-    decisions: dict[fx.Node, Decision]
-    inputs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the backward ran."""
-        return all(str(n.target) in self.inputs for n in _placeholders(self.exact))
-
-
-class RecordingPartitioner(Partitioner):
-    """A partitioner that keeps the joint graph before, between and after the passes."""
-
-    def __init__(self, config: Config, inputs: Inputs, records: list[Record]) -> None:
-        super().__init__(config, inputs)
-        self.records = records
-        self.record: Record | None = None
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward module."""
-        ctx = self.context(gm, **kwargs)
-        exact, copies = copy_of(gm), dict[fx.Node, fx.Node]()
-        debug.run_passes([p for p in JOINT_PASSES if p is not materialize_plan], gm, ctx)
-        planned = copy_of(gm, copies)
-        decisions = {copies[n]: d for n, d in ctx.decisions.items()}
-        planned_ctx = replace(
-            ctx,
-            parameters=frozenset(copies[n] for n in ctx.parameters),
-            held=frozenset(copies[n] for n in ctx.held),
-            activations=frozenset(copies[n] for n in ctx.activations),
-        )
-        debug.run_passes([materialize_plan], gm, ctx)
-        self.record = Record(exact, planned, copy_of(gm), planned_ctx, decisions)
-        self.records.append(self.record)
-        return cut(gm, ctx)
-
-
-def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
-    """A backend that fills `records`."""
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        partitioner = RecordingPartitioner(config, Inputs.of(example_inputs), records)
-
-        def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            names = [str(n.target) for n in _placeholders(gm)]
-            run = compat.interpret(gm)
-            if compat.is_inference_compile(kwargs):
-                return run
-            record = partitioner.record
-            assert record is not None
-
-            def recording(arguments: list[Any]) -> Any:
-                given = zip(names, arguments, strict=True)
-                record.inputs.update((name, _detached(x)) for name, x in given if _is_input(name))
-                return run(arguments)
-
-            return compat.boxed(recording)
-
-        return compat.compile_fx(
-            gm,
-            list(example_inputs),
-            inner_compile=inner_compile,
-            config_patches={"custom_partitioner_fn": partitioner},
-        )
-
-    return backend
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _is_input(name: str) -> bool:
-    return "primals" in name or "tangents" in name
-
-
-def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+    config = config or configuration_of(model)
+    records = record_step(model, loss_fn, batch, config)
+    return Diagnosis(config, [error for record in records for error in errors_of(record)])
 
 
 def errors_of(record: Record) -> Iterable[LayerError]:
     """Measured and predicted errors of one graph's gradients, those that are exact left out."""
-    arguments = [record.inputs[str(n.target)] for n in _placeholders(record.exact)]
-    exact = Exact(record.exact)
-    exact.run(*arguments)
-    values = {
-        n: exact.values[original_name(n)]
-        for n in record.planned.graph.nodes
-        if original_name(n) in exact.values
-    }
+    exact = record.exact_values()
+    nodes = record.planned.graph.nodes
+    values = {n: exact[name] for n in nodes if (name := original_name(n)) in exact}
     rules = Rules(record.planned.graph, record.ctx)
     predictor = Predictor(rules, record.decisions, values)
     predictor.run(record.planned.graph)
     predicted = predictor.backward
-    forced = Forced(record.rewritten, exact.values, _layer_outputs(rules))
-    forced.run(*arguments)
+    forced = Forced(record.rewritten, exact, _layer_outputs(rules))
+    forced.run(*record.arguments)
     for node, (mean_absolute, relative) in forced.errors.items():
         expected = predicted.get(original_name(node), 0.0)
         if not relative and not expected:
@@ -313,20 +196,6 @@ def _attention_operand(node: fx.Node) -> str:
     """Which operand a gradient of attention is of; those of fused operators come as a tuple."""
     position = int(node.args[1]) if graph.is_getitem(node) else None  # type: ignore[arg-type]
     return "operand" if position is None or position > 2 else "qkv"[position]
-
-
-class Exact(fx.Interpreter):
-    """Runs a graph and keeps every value, by name."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm, garbage_collect_values=False)
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """The value of a node."""
-        value = super().run_node(n)
-        self.values[n.name] = value
-        return value
 
 
 class Forced(fx.Interpreter):

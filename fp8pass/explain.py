@@ -20,7 +20,7 @@ from fp8pass import compat
 from fp8pass.backend import Backend
 from fp8pass.config import Config, split_options
 from fp8pass.debug import PassRecord
-from fp8pass.plan import FrontierPoint, Linear, Plan, SavedTensor
+from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary, SavedTensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the graphs' code, as JSON-ready data."""
         return {
-            "config": vars(self.config) | {"skip": list(self.config.skip)},
+            "config": json.loads(json.dumps(vars(self.config))),
             "saved_bytes": self.saved_bytes,
             "stock_bytes": self.stock_bytes,
             "graphs": [
@@ -111,6 +111,8 @@ class Explanation:
                 yield _saved_table(title, report.plan)
             if report.plan.frontier:
                 yield _frontier_table(title, report.plan)
+            if report.plan.rules:
+                yield _rules_table(title, report.plan.rules)
         yield _totals(self)
 
 
@@ -119,6 +121,7 @@ def explain(
     *args: Any,
     config: Config | None = None,
     frontier: bool = False,
+    rules: bool = False,
     **kwargs: Any,
 ) -> Explanation:
     """What fp8pass would do to `model` called with these arguments.
@@ -132,7 +135,9 @@ def explain(
         config: what to explain instead of the model's own options or the default recipe.
         frontier: also trace memory against time: what other memory budgets would give. Solves some
             ten more programs for each graph.
-        **kwargs: keyword arguments of the model, besides `config` and `frontier`.
+        rules: also show the error rules: how much each non-linear region amplifies errors of what
+            is stored, as a number and as a formula.
+        **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
 
     Returns:
         An Explanation: `print` it, or use `.graphs`, `.to_json()`, `.plot_frontier()`.
@@ -144,7 +149,9 @@ def explain(
         explanation.graphs.append(GraphReport(plan, passes))
 
     module = getattr(model, "_orig_mod", model)
-    backend = Backend(replace(config, compiler="eager"), observe, frontier=frontier)
+    wanted = {"frontier": frontier, "rules": rules}
+    extras = frozenset(name for name, asked in wanted.items() if asked)
+    backend = Backend(replace(config, compiler="eager"), observe, extras)
     compiled = torch.compile(module, backend=backend)
     with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
         compiled(*args, **kwargs)
@@ -216,6 +223,30 @@ def _saved_table(title: str, plan: Plan) -> Table:
         table.add_row(
             "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
         )
+    return table
+
+
+def _rules_table(title: str, rules: list[RuleSummary]) -> Table:
+    """Amplification of errors by region; Case 1 recomputes all but the inputs, Case 2 reads it."""
+    table = Table(title=f"{title}: error rules", title_justify="left")
+    for column in (
+        "module",
+        "×",
+        "operators",
+        "inputs",
+        "case 1",
+        "case 2",
+        "formula, or why none",
+    ):
+        table.add_column(column)
+
+    def key(r: RuleSummary) -> tuple[Any, ...]:
+        return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)
+
+    for path, count, r in _folded((r.module, key(r), r) for r in rules):
+        numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
+        names = " ".join(r.operators), " ".join(r.inputs)
+        table.add_row(path, str(count), *names, *numbers, r.reason or r.bound)
     return table
 
 

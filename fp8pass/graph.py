@@ -160,6 +160,17 @@ def outputs(graph: fx.Graph) -> list[Any]:
     return list(torch.utils._pytree.arg_tree_leaves(*output_node(graph).args))
 
 
+def value_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Names by module, operator and a number: the same whatever batch a model is traced with."""
+    counts: dict[str, int] = {}
+    names = {}
+    for node in graph.nodes:
+        prefix = f"{module_path(node)}:{getattr(node.target, '__name__', node.target)}"
+        counts[prefix] = counts.get(prefix, -1) + 1
+        names[node] = f"{prefix}:{counts[prefix]}"
+    return names
+
+
 def module_path(node: fx.Node) -> str:
     """The path of the module that `node` comes from, as `model.layers.0.mlp`; '' at the top."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}

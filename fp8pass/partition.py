@@ -55,7 +55,7 @@ class Partitioner(compat.CustomPartitionerFn):
         config: the user's choices.
         inputs: what is known about the inputs of the Dynamo graph.
         observer: called with the plan and the passes' graphs, for `explain`.
-        frontier: whether the plan should trace memory against time.
+        extras: what the plan should say besides, see `Context`.
     """
 
     def __init__(
@@ -63,10 +63,9 @@ class Partitioner(compat.CustomPartitionerFn):
         config: Config,
         inputs: Inputs,
         observer: Observer | None = None,
-        *,
-        frontier: bool = False,
+        extras: frozenset[str] = frozenset(),
     ) -> None:
-        self.frontier = frontier
+        self.extras = extras
         self.config = config
         self.inputs = inputs
         self.observer = observer
@@ -99,7 +98,7 @@ class Partitioner(compat.CustomPartitionerFn):
             held=nodes_of(primals, self.inputs.held),
             activations=nodes_of(primals, self.inputs.activations),
             num_fwd_outputs=kwargs["num_fwd_outputs"],
-            wants_frontier=self.frontier,
+            extras=self.extras,
         )
 
     def uuid(self) -> str:

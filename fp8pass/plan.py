@@ -89,13 +89,40 @@ class FrontierPoint:
     error: float
 
 
+@dataclass(frozen=True)
+class RuleSummary:
+    """The error rule of one non-linear region (AGoQ 4.1).
+
+    Attributes:
+        module: where the region begins.
+        inputs: the values that enter it and may be stored.
+        cached: the values that Case 2 stores besides.
+        operators: what the forward computes in it.
+        case_1: amplification with the inputs stored and all else recomputed: at most so large is
+            the relative error of a gradient per unit relative error of all that is stored.
+        case_2: the same with the cached values stored and read, too.
+        bound: formula of Case 1: the absolute error of the gradient whose relative one is largest.
+        reason: why nothing could be derived, '' where it was.
+    """
+
+    module: str
+    inputs: tuple[str, ...]
+    cached: tuple[str, ...]
+    operators: tuple[str, ...]
+    case_1: float
+    case_2: float
+    bound: str
+    reason: str
+
+
 @dataclass
 class Plan:
     """Everything decided about one graph.
 
     `saved_bytes` counts what the backward keeps besides parameters; `stock_bytes` what PyTorch's
     own partitioner would keep for the same graph (None unless it was asked). Where that was asked
-    for, `frontier` traces memory against time, and `point` is where this plan lies.
+    for, `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
+    error rules that it follows.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -104,6 +131,7 @@ class Plan:
     stock_bytes: int | None = None
     frontier: list[FrontierPoint] = field(default_factory=list)
     point: FrontierPoint | None = None
+    rules: list[RuleSummary] = field(default_factory=list)
     note: str = ""
 
     @property

@@ -23,18 +23,13 @@ from fp8pass.passes.decision import Decision
 from fp8pass.passes.derivation import Derivation
 from fp8pass.passes.error_rules import Rules
 from fp8pass.passes.expressions import Underivable
-from fp8pass.passes.linear import STANDS_FOR
+from fp8pass.passes.linear import original_name
 from fp8pass.passes.regions import Region
 
 fp8 = torch.ops.fp8pass
 
 # Of a GEMM's result so many rows and columns are computed, to stand for all.
 LARGEST_SAMPLE = 512
-
-
-def original_name(node: fx.Node) -> str:
-    """The name of a node, or of the GEMM that it replaced."""
-    return str(node.meta.get(STANDS_FOR, node.name))
 
 
 @dataclass

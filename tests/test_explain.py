@@ -110,7 +110,11 @@ def test_frontier_table_marks_the_plan(traced):
 def test_frontier_in_json(traced):
     (graph,) = json.loads(traced.to_json())["graphs"]
     assert len(graph["frontier"]) > 2
-    assert {"bytes", "seconds", "error"} == set(graph["frontier"][0]) == set(graph["point"])
+    assert (
+        {"bytes", "peak_bytes", "seconds", "error"}
+        == set(graph["frontier"][0])
+        == set(graph["point"])
+    )
 
 
 def test_no_frontier_unless_asked(of_llama):
@@ -213,3 +217,31 @@ def test_a_skip_pattern_that_matches_nothing_warns_with_the_nearest():
     model = torch.compile(MLP(), backend=fp8pass.backend(config))
     with pytest.warns(UserWarning, match="upp.*up"):
         model(torch.randn(32, 64))
+
+
+def test_rules_by_region_with_both_cases():
+    explanation = explain(llama(), rules=True, input_ids=tokens())
+    (report,) = explanation.graphs
+    norms = [r for r in report.plan.rules if "rsqrt" in r.operators]
+    assert len(norms) == 5
+    for rule in norms:
+        (entering,) = rule.inputs
+        assert 2 < rule.case_1 < 6
+        assert f"Norm(%{entering.split()[0]}, 2)" in rule.bound
+    gated = [r for r in report.plan.rules if len(r.inputs) == 2]
+    assert all(0 < r.case_2 <= r.case_1 < 4 for r in gated)
+    assert "error rules" in str(explanation)
+    assert json.loads(explanation.to_json())["graphs"][0]["rules"][0]["case_1"] > 0
+
+
+def test_rules_say_why_there_is_none():
+    class Logarithm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(self.layer(x).abs().log())
+
+    (report,) = explain(Logarithm(), torch.randn(32, 64), rules=True).graphs
+    assert any("may vanish" in r.reason and not r.bound for r in report.plan.rules)

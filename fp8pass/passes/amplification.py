@@ -36,6 +36,14 @@ class Moments:
     mean: float = 0.0
     std: float = 1.0
 
+    @classmethod
+    def rounded(cls, mean: float, std: float) -> Moments:
+        """Nearby ones, within a fifth: so that layers that are alike share a rule."""
+        if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
+            return UNIT_VARIANCE
+        near = 2 ** (round(2 * math.log2(std)) / 2)
+        return cls(round(2 * mean / near) * near / 2, near)
+
 
 UNIT_VARIANCE = Moments()
 

@@ -24,7 +24,8 @@ class Context:
         held: other inputs that autograd keeps alive: leaves that require a gradient.
         activations: inputs that require a gradient and are no leaves: outputs of other graphs.
         num_fwd_outputs: how many of the joint graph's outputs belong to the forward.
-        wants_frontier: whether to trace memory against time, for `explain`.
+        extras: what `explain` asked for besides: `frontier`, to trace memory against time, `rules`,
+            to summarize the error rules.
         plan: what has been decided so far, for people; passes add to it.
         decisions: how each forward value reaches the backward, by `save_plan`.
         saved: the nodes that cross into the backward, in order, by `materialize`.
@@ -35,7 +36,7 @@ class Context:
     held: frozenset[fx.Node]
     activations: frozenset[fx.Node]
     num_fwd_outputs: int
-    wants_frontier: bool = False
+    extras: frozenset[str] = frozenset()
     plan: Plan = field(default_factory=Plan)
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     saved: list[fx.Node] = field(default_factory=list)

@@ -14,7 +14,7 @@ stays exact and the reason is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 
 from torch import fx
@@ -42,13 +42,10 @@ class Rules:
 
     Args:
         g: the joint graph.
-        ctx: its context.
-        moments: statistics of values, where they were measured; unit variance elsewhere.
+        ctx: its context; its configuration may have statistics of values, of unit variance else.
     """
 
-    def __init__(
-        self, g: fx.Graph, ctx: Context, moments: Mapping[fx.Node, Moments] | None = None
-    ) -> None:
+    def __init__(self, g: fx.Graph, ctx: Context) -> None:
         self.tolerance = ctx.config.tolerance
         self.backward = graph.tangent_dependent(g)
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
@@ -59,7 +56,7 @@ class Rules:
         self.junctions = splitter.junctions
         self.constants = splitter.constants
         self._members = {n for region in self.regions for n in region.nodes}
-        self._moments = moments or {}
+        self._moments = _moments_of(g, ctx)
 
     @cached_property
     def _rules(self) -> list[RegionRule]:
@@ -151,6 +148,13 @@ class Rules:
                 found.append(rule.reason)
             elif index in rule.by_index:
                 found.append(rule.by_index[index])
+
+
+def _moments_of(g: fx.Graph, ctx: Context) -> dict[fx.Node, Moments]:
+    known = {name: Moments.rounded(mean, std) for name, mean, std in ctx.config.moments}
+    if not known:
+        return {}
+    return {n: known[name] for n, name in graph.value_names(g).items() if name in known}
 
 
 def _attention_sizes(user: fx.Node) -> tuple[int, int]:

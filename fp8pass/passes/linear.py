@@ -57,6 +57,11 @@ STANDS_FOR = "fp8pass_stands_for"
 ROLE = "fp8pass_role"
 
 
+def original_name(node: fx.Node) -> str:
+    """The name of a node, or of the GEMM that it replaced."""
+    return str(node.meta.get(STANDS_FOR, node.name))
+
+
 @dataclass
 class Layer:
     """The GEMMs of one use of a linear layer."""

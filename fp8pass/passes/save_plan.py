@@ -34,6 +34,7 @@ from fp8pass.passes.context import Context
 from fp8pass.passes.costs import bytes_to_store, recompute_price
 from fp8pass.passes.decision import Decision, Needs, find_needs, free_decision
 from fp8pass.passes.error_rules import Rules
+from fp8pass.passes.rule_summary import summarize_rules
 from fp8pass.passes.storage import Storage
 
 Cost = Callable[[fx.Node], float]
@@ -54,10 +55,13 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     Raises:
         ConfigError: the memory budget cannot be met.
     """
-    storage = Storage(ctx, Rules(gm.graph, ctx))
+    rules = Rules(gm.graph, ctx)
+    if "rules" in ctx.extras:
+        ctx.plan.rules = summarize_rules(rules)
+    storage = Storage(ctx, rules)
     needs = find_needs(gm, storage)
     ctx.decisions = cheapest_plan(needs, storage)
-    wants_budget = ctx.config.memory_budget is not None or ctx.wants_frontier
+    wants_budget = ctx.config.memory_budget is not None or "frontier" in ctx.extras
     if wants_budget and needs.all:
         _meet_budget(gm.graph, ctx, needs, storage)
 
@@ -71,7 +75,7 @@ def _meet_budget(g: fx.Graph, ctx: Context, needs: Needs, storage: Storage) -> N
     budget = ctx.config.budget_bytes(planner.most)
     if budget < planner.most:
         ctx.decisions = planner.within(budget)
-    if ctx.wants_frontier:
+    if "frontier" in ctx.extras:
         ctx.plan.frontier = planner.frontier()
         ctx.plan.point = planner.point(ctx.decisions)
 

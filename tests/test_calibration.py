@@ -1,0 +1,86 @@
+"""Moments of a batch reach the error rules of a compilation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import llama, tokens
+from torch import nn
+
+import fp8pass
+from fp8pass import Config, ConfigError
+from fp8pass.passes.amplification import UNIT_VARIANCE, Moments
+
+
+class Exponential(nn.Module):
+    """Amplifies an error by its argument."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        nn.init.normal_(self.first.weight, std=size / 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(torch.exp(0.5 * y) * torch.tanh(y))
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def bounds(model, x, **options) -> list[str]:
+    """Reasons of what is kept, which name the bounds."""
+    (report,) = fp8pass.explain(model, x, config=Config(save_format="e2m1", **options)).graphs
+    return [s.reason for s in report.plan.saved if "amplif" in s.reason]
+
+
+def test_larger_activations_have_larger_bounds():
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    model = Exponential(size=4.0)
+    moments = fp8pass.calibrate(model, mean_square, x)
+    assert [round(std) for _, _, std in moments] == [4]
+    assert bounds(model, x) != bounds(model, x, moments=moments)
+
+
+def test_moments_are_plain_data_that_options_take():
+    model, batch = llama(), tokens()
+    moments = fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), batch)
+    assert len({name for name, _, _ in moments}) == len(moments) > 10
+    restored = json.loads(json.dumps(moments))
+    assert Config(moments=restored) == Config(moments=moments)
+    hash(Config(moments=restored))
+    program = torch.compile(model, backend="fp8pass", options={"moments": restored})
+    program(batch).logits.square().mean().backward()
+
+
+def test_names_are_those_of_another_batch():
+    model = llama()
+    few, many = (
+        fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), tokens()[:rows])
+        for rows in (1, 2)
+    )
+    assert [name for name, _, _ in few] == [name for name, _, _ in many]
+
+
+def test_nothing_of_the_model_changes():
+    model, x = Exponential(1.0), torch.randn(32, 64)
+    mean_square(model, x).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    fp8pass.calibrate(model, mean_square, x)
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("given", ["moments.json", [1.0], [("a", "b", "c")], [("a", 1.0)]])
+def test_what_are_no_moments(given):
+    with pytest.raises(ConfigError, match="calibrate"):
+        Config(moments=given)
+
+
+def test_alike_moments_share_a_rule():
+    assert Moments.rounded(0.01, 0.98) == Moments.rounded(-0.02, 1.05) == Moments(0.0, 1.0)
+    assert Moments.rounded(0.0, 3.9) == Moments(0.0, 4.0)
+    assert Moments.rounded(float("nan"), 1.0) == Moments.rounded(0.0, 0.0) == UNIT_VARIANCE
