@@ -417,7 +417,7 @@ def test_lives_end_with_the_last_use(planner):
     """What is kept of the first block is alive all along, of the last one only in the beginning."""
     memory = planner.memory
     blocks = {
-        graph.module_path(v).split(".")[1]: memory.when(v, again=False)
+        graph.module_path(v).split(".")[1]: memory.alive_kept(v)
         for v in memory.lives
         if v.target is torch.ops.fp8pass.scaled_mm.default and "gate" in graph.module_path(v)
     }

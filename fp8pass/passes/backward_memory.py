@@ -66,7 +66,7 @@ class BackwardMemory:
             len(self._backward),
         )
         again = _running_total(
-            ((x.first, x.last, bytes_again(v)) for v, x in self.lives.items()), len(self._backward)
+            (span for value in self.lives for span in self._spans_again(value)), len(self._backward)
         )
         self.moments = self._choose([a + b for a, b in zip(gradients, again, strict=True)])
         self.gradients = [gradients[m] for m in self.moments]
@@ -75,19 +75,45 @@ class BackwardMemory:
         """The most bytes alive at a moment under a plan, gradients included."""
         alive = list(self.gradients)
         for value, decision in decisions.items():
-            life = self.lives.get(value)
-            if life is None or self.storage.ctx.is_free(value):
+            if value not in self.lives or self.storage.ctx.is_free(value):
                 continue
-            bytes_ = bytes_again(value) if decision.recomputed else stored_bytes(value, decision)
-            for index in self.when(value, again=decision.recomputed):
-                alive[index] += bytes_
+            if decision.recomputed:
+                for index, bytes_ in self.alive_again(value):
+                    alive[index] += bytes_
+            else:
+                for index in self.alive_kept(value):
+                    alive[index] += stored_bytes(value, decision)
         return max(alive, default=0.0)
 
-    def when(self, value: fx.Node, *, again: bool) -> list[int]:
-        """Indices of the moments at which a value is alive, recomputed or else kept."""
+    def alive_kept(self, value: fx.Node) -> list[int]:
+        """Indices of the moments at which a value is alive if it is kept."""
+        return self._moments_in(-math.inf, self.lives[value].last)
+
+    def alive_again(self, value: fx.Node) -> list[tuple[int, float]]:
+        """Indices of moments and the bytes that a value takes there if it is recomputed."""
+        return [
+            (index, bytes_)
+            for first, last, bytes_ in self._spans_again(value)
+            for index in self._moments_in(first, last)
+        ]
+
+    def _moments_in(self, first: float, last: float) -> list[int]:
+        return [i for i, moment in enumerate(self.moments) if first <= moment <= last]
+
+    def _spans_again(self, value: fx.Node) -> list[tuple[float, float, float]]:
+        """When a recomputed value takes which bytes.
+
+        The kernel that codes the operands of a recomputed GEMM also transposes them for the GEMMs
+        of the backward.
+        """
         life = self.lives[value]
-        first = life.first if again else -math.inf
-        return [i for i, moment in enumerate(self.moments) if first <= moment <= life.last]
+        spans = [(life.first, life.last, bytes_again(value))]
+        if value.target is fp8.scaled_mm.default:
+            for codes in (value.args[0], value.args[2]):
+                for user in codes.users:  # type: ignore[union-attr]
+                    if user.target is fp8.transpose.default and user in self.lives:
+                        spans.append((life.first, self.lives[user].first - 1, graph.nbytes(user)))
+        return [span for span in spans if span[2]]
 
     def _uses(self) -> dict[fx.Node, Life]:
         """First and last position at which a buffer is computed from each node of the backward."""
@@ -145,7 +171,12 @@ def is_buffered(node: fx.Node) -> bool:
         return True
     if node.target is fp8.quantize.default:  # its transpose is computed in the same kernel
         return any(u.target is not fp8.transpose.default for u in node.users)
-    return kind(node) in BUFFERED_KINDS
+    return kind(node) in BUFFERED_KINDS or any(_reads_memory(user) for user in node.users)
+
+
+def _reads_memory(user: fx.Node) -> bool:
+    """Whether an operator is no generated kernel, so that its operands have to be in memory."""
+    return kind(user) in (Kind.ATTENTION, Kind.CONVOLUTION) and not graph.is_getitem(user)
 
 
 def _quantized(node: fx.Node) -> fx.Node:

@@ -40,7 +40,7 @@ from torch import fx
 from fp8pass import graph, hardware
 from fp8pass.config import ConfigError
 from fp8pass.formats import EXACT
-from fp8pass.passes.backward_memory import BackwardMemory, bytes_again
+from fp8pass.passes.backward_memory import BackwardMemory
 from fp8pass.passes.costs import UNITS_PER_BYTE, bytes_to_store, can_run_again, seconds
 from fp8pass.passes.decision import Decision, Needs, free_decision, kept_bytes
 from fp8pass.passes.regions import SUMS
@@ -59,7 +59,7 @@ NEGLIGIBLE_SHARE = 1e-6
 Decisions = dict[fx.Node, Decision]
 
 # What a byte of the peak above its share costs, in what a kept byte saves on average.
-EXCESS_PRICE = 10
+EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
 
@@ -150,11 +150,11 @@ class Program:
         alive = lil_matrix((len(self.memory.moments), len(self.bytes)))
         for value, index in self.index.items():
             at = 4 * index
-            for moment in self.memory.when(value, again=False):
+            for moment in self.memory.alive_kept(value):
                 alive[moment, at : at + REDO] = self.bytes[at : at + REDO] / MEGA
-            if bytes_ := bytes_again(value):
-                for moment in self.memory.when(value, again=True):
-                    alive[moment, at + REDO : at + 4] = bytes_ / MEGA
+            for moment, bytes_ in self.memory.alive_again(value):
+                for choice in (REDO, REMAKE):
+                    alive[moment, at + choice] += bytes_ / MEGA
         alive[:, EXCESS] = -1
         return csr_matrix(alive)
 
