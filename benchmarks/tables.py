@@ -148,6 +148,50 @@ def formats_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+SHOWN_KERNELS = 12
+
+
+def kernels_table(data: dict[str, Any]) -> list[list[str]]:
+    """Where a step's time goes, the largest generated kernels, and the floor."""
+    bandwidth, fp8 = data["limits"]["copy_bandwidth"], data["limits"]["fp8_flops"]
+    rows = [["", "calls", "ms", "MiB", "of the limit"]]
+    for r in data["results"]:
+        kernels = r["kernels"]
+        ms = {k: sum(x["ms"] for x in kernels if x["kind"] == k) for k in KERNEL_KINDS}
+        moved = sum(x["bytes"] for x in kernels)
+        floor = ms["gemm"] + ms["attention"] + moved / bandwidth * 1e3
+        rate = r["gemm_flops"] / ms["gemm"] * 1e3 / fp8
+        attention = r["attention_flops"] / ms["attention"] / 1e9
+        busy = sum(ms.values())
+        rest = ms["generated"] + ms["other"]
+        rows += [
+            [f"**{r['case']}**", "", f"{r['step_ms']:.2f}", "", f"floor {floor:.2f} ms"],
+            ["GEMMs", "", f"{ms['gemm']:.2f}", "", f"{rate:.0%}"],
+            ["attention", "", f"{ms['attention']:.2f}", "", f"{attention:.0f} TFLOP/s"],
+            [
+                "all else",
+                "",
+                f"{rest:.2f}",
+                f"{moved / 2**20:.0f}",
+                f"{moved / bandwidth * 1e3:.2f} ms",
+            ],
+            ["no kernel running", "", f"{r['step_ms'] - busy:.2f}", "", ""],
+        ]
+        generated = [x for x in kernels if x["kind"] == "generated"]
+        rows += [_kernel_row(x, bandwidth) for x in generated[:SHOWN_KERNELS]]
+    return rows
+
+
+KERNEL_KINDS = ("gemm", "attention", "generated", "other")
+
+
+def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
+    name = kernel["name"].removeprefix("triton_").replace("fused__", "").replace("fused_", "")
+    share = kernel["bytes"] / bandwidth * 1e3 / kernel["ms"]
+    numbers = f"{kernel['calls']:.0f}", f"{kernel['ms']:.3f}", f"{kernel['bytes'] / 2**20:.0f}"
+    return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
@@ -155,6 +199,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "convergence": convergence_table,
     "frontier": frontier_table,
     "formats": formats_table,
+    "kernels": kernels_table,
 }
 
 

@@ -1,0 +1,198 @@
+"""Where a layer's time goes: every kernel beside the limit of the GPU.
+
+    python benchmarks/kernels.py                    the cases of layer.py, needs a GPU
+    python benchmarks/kernels.py --cases h4096      one of them
+
+One decoder layer, forward + backward, recipe coat, profiled over some steps. For each kernel: calls
+and milliseconds a step, and for what Inductor generated the bytes of its arguments (read or written
+once, in place twice) over the time, as a share of what a large copy reaches in the same run. GEMMs
+together are compared with the FP8 rate of one large product, attention with its FLOPs. The floor
+is GEMMs and attention as they ran, and the bytes of all else at copy bandwidth; what is left of the
+step is what better kernels, or fewer of them, could win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from layer import CASES, Case, Subject, median_ms, with_fp8pass
+from models import Stack, init_weights, rope_tables
+from report import environment, print_rows, write_json
+from tables import kernels_table
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+STEPS = 5
+KINDS = {
+    "gemm": re.compile("nvjet|gemm|cutlass|_scaled_mm", re.IGNORECASE),
+    "attention": re.compile("cudnn|flash|fmha|sdpa", re.IGNORECASE),
+    "generated": re.compile("^triton_"),
+}
+
+
+@dataclass
+class Kernel:
+    """One kernel in a step; `bytes` is 0 where it is not known."""
+
+    name: str
+    kind: str
+    calls: float
+    ms: float
+    bytes: float = 0.0
+
+
+@dataclass
+class Limits:
+    """What the GPU reaches: bytes read and written a second, FP8 FLOP a second."""
+
+    copy_bandwidth: float
+    fp8_flops: float
+
+
+@dataclass
+class Breakdown:
+    """One case; milliseconds are those of a step."""
+
+    case: str
+    step_ms: float
+    gemm_flops: float
+    attention_flops: float
+    kernels: list[Kernel]
+
+
+def kind_of(name: str) -> str:
+    """`gemm`, `attention`, `generated` or `other`, by a kernel's name."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
+
+
+def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
+    """Median milliseconds of a call."""
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def measure_limits() -> Limits:
+    """A copy of 1 GiB, and a product of 16384 × 8192 × 8192."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = busiest_ms(lambda: target.copy_(source))
+    a = torch.randn(16384, 8192, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(8192, 8192, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+
+    def product() -> Tensor:
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    flops = 2 * 16384 * 8192 * 8192
+    return Limits(2 * source.nbytes / copy_ms * 1e3, flops / busiest_ms(product) * 1e3)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, list[int]]]:
+    """Bytes of the arguments of every launch of a generated kernel, by its name."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    counted: dict[str, list[int]] = defaultdict(list)
+    original = CachingAutotuner.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        in_place = [name.startswith("in_out") for name in self.fn.arg_names]
+        tensors = {
+            x.data_ptr(): x.nbytes * (2 if twice else 1)
+            for x, twice in zip(args, in_place, strict=False)
+            if isinstance(x, Tensor)
+        }
+        counted[self.fn.__name__].append(sum(tensors.values()))
+        return original(self, *args, **kwargs)
+
+    with patch.object(CachingAutotuner, "run", run):
+        yield counted
+
+
+def flops_of(subject: Subject) -> tuple[float, float]:
+    """Of the GEMMs and of attention in a step."""
+    with FlopCounterMode(display=False) as counter:
+        subject.step()
+    by_operator = counter.get_flop_counts()["Global"]
+    attention = sum(n for op, n in by_operator.items() if "attention" in str(op))
+    return sum(by_operator.values()) - attention, attention
+
+
+def profile(case: Case, rounds: int) -> Breakdown:
+    """Profile one case."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack(case.layers, case.hidden, case.heads, case.ffn).to("cuda", torch.bfloat16)
+    init_weights(model)
+    x = torch.randn(case.batch, case.seq, case.hidden, device="cuda", dtype=torch.bfloat16)
+    inputs = x.requires_grad_(), *rope_tables(case.seq, case.hidden // case.heads, x.device)
+    grad = torch.randn_like(x)
+    flops = flops_of(Subject(model, inputs, grad))
+    subject = Subject(with_fp8pass()(model), inputs, grad)
+    for _ in range(3):
+        subject.step()
+        subject.clear()
+    step_ms = median_ms({"": subject}, rounds)[""]
+    with counted_bytes() as counted:
+        subject.step()
+    subject.clear()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(STEPS):
+            subject.step()
+            subject.clear()
+        torch.cuda.synchronize()
+    kernels = [
+        Kernel(
+            event.key,
+            kind_of(event.key),
+            event.count / STEPS,
+            event.self_device_time_total / STEPS / 1e3,
+            float(sum(counted.get(event.key, ()))),
+        )
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    ]
+    kernels.sort(key=lambda k: -k.ms)
+    return Breakdown(case.name, step_ms, *flops, kernels)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES if c.layers == 1])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/kernels.json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("kernels are timed on a GPU, and there is none")
+    limits = measure_limits()
+    results = [profile(c, args.rounds) for c in CASES if c.name in args.cases]
+    record = {
+        **environment(),
+        "limits": asdict(limits),
+        "results": [asdict(r) for r in results],
+    }
+    print_rows("kernels of a step", kernels_table(record))
+    write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()
