@@ -49,9 +49,11 @@ from torch._functorch.partitioners import (  # noqa: E402
     reordering_to_mimic_autograd_engine,
     thread_graphsafe_rng_from_hops,
 )
+from torch._inductor import ir as inductor_ir  # noqa: E402
 from torch._inductor import list_mode_options, list_options  # noqa: E402
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: E402
+from torch._inductor.lowering import register_lowering  # noqa: E402
 from torch._logging import trace_structured  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # noqa: E402
@@ -81,7 +83,18 @@ _EXTRACT_TAKES_OPAQUE = (
     "saved_opaque_nodes" in inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
 )
 
-force_stride_order = torch.ops.prims.inductor_force_stride_order.default
+
+def lower_to_buffer(op: Any) -> None:
+    """Have Inductor realize `op(x, order)` as `x` in memory, outermost dimension first in `order`.
+
+    What is in such memory already is not copied.
+    """
+
+    def lowering(x: Any, order: Sequence[int]) -> Any:
+        ranks = [len(order) - 1 - list(order).index(dim) for dim in range(len(order))]
+        return inductor_ir.ExternKernel.require_stride_order(x, ranks)
+
+    register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def stock_partition(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import capture_joint, compiled
+from helpers import capture_joint, compiled, relative
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import compat
-from fp8pass.codegen.buffers import buffer_residual_sums
+from fp8pass.codegen.buffers import buffer, buffer_residual_sums
 from fp8pass.config import Config
 from fp8pass.passes.regions import is_residual_sum
 
@@ -19,7 +18,7 @@ def buffered(function, *args) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]
     gm = make_fx(function, tracing_mode="fake")(*args)
     buffer_residual_sums(gm)
     gm.graph.lint()
-    return gm, [n.args[0] for n in gm.graph.nodes if n.target is compat.force_stride_order]
+    return gm, [n.args[0] for n in gm.graph.nodes if n.target is buffer]
 
 
 def residual(x):
@@ -37,7 +36,7 @@ def test_users_read_the_buffer():
     _, sums = buffered(residual, torch.randn(4, 8))
     for node in sums:
         (user,) = node.users
-        assert user.target is compat.force_stride_order
+        assert user.target is buffer
 
 
 def test_sums_of_several_terms_are_no_residual_streams():
@@ -46,11 +45,15 @@ def test_sums_of_several_terms_are_no_residual_streams():
 
 
 def test_buffers_have_the_layout_of_the_sums():
+    def function(x):
+        return residual(x.permute(0, 2, 1))
+
     x = torch.randn(2, 4, 8)
-    gm, sums = buffered(lambda x: residual(x.permute(0, 2, 1)), x)
-    pins = [n for n in gm.graph.nodes if n.target is compat.force_stride_order]
-    assert [n.args[1] for n in pins] == [[3, 1, 2]] * 2
+    gm, sums = buffered(function, x)
     assert [n.meta["val"].stride() for n in sums] == [(32, 1, 8)] * 2
+    held = [n.meta["val"] for n in gm.graph.nodes if n.target is buffer]
+    assert [v.stride() for v in held] == [(32, 1, 8)] * 2
+    assert torch.equal(gm(x), function(x))
 
 
 @pytest.mark.parametrize("permutation", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
@@ -97,8 +100,31 @@ def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
     return found
 
 
-def test_varying_sizes():
-    program, _ = compiled(Residual(), Config(), dynamic=True)
+@pytest.mark.parametrize("recipe", ["coat", "linear", "exact"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_saved_has_memory_of_its_size(recipe, dynamic):
+    """Strides that stand in for others would reach what autograd saves."""
+    program, spy = compiled(Residual(), Config.recipe(recipe), dynamic=dynamic)
     for rows in (32, 48):
-        x = torch.randn(rows, 64).requires_grad_() * 1
-        program(x).sum().backward()
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x) or x, lambda x: x
+        ):
+            y = program(torch.randn(rows, 64).requires_grad_() * 1)
+        assert len(saved) > 3
+        assert all(x.untyped_storage().nbytes() >= x.nbytes for x in saved)
+        y.sum().backward()
+    assert len(spy.plans) == 1 or not dynamic
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_through_saved_sums(dynamic):
+    """Recipe linear saves the sums themselves."""
+    model = Residual()
+    program, _ = compiled(model, Config.recipe("linear"), dynamic=dynamic)
+    eager, _ = compiled(model, Config.recipe("linear", compiler="eager"), dynamic=dynamic)
+    for rows in (32, 48):
+        x = torch.randn(rows, 64, requires_grad=True)
+        (got,) = torch.autograd.grad(program(x * 1).square().sum(), x)
+        (want,) = torch.autograd.grad(eager(x * 1).square().sum(), x)
+        assert relative(got, want) < 0.05

@@ -36,17 +36,8 @@ def lowered(function, *args, tracing: str) -> fx.GraphModule:
         fakes = [mode.from_tensor(x, symbolic_context=_varying(x)) for x in args]
         # The dispatcher that AOTAutograd traces and compiles under.
         with mode, enable_python_dispatcher():
-            return _without_pins(_lowered(make_fx(function, tracing_mode="real")(*fakes)))
+            return _lowered(make_fx(function, tracing_mode="real")(*fakes))
     return _lowered(make_fx(function, tracing_mode="fake")(*args))
-
-
-def _without_pins(gm: fx.GraphModule) -> fx.GraphModule:
-    """Pinned strides are orders to Inductor, not sizes, where sizes vary."""
-    for node in gm.graph.find_nodes(op="call_function", target=compat.force_stride_order):
-        node.replace_all_uses_with(node.args[0])
-        gm.graph.erase_node(node)
-    gm.recompile()
-    return gm
 
 
 def _varying(x: Tensor) -> StatelessSymbolicContext:

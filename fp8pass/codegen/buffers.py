@@ -1,4 +1,8 @@
-"""Values that get a buffer of their own, where Inductor would compute them in every kernel.
+"""Values that get a buffer of their own, in a layout of their own.
+
+`fp8pass_codegen::buffer(x, order)` is `x`, held in memory with its dimensions from outermost to
+innermost as `order` says. Inductor has an operator for that, which takes strides: it can order no
+strides of varying size, and what another number stands in for has other strides once it is saved.
 
 Inductor inlines a pointwise operator into all kernels that use it until its expression is long.
 A residual stream is such an operator: its sums would be added up again from their terms, one more
@@ -7,32 +11,41 @@ a block, which are all held meanwhile, gradients in fp32 because their cast is i
 
 from __future__ import annotations
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.passes.regions import is_residual_sum
+
+_library = torch.library.Library("fp8pass_codegen", "DEF")
+_library.define("buffer(Tensor x, int[] order) -> Tensor")
+
+
+def _buffer(x: Tensor, order: list[int]) -> Tensor:
+    inverse = [order.index(dim) for dim in range(x.ndim)]
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+_library.impl("buffer", _buffer, "CompositeExplicitAutograd")
+buffer = torch.ops.fp8pass_codegen.buffer.default
+compat.lower_to_buffer(buffer)
+
+
+def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
+    """Add a buffer for `x` at the insertion point."""
+    return graph.emit(x.graph, buffer, x, order, like=x)
 
 
 def buffer_residual_sums(gm: fx.GraphModule) -> None:
     """Give the sums of residual streams, and of their gradients, buffers."""
     changed = False
     for node in list(gm.graph.nodes):
-        if is_residual_sum(node):
-            _buffer(node)
-            changed = True
+        val = graph.value(node)
+        if val is None or not val.is_floating_point() or not is_residual_sum(node):
+            continue
+        with gm.graph.inserting_after(node):
+            held = emit_buffer(node, graph.stride_order(val))
+        node.replace_all_uses_with(held, delete_user_cb=lambda user, held=held: user is not held)
+        changed = True
     if changed:
         gm.recompile()
-
-
-def _buffer(node: fx.Node) -> None:
-    val = graph.value(node)
-    if val is None or val.ndim == 0 or not val.is_floating_point():
-        return
-    # Only the order of the strides matters, and sizes may vary: ranks stand in for strides.
-    order = graph.stride_order(val)
-    ranks = [val.ndim - order.index(dim) for dim in range(val.ndim)]
-    with node.graph.inserting_after(node):
-        buffered = graph.emit(
-            node.graph, compat.force_stride_order, node, ranks, like=node, fake=val
-        )
-    node.replace_all_uses_with(buffered, delete_user_cb=lambda user: user is not buffered)

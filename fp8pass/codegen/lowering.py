@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
 from fp8pass.graph import aten, prims, tensor
 from fp8pass.ops import BF16_BITS, CONTRACTION_MULTIPLE, SMALLEST_SCALE, is_fp8
@@ -25,8 +26,6 @@ cast = prims.convert_element_type.default
 
 # The first stage of a tensor's amax; the size of the groups that saved values are quantized in.
 AMAX_GROUP = 128
-
-_BEYOND_ANY_SIZE = 1 << 40
 
 
 class Emitter:
@@ -127,7 +126,7 @@ def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node
         return x
     scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
     codes = _encode(emit, scaled, fmt)
-    return _row_major(emit, emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
+    return _row_major(emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
 
 
 @_lowers(fp8.transpose.default)
@@ -135,9 +134,7 @@ def _transpose(emit: Emitter, data: fx.Node) -> fx.Node:
     swapped = emit(aten.permute.default, _pad_rows(emit, data), [1, 0])
     if not is_fp8(tensor(data).dtype):
         return swapped
-    return _row_major(
-        emit, emit(aten.clone.default, swapped, memory_format=torch.contiguous_format)
-    )
+    return _row_major(emit(aten.clone.default, swapped, memory_format=torch.contiguous_format))
 
 
 def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
@@ -156,16 +153,9 @@ def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
     return emit(aten.view.dtype, padded, val.dtype)
 
 
-def _row_major(emit: Emitter, x: fx.Node) -> fx.Node:
-    """Pin the layout: Inductor is free to choose another for pointwise results.
-
-    Only the order of the strides matters to it. It cannot order symbols, and the size that a
-    varying one was traced with would specialize the graph: a number that no size has stands in.
-    """
-    val = tensor(x)
-    columns = val.shape[1]
-    stride = columns if isinstance(columns, int) else _BEYOND_ANY_SIZE
-    return emit(compat.force_stride_order, x, [stride, 1], fake=val.new_empty(val.shape))
+def _row_major(x: fx.Node) -> fx.Node:
+    """Pin the layout: Inductor is free to choose another for pointwise results."""
+    return emit_buffer(x, [0, 1])
 
 
 @_lowers(fp8.scaled_mm.default)
