@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8pass import graph
@@ -29,6 +31,9 @@ def calibrate(
         moments = fp8pass.calibrate(model, loss_fn, batch)
         model = torch.compile(model, backend="fp8pass", options={"moments": moments})
 
+    Values are named by module and operator, so compile what was calibrated. Of a module that is in
+    several graphs the largest values count.
+
     Runs one forward and backward; parameters, their gradients, buffers and random number
     generators are left as they were.
 
@@ -42,7 +47,16 @@ def calibrate(
         (name, mean, standard deviation) of each value; plain data, to be kept as JSON, say.
     """
     records = record_step(model, loss_fn, batch, config or configuration_of(model))
-    return tuple(moments for record in records for moments in _moments(record))
+    found: dict[str, ValueMoments] = {}
+    for record in records:
+        for moments in _moments(record):
+            found[moments[0]] = max(moments, found.get(moments[0], moments), key=_mean_square)
+    return tuple(found.values())
+
+
+def _mean_square(moments: ValueMoments) -> float:
+    _, mean, std = moments
+    return mean**2 + std**2
 
 
 def _moments(record: Record) -> list[ValueMoments]:
@@ -50,8 +64,9 @@ def _moments(record: Record) -> list[ValueMoments]:
     names = graph.value_names(record.planned.graph)
     rules = Rules(record.planned.graph, record.ctx)
     values = {n: exact.get(original_name(n)) for r in rules.regions for n in r.values}
-    return [
-        (names[n], float(x.double().mean()), float(x.double().std()))
-        for n, x in values.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1
-    ]
+    found = []
+    for node, x in values.items():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            std, mean = torch.std_mean(x.double())
+            found.append((names[node], float(mean), float(std)))
+    return [m for m in found if math.isfinite(_mean_square(m))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,8 +48,8 @@ class LayerError:
         shape: as text.
         mean_absolute: mean absolute error.
         relative: ‖wrong - exact‖₂ / ‖exact‖₂.
-        predicted: the same by the error rules, for the moments that the batch showed; None where
-            nothing could be derived, but the rules are switched off.
+        predicted: the same by the error rules, for the values of the batch; None where nothing
+            could be derived, which happens only with the rules switched off (`tolerance=inf`).
     """
 
     module: str
@@ -61,7 +62,8 @@ class LayerError:
     @property
     def far_above(self) -> bool:
         """Whether the rules do not explain the error."""
-        return self.relative > FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE)
+        explained = FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE)
+        return not self.relative <= explained  # NaN is not
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Diagnosis:
             "layers": [asdict(y) | {"far_above": y.far_above} for y in self.layers],
             "suggested_skip": self.suggested_skip,
         }
-        text = json.dumps(data, indent=1)
+        text = json.dumps(_finite(data), indent=1)
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
@@ -119,6 +121,15 @@ class Diagnosis:
         if self.suspicious:
             console.print(f"Far above prediction; to leave them out: skip={self.suggested_skip!r}")
         return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _finite(data: Any) -> Any:
+    """`data` with None for numbers that JSON has not."""
+    if isinstance(data, dict):
+        return {key: _finite(x) for key, x in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(x) for x in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def diagnose(
@@ -156,7 +167,7 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     predictor = Predictor(rules, record.decisions, values)
     predictor.run(record.planned.graph)
     predicted = predictor.backward
-    forced = Forced(record.rewritten, exact, _layer_outputs(rules))
+    forced = Forced(record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules))
     forced.run(*record.arguments)
     for node, (mean_absolute, relative) in forced.errors.items():
         expected = predicted.get(original_name(node), 0.0)
@@ -182,6 +193,11 @@ def _layer_outputs(rules: Rules) -> set[str]:
     return {original_name(n) for n in ends & rules.backward}
 
 
+def _regions_by_name(rules: Rules) -> dict[str, int]:
+    """Numbers of the regions that nodes belong to."""
+    return {original_name(n): i for i, region in enumerate(rules.regions) for n in region.nodes}
+
+
 def _describe(node: fx.Node, record: Record) -> str:
     """What a gradient is of: a weight, a layer's input, an operand of attention."""
     if kind(node) is Kind.ATTENTION:
@@ -199,16 +215,33 @@ def _attention_operand(node: fx.Node) -> str:
 
 
 class Forced(fx.Interpreter):
-    """Runs a rewritten graph, setting layers' inputs to the exact values and noting the errors."""
+    """Runs a rewritten graph, handing layers the exact values and noting the errors.
 
-    def __init__(self, gm: fx.GraphModule, exact: dict[str, Any], ends: set[str]) -> None:
+    `ends` are the gradients, by name, at which a layer ends; `regions` the regions of nodes, in
+    which the wrong value goes on, as into the sum that is a bias's gradient.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, exact: dict[str, Any], ends: set[str], regions: dict[str, int]
+    ) -> None:
         super().__init__(gm)
-        self.exact, self.ends = exact, ends
+        self.exact, self.ends, self.regions = exact, ends, regions
         self.backward = graph.tangent_dependent(gm.graph)
         self.errors: dict[fx.Node, tuple[float, float]] = {}
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        """The operands of a node, exact where another layer computed them."""
+        return fx.map_arg((n.args, n.kwargs), lambda operand: self._handed(operand, n))
+
+    def _handed(self, operand: fx.Node, user: fx.Node) -> Any:
+        name, region = original_name(operand), self.regions.get(original_name(operand))
+        inside = region is not None and region == self.regions.get(original_name(user))
+        given = self.env[operand]
+        is_end = name in self.ends and operand in self.backward and isinstance(given, Tensor)
+        return self.exact[name] if is_end and not inside else given
+
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, the exact one where there is one."""
+        """The value of a node, the exact one in the forward."""
         value, name = super().run_node(n), original_name(n)
         if n.op != "call_function" or name not in self.exact:
             return value
@@ -216,7 +249,6 @@ class Forced(fx.Interpreter):
             return self.exact[name]
         if name in self.ends and isinstance(value, Tensor) and value.is_floating_point():
             self.errors[n] = _difference(value, self.exact[name])
-            return self.exact[name]
         return value
 
 

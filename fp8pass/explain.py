@@ -170,12 +170,14 @@ def configuration_of(model: nn.Module) -> Config:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Put buffers and random number generators back."""
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if name in buffers and buffer.shape == buffers[name].shape:
-                buffer.copy_(buffers[name])
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
 
 
 def _folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:

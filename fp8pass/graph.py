@@ -161,11 +161,17 @@ def outputs(graph: fx.Graph) -> list[Any]:
 
 
 def value_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Names by module, operator and a number: the same whatever batch a model is traced with."""
+    """Names of tensors by module, operator and a number.
+
+    They are the same whatever batch a model is traced with, whether its sizes vary or not.
+    """
     counts: dict[str, int] = {}
     names = {}
     for node in graph.nodes:
-        prefix = f"{module_path(node)}:{getattr(node.target, '__name__', node.target)}"
+        if value(node) is None:
+            continue
+        name = getattr(node.target, "__name__", node.target)
+        prefix = f"{module_path(node)}:{node.op if node.op == 'placeholder' else name}"
         counts[prefix] = counts.get(prefix, -1) + 1
         names[node] = f"{prefix}:{counts[prefix]}"
     return names

@@ -52,17 +52,18 @@ class Predictor:
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Fill in the errors of a graph's nodes."""
-        region_of = {n: region for region in self.rules.regions for n in region.nodes}
-        done = set[int]()
+        """Fill in the errors of a graph's nodes; of a region, once what enters it is known."""
+        members = {n for region in self.rules.regions for n in region.nodes}
+        order = {n: i for i, n in enumerate(g.nodes)}
+        ready: dict[fx.Node, list[Region]] = {}
+        for region in self.rules.regions:
+            entering = [n for n in region.inputs if n not in self.rules.backward]
+            last = max(entering, key=order.__getitem__, default=region.nodes[0])
+            ready.setdefault(last, []).append(region)
         for node in g.nodes:
-            if node.op == "output":
-                continue
-            region = region_of.get(node)
-            if region is None:
+            if node.op != "output" and node not in members:
                 self._predict_node(node)
-            elif id(region) not in done:  # as its first member comes, its forward inputs are known
-                done.add(id(region))
+            for region in ready.get(node, ()):
                 self._predict_region(region)
 
     def _predict_node(self, node: fx.Node) -> None:

@@ -23,21 +23,28 @@ def record_step(
 ) -> list[Record]:
     """Run `loss_fn(model, batch).backward()`; a record of each graph whose backward ran.
 
-    Parameters, their gradients, buffers and random number generators are left as they were.
+    Parameters, buffers, gradients and random number generators are left as they were.
     """
     records: list[Record] = []
     module = getattr(model, "_orig_mod", model)
     compiled = torch.compile(module, backend=_recording(replace(config, compiler="eager"), records))
-    gradients = {p: p.grad for p in module.parameters()}
-    for parameter in gradients:
-        parameter.grad = None
+    leaves = [*module.parameters(), *_leaves(batch)]
+    gradients = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
     try:
         with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
             loss_fn(compiled, batch).backward()
     finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        for x, gradient in zip(leaves, gradients, strict=True):
+            x.grad = gradient
     return [r for r in records if r.complete]
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that gradients would be left on."""
+    tensors = torch.utils._pytree.tree_leaves(batch)
+    return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]
 
 
 @dataclass

@@ -426,3 +426,26 @@ def test_lives_end_with_the_last_use(planner):
     assert blocks["0"][0] == blocks["5"][0] == 0
     assert blocks["0"][-1] >= len(everywhere) - 2
     assert blocks["5"][-1] <= 2
+
+
+def test_a_checkpoint_over_several_residual_sums_can_have_a_budget():
+    """Its sums are recomputed whatever the budget."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def blocks(self, x):
+            for layer in self.layers[:4]:
+                x = x + torch.tanh(layer(x))
+            return x
+
+        def forward(self, x):
+            x = torch.utils.checkpoint.checkpoint(self.blocks, x, use_reentrant=False)
+            return self.layers[5](torch.sigmoid(self.layers[4](x)))
+
+    model, x = Checkpointed(), torch.randn(64, 64) * 1
+    program, spy = compiled(model, Config(memory_budget=0.9, compiler="eager"))
+    step(program, model, (x,))
+    assert len(spy.plans) == 1

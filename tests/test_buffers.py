@@ -44,6 +44,17 @@ def test_sums_of_several_terms_are_no_residual_streams():
     assert not sums
 
 
+def test_softmax_is_no_residual_stream():
+    """Its difference from the maximum has two users, of which one is a difference again."""
+
+    def log_softmax(x):
+        shifted = x - x.amax(-1, keepdim=True)
+        return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+    _, sums = buffered(log_softmax, torch.randn(4, 8))
+    assert not sums
+
+
 def test_buffers_have_the_layout_of_the_sums():
     def function(x):
         return residual(x.permute(0, 2, 1))

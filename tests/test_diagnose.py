@@ -143,3 +143,54 @@ def test_a_product_of_a_matrix_with_itself():
 
     found = fp8pass.diagnose(Square(), lambda m, x: m(x).square().mean(), torch.randn(64, 64))
     assert {y.module for y in found.layers} >= {"layer"}
+
+
+class Gated(nn.Module):
+    """Two layers enter one region, of which the second one comes after its first operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_that_enters_a_region_counts(dtype):
+    """Gradients of biases among them, which are sums of a gradient that another layer reads."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 128, dtype=dtype)
+    weights = torch.randn(256, 128, dtype=dtype)
+    found = fp8pass.diagnose(
+        Gated().to(dtype), lambda m, b: (m(b) * weights).sum(), x, config=Config.recipe("agoq")
+    )
+    assert not found.suspicious
+    for y in found.layers:
+        if y.relative > NEGLIGIBLE or y.predicted > NEGLIGIBLE:
+            assert 1 / 3 < y.relative / y.predicted < 3, y
+    assert any(y.gradient == "weight" and y.shape == "128" for y in found.layers)
+
+
+def test_parameters_of_more_dimensions():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            self.scale = nn.Parameter(torch.ones(1, 1, 64))
+
+        def forward(self, x):
+            return self.layer(nn.functional.layer_norm(self.layer(x), (64,)) * self.scale)
+
+    found = fp8pass.diagnose(Scaled(), lambda m, x: m(x).square().sum(), torch.randn(4, 16, 64))
+    assert found.layers
+
+
+def test_nan_is_suspicious_and_json():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(64, 64)
+    x[0, 0] = float("nan")
+    found = fp8pass.diagnose(model, lambda m, b: m(b).sum(), x)
+    assert found.suspicious
+    assert json.loads(found.to_json())["layers"]
+    assert "NaN" not in found.to_json()

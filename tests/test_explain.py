@@ -229,6 +229,7 @@ def test_rules_by_region_with_both_cases():
         assert 2 < rule.case_1 < 6
         assert f"Norm(%{entering.split()[0]}, 2)" in rule.bound
     gated = [r for r in report.plan.rules if len(r.inputs) == 2]
+    assert len(gated) == 2
     assert all(0 < r.case_2 <= r.case_1 < 4 for r in gated)
     assert "error rules" in str(explanation)
     assert json.loads(explanation.to_json())["graphs"][0]["rules"][0]["case_1"] > 0

@@ -84,7 +84,8 @@ class Samples:
             if given is None or symbol not in self.expressions.constants:
                 rows = None if given is None else given.reshape(-1, length)[chosen.to(given.device)]
             else:
-                rows = given if given.numel() in (1, length) else given.double().mean()
+                whole = given.numel() in (1, length)
+                rows = given.reshape(-1) if whole else given.double().mean()
             x = torch.ones((), **ON_CPU) if rows is None else rows.to(**ON_CPU)
             self._inputs[symbol] = x.broadcast_to(len(chosen), length)
         self.values = self.run()
@@ -180,6 +181,7 @@ def rounding(x: Tensor, relative_error: float) -> Tensor:
 
 def relative_change(before: Tensor, after: Tensor) -> float:
     """‖after - before‖₂ / ‖before‖₂, 0 where `before` is."""
+    before, after = before.double(), after.double()
     change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
     return float(change / size) if size > 0 else 0.0
 

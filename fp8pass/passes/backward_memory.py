@@ -13,6 +13,7 @@ for each stretch between two sums of gradients, that with the most alive if all 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,10 +30,8 @@ from fp8pass.passes.storage import Storage
 
 fp8 = torch.ops.fp8pass
 
-BUFFERED_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.REDUCTION, Kind.QUANTIZE)
-
-
-NO_REGION = -1
+LIBRARY_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
+BUFFERED_KINDS = (*LIBRARY_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 
 
 @dataclass(frozen=True)
@@ -78,27 +77,25 @@ class BackwardMemory:
             if value not in self.lives or self.storage.ctx.is_free(value):
                 continue
             if decision.recomputed:
-                for index, bytes_ in self.alive_again(value):
-                    alive[index] += bytes_
+                spans = self.alive_again(value)
             else:
-                for index in self.alive_kept(value):
-                    alive[index] += stored_bytes(value, decision)
+                spans = [(self.alive_kept(value), stored_bytes(value, decision))]
+            for moments, bytes_ in spans:
+                for index in moments:
+                    alive[index] += bytes_
         return max(alive, default=0.0)
 
-    def alive_kept(self, value: fx.Node) -> list[int]:
+    def alive_kept(self, value: fx.Node) -> range:
         """Indices of the moments at which a value is alive if it is kept."""
         return self._moments_in(-math.inf, self.lives[value].last)
 
-    def alive_again(self, value: fx.Node) -> list[tuple[int, float]]:
+    def alive_again(self, value: fx.Node) -> list[tuple[range, float]]:
         """Indices of moments and the bytes that a value takes there if it is recomputed."""
-        return [
-            (index, bytes_)
-            for first, last, bytes_ in self._spans_again(value)
-            for index in self._moments_in(first, last)
-        ]
+        spans = self._spans_again(value)
+        return [(self._moments_in(first, last), bytes_) for first, last, bytes_ in spans]
 
-    def _moments_in(self, first: float, last: float) -> list[int]:
-        return [i for i, moment in enumerate(self.moments) if first <= moment <= last]
+    def _moments_in(self, first: float, last: float) -> range:
+        return range(bisect_left(self.moments, first), bisect_right(self.moments, last))
 
     def _spans_again(self, value: fx.Node) -> list[tuple[float, float, float]]:
         """When a recomputed value takes which bytes.
@@ -136,9 +133,8 @@ class BackwardMemory:
         for node in self._backward:
             if is_buffered(node):
                 position = self._position[node]
-                region = region_of.get(_quantized(node), NO_REGION)
-                shared = region != NO_REGION
-                births[node] = kernels.setdefault(region, position) if shared else position
+                region = region_of.get(_quantized(node))
+                births[node] = position if region is None else kernels.setdefault(region, position)
         return births
 
     def _lives(self, values: list[fx.Node]) -> dict[fx.Node, Life]:
@@ -171,12 +167,16 @@ def is_buffered(node: fx.Node) -> bool:
         return True
     if node.target is fp8.quantize.default:  # its transpose is computed in the same kernel
         return any(u.target is not fp8.transpose.default for u in node.users)
+    if kind(node) is Kind.VIEW:  # its base is
+        return False
     return kind(node) in BUFFERED_KINDS or any(_reads_memory(user) for user in node.users)
 
 
 def _reads_memory(user: fx.Node) -> bool:
     """Whether an operator is no generated kernel, so that its operands have to be in memory."""
-    return kind(user) in (Kind.ATTENTION, Kind.CONVOLUTION) and not graph.is_getitem(user)
+    if kind(user) is Kind.VIEW:
+        return any(_reads_memory(u) for u in user.users)
+    return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
 
 
 def _quantized(node: fx.Node) -> fx.Node:

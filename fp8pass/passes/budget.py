@@ -34,7 +34,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_matrix, lil_matrix
+from scipy.sparse import csr_matrix
 from torch import fx
 
 from fp8pass import graph, hardware
@@ -113,18 +113,21 @@ class Program:
     def within(self, budget: float) -> dict[fx.Node, Decision] | None:
         """The fastest plan within `budget` bytes; None if there is none."""
         result = self._solve(self.seconds, budget)
+        if result.x is None and result.status != INFEASIBLE and self.memory:
+            # Too many moments to find a plan in time: better a high peak than none.
+            result = self._solve(self.seconds, budget, minds_peak=False)
         if result.status == INFEASIBLE:
             return None
         if result.x is None:
             raise ConfigError(_unsolved(f"a memory_budget of {budget / 2**20:.1f} MiB"))
         return self._plan(np.round(result.x))
 
-    def _solve(self, cost: np.ndarray, budget: float) -> OptimizeResult:
+    def _solve(self, cost: np.ndarray, budget: float, *, minds_peak: bool = True) -> OptimizeResult:
         constraints = [self.availability]
         if math.isfinite(budget):  # in millions, as the solver's tolerances are absolute
             row = csr_matrix(self.bytes[None, :] / MEGA)
             constraints.append(LinearConstraint(row, -np.inf, budget / MEGA))
-            if self.memory:
+            if self.memory and minds_peak:
                 most = (budget + self.allowance - np.array(self.memory.gradients)) / MEGA
                 constraints.append(LinearConstraint(self.alive, -np.inf, most))
         scale = 1 / max(cost[:EXCESS].max(), 1e-30)
@@ -147,14 +150,13 @@ class Program:
         """Megabytes that each choice holds at each moment of the backward; one row each."""
         if self.memory is None:
             return csr_matrix((0, len(self.bytes)))
-        alive = lil_matrix((len(self.memory.moments), len(self.bytes)))
+        alive = np.zeros((len(self.memory.moments), len(self.bytes)))
         for value, index in self.index.items():
             at = 4 * index
-            for moment in self.memory.alive_kept(value):
-                alive[moment, at : at + REDO] = self.bytes[at : at + REDO] / MEGA
-            for moment, bytes_ in self.memory.alive_again(value):
-                for choice in (REDO, REMAKE):
-                    alive[moment, at + choice] += bytes_ / MEGA
+            kept = self.memory.alive_kept(value)
+            alive[kept.start : kept.stop, at : at + REDO] = self.bytes[at : at + REDO] / MEGA
+            for moments, bytes_ in self.memory.alive_again(value):
+                alive[moments.start : moments.stop, at + REDO : at + 4] += bytes_ / MEGA
         alive[:, EXCESS] = -1
         return csr_matrix(alive)
 
@@ -205,8 +207,10 @@ class Program:
         return LinearConstraint(matrix, np.array(lower), np.inf)
 
     def _chains(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Sums of the residual stream that follow each other."""
-        sums = {v for v in self.storage.rules.junctions if v.target in SUMS} & set(self.values)
+        """Sums of the residual stream that follow each other, those that may be kept."""
+        junctions = self.storage.rules.junctions
+        keepable = (v for v in self.values if self.upper[4 * self.index[v] + KEEP])
+        sums = dict.fromkeys(v for v in keepable if v.target in SUMS and v in junctions)
         for later in sums:
             for operand in later.all_input_nodes:
                 if graph.source(operand) in sums:

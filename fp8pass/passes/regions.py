@@ -93,13 +93,23 @@ class Region:
 
 
 def is_residual_sum(node: fx.Node) -> bool:
-    """Whether `node` is a sum that is a term of another sum and has other users besides."""
-    return node.target in SUMS and len(node.users) > 1 and _is_term(node)
+    """Whether `node` is a sum that is a term of another sum and has other users besides.
+
+    Terms have the shape of the sum: taking a maximum away, as softmax does, is something else.
+    """
+    return _is_sum_of_alike(node) and len(node.users) > 1 and _is_term(node)
 
 
 def _is_term(node: fx.Node) -> bool:
     through = graph.RESHAPES | graph.CASTS
-    return any(u.target in SUMS or (u.target in through and _is_term(u)) for u in node.users)
+    return any(_is_sum_of_alike(u) or (u.target in through and _is_term(u)) for u in node.users)
+
+
+def _is_sum_of_alike(node: fx.Node) -> bool:
+    if node.target not in SUMS or len(node.all_input_nodes) != 2:
+        return False
+    tensors = [graph.value(n) for n in (node, *node.all_input_nodes)]
+    return len({graph.shape_text(x) for x in tensors if x is not None}) == 1
 
 
 def is_movement(node: fx.Node) -> bool:

@@ -68,6 +68,8 @@ def _cases(region: Region) -> Cases:
         derivation = Derivation(region, {})
     except Underivable as error:
         return Cases(reason=str(error))
+    if not derivation.factors:
+        return Cases(reason="no gradient leaves it")
     one, two = derivation.cases()
     worst = max(one, key=lambda s: one[s])
     inputs = frozenset(derivation.expressions.values)
