@@ -154,7 +154,11 @@ SHOWN_KERNELS = 12
 def kernels_table(data: dict[str, Any]) -> list[list[str]]:
     """Where a step's time goes, the largest generated kernels, and the floor."""
     bandwidth, fp8 = data["limits"]["copy_bandwidth"], data["limits"]["fp8_flops"]
-    rows = [["", "calls", "ms", "MiB", "of the limit"]]
+    rows = [
+        ["", "calls", "ms", "MiB", "of the limit"],
+        ["a large copy", "", "", "", f"{bandwidth / 1e12:.2f} TB/s"],
+        ["a large FP8 product", "", "", "", f"{fp8 / 1e12:.0f} TFLOP/s"],
+    ]
     for r in data["results"]:
         kernels = r["kernels"]
         ms = {k: sum(x["ms"] for x in kernels if x["kind"] == k) for k in KERNEL_KINDS}
@@ -175,7 +179,7 @@ def kernels_table(data: dict[str, Any]) -> list[list[str]]:
                 f"{moved / 2**20:.0f}",
                 f"{moved / bandwidth * 1e3:.2f} ms",
             ],
-            ["no kernel running", "", f"{r['step_ms'] - busy:.2f}", "", ""],
+            ["no kernel running", "", f"{max(r['step_ms'] - busy, 0):.2f}", "", ""],
         ]
         generated = [x for x in kernels if x["kind"] == "generated"]
         rows += [_kernel_row(x, bandwidth) for x in generated[:SHOWN_KERNELS]]

@@ -218,10 +218,15 @@ def boxed(function: Any) -> Any:
 
 
 def interpret(gm: fx.GraphModule) -> Any:
-    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch.
+    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch."""
+    draw_from_seeds(gm)
+    return make_boxed_func(gm.forward)
 
-    Inductor's random numbers are a function of their seed in the code it generates, but not in
-    their eager form; a backward that draws them again would get others.
+
+def draw_from_seeds(gm: fx.GraphModule) -> None:
+    """Make Inductor's random numbers a function of their seed, as they are in generated code.
+
+    In their eager form they are not: a backward that draws them again would get others.
     """
     prims = torch.ops.prims
     for node in gm.graph.nodes:
@@ -230,7 +235,6 @@ def interpret(gm: fx.GraphModule) -> Any:
         elif node.target is prims.inductor_randint.default:
             node.target = _seeded_randint
     gm.recompile()
-    return make_boxed_func(gm.forward)
 
 
 def _seeded_random(

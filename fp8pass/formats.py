@@ -80,6 +80,12 @@ class Format:
         """Largest relative rounding error of a value in the format's normal range."""
         return 0.0 if self.lossless else 2.0 ** -(self.mantissa + 1)
 
+    @property
+    def keeps_signs(self) -> bool:
+        """Whether hardly a value of a group is so small that it becomes zero."""
+        smallest = 2.0 ** (self.min_exponent - self.mantissa)
+        return self.lossless or smallest / self.max < 2.0**-10
+
     def stored_bytes(self, elements: int, group_size: int) -> float:
         """Bytes of `elements` in groups of `group_size`, with their scales.
 

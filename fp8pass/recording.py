@@ -106,7 +106,10 @@ class RecordingPartitioner(Partitioner):
             activations=frozenset(copies[n] for n in ctx.activations),
         )
         debug.run_passes([materialize_plan], gm, ctx)
-        self.record = Record(exact, planned, copy_of(gm), planned_ctx, decisions)
+        rewritten = copy_of(gm)
+        for graph_to_run in (exact, rewritten):
+            compat.draw_from_seeds(graph_to_run)
+        self.record = Record(exact, planned, rewritten, planned_ctx, decisions)
         self.records.append(self.record)
         return cut(gm, ctx)
 

@@ -194,3 +194,11 @@ def test_nan_is_suspicious_and_json():
     assert found.suspicious
     assert json.loads(found.to_json())["layers"]
     assert "NaN" not in found.to_json()
+
+
+def test_dropout_is_drawn_once():
+    """The mask that the backward draws again is that of the forward."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64))
+    found = fp8pass.diagnose(model, lambda m, b: m(b).square().mean(), torch.randn(128, 64))
+    assert found.layers
+    assert not found.suspicious

@@ -395,6 +395,14 @@ def test_e2m1_is_allowed_where_agoq_uses_it():
         assert rule_of(function, operands).allows(E2M1, 1.0)
 
 
+@pytest.mark.parametrize("function", [lambda m, x: torch.relu(x), lambda m, x: F.leaky_relu(x)])
+def test_what_is_compared_with_zero_may_not_be_flushed_to_zero(function):
+    """In 4 bits all below a 24th of the largest value is zero, and ReLU's gradient with it."""
+    rule = rule_of(function)
+    assert rule.allows(E4M3, 1.0)
+    assert not rule.allows(E2M1, 1.0)
+
+
 # --- regions ------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import sympy
 from sympy import Expr, Symbol
@@ -13,7 +13,7 @@ from torch import fx
 
 from fp8pass.formats import Format
 from fp8pass.passes.amplification import Moments, Samples
-from fp8pass.passes.expressions import Expressions, Underivable, express
+from fp8pass.passes.expressions import Expressions, Sign, Step, Underivable, express
 from fp8pass.passes.perturbation import Factors, Norms, bound, gradient_factors, respond, size
 from fp8pass.passes.regions import Region
 
@@ -25,14 +25,20 @@ class Amplification:
     Attributes:
         bound: to first order at most this, for any perturbation.
         expected: root mean square, for independent perturbations.
+        needs_signs: whether it holds only where small values do not become zero, because the
+            backward compares with zero, as that of ReLU does.
     """
 
     bound: float
     expected: float
+    needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
         """Whether a value may be stored in `format`."""
-        return math.isinf(tolerance) or self.bound * format.half_step <= tolerance
+        if math.isinf(tolerance):
+            return True
+        signs = format.keeps_signs or not self.needs_signs
+        return signs and self.bound * format.half_step <= tolerance
 
 
 UNITY = Amplification(1.0, 1.0)
@@ -116,7 +122,13 @@ class Derivation:
         """The worst over the region's outputs, with all else recomputed from `source`."""
         bounds = self.relative_bounds(source, frozenset((source,)))
         expected = self.samples.expected(source, list(self.factors))
-        return Amplification(max(bounds.values(), default=0), max(expected.values(), default=0))
+        largest = max(bounds.values(), default=0), max(expected.values(), default=0)
+        return Amplification(*largest, needs_signs=self.compares)
+
+    @cached_property
+    def compares(self) -> bool:
+        """Whether anything in the region is compared with zero."""
+        return any(d.value.has(Step, Sign) for d in self.expressions.definitions)
 
     def bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, Expr]:
         """‖Δ‖ of each output's factors per unit relative perturbation of `source`.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from torch import fx
@@ -87,7 +88,8 @@ class Rules:
     def amplification(self, node: fx.Node) -> Amplification:
         """What an error of `node` does to the gradients: the worst of all its uses."""
         uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
-        return max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
+        worst = max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
+        return replace(worst, needs_signs=any(x.needs_signs for x in uses))
 
     def allows(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be as inexact as `format` makes it."""

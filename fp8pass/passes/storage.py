@@ -99,7 +99,10 @@ class Storage:
             return Choice(EXACT, 0, "no group of 16 or more divides its last dimension")
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
-            bound = self.rules.amplification(node).bound
+            amplification = self.rules.amplification(node)
+            if amplification.needs_signs:
+                return Choice(EXACT, 0, "compared with zero: small values must not become zero")
+            bound = amplification.bound
             return Choice(EXACT, 0, f"may amplify errors {bound:.1f}×, too much for any format")
         return min((self._priced(node, f, group) for f, group in allowed), key=lambda c: c.units)
 
