@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
-    parser.add_argument("--again", action="store_true", help="also runs that are in the results")
+    parser.add_argument("--again", action="store_true", help="start the results anew")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
     default = Path(__file__).parent / "results/convergence.json"
     parser.add_argument("--out", type=Path, default=default, help="results to add to")
@@ -159,8 +159,9 @@ def main() -> None:
     record = resume(
         args.out,
         {**asdict(size), "train_bytes": len(data.train), "held_out_bytes": len(data.held_out)},
+        again=args.again,
     )
-    done = set() if args.again else {(r["variant"], r["seed"]) for r in record["results"]}
+    done = {(r["variant"], r["seed"]) for r in record["results"]}
     # Variants in turn for each seed, so that a cut leaves whole comparisons.
     for variant, seed in [(v, s) for s in args.seeds for v in args.variants]:
         if (variant, seed) in done:

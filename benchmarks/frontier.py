@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=RECIPES, help="of fp8pass")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--limit", type=float, help="seconds after which no point starts")
-    parser.add_argument("--again", action="store_true", help="also points that are in the results")
+    parser.add_argument("--again", action="store_true", help="start the results anew")
     parser.add_argument("--tiny", action="store_true", help="a small stack, on the CPU too")
     default = Path(__file__).parent / "results/frontier.json"
     parser.add_argument("--out", type=Path, default=default, help="results to add to")
@@ -172,8 +172,8 @@ def main() -> None:
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = TINY if args.tiny else CASE
-    record = resume(args.out, {**asdict(case), "rounds": args.rounds})
-    done = set() if args.again else {(r["variant"], r["budget"]) for r in record["results"]}
+    record = resume(args.out, {**asdict(case), "rounds": args.rounds}, again=args.again)
+    done = {(r["variant"], r["budget"]) for r in record["results"]}
     todo = [p for p in points(args.recipes) if (p.variant, p.budget) not in done]
     bench = Bench(case, device, args.rounds)
     longest = 0.0

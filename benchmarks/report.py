@@ -36,18 +36,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def resume(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The record in `path`, to add results to, or an empty one where there is none.
+def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict[str, Any]:
+    """The record in `path`, to add results to, or with `again` or where there is none an empty one.
 
     Exits if it comes from another GPU, other versions or other settings: one record, one set-up.
     """
     record = {**environment(), "settings": settings, "results": []}
-    if not path.exists():
+    if again or not path.exists():
         return record
     found = json.loads(path.read_text())
     for key in ("gpu", "versions", "settings"):
         if found[key] != record[key]:
-            sys.exit(f"{path} was measured with other {key}: {found[key]}. Give another --out.")
+            sys.exit(
+                f"{path} was measured with other {key}: {found[key]}. "
+                "Give another --out, or start anew with --again."
+            )
     return record | {"results": found["results"]}
 
 
