@@ -129,8 +129,11 @@ def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
             assert record is not None
 
             def recording(arguments: list[Any]) -> Any:
-                given = zip(names, arguments, strict=True)
-                record.inputs.update((name, _detached(x)) for name, x in given if _is_input(name))
+                # Of a graph that runs several times, the last forward, whose backward is the first.
+                if not record.complete:
+                    given = zip(names, arguments, strict=True)
+                    inputs = ((name, _detached(x)) for name, x in given if _is_input(name))
+                    record.inputs.update(inputs)
                 return run(arguments)
 
             return compat.boxed(recording)

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import relative
 from torch import nn
 
 import fp8pass
-from fp8pass import Config
+from fp8pass import Config, graph
 from fp8pass.demo.model import SIZES, new_model
 from fp8pass.diagnose import NEGLIGIBLE
+from fp8pass.recording import record_step
 
 SIZE = replace(SIZES["small"], layers=2, seq=128)
 UNIFORM = Config.recipe("agoq", tolerance=math.inf)
@@ -170,6 +172,19 @@ def test_all_that_enters_a_region_counts(dtype):
         if y.relative > NEGLIGIBLE or y.predicted > NEGLIGIBLE:
             assert 1 / 3 < y.relative / y.predicted < 3, y
     assert any(y.gradient == "weight" and y.shape == "128" for y in found.layers)
+
+
+def test_of_a_graph_that_runs_several_times_one_call_is_recorded():
+    """Forward and backward of the last call, whose incoming gradient follows from its output."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def loss(model, x):
+        return model(10 * model(x)).square().sum()
+
+    (record,) = record_step(model, loss, torch.randn(64, 64, requires_grad=True), Config())
+    (tangent,) = (x for name, x in record.inputs.items() if "tangents" in name)
+    output, *_ = graph.outputs(record.exact.graph)
+    assert relative(tangent, 2 * record.exact_values()[output.name]) < 0.1  # rounded or not
 
 
 def test_parameters_of_more_dimensions():
