@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -138,9 +138,13 @@ class BackwardMemory:
         return births
 
     def _lives(self, values: list[fx.Node]) -> dict[fx.Node, Life]:
-        """Lives of values, where each may be recomputed, for at most one sum in between."""
+        """Lives of values where everything may be recomputed.
+
+        Of two sums of the residual stream in a row one is kept (`budget.py`), so what a value is
+        recomputed for lies behind one sum at most; `within` is its first use before that.
+        """
         lives: dict[fx.Node, Life] = {}
-        within: dict[fx.Node, float] = {}  # first use, but for what sums are recomputed from
+        within: dict[fx.Node, float] = {}
         members = set(values)
         for value in reversed(values):
             direct = _span(self._use(u, self._used) for u in value.users if u in self._position)
@@ -207,8 +211,4 @@ def _running_total(spans: Iterable[tuple[float, float, float]], length: int) -> 
         if first <= last:
             change[int(min(first, length))] += bytes_
             change[int(min(last + 1, length))] -= bytes_
-    total, running = [], 0.0
-    for step in change[:length]:
-        running += step
-        total.append(running)
-    return total
+    return list(accumulate(change[:length]))
