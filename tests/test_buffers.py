@@ -128,6 +128,16 @@ def test_what_is_saved_has_memory_of_its_size(recipe, dynamic):
     assert len(spy.plans) == 1 or not dynamic
 
 
+def test_saved_transposes_of_varying_size():
+    """The input's codes are saved transposed, with rows last."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    program, spy = compiled(model, Config(), dynamic=True)
+    for rows in (48, 80):
+        x = torch.randn(rows, 64).requires_grad_() * 1
+        program(x).sum().backward()
+    assert any(s.op == "fp8pass.transpose" for s in spy.plan.saved)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_gradients_through_saved_sums(dynamic):
     """Recipe linear saves the sums themselves."""

@@ -9,7 +9,8 @@ adds to `ctx`. Where it does not apply it leaves the graph as it was.
 
 `classify.py` says what an operator is. What may be inexact is derived: `regions.py` (what belongs
 together), `expressions.py` (its maths), `perturbation.py` (bounds), `amplification.py` and
-`derivation.py` (numbers), `attention_rule.py`, and `error_rules.py`, which puts them together.
+`derivation.py` (numbers), `attention_rule.py`, and `error_rules.py`, which puts them together;
+`rule_summary.py` shows them.
 `storage.py` chooses a value's format, `costs.py` says what keeping and recomputing cost,
 `decision.py` is what was decided, and `budget.py` decides under a memory budget, with an eye on
 what the backward holds besides (`backward_memory.py`).

@@ -136,9 +136,12 @@ class Rules:
         with compat.real_tensors():
             return Amplification(bound, attention_rule.expected(*_attention_sizes(user)))
 
+    def moments_of(self, region: Region) -> dict[fx.Node, Moments]:
+        """What is known about the values that enter a region."""
+        return {n: self._moments[n] for n in region.values if n in self._moments}
+
     def _rule(self, region: Region) -> RegionRule:
-        known = {n: self._moments[n] for n in region.values if n in self._moments}
-        return derive(region, known)
+        return derive(region, self.moments_of(region))
 
     def _record(
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]

@@ -9,6 +9,7 @@ from sympy import Expr, S
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.passes.amplification import Moments
 from fp8pass.passes.derivation import Derivation
 from fp8pass.passes.error_rules import Rules, operator_name
 from fp8pass.passes.expressions import Underivable
@@ -28,15 +29,16 @@ class Cases:
 
 def summarize_rules(rules: Rules) -> list[RuleSummary]:
     """A summary of each region that has a backward and values that may be stored."""
-    known: dict[object, tuple[Region, Cases]] = {}
+    known: dict[object, tuple[Region, Cases]] = {}  # of regions that are alike, one
     summaries = []
     with compat.real_tensors():
         for region in rules.regions:
             if not region.backward or not region.values:
                 continue
-            key = region.key()
+            moments = rules.moments_of(region)
+            key = region.key(), tuple(moments.get(n) for n in region.values)
             if key not in known:
-                known[key] = region, _cases(region)
+                known[key] = region, _cases(region, moments)
             alike, cases = known[key]
             summaries.append(_summary(region, replace(cases, bound=_renamed(cases, alike, region))))
     return summaries
@@ -63,9 +65,9 @@ def _summary(region: Region, cases: Cases) -> RuleSummary:
     )
 
 
-def _cases(region: Region) -> Cases:
+def _cases(region: Region, moments: dict[fx.Node, Moments]) -> Cases:
     try:
-        derivation = Derivation(region, {})
+        derivation = Derivation(region, moments)
     except Underivable as error:
         return Cases(reason=str(error))
     if not derivation.factors:

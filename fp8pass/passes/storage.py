@@ -99,10 +99,7 @@ class Storage:
             return Choice(EXACT, 0, "no group of 16 or more divides its last dimension")
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
-            amplification = self.rules.amplification(node)
-            if amplification.needs_signs:
-                return Choice(EXACT, 0, "compared with zero: small values must not become zero")
-            bound = amplification.bound
+            bound = self.rules.amplification(node).bound
             return Choice(EXACT, 0, f"may amplify errors {bound:.1f}×, too much for any format")
         return min((self._priced(node, f, group) for f, group in allowed), key=lambda c: c.units)
 
@@ -140,6 +137,8 @@ class Storage:
         stored = exact if format.lossless else format.stored_bytes(elements, group)
         price = ERROR_WEIGHT * error * exact
         reason = f"amplifies errors at most {amplification.bound:.1f}×"
+        if amplification.needs_signs and not self.coarsest.keeps_signs:
+            reason += f", and is compared with zero: {self.coarsest.name} flushes to it"
         if format is E4M3 and not hardware.has_fp8_casts(val.device):
             format = E4M3_BYTES
         # Reading the value once more, to store it, counts like computing it again.
