@@ -12,6 +12,7 @@ from torch import fx
 from fp8pass import compat
 from fp8pass import ops as ops  # defines the dialect
 from fp8pass.codegen.buffers import buffer_residual_sums
+from fp8pass.codegen.kernels import use_kernels
 from fp8pass.codegen.lowering import lower_dialect
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.partition import Inputs, Observer, Partitioner, rewrite_inference
@@ -80,6 +81,7 @@ class InnerCompile:
             rewrite_inference(gm, self.config, compat.static_inputs(kwargs), self.observer)
         if self.config.compiler == "eager":
             return compat.interpret(gm)
+        use_kernels(gm)
         lower_dialect(gm)
         buffer_residual_sums(gm)
         return compat.compile_fx_inner(gm, inputs, **kwargs)
@@ -112,6 +114,9 @@ def inductor_defaults(config: Config) -> dict[str, Any]:
         # A buffer that is to be used again is not freed until then, which may be a layer later.
         # The allocator reuses memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
         "allow_buffer_reuse": False,
+        # What reads more than four tensors is stored if two kernels use it: gradients of gated
+        # activations, in 16 bits, which cost more to write and read than to compute again.
+        "realize_reads_threshold": 8,
     }
     if config.packs:
         # Unpacking a code takes some 15 operators. With Inductor's limit of 30 an expression of two

@@ -7,10 +7,13 @@ of these, this is the only file to touch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
+import sympy
 import torch
 from torch import fx
 
@@ -49,11 +52,16 @@ from torch._functorch.partitioners import (  # noqa: E402
     reordering_to_mimic_autograd_engine,
     thread_graphsafe_rng_from_hops,
 )
+from torch._higher_order_ops import triton_kernel_wrap  # noqa: E402
 from torch._inductor import ir as inductor_ir  # noqa: E402
 from torch._inductor import list_mode_options, list_options  # noqa: E402
+from torch._inductor.codecache import PyCodeCache  # noqa: E402
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: E402
-from torch._inductor.lowering import register_lowering  # noqa: E402
+from torch._inductor.lowering import empty_strided as inductor_empty_strided  # noqa: E402
+from torch._inductor.lowering import fallback_handler, register_lowering  # noqa: E402
+from torch._inductor.utils import convert_shape_to_inductor  # noqa: E402
+from torch._inductor.virtualized import V  # noqa: E402
 from torch._logging import trace_structured  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors  # noqa: E402
@@ -62,6 +70,7 @@ from torch.fx.experimental.symbolic_shapes import (  # noqa: E402
     free_unbacked_symbols,
     statically_known_true,
 )
+from torch.utils._sympy.functions import CeilDiv  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: E402
 
 __all__ = [
@@ -95,6 +104,80 @@ def lower_to_buffer(op: Any) -> None:
         return inductor_ir.ExternKernel.require_stride_order(x, ranks)
 
     register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def lower_to_triton(op: Any, prepare: Callable[[str, list[Sequence[Any]]], Any]) -> None:
+    """Have Inductor run `op(inputs, program)` on a GPU as the Triton kernel that `prepare` gives.
+
+    `prepare` gets the program and the inputs' shapes, in Inductor's sizes.
+    """
+    fallback = fallback_handler(op, add_to_fallback_set=False)
+
+    def lowering(inputs: Sequence[Any], program: str) -> Any:
+        results = V.graph.current_node.meta["val"]
+        if results[0].device.type != "cuda":
+            return fallback(inputs, program)
+        tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
+        launch = prepare(program, [x.get_size() for x in tensors])
+        outputs = [_empty(convert_shape_to_inductor(x.shape), x) for x in results]
+        pointers = {f"in{i}": x for i, x in enumerate(tensors)}
+        pointers |= {f"out{i}": x for i, x in enumerate(outputs)}
+        kernel = _with_warps(launch.kernel, launch.num_warps)
+        with _each_kernel_analysed_once():
+            inductor_ir.UserDefinedTritonKernel(
+                kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(kernel),
+                grid=[(*launch.grid, 1, 1)],
+                tma_descriptor_metadata={},
+                kernel_args={**pointers, **launch.sizes, **launch.constants},
+            )
+        return outputs
+
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def _empty(size: Sequence[Any], like: torch.Tensor) -> Any:
+    return inductor_empty_strided(size, None, dtype=like.dtype, device=like.device)
+
+
+@cache
+def _with_warps(kernel: Any, num_warps: int) -> Any:
+    """A Triton function with its launch options, as Inductor takes them."""
+    import triton
+
+    return triton.autotune(configs=[triton.Config({}, num_warps=num_warps)], key=[])(kernel)
+
+
+@contextmanager
+def _each_kernel_analysed_once() -> Iterator[None]:
+    """Remember which arguments a kernel writes, for which Inductor compiles it every time."""
+    names = ("identify_mutated_tensors", "identify_accessed_tensors")
+    with ExitStack() as stack:
+        for name in names:
+            if analyse := getattr(triton_kernel_wrap, name, None):
+                stack.enter_context(patch.object(triton_kernel_wrap, name, _remembered(analyse)))
+        yield
+
+
+_analysed: dict[Any, Any] = {}
+
+
+def _remembered(analyse: Any) -> Any:
+    def remembered(kernel: Any, *args: Any) -> Any:
+        if kernel not in _analysed:
+            _analysed[kernel] = analyse(kernel, *args)
+        return _analysed[kernel]
+
+    return remembered
+
+
+def ceil_div(a: Any, b: int) -> Any:
+    """⌈a / b⌉ of numbers, sizes or Inductor's sizes."""
+    return CeilDiv(a, b) if isinstance(a, sympy.Expr) else -(-a // b)
+
+
+def load_source(source: str) -> Any:
+    """The module of a source text, kept in a file that Triton can read it from."""
+    return PyCodeCache.load(source)
 
 
 def stock_partition(

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 LINEAR_FORMATS = ("e4m3", "e5m2", "exact")
+SCALES = ("row", "tensor")
 SAVE_FORMATS = ("e4m3", "e2m3", "e2m2", "e2m1", "none", "exact")
 SUB_BYTE_FORMATS = ("e2m3", "e2m2", "e2m1")
 COMPILERS = ("inductor", "eager")
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # FP8 GEMMs only: every other saved value is kept as it is.
-    "linear": {"save_format": "none"},
+    # FP8 GEMMs only: every other saved value is kept as it is. What a GEMM keeps for the backward
+    # are its operand's codes, which need the backward's scale.
+    "linear": {"save_format": "none", "forward_scales": "tensor"},
     # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
     "coat": {},
     # As coat, but in 4 bits what the error rules allow in 4 bits (AGoQ section 4).
@@ -41,8 +43,11 @@ class Config:
 
     Attributes:
         forward_format: format of activations and weights in the GEMMs of linear layers, one of
-            `e4m3`, `e5m2`, `exact`. Per-tensor scales, just in time (COAT 5.2, LLMQ 3).
+            `e4m3`, `e5m2`, `exact`. Scales are made just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
+        forward_scales: `row`, one scale for each token and each output feature in the GEMMs of the
+            forward, which take one pass over what they quantize and round it less; or `tensor`.
+            GEMMs of the backward have one scale for each tensor.
         save_format: smallest format of the values that non-linear layers keep for the backward,
             in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
             Values that amplify its errors too much get a larger one or stay as they are. `none`
@@ -64,6 +69,7 @@ class Config:
 
     forward_format: str = "e4m3"
     gradient_format: str = "e4m3"
+    forward_scales: str = "row"
     save_format: str = "e4m3"
     tolerance: float = 1.0
     moments: tuple[ValueMoments, ...] = ()
@@ -76,6 +82,7 @@ class Config:
     def __post_init__(self) -> None:
         _check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
         _check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
+        _check_choice("forward_scales", self.forward_scales, SCALES)
         _check_choice("save_format", self.save_format, SAVE_FORMATS)
         _check_choice("compiler", self.compiler, COMPILERS)
         if (self.forward_format == "exact") != (self.gradient_format == "exact"):

@@ -4,6 +4,7 @@ TORCH_LOGS="+fp8pass"          every pass: time, nodes, what changed in numbers
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
 FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
 FP8PASS_DISABLE_PASSES=a,b     leave out passes by exact name
+FP8PASS_DISABLE_KERNELS=a,b    leave to Inductor what these kernels do: rows, tiles
 TORCH_TRACE=DIR                the same graphs as artifacts for tlparse
 """
 
@@ -14,7 +15,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,20 @@ def report(plan: Plan) -> None:
 def disabled_passes() -> list[str]:
     """The passes that `FP8PASS_DISABLE_PASSES` leaves out."""
     return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
+
+
+def disabled_kernels(known: Iterable[str]) -> list[str]:
+    """The kernels that `FP8PASS_DISABLE_KERNELS` leaves out, which must be among `known`."""
+    disabled = kernels_to_disable()
+    for name in disabled:
+        if name not in known:
+            raise ConfigError(unknown("kernel in FP8PASS_DISABLE_KERNELS", name, sorted(known)))
+    return disabled
+
+
+def kernels_to_disable() -> list[str]:
+    """The names in `FP8PASS_DISABLE_KERNELS`."""
+    return sorted(n for n in os.environ.get("FP8PASS_DISABLE_KERNELS", "").split(",") if n)
 
 
 def _enabled(passes: Sequence[Pass]) -> list[Pass]:

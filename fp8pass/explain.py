@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -276,10 +277,22 @@ def _totals(explanation: Explanation) -> str:
     fp8 = sum(1 for y in linears if y.fp8)
     kept, stock = explanation.saved_bytes, explanation.stock_bytes
     share = f" ({kept / stock:.0%})" if stock else ""
+    uses = [use for g in explanation.graphs for use in g.plan.kernels]
+    launches, generated = (_summed(u.launches for u in uses), _summed(u.generated for u in uses))
     return (
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {_mib(kept)} MiB"
         f"; stock torch.compile would keep {_mib(stock)} MiB{share}."
+        f"\nKernels: {_counted(launches, ', ') or 'none'}. Matrices quantized by generated code: "
+        f"{_counted(generated, '; ') or 'none'}."
     )
+
+
+def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    return dict(sum((Counter(c) for c in counts), Counter()))
+
+
+def _counted(counts: dict[str, int], separator: str) -> str:
+    return separator.join(f"{n} × {name}" for name, n in counts.items())
 
 
 def _mib(count: int) -> str:

@@ -30,6 +30,13 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
     return None
 
 
+def why_no_triton_kernels(device: torch.device) -> str | None:
+    """The reason why the Triton kernels of `codegen/` do not run on `device`, None if they do."""
+    if device.type != "cuda":
+        return f"no Triton kernels on {device.type}"
+    return why_no_fp8_gemm(device)
+
+
 def has_fp8_casts(device: torch.device) -> bool:
     """Whether generated code can convert to and from `torch.float8_e4m3fn` on `device`."""
     return device.type == "cpu" or why_no_fp8_gemm(device) is None

@@ -5,18 +5,20 @@ here in plain PyTorch, in fp32, for any device. These reference kernels run when
 is interpreted (`compiler="eager"`) and are what the generated code is tested against; for speed,
 `codegen/lowering.py` says the same in terms that Inductor fuses.
 
-Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor and bf16 per
-group. `amax == 0` gives scale 1. NaN and Inf reach the output: an infinite amax gives an infinite
-scale, and whatever is multiplied by it is not finite.
+Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor or row and bf16
+per group. `amax == 0` gives scale 1. NaN and Inf reach the output: an infinite amax gives an
+infinite scale, and whatever is multiplied by it is not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8pass import compat
 from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format
 
 # Below this a scale is denormal, and its reciprocal infinite.
@@ -47,6 +49,14 @@ def _dialect(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable], C
 
 def _fake_scalar(x: Tensor, *_: object) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
+
+
+def _fake_row_scalars(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _fake_scale(amax: Tensor, format: str) -> Tensor:
+    return torch.empty_like(amax, dtype=torch.float32)
 
 
 def _fake_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
@@ -96,9 +106,9 @@ def _fake_dequantize_groups(
     return first.new_empty((*first.shape[:-1], length), dtype=dtype)
 
 
-def padded(rows: int) -> int:
+def padded(rows: Any) -> Any:
     """`rows` rounded up to a contraction length that FP8 tensor cores take."""
-    return (rows + CONTRACTION_MULTIPLE - 1) // CONTRACTION_MULTIPLE * CONTRACTION_MULTIPLE
+    return compat.ceil_div(rows, CONTRACTION_MULTIPLE) * CONTRACTION_MULTIPLE
 
 
 @_dialect("amax(Tensor x) -> Tensor", _fake_scalar)
@@ -111,15 +121,27 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax(dim=-1).amax().float()
 
 
-@_dialect("scale(Tensor amax, str format) -> Tensor", _fake_scalar)
+@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_scalars)
+def row_amax(x: Tensor) -> Tensor:
+    """The largest magnitude in each row of `x` [M, K], as fp32 [M, 1]. NaN where a row holds a NaN.
+
+    The largest of these is the `amax` of `x`, so that one pass over `x` serves both.
+    """
+    return x.abs().amax(dim=-1, keepdim=True).float()
+
+
+@_dialect("scale(Tensor amax, str format) -> Tensor", _fake_scale)
 def scale(amax: Tensor, format: str) -> Tensor:
-    """The fp32 scale that maps `amax` to the largest value of `format` (LLMQ section 3)."""
+    """The fp32 scales that map `amax`, [] or [M, 1], to the largest value of `format` (LLMQ 3)."""
     return scale_of(amax, FORMATS[format])
 
 
 @_dialect("quantize(Tensor x, Tensor scale, str format) -> Tensor", _fake_quantize)
 def quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """`x` coded with one scale; same shape, contiguous. A copy in a lossless format."""
+    """`x` coded with one scale, or one for each row; same shape, contiguous.
+
+    A copy in a lossless format.
+    """
     fmt = FORMATS[format]
     return x.clone() if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
 
@@ -154,11 +176,12 @@ def scaled_mm(
     """`(a * a_scale) @ (b * b_scale).T + bias`, accumulated in fp32 and rounded once.
 
     `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
-    in `out_dtype`. Operands in a lossless format are multiplied as they are (`aten.mm`).
+    in `out_dtype`. Both operands have one scale, [], or both have one for each row, [M, 1] and
+    [N, 1]. Operands in a lossless format are multiplied as they are (`aten.mm`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
-    product = (a.float() @ b.float().t()) * (a_scale * b_scale)
+    product = (a.float() @ b.float().t()) * (a_scale * b_scale.t())
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 

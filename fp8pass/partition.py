@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, debug, graph
+from fp8pass.codegen.kernels import kernel_use
 from fp8pass.config import Config
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, Context
 from fp8pass.plan import Plan
@@ -83,9 +84,11 @@ class Partitioner(compat.CustomPartitionerFn):
             )
         records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
         debug.report(ctx.plan)
+        forward, backward = cut(gm, ctx)
         if self.observer:
+            ctx.plan.kernels = [kernel_use(copy_of(half)) for half in (forward, backward)]
             self.observer(ctx.plan, records)
-        return cut(gm, ctx)
+        return forward, backward
 
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
         """What the passes are told about a joint graph, which is brought into normal form."""
@@ -109,6 +112,7 @@ class Partitioner(compat.CustomPartitionerFn):
             torch.__version__,
             repr(self.inputs),
             debug.disabled_passes(),
+            debug.kernels_to_disable(),
         )
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
@@ -143,6 +147,7 @@ def rewrite_inference(
     ctx.plan.note = "inference"
     debug.report(ctx.plan)
     if observer:
+        ctx.plan.kernels = [kernel_use(copy_of(gm))]
         observer(ctx.plan, records)
 
 

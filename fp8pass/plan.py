@@ -6,6 +6,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+@dataclass
+class KernelUse:
+    """What quantizes the matrices of one graph.
+
+    Attributes:
+        launches: how often each hand-written kernel runs.
+        generated: how many matrices Inductor's generated code quantizes instead, by the reason.
+    """
+
+    launches: dict[str, int] = field(default_factory=dict)
+    generated: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class CrossingTensor:
     """One tensor that crosses from forward to backward."""
@@ -122,7 +135,8 @@ class Plan:
     `saved_bytes` counts what the backward keeps besides parameters; `stock_bytes` what PyTorch's
     own partitioner would keep for the same graph (None unless it was asked). Where that was asked
     for, `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
-    error rules that it follows.
+    error rules that it follows. `kernels` has an entry for the forward and one for the backward,
+    where somebody observes.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -132,6 +146,7 @@ class Plan:
     frontier: list[FrontierPoint] = field(default_factory=list)
     point: FrontierPoint | None = None
     rules: list[RuleSummary] = field(default_factory=list)
+    kernels: list[KernelUse] = field(default_factory=list)
     note: str = ""
 
     @property

@@ -25,8 +25,8 @@ def verify(g: fx.Graph) -> None:
 
     - Nodes come after what they use, and every one that is used has a fake value.
     - No FP8 tensor reaches an operator outside the dialect.
-    - Every `scaled_mm` scales an operand by the scale it was quantized with, and contracts
-      lengths that agree.
+    - Every `scaled_mm` scales an operand by the scale it was quantized with, both by row or
+      neither, and contracts lengths that agree.
     - Every `dequantize_groups` gets all planes of one tensor and the scales they were made with.
     """
     g.lint()
@@ -56,8 +56,14 @@ def _verify_scaled_mm(node: fx.Node) -> None:
                 quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized"
             )
             _require(quantized.args[1] is scale, node, f"{data} was quantized with another scale")
+            by_row = graph.tensor(scale).ndim > 0  # type: ignore[arg-type]
+            _require(
+                not (by_row and data is not quantized), node, f"{data} has no scale for each row"
+            )
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
+    ranks = {graph.tensor(scale).ndim for scale in (a_scale, b_scale)}  # type: ignore[arg-type]
+    _require(len(ranks) == 1, node, "one operand has a scale, the other one for each row")
     lengths = graph.tensor(a).shape[-1], graph.tensor(b).shape[-1]
     _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 os.environ["FP8PASS_CHECK"] = "1"
@@ -12,7 +13,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():  # the kernels' tests run them in Triton's interpreter
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from interpreter import round_to_nearest_even
+
 from fp8pass import compat
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    round_to_nearest_even()
 
 _COMMON = {
     "deadline": None,

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from fp8pass import compat, graph
 from fp8pass.passes.regions import is_residual_sum
 
-_library = torch.library.Library("fp8pass_codegen", "DEF")
-_library.define("buffer(Tensor x, int[] order) -> Tensor")
+library = torch.library.Library("fp8pass_codegen", "DEF")
+library.define("buffer(Tensor x, int[] order) -> Tensor")
 
 
 def _buffer(x: Tensor, order: list[int]) -> Tensor:
@@ -26,7 +26,7 @@ def _buffer(x: Tensor, order: list[int]) -> Tensor:
     return x.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
-_library.impl("buffer", _buffer, "CompositeExplicitAutograd")
+library.impl("buffer", _buffer, "CompositeExplicitAutograd")
 buffer = torch.ops.fp8pass_codegen.buffer.default
 compat.lower_to_buffer(buffer)
 

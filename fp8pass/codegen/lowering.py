@@ -101,10 +101,17 @@ def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
     would need one of their own.
     """
     length = tensor(x).shape[-1]
+    if isinstance(length, int) and length == 1:  # the first stage is done
+        return emit(cast, emit(aten.amax.default, x), torch.float32)
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
     groups = _split_groups(emit, x, group) if group else x
     first = emit(aten.amax.default, emit(aten.abs.default, groups), [-1])
     return emit(cast, emit(aten.amax.default, first), torch.float32)
+
+
+@_lowers(fp8.row_amax.default)
+def _row_amax(emit: Emitter, x: fx.Node) -> fx.Node:
+    return emit(cast, emit(aten.amax.default, emit(aten.abs.default, x), [-1], True), torch.float32)
 
 
 @_lowers(fp8.scale.default)
@@ -178,10 +185,17 @@ def _scaled_mm(
     product = emit(
         aten.mm.default, emit(cast, a, torch.float32), emit(cast, b_transposed, torch.float32)
     )
-    scaled = emit(aten.mul.Tensor, product, emit(aten.mul.Tensor, a_scale, b_scale))
+    scaled = emit(aten.mul.Tensor, product, _product_scale(emit, a_scale, b_scale))
     if bias is not None:
         scaled = emit(aten.add.Tensor, scaled, emit(cast, bias, torch.float32))
     return emit(cast, scaled, out_dtype)
+
+
+def _product_scale(emit: Emitter, a_scale: fx.Node, b_scale: fx.Node) -> fx.Node:
+    """The scale of a product: [], or [M, N]."""
+    if tensor(b_scale).ndim:
+        b_scale = emit(aten.permute.default, b_scale, [1, 0])
+    return emit(aten.mul.Tensor, a_scale, b_scale)
 
 
 def _cuda_scaled_mm(
@@ -194,6 +208,8 @@ def _cuda_scaled_mm(
     out_dtype: torch.dtype,
 ) -> fx.Node:
     """cuBLASLt or Triton, whichever Inductor's autotuning prefers; fast accumulation."""
+    if tensor(b_scale).ndim:
+        b_scale = emit(aten.permute.default, b_scale, [1, 0])
     fused_bias = bias is not None and out_dtype in (torch.bfloat16, torch.float16)
     product = emit(
         aten._scaled_mm.default,

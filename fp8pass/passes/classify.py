@@ -78,6 +78,7 @@ GEMMS = {
 
 QUANTIZERS = {
     fp8.amax.default,
+    fp8.row_amax.default,
     fp8.scale.default,
     fp8.quantize.default,
     fp8.transpose.default,
@@ -87,7 +88,7 @@ QUANTIZERS = {
 }
 
 # Of those, the ones that read a whole tensor or group for one number.
-STATISTICS = {fp8.amax.default, fp8.group_scale.default}
+STATISTICS = {fp8.amax.default, fp8.row_amax.default, fp8.group_scale.default}
 
 REDUCTIONS = {
     aten.sum.default,

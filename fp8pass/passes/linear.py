@@ -8,10 +8,13 @@ Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
              dW = mm(t(dY), x)
     after    y  = scaled_mm(q(x),   q(W))       q(·)  = quantize(·, scale)
              dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = transpose(q(·))
-             dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·)), one per tensor
+             dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·))
 
-Scales are per tensor and just in time (COAT 5.2, LLMQ 3). Every tensor is quantized once per
-layout, however many GEMMs share it.
+Scales are just in time (COAT 5.2, LLMQ 3). In the backward there is one for each tensor: codes are
+used in two layouts, and no scale may vary along what a GEMM contracts. The forward needs one
+layout: there each row of `x` and `W` has a scale of its own (torchao calls that rowwise), so that a
+kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
+per layout and kind of scale, however many GEMMs share it.
 """
 
 from __future__ import annotations
@@ -260,24 +263,27 @@ class Quantizer:
         self.graph = g
         self.config = config
         self.backward = graph.tangent_dependent(g)
-        self._quantized: dict[tuple[fx.Node, str, str], tuple[fx.Node, fx.Node]] = {}
+        self._quantized: dict[tuple[fx.Node, str, str, bool], tuple[fx.Node, fx.Node]] = {}
+        self._row_amax: dict[tuple[fx.Node, str], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def __call__(
-        self, matrix: fx.Node, *, contract_rows: bool, like: fx.Node
+        self, matrix: fx.Node, *, contract_rows: bool, by_row: bool, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """Data and scale of a GEMM operand, laid out with its contracted dimension last.
 
-        `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
+        `contract_rows` says that the GEMM contracts `matrix` over its first dimension, `by_row`
+        that each row has a scale of its own.
         """
         base, flipped = graph.untransposed(matrix)
         format = (
             self.config.gradient_format if base in self.backward else self.config.forward_format
         )
         # One tensor may be two matrices: a view of another shape has rows of its own.
-        key = (graph.root(base), graph.shape_text(tensor(base)), format)
+        identity = graph.root(base), graph.shape_text(tensor(base))
+        key = (*identity, format, by_row)
         if key not in self._quantized:
-            amax = self._emit(fp8.amax.default, base, like=like)
+            amax = self._amax(base, identity, by_row=by_row, like=like)
             scale = self._emit(fp8.scale.default, amax, format, like=like)
             data = self._emit(fp8.quantize.default, base, scale, format, like=like)
             self._quantized[key] = data, scale
@@ -288,6 +294,17 @@ class Quantizer:
             self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
         return self._transposed[data], scale
 
+    def _amax(
+        self, base: fx.Node, identity: tuple[fx.Node, str], *, by_row: bool, like: fx.Node
+    ) -> fx.Node:
+        """Largest magnitude of each row, or of all: of the rows' where the forward has them."""
+        if by_row and identity not in self._row_amax:
+            self._row_amax[identity] = self._emit(fp8.row_amax.default, base, like=like)
+        rows = self._row_amax.get(identity)
+        if by_row and rows is not None:
+            return rows
+        return self._emit(fp8.amax.default, rows or base, like=like)
+
     def _emit(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
         """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
         node = emit(self.graph, target, *args, like=like)
@@ -296,13 +313,26 @@ class Quantizer:
         return node
 
 
+def scales_by_row(gemm: fx.Node, config: Config) -> bool:
+    """Whether the operands of a GEMM have a scale for each row: in the forward, where they can.
+
+    Codes of which the GEMM takes the transpose have one scale, as in the backward.
+    """
+    if config.forward_scales != "row" or not config.quantizes_linears:
+        return False
+    a, b = (graph.untransposed(x)[1] for x in _operands(gemm))
+    bf16 = tensor(gemm).dtype is torch.bfloat16  # what cuBLASLt and CUTLASS give for such scales
+    return gemm.meta[ROLE] == "forward" and not a and b and bf16
+
+
 def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
     """Replace one GEMM by its FP8 form."""
     a, b = _operands(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
+    by_row = scales_by_row(gemm, quantizer.config)
     with g.inserting_before(gemm):
-        a_data, a_scale = quantizer(a, contract_rows=False, like=gemm)
-        b_data, b_scale = quantizer(b, contract_rows=True, like=gemm)
+        a_data, a_scale = quantizer(a, contract_rows=False, by_row=by_row, like=gemm)
+        b_data, b_scale = quantizer(b, contract_rows=True, by_row=by_row, like=gemm)
         product = emit(
             g,
             fp8.scaled_mm.default,

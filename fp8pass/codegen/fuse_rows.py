@@ -1,0 +1,156 @@
+"""Quantize by row in row kernels: `quantize(x, scale(row_amax(x)))` and the operators before it.
+
+    before   s  = add(x, mm)
+             n  = mul(mul(s, rsqrt(mean(s * s))), w)
+             a  = scale(row_amax(n));  b = quantize(n, a)
+             c  = group_scale(s);      d = quantize_groups(s, c)
+    after    s, d, c, a, b = rows([w, x, mm], program)
+
+The kernel also stores what others use of the values it computes, and the groups that are kept of
+those it reads.
+
+What a kernel does not take stays as it is, for `lowering.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.fuse_tiles import LARGEST_INPUTS, why_no_kernel
+from fp8pass.codegen.program import Store
+from fp8pass.codegen.reader import (
+    TRANSPARENT,
+    NotAMatrix,
+    Reader,
+    depends,
+    emit_kernel,
+    sort_topologically,
+)
+from fp8pass.codegen.row_kernel import rows
+from fp8pass.codegen.triton_ops import CODE_TYPES
+from fp8pass.graph import aten, tensor
+
+fp8 = torch.ops.fp8pass
+
+
+def fuse_rows(gm: fx.GraphModule) -> None:
+    """Replace matrices that are quantized by row by row kernels."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        if graph.is_call(node, fp8.quantize.default) and node.users:
+            changed |= fuse(node)
+    if changed:
+        sort_topologically(gm.graph)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+
+
+def fuse(codes: fx.Node) -> bool:
+    """Put a kernel in place of `codes` and what comes with them; False if no kernel does that."""
+    if why_no_rows(codes):
+        return False
+    plan = _plan(codes, compute=True) or _plan(codes, compute=False)
+    if plan is None:
+        return False
+    results = list(emit_kernel(rows, [plan.reader], plan.stores, like=codes))
+    for node, result in zip(plan.replaced, results, strict=True):
+        _replace(node, result)
+    return True
+
+
+def why_no_rows(codes: fx.Node) -> str | None:
+    """Why no row kernel quantizes a matrix, if that can be told from the matrix alone."""
+    if tensor(codes.args[1]).ndim != 2:  # type: ignore[arg-type]
+        return "one scale for all"
+    return why_no_kernel(codes)
+
+
+@dataclass
+class RowKernel:
+    """What one kernel reads, what it stores, and the node that each of its results replaces."""
+
+    reader: Reader
+    stores: list[Store]
+    replaced: list[fx.Node]
+
+
+def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
+    """The kernel for `codes`; it computes what is quantized, or reads it."""
+    x, scale, format = codes.args
+    assert isinstance(x, fx.Node)
+    reader = Reader(codes, by_row=True)
+    try:
+        if not compute:
+            reader.load(x)
+        reader.read(x)
+        reader.read(scale)  # type: ignore[arg-type]
+    except NotAMatrix:
+        return None
+    if scale not in reader.steps or reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
+        return None
+    names = reader.names
+    kernel = RowKernel(reader, [], [])
+    for node in used_elsewhere(reader):
+        layout = {"full": "full", "row": "row"}.get(reader.operand(node))
+        if layout is None or not _has_shape(node):
+            return None
+        dtype = str(tensor(node).dtype).removeprefix("torch.")
+        kernel.stores.append(Store(names[node], (layout,), dtype=dtype))
+        kernel.replaced.append(node)
+    for scales, coded in kept_groups(reader):
+        value, format_, size = scales.args
+        assert isinstance(size, int)
+        name = names[value]  # type: ignore[index]
+        store = Store(name, ("groups",), format=str(format_), group_size=size)
+        kernel.stores.append(store)
+        kernel.replaced += [coded, scales]
+    store = Store(names[x], ("rows",), scale=names[scale], format=str(format))  # type: ignore[index]
+    kernel.stores.append(store)
+    kernel.replaced.append(codes)
+    return None if depends(reader.loads, kernel.replaced) else kernel
+
+
+def used_elsewhere(reader: Reader) -> list[fx.Node]:
+    """Computed nodes that something outside the kernel uses, if only through a view or cast."""
+    inside = set(reader.names) | {reader.codes} | {n for pair in kept_groups(reader) for n in pair}
+
+    def is_used(node: fx.Node) -> bool:
+        return any(
+            user not in inside or (user.target in TRANSPARENT and is_used(user))
+            for user in node.users
+        )
+
+    return [n for n in sorted(reader.steps) if is_used(n)]
+
+
+def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
+    """Scales and codes of the groups that are kept of values the kernel holds."""
+    found = []
+    for value in reader.names:
+        for scales in value.users:
+            if not graph.is_call(scales, fp8.group_scale.default):
+                continue
+            _, format, size = scales.args
+            coded = [u for u in scales.users if u.target is fp8.quantize_groups.default]
+            power = isinstance(size, int) and size & (size - 1) == 0
+            if power and str(format) in CODE_TYPES and len(coded) == 1 and _has_shape(coded[0]):
+                found.append((scales, coded[0]))
+    return found
+
+
+def _has_shape(node: fx.Node) -> bool:
+    """Whether a result can be viewed in the shape of `node`: at most one size varies."""
+    return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
+
+
+def _replace(node: fx.Node, result: fx.Node) -> None:
+    val = tensor(node)
+    if val.ndim != tensor(result).ndim:
+        shape = [size if isinstance(size, int) else -1 for size in val.shape]
+        with result.graph.inserting_after(result):
+            result = graph.emit(result.graph, aten.reshape.default, result, shape, like=node)
+    node.replace_all_uses_with(result)

@@ -1,0 +1,264 @@
+"""The Triton kernel of a program with reductions over rows: a row is read once and done with.
+
+COAT 5.2, LLMQ 3. What a linear layer of the forward reads is a norm, an activation or a weight,
+with a scale for each row: the kernel that holds the row finds the norm's statistics, the scale, the
+codes, and the codes of groups that are kept for the backward. Inductor's own reductions go over a
+row once for each of these and leave the groups to another kernel: 35 to 75% of the bandwidth of a
+copy for more bytes, where this kernel has 80 to 94% (`benchmarks/kernels.py`).
+
+A row that fits is held in registers (`straight`). A longer one is read in chunks, once for each
+reduction that waits for another one, from the cache after the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from fp8pass import compat
+from fp8pass.codegen.kernel_op import Launch, define_kernel
+from fp8pass.codegen.program import REDUCTIONS, Load, Program, Step, Store
+from fp8pass.codegen.triton_ops import CODE_TYPES, PRELUDE, coded, expression, pointers
+from fp8pass.formats import FORMATS
+from fp8pass.ops import SMALLEST_SCALE
+
+LAYOUTS = ("rows", "full", "row", "groups")
+# Longer rows are read in chunks of `CHUNK` elements.
+LONGEST_STRAIGHT = 8192
+CHUNK = 4096
+
+_KERNEL = """
+@triton.jit
+def rows({parameters}, N, CHUNK: tl.constexpr):
+    # 64 bits: a matrix may have more elements than 32 count.
+    row = tl.program_id(0).to(tl.int64)
+    first = row * N
+{body}
+"""
+
+_COLUMNS = [
+    "column = start + tl.arange(0, CHUNK)",
+    "there = column < N",
+]
+_LOADS = {
+    "full": "{name} = tl.load({0} + first + column, there, other=0.0).to(tl.float32)",
+    "row": "{name} = tl.load({0} + row).to(tl.float32)",
+    "column": "{name} = tl.load({0} + column, there, other=0.0).to(tl.float32)",
+    "scalar": "{name} = tl.load({0}).to(tl.float32)",
+}
+_GROUPS = [
+    "{v}_groups = tl.reshape({v}, (CHUNK // {size}, {size}))",
+    "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
+    "{v}_scales = truncated(scale_of({v}_amax, {step}, {tiny}))",
+    "group = start // {size} + tl.arange(0, CHUNK // {size})",
+    "tl.store({1} + row * (N // {size}) + group, {v}_scales.to(tl.bfloat16), group < N // {size})",
+    "{v}_groups = clamped({v}_groups * tl.div_rn(1.0, {v}_scales)[:, None], {bound})",
+    "tl.store({0} + first + column, tl.reshape({v}_groups.to({code}), (CHUNK,)), there)",
+]
+
+
+class Writer:
+    """Writes the body of a kernel.
+
+    Work is done in stages: a reduction belongs to the stage after those of all reductions that its
+    operand needs, a store likewise. Values that vary along a row are computed in every stage that
+    needs them if the row is read in chunks, and once if it is not.
+    """
+
+    def __init__(self, program: Program, *, straight: bool) -> None:
+        self.program, self.straight = program, straight
+        self.definitions: dict[str, Load | Step] = {x.name: x for x in program.loads}
+        self.definitions |= {x.name: x for x in program.steps}
+        self.rounded = {s.name: s.dtype for s in program.stores if "full" in s.layouts}
+        self.where = pointers(program)
+        self.results = self._name_results()
+        self.lines: list[str] = []
+        self.known: set[str] = set()
+
+    def _name_results(self) -> dict[tuple[Store, str], list[str]]:
+        found: dict[tuple[Store, str], list[str]] = {}
+        count = 0
+        for store in self.program.stores:
+            for layout in store.layouts:
+                number = 2 if layout == "groups" else 1
+                found[store, layout] = [f"out{count + i}" for i in range(number)]
+                count += number
+        return found
+
+    def parameters(self) -> list[str]:
+        """The kernel's pointers."""
+        inputs = [f"in{i}" for i in range(self.program.input_count)]
+        return inputs + [name for names in self.results.values() for name in names]
+
+    # --- what varies along a row, and when it is known ------------------------------------------
+
+    def varies(self, name: str) -> bool:
+        """Whether a value has more than one element in a row."""
+        definition = self.definitions[name]
+        if isinstance(definition, Load):
+            return definition.operand in ("full", "column", "groups")
+        if definition.target in REDUCTIONS:
+            return False
+        return any(self.varies(x) for x in _operands(definition))
+
+    def stage(self, name: str) -> int:
+        """The stage in which a value is first known; a reduction is, after its own."""
+        definition = self.definitions[name]
+        if isinstance(definition, Load):
+            return 0
+        stage = max((self.stage(x) for x in _operands(definition)), default=0)
+        return stage + (definition.target in REDUCTIONS)
+
+    # --- lines ----------------------------------------------------------------------------------
+
+    def write(self) -> list[str]:
+        """All lines of the body."""
+        reductions = [s for s in self.program.steps if s.target in REDUCTIONS]
+        stores = [(s, layout) for s in self.program.stores for layout in s.layouts]
+        when = {key: self._stage_of_store(*key) for key in stores}
+        last = max([*when.values(), *(self.stage(r.name) - 1 for r in reductions)])
+        if self.straight:
+            self.lines += ["start = 0", *_COLUMNS]
+        for stage in range(last + 1):
+            self._write_stage(
+                [r for r in reductions if self.stage(r.name) - 1 == stage],
+                [key for key in stores if when[key] == stage],
+            )
+        return self.lines
+
+    def _stage_of_store(self, store: Store, layout: str) -> int:
+        return max(self.stage(x) for x in (store.name, store.scale) if x)
+
+    def _write_stage(self, reductions: list[Step], stores: list[tuple[Store, str]]) -> None:
+        along = [key for key in stores if key[1] != "row"]
+        for x in sorted({x for r in reductions for x in self._row_values(r.args[0])}):
+            self.define(x)
+        for store, _ in along:
+            for x in (store.name, store.scale):
+                for value in self._row_values(x):
+                    self.define(value)
+        if self.straight:
+            self._write_chunk(reductions, along)
+        elif reductions or along:
+            for r in reductions:
+                self.lines.append(f"{r.name}_chunk = tl.zeros((CHUNK,), tl.float32)")
+            self.lines.append("for start in range(0, N, CHUNK):")
+            outside, self.lines, known = self.lines, list(_COLUMNS), set(self.known)
+            self._write_chunk(reductions, along)
+            self.lines = outside + [f"    {line}" for line in self.lines]
+            self.known = known
+        for r in reductions:
+            combine = "sum" if r.target == "row_sum" else "reduce"
+            rest = "" if combine == "sum" else ", largest"
+            self.lines.append(f"{r.name} = tl.{combine}({r.name}_chunk, 0{rest})")
+            self.known.add(r.name)
+        for store, layout in stores:
+            if layout == "row":
+                self.define(store.name)
+                (pointer,) = self.results[store, layout]
+                self.lines.append(f"tl.store({pointer} + row, {store.name}.to(tl.{store.dtype}))")
+
+    def _row_values(self, name: str) -> Iterable[str]:
+        """Values without an element for each column that `name` is computed from."""
+        if not name or name in self.known:
+            return
+        if not self.varies(name):
+            yield name
+            return
+        definition = self.definitions[name]
+        for x in _operands(definition) if isinstance(definition, Step) else ():
+            yield from self._row_values(x)
+
+    def _write_chunk(self, reductions: list[Step], stores: list[tuple[Store, str]]) -> None:
+        for store, layout in stores:
+            self.define(store.name)
+            self._write_store(store, layout)
+        for r in reductions:
+            (x,) = r.args
+            self.define(x)
+            value = f"tl.where(there, {x}, 0.0)"
+            if r.target == "row_amax":
+                value = f"tl.abs({value})"
+            if not self.straight:
+                chunk = f"{r.name}_chunk"
+                sum_ = r.target == "row_sum"
+                value = f"{chunk} + {value}" if sum_ else f"largest({chunk}, {value})"
+            self.lines.append(f"{r.name}_chunk = {value}")
+
+    def define(self, name: str) -> None:
+        """Compute a value and what it needs, unless it is known."""
+        if name in self.known:
+            return
+        definition = self.definitions[name]
+        if isinstance(definition, Load):
+            self.lines += self._load_lines(definition)
+        else:
+            for x in _operands(definition):
+                self.define(x)
+            self.lines.append(f"{name} = {expression(definition)}")
+        if name in self.rounded:
+            self.lines.append(f"{name} = {name}.to(tl.{self.rounded[name]}).to(tl.float32)")
+        self.known.add(name)
+
+    def _load_lines(self, load: Load) -> list[str]:
+        where = self.where[load]
+        if load.operand != "groups":
+            return [_LOADS[load.operand].format(*where, name=load.name)]
+        scales = f"tl.load({where[1]} + row * (N // {load.group_size}) + column // "
+        scales += f"{load.group_size}, there, other=0.0).to(tl.float32)"
+        return [
+            f"{load.name} = tl.load({where[0]} + first + column, there, other=0.0).to(tl.float32)",
+            f"{load.name} = {load.name} * {scales}",
+        ]
+
+    def _write_store(self, store: Store, layout: str) -> None:
+        name, pointers_ = store.name, self.results[store, layout]
+        if layout == "full":
+            line = f"tl.store({pointers_[0]} + first + column, {name}.to(tl.{store.dtype}), there)"
+            self.lines.append(line)
+        elif layout == "rows":
+            codes = f"{coded(name, store.scale, store.format)}.to({CODE_TYPES[store.format]})"
+            self.lines.append(f"tl.store({pointers_[0]} + first + column, {codes}, there)")
+        else:
+            self.lines += _group_lines(store, pointers_)
+
+
+def _group_lines(store: Store, pointers_: list[str]) -> list[str]:
+    bound = FORMATS[store.format].max
+    names = {"v": store.name, "size": store.group_size, "code": CODE_TYPES[store.format]}
+    numbers = {"bound": repr(bound), "step": repr(1 / bound), "tiny": repr(SMALLEST_SCALE)}
+    return [line.format(*pointers_, **names, **numbers) for line in _GROUPS]
+
+
+def _operands(step: Step) -> list[str]:
+    names = step.args[:1] if step.target == "scale" else step.args
+    return [x for x in names if isinstance(x, str)]
+
+
+def source(program: Program, *, straight: bool) -> str:
+    """The Triton module of a program; its kernel is `rows`."""
+    writer = Writer(program, straight=straight)
+    body = "\n".join(f"    {line}" for line in writer.write())
+    return PRELUDE + _KERNEL.format(parameters=", ".join(writer.parameters()), body=body)
+
+
+def prepare(program: Program, rows: Any, columns: int) -> Launch:
+    """The kernel of a program, reading what was fastest on the H200 at a time."""
+    straight = columns <= LONGEST_STRAIGHT
+    chunk = max(128, 1 << (columns - 1).bit_length()) if straight else CHUNK
+    return Launch(
+        _kernel(program, straight),
+        grid=(rows,),
+        sizes={"N": columns},
+        constants={"CHUNK": chunk},
+        num_warps=4,
+    )
+
+
+@cache
+def _kernel(program: Program, straight: bool) -> Any:
+    return compat.load_source(source(program, straight=straight)).rows
+
+
+rows = define_kernel("rows", prepare)

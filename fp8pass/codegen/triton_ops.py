@@ -1,0 +1,128 @@
+"""Programs in Triton: what every operator is, and what all kernels share."""
+
+from __future__ import annotations
+
+from fp8pass.codegen.program import Load, Program, Step
+from fp8pass.formats import FORMATS
+from fp8pass.ops import SMALLEST_SCALE
+
+# Triton for each operator; operands are fp32 values or constants.
+EXPRESSIONS: dict[str, str] = {
+    "aten.add.Tensor": "{0} + {1}",
+    "aten.add.Scalar": "{0} + {1}",
+    "aten.sub.Tensor": "{0} - {1}",
+    "aten.sub.Scalar": "{0} - {1}",
+    "aten.rsub.Scalar": "{1} - {0}",
+    "aten.mul.Tensor": "{0} * {1}",
+    "aten.mul.Scalar": "{0} * {1}",
+    "aten.div.Tensor": "{0} / {1}",
+    "aten.div.Scalar": "{0} / {1}",
+    "aten.reciprocal.default": "1.0 / {0}",
+    "aten.neg.default": "-{0}",
+    "aten.abs.default": "tl.abs({0})",
+    "aten.square.default": "{0} * {0}",
+    "aten.sqrt.default": "tl.sqrt({0})",
+    "aten.rsqrt.default": "tl.rsqrt({0})",
+    "aten.exp.default": "tl.exp({0})",
+    "aten.log.default": "tl.log({0})",
+    "aten.sin.default": "tl.sin({0})",
+    "aten.cos.default": "tl.cos({0})",
+    "aten.erf.default": "tl.erf({0})",
+    "aten.sigmoid.default": "tl.sigmoid({0})",
+    # Off by 1e-7, which is nothing to 1 + tanh; Triton's own is in a library for each device.
+    "aten.tanh.default": "2.0 * tl.sigmoid(2.0 * {0}) - 1.0",
+    "aten.silu.default": "{0} * tl.sigmoid({0})",
+    "aten.relu.default": "largest({0}, 0.0)",
+    "aten.clamp_min.default": "largest({0}, {1})",
+    "aten.clamp_max.default": "smallest({0}, {1})",
+    "aten.maximum.default": "largest({0}, {1})",
+    "aten.minimum.default": "smallest({0}, {1})",
+    "aten.addcmul.default": "{0} + {1} * {2}",
+    "aten.where.self": "tl.where({0}, {1}, {2})",
+    "aten.gt.Scalar": "{0} > {1}",
+    "aten.ge.Scalar": "{0} >= {1}",
+    "aten.lt.Scalar": "{0} < {1}",
+    "aten.le.Scalar": "{0} <= {1}",
+    "aten.eq.Scalar": "{0} == {1}",
+    "aten.ne.Scalar": "{0} != {1}",
+    "aten.gt.Tensor": "{0} > {1}",
+    "aten.ge.Tensor": "{0} >= {1}",
+    "aten.lt.Tensor": "{0} < {1}",
+    "aten.le.Tensor": "{0} <= {1}",
+    "aten.sigmoid_backward.default": "{0} * {1} * (1.0 - {1})",
+    "aten.tanh_backward.default": "{0} * (1.0 - {1} * {1})",
+    "aten.silu_backward.default": ("{0} * tl.sigmoid({1}) * (1.0 + {1} * (1.0 - tl.sigmoid({1})))"),
+    "aten.threshold_backward.default": "tl.where({1} <= {2}, 0.0, {0})",
+}
+# Exponents of `aten.pow.Tensor_Scalar`.
+POWERS = {
+    -1.0: "1.0 / {0}",
+    -0.5: "tl.rsqrt({0})",
+    0.5: "tl.sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+}
+
+
+CODE_TYPES = {"e4m3": "tl.float8e4nv"}
+
+# NaN must reach the user: Triton's own reductions and comparisons drop it.
+PRELUDE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def smallest(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def clamped(x, bound):
+    return smallest(largest(x, -bound), bound)
+
+
+@triton.jit
+def scale_of(amax, step, smallest_scale):
+    return tl.where(amax == 0, 1.0, largest(amax * step, smallest_scale))
+
+
+@triton.jit
+def truncated(x):
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+"""
+
+
+def expression(step: Step) -> str | None:
+    """What computes a step that is no reduction, None if nothing here does."""
+    if step.target == "scale":
+        amax, format = step.args
+        return f"scale_of({amax}, {1 / FORMATS[format].max!r}, {SMALLEST_SCALE!r})"
+    args = [x if isinstance(x, str) else f"({x!r})" for x in step.args]
+    if step.target == "aten.pow.Tensor_Scalar":
+        template = POWERS.get(float(step.args[1]))
+    else:
+        template = EXPRESSIONS.get(step.target)
+    return template and template.format(*args)
+
+
+def coded(value: str, scale: str, format: str) -> str:
+    """Codes of a value, as fp32 that converts to them."""
+    return f"clamped({value} * tl.div_rn(1.0, {scale}), {FORMATS[format].max!r})"
+
+
+def pointers(program: Program) -> dict[Load, list[str]]:
+    """The parameters that hold each operand."""
+    found, number = {}, 0
+    for load in program.loads:
+        count = 2 if load.operand == "groups" else 1
+        found[load] = [f"in{number + i}" for i in range(count)]
+        number += count
+    return found

@@ -1,0 +1,320 @@
+"""The Triton kernels against the references of their programs: on a GPU, or in the interpreter.
+
+The interpreter runs where `TRITON_INTERPRET` is set when Triton is imported (see conftest.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8pass.codegen import row_kernel, tile_kernel
+from fp8pass.codegen.program import Load, Program, Step, Store, reference
+from fp8pass.codegen.triton_ops import EXPRESSIONS, POWERS
+
+pytest.importorskip("triton")
+
+F8 = torch.float8_e4m3fn
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+both_devices = pytest.mark.parametrize("device", DEVICES)
+
+# Operators of which the hardware's, or Triton's, differ from PyTorch's in the last bits.
+INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt", "sqrt", "div")
+
+
+def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Launch the Triton kernel of `program`, with its results poisoned first."""
+    outputs = program.empty_outputs(inputs)
+    for x in outputs:
+        x.view(torch.uint8).fill_(0x55)
+    launch = module.prepare(program, *program.sizes(inputs))
+    arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+    launch.kernel[launch.grid](*inputs, *outputs, **arguments)
+    return outputs
+
+
+def operands(program: Program, rows: int, columns: int, device: str, scale: float = 1.0):
+    """Random inputs of a program."""
+    inputs: list[torch.Tensor] = []
+    shapes = {"full": (rows, columns), "row": (rows, 1), "column": (columns,), "scalar": ()}
+    for load in program.loads:
+        if load.operand == "groups":
+            codes = (torch.randn(rows, columns) * 100).clamp(-448, 448).to(F8)
+            scales = torch.rand(rows, columns // load.group_size) * scale / 50 + 1e-3
+            inputs += [codes, scales.bfloat16()]
+        elif load.operand == "scalar":
+            inputs.append(torch.rand(()) * scale / 50 + 1e-3)
+        elif load.operand == "row":
+            inputs.append(torch.rand(shapes["row"]) + 0.5)
+        else:
+            inputs.append((torch.randn(shapes[load.operand]) * scale).bfloat16())
+    return [x.to(device) for x in inputs]
+
+
+def values(codes: torch.Tensor) -> torch.Tensor:
+    return codes.double()
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> None:
+    """Equal bits, or codes that differ by one step, and few of them: last bits round two ways."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    nan = values(want).isnan()
+    assert torch.equal(values(got).isnan(), nan)
+    a, b = (values(x).masked_fill(nan, 0.0) for x in (got, want))
+    if exact:
+        assert torch.equal(a, b)
+        return
+    mantissa = {F8: 3, torch.bfloat16: 7, torch.float32: 18}[got.dtype]
+    step = torch.maximum(a.abs(), b.abs()) * 2.0**-mantissa + 2.0**-9 * (got.dtype == F8)
+    finite = b.isfinite()
+    assert torch.equal(a[~finite], b[~finite])
+    assert ((a - b).abs()[finite] <= step[finite] + 1e-30).all()
+    if got.dtype == F8 and a.numel() > 1000:
+        assert (a != b).double().mean() < 0.02
+
+
+def check(module, program: Program, inputs: list[torch.Tensor], *, exact: bool = False) -> None:
+    """The kernel of a program computes what its reference does."""
+    wanted = reference(program, inputs)
+    for got, want in zip(run(module, program, inputs), wanted, strict=True):
+        assert_same(got, want, exact=exact)
+
+
+# --- tiles --------------------------------------------------------------------------------------
+
+CAST = Program(
+    (Load("s", "scalar"), Load("x", "full")), (), (Store("x", ("rows", "columns"), "s", "e4m3"),)
+)
+
+
+def swiglu_backward(group: int) -> Program:
+    """Down's input again, and the gradients of gate and up, in three stores."""
+    return Program(
+        (
+            Load("s", "scalar"),
+            Load("d", "full"),
+            Load("g", "groups", group),
+            Load("u", "groups", group),
+        ),
+        (
+            Step("p", "aten.sigmoid.default", ("g",)),
+            Step("a", "aten.mul.Tensor", ("g", "p")),
+            Step("h", "aten.mul.Tensor", ("a", "u")),
+            Step("du", "aten.mul.Tensor", ("d", "a")),
+            Step("t", "aten.mul.Tensor", ("d", "u")),
+            Step("dg", "aten.silu_backward.default", ("t", "g")),
+        ),
+        (
+            Store("h", ("columns",), "s", "e4m3"),
+            Store("du", ("rows", "columns"), "s", "e4m3"),
+            Store("dg", ("rows", "columns"), "s", "e4m3"),
+        ),
+    )
+
+
+@both_devices
+@given(rows=st.integers(1, 150), columns=st.integers(1, 20).map(lambda n: 16 * n))
+def test_codes_in_both_layouts(device, rows, columns):
+    inputs = operands(CAST, rows, columns, device)
+    by_rows, by_columns = run(tile_kernel, CAST, inputs)
+    want = reference(CAST, inputs)
+    assert_same(by_rows, want[0], exact=True)
+    assert_same(by_columns, want[1], exact=True)
+
+
+@both_devices
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_what_is_tiny_huge_or_not_finite(device, scale):
+    _, x = operands(CAST, 70, 48, device, scale)
+    x[3, 5], x[4, 6], x[5, 7], x[6] = math.nan, math.inf, -math.inf, 0.0
+    for amax in (x[:3].abs().amax().float(), torch.tensor(math.inf, device=device)):
+        s = amax / 448
+        for got, want in zip(run(tile_kernel, CAST, [s, x]), reference(CAST, [s, x]), strict=True):
+            assert_same(got, want, exact=True)
+
+
+@both_devices
+@pytest.mark.parametrize("group", [16, 48, 128, 256])
+@given(rows=st.integers(1, 100))
+def test_several_matrices_out_of_groups(device, group, rows):
+    program = swiglu_backward(group)
+    inputs = operands(program, rows, 3 * group, device)
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=False)
+
+
+def _arity(target: str) -> int:
+    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in EXPRESSIONS[target])
+
+
+@both_devices
+@pytest.mark.parametrize("target", sorted(EXPRESSIONS))
+def test_every_operator(device, target):
+    """What a kernel makes of an operator is what PyTorch does."""
+    arity = _arity(target)
+    takes_scalar = target.endswith(".Scalar") or "clamp_m" in target or "threshold" in target
+    names = ["x", "y", "z"][: arity - takes_scalar]
+    compares = target.split(".")[1] in ("gt", "ge", "lt", "le", "eq", "ne")
+    condition = (Step("c", "aten.gt.Scalar", ("x", 0.1)),)
+    args = ("c", "x", "y") if target == "aten.where.self" else (*names, *[0.25] * takes_scalar)
+    steps = condition * (target == "aten.where.self") + (Step("v", target, args),)
+    if compares:
+        steps += (Step("w", "aten.where.self", ("v", "x", "y")),)
+    program = Program(
+        (Load("s", "scalar"), *(Load(n, "full") for n in ("x", "y", "z"))),
+        steps,
+        (Store("w" if compares else "v", ("rows", "columns"), "s", "e4m3"),),
+    )
+    inputs = operands(program, 37, 96, device)
+    if any(name in target for name in ("log", "sqrt", "rsqrt")):
+        inputs[1] = inputs[1].abs() + 0.1
+    exact = not any(name in target for name in INEXACT) and "addcmul" not in target
+    exact &= "backward" not in target and "reciprocal" not in target
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=exact)
+
+
+@both_devices
+@pytest.mark.parametrize("power", sorted(POWERS))
+def test_powers(device, power):
+    program = Program(
+        (Load("s", "scalar"), Load("x", "full")),
+        (Step("v", "aten.pow.Tensor_Scalar", ("x", power)),),
+        (Store("v", ("columns",), "s", "e4m3"),),
+    )
+    inputs = operands(program, 37, 96, device)
+    inputs[1] = inputs[1].abs() + 0.1
+    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    assert_same(got, want, exact=False)
+
+
+@both_devices
+def test_rows_columns_and_groups_are_broadcast(device):
+    program = Program(
+        (
+            Load("s", "scalar"),
+            Load("w", "column"),
+            Load("r", "row"),
+            Load("x", "full"),
+            Load("g", "groups", 64),
+        ),
+        (
+            Step("a", "aten.mul.Tensor", ("x", "r")),
+            Step("b", "aten.mul.Tensor", ("a", "w")),
+            Step("c", "aten.add.Tensor", ("b", "g")),
+        ),
+        (Store("c", ("rows", "columns"), "s", "e4m3"), Store("b", ("columns",), "s", "e4m3")),
+    )
+    inputs = operands(program, 67, 192, device)
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=False)
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def by_row(x: str) -> tuple[tuple[Step, ...], Store]:
+    """`x` quantized by row."""
+    steps = Step("amax", "row_amax", (x,)), Step("scale", "scale", ("amax", "e4m3"))
+    return steps, Store(x, ("rows",), "scale", "e4m3")
+
+
+ROW_CAST = Program((Load("x", "full"),), by_row("x")[0], (by_row("x")[1],))
+
+
+def norm(columns: int, group: int) -> Program:
+    """Residual sum, kept in groups; its RMS norm, quantized by row."""
+    steps, store = by_row("h")
+    return Program(
+        (Load("w", "column"), Load("x", "full"), Load("y", "full")),
+        (
+            Step("sum", "aten.add.Tensor", ("x", "y")),
+            Step("square", "aten.mul.Tensor", ("sum", "sum")),
+            Step("total", "row_sum", ("square",)),
+            Step("mean", "aten.mul.Scalar", ("total", 1 / columns)),
+            Step("shifted", "aten.add.Scalar", ("mean", 1e-5)),
+            Step("rstd", "aten.rsqrt.default", ("shifted",)),
+            Step("n", "aten.mul.Tensor", ("sum", "rstd")),
+            Step("h", "aten.mul.Tensor", ("n", "w")),
+            *steps,
+        ),
+        (
+            Store("sum", ("full",), dtype="bfloat16"),
+            Store("sum", ("groups",), format="e4m3", group_size=group),
+            Store("rstd", ("row",), dtype="float32"),
+            Store("amax", ("row",), dtype="float32"),
+            Store("scale", ("row",), dtype="float32"),
+            store,
+        ),
+    )
+
+
+def swiglu(group: int) -> Program:
+    """Gate and up kept in groups; their product, quantized by row."""
+    steps, store = by_row("h")
+    return Program(
+        (Load("g", "full"), Load("u", "full")),
+        (Step("a", "aten.silu.default", ("g",)), Step("h", "aten.mul.Tensor", ("a", "u")), *steps),
+        (
+            Store("scale", ("row",), dtype="float32"),
+            Store("g", ("groups",), format="e4m3", group_size=group),
+            Store("u", ("groups",), format="e4m3", group_size=group),
+            store,
+        ),
+    )
+
+
+@pytest.fixture(params=["straight", "chunks"])
+def reading(request, monkeypatch):
+    """Rows held whole, or read in chunks."""
+    if request.param == "chunks":
+        monkeypatch.setattr(row_kernel, "LONGEST_STRAIGHT", 64)
+        monkeypatch.setattr(row_kernel, "CHUNK", 128)
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [16, 128, 272, 640])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_codes_by_row(device, reading, columns, scale):
+    inputs = operands(ROW_CAST, 21, columns, device, scale)
+    x = inputs[0]
+    x[3, 5], x[4, 6], x[5] = math.nan, math.inf, 0.0
+    (got,), (want,) = run(row_kernel, ROW_CAST, inputs), reference(ROW_CAST, inputs)
+    assert_same(got, want, exact=scale == 1.0 and device == "cpu")
+    assert values(got)[3].isnan().all()
+
+
+@both_devices
+@pytest.mark.parametrize(("columns", "group"), [(128, 128), (640, 128), (768, 64), (96, 32)])
+def test_norm(device, reading, columns, group):
+    program = norm(columns, group)
+    inputs = operands(program, 19, columns, device)
+    check(row_kernel, program, inputs)
+
+
+@both_devices
+@pytest.mark.parametrize(("columns", "group"), [(384, 128), (352, 32)])
+def test_gated_activation(device, reading, columns, group):
+    program = swiglu(group)
+    inputs = operands(program, 19, columns, device)
+    check(row_kernel, program, inputs)
+
+
+def test_a_program_is_its_text():
+    program = norm(640, 128).canonical()
+    assert Program.parse(program.dumps()) == program
+    assert program.canonical() == program
