@@ -3,9 +3,10 @@
     python benchmarks/kernels.py                    the cases of layer.py, needs a GPU
     python benchmarks/kernels.py --cases h4096      one of them
 
-One decoder layer, forward + backward, recipe coat, profiled over some steps. For each kernel: calls
-and milliseconds a step, and for what Inductor generated the bytes of its arguments (read or written
-once, in place twice) over the time, as a share of what a large copy reaches in the same run. GEMMs
+One decoder layer, forward + backward, recipe coat, profiled over some steps, with the kernels of
+`codegen/` and with Inductor's generated code only. For each kernel: calls and milliseconds a step,
+and for those that move memory the bytes of their arguments (read or written once, in place twice)
+over the time, as a share of what a large copy reaches in the same run. GEMMs
 together are compared with the FP8 rate of one large product, attention with its FLOPs. The floor
 is GEMMs and attention as they ran, and the bytes of all else at copy bandwidth; what is left of the
 step is what better kernels, or fewer of them, could win.
@@ -14,6 +15,7 @@ step is what better kernels, or fewer of them, could win.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 from collections import defaultdict
@@ -32,10 +34,13 @@ from tables import kernels_table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fp8pass.codegen.kernels import KERNELS
+
 STEPS = 5
 KINDS = {
     "gemm": re.compile("nvjet|gemm|cutlass|_scaled_mm", re.IGNORECASE),
     "attention": re.compile("cudnn|flash|fmha|sdpa", re.IGNORECASE),
+    "ours": re.compile("^(rows|tiles)_"),
     "generated": re.compile("^triton_"),
 }
 
@@ -184,7 +189,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("kernels are timed on a GPU, and there is none")
     limits = measure_limits()
-    results = [profile(c, args.rounds) for c in CASES if c.name in args.cases]
+    results = []
+    for case in (c for c in CASES if c.name in args.cases):
+        results.append(profile(case, args.rounds))
+        with patch.dict(os.environ, FP8PASS_DISABLE_KERNELS=",".join(KERNELS)):
+            generated = profile(case, args.rounds)
+        generated.case += ", generated code only"
+        results.append(generated)
     record = {
         **environment(),
         "limits": asdict(limits),

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to round: it loses carries and NaN where it narrows floats."""
+"""Triton's interpreter, made to round and saturate where it narrows floats, as GPUs do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def round_to_nearest_even() -> None:
         if dtype is None or str(source) != "fp32":
             return original(values, source, target, rounding)
         wide = torch.from_numpy(np.ascontiguousarray(values).view(np.float32).copy())
-        narrow = wide.to(dtype)
+        bound = torch.finfo(dtype).max
+        narrow = (wide.clamp(-bound, bound) if dtype.itemsize == 1 else wide).to(dtype)
         bits = narrow.view(torch.uint8 if narrow.itemsize == 1 else torch.int16).numpy()
         return bits.view(f"uint{8 * narrow.itemsize}").reshape(values.shape)
 

@@ -57,6 +57,20 @@ def assert_close(got: Step, want: Step, decibel: float = 20) -> None:
         assert sqnr(got.gradients[name], b) >= decibel, f"{name}: {sqnr(got.gradients[name], b)}"
 
 
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_agree_with_generated_code(recipe, dynamic, monkeypatch):
+    model, args = layer(layers=2, seq=500)
+    config = Config.recipe(recipe)
+    program, _ = compiled(model, config, dynamic=dynamic)
+    got = step(program, model, args)
+    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "rows,norms,tiles")
+    torch._dynamo.reset()
+    program, _ = compiled(model, config, dynamic=dynamic)
+    assert_close(got, step(program, model, args))
+    assert_close(got, reference(model, args), decibel=8)
+
+
 def agree(got: Step, want: Step, tolerance: float) -> None:
     """Two ways to compute the same thing."""
     for a, b in zip(got.outputs, want.outputs, strict=True):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8pass.codegen import program as program_module
 from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.program import Load, Program, Step, Store, reference
 from fp8pass.codegen.triton_ops import EXPRESSIONS, POWERS
@@ -312,6 +313,68 @@ def test_gated_activation(device, reading, columns, group):
     program = swiglu(group)
     inputs = operands(program, 19, columns, device)
     check(row_kernel, program, inputs)
+
+
+def norm_backward(columns: int) -> Program:
+    """Gradient of a residual stream through a norm, with that of the norm's weight."""
+    return Program(
+        (
+            Load("w", "column"),
+            Load("rstd", "row"),
+            Load("dy", "full"),
+            Load("residual", "full"),
+            Load("x", "groups", 128),
+        ),
+        (
+            Step("xhat", "aten.mul.Tensor", ("x", "rstd")),
+            Step("dw", "aten.mul.Tensor", ("dy", "xhat")),
+            Step("n", "aten.mul.Tensor", ("dy", "w")),
+            Step("nx", "aten.mul.Tensor", ("n", "x")),
+            Step("dot", "row_sum", ("nx",)),
+            Step("mean", "aten.mul.Scalar", ("dot", 1 / columns)),
+            Step("cube", "aten.pow.Tensor_Scalar", ("rstd", 3.0)),
+            Step("factor", "aten.mul.Tensor", ("mean", "cube")),
+            Step("along", "aten.mul.Tensor", ("x", "factor")),
+            Step("scaled", "aten.mul.Tensor", ("n", "rstd")),
+            Step("d", "aten.sub.Tensor", ("scaled", "along")),
+            Step("sum", "aten.add.Tensor", ("residual", "d")),
+            Step("amax", "row_amax", ("sum",)),
+        ),
+        (
+            Store("sum", ("full",), dtype="bfloat16"),
+            Store("dw", ("sums",)),
+            Store("amax", ("row",), dtype="float32"),
+        ),
+    )
+
+
+@both_devices
+@pytest.mark.parametrize("rows", [3, 1024, 1500])
+def test_norm_backward(device, rows, monkeypatch):
+    if device == "cpu":  # which runs programs one by one
+        for module in (program_module, row_kernel):
+            monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
+        rows = min(rows, 19)
+    program = norm_backward(256)
+    inputs = operands(program, rows, 256, device)
+    sums = 1  # index of the result whose sums may be taken in another order
+    wanted = reference(program, inputs)
+    for i, (got, want) in enumerate(zip(run(row_kernel, program, inputs), wanted, strict=True)):
+        if i == sums:
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-3)
+        else:
+            assert_same(got, want, exact=False)
+
+
+@both_devices
+@given(rows=st.integers(1, 200), columns=st.integers(1, 20).map(lambda n: 16 * n))
+def test_amax_of_tiles(device, rows, columns):
+    program = Program((Load("x", "full"),), (), (Store("x", ("amax",)),))
+    inputs = operands(program, rows, columns, device)
+    inputs[0][rows // 2, columns // 3] = math.nan
+    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    assert_same(got, want, exact=True)
+    assert got.isnan().sum() == 1
 
 
 def test_a_program_is_its_text():

@@ -14,6 +14,7 @@ What a kernel does not take stays as it is, for `lowering.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ def fuse(codes: fx.Node) -> bool:
         return False
     results = list(emit_kernel(rows, [plan.reader], plan.stores, like=codes))
     for node, result in zip(plan.replaced, results, strict=True):
-        _replace(node, result)
+        replace(node, result)
     return True
 
 
@@ -94,14 +95,15 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
         return None
     names = reader.names
     kernel = RowKernel(reader, [], [])
-    for node in used_elsewhere(reader):
+    groups = kept_groups(reader)
+    for node in used_elsewhere(reader, {codes}.union(*groups)):
         layout = {"full": "full", "row": "row"}.get(reader.operand(node))
-        if layout is None or not _has_shape(node):
+        if layout is None or not has_shape(node):
             return None
         dtype = str(tensor(node).dtype).removeprefix("torch.")
         kernel.stores.append(Store(names[node], (layout,), dtype=dtype))
         kernel.replaced.append(node)
-    for scales, coded in kept_groups(reader):
+    for scales, coded in groups:
         value, format_, size = scales.args
         assert isinstance(size, int)
         name = names[value]  # type: ignore[index]
@@ -114,9 +116,12 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
     return None if depends(reader.loads, kernel.replaced) else kernel
 
 
-def used_elsewhere(reader: Reader) -> list[fx.Node]:
-    """Computed nodes that something outside the kernel uses, if only through a view or cast."""
-    inside = set(reader.names) | {reader.codes} | {n for pair in kept_groups(reader) for n in pair}
+def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
+    """Computed nodes that something outside the kernel uses, if only through a view or cast.
+
+    `absorbed` are nodes that the kernel computes besides.
+    """
+    inside = set(reader.names) | set(absorbed)
 
     def is_used(node: fx.Node) -> bool:
         return any(
@@ -137,17 +142,18 @@ def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
             _, format, size = scales.args
             coded = [u for u in scales.users if u.target is fp8.quantize_groups.default]
             power = isinstance(size, int) and size & (size - 1) == 0
-            if power and str(format) in CODE_TYPES and len(coded) == 1 and _has_shape(coded[0]):
+            if power and str(format) in CODE_TYPES and len(coded) == 1 and has_shape(coded[0]):
                 found.append((scales, coded[0]))
     return found
 
 
-def _has_shape(node: fx.Node) -> bool:
+def has_shape(node: fx.Node) -> bool:
     """Whether a result can be viewed in the shape of `node`: at most one size varies."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 
-def _replace(node: fx.Node, result: fx.Node) -> None:
+def replace(node: fx.Node, result: fx.Node) -> None:
+    """Use `result`, a matrix, in place of `node`."""
     val = tensor(node)
     if val.ndim != tensor(result).ndim:
         shape = [size if isinstance(size, int) else -1 for size in val.shape]

@@ -39,7 +39,10 @@ def fuse_tiles(gm: fx.GraphModule) -> None:
     matrices = [m for n in gm.graph.nodes if (m := read_matrix(n)) is not None]
     for group in grouped(matrices):
         fuse(group)
-    if matrices:
+    measured = [m for n in list(gm.graph.nodes) if (m := read_measured(n)) is not None]
+    for group in grouped(measured):
+        measure(group)
+    if matrices or measured:
         sort_topologically(gm.graph)
         gm.graph.eliminate_dead_code()
         gm.recompile()
@@ -73,10 +76,14 @@ def why_no_tiles(codes: fx.Node) -> str | None:
 
 def why_no_kernel(codes: fx.Node) -> str | None:
     """Why the kernels do not work on a matrix of this size and format, on its device."""
-    val, format = tensor(codes), str(codes.args[2])
-    if format not in CODE_TYPES:
-        return f"no kernel for {format}"
-    if val.ndim != 2 or not isinstance(val.shape[1], int) or val.shape[1] == 1:
+    format = str(codes.args[2])
+    return why_not_a_matrix(codes) if format in CODE_TYPES else f"no kernel for {format}"
+
+
+def why_not_a_matrix(x: fx.Node) -> str | None:
+    """Why kernels do not work on a value of this size, on its device."""
+    val = tensor(x)
+    if val.ndim < 2 or not isinstance(val.shape[-1], int) or val.shape[-1] == 1:
         return "not a matrix of fixed width"
     return hardware.why_no_triton_kernels(val.device)
 
@@ -84,6 +91,41 @@ def why_no_kernel(codes: fx.Node) -> str | None:
 def transposes(codes: fx.Node) -> list[fx.Node]:
     """The transposes of a quantized matrix."""
     return [u for u in codes.users if u.target is fp8.transpose.default]
+
+
+def read_measured(amax: fx.Node) -> Reader | None:
+    """The operators behind a matrix of which `amax` is taken, if it is computed from groups.
+
+    What is computed otherwise has its amax taken by the kernel that computes it.
+    """
+    if not graph.is_call(amax, fp8.amax.default):
+        return None
+    x = amax.args[0]
+    assert isinstance(x, fx.Node)
+    val = tensor(x)
+    if (
+        val.ndim != 2
+        or not isinstance(val.shape[1], int)
+        or hardware.why_no_triton_kernels(val.device)
+    ):
+        return None
+    reader = Reader(x)
+    try:
+        reader.read(x)
+    except NotAMatrix:
+        return None
+    return reader if any(load.operand == "groups" for load in reader.loads.values()) else None
+
+
+def measure(group: list[Reader]) -> None:
+    """Have one kernel take the first stage of the amax of every matrix of a group."""
+    stores = [Store(m.names[m.matrix], ("amax",)) for m in group]
+    amaxes = [u for m in group for u in m.matrix.users if u.target is fp8.amax.default]
+    first = min(amaxes)
+    results = list(emit_kernel(tiles, group, stores, like=first))
+    for matrix, result in zip(group, results, strict=True):
+        for user in [u for u in matrix.matrix.users if u.target is fp8.amax.default]:
+            user.replace_input_with(matrix.matrix, result)
 
 
 def grouped(matrices: Iterable[Reader]) -> list[list[Reader]]:
@@ -97,7 +139,7 @@ def grouped(matrices: Iterable[Reader]) -> list[list[Reader]]:
             together = [*group, matrix]
             reads = {n for m in together for n in m.loads}
             shared = matrix.large <= group[0].large
-            if shared and not depends(reads, [m.codes for m in together]):
+            if shared and not depends(reads, [m.matrix for m in together]):
                 group.append(matrix)
                 break
         else:
@@ -110,14 +152,14 @@ def fuse(group: list[Reader]) -> None:
     stores: list[Store] = []
     replaced: list[list[fx.Node]] = []
     for matrix in group:
-        x, scale, format = matrix.codes.args
-        layouts = {"rows": [matrix.codes], "columns": transposes(matrix.codes)}
-        if len(matrix.codes.users) == len(layouts["columns"]):
+        x, scale, format = matrix.matrix.args
+        layouts = {"rows": [matrix.matrix], "columns": transposes(matrix.matrix)}
+        if len(matrix.matrix.users) == len(layouts["columns"]):
             del layouts["rows"]
         names = matrix.names[x], matrix.names[scale]  # type: ignore[index]
         stores.append(Store(names[0], tuple(layouts), scale=names[1], format=str(format)))
         replaced += layouts.values()
-    results = emit_kernel(tiles, group, stores, like=group[0].codes)
+    results = emit_kernel(tiles, group, stores, like=group[0].matrix)
     for nodes, result in zip(replaced, list(results), strict=True):
         for node in nodes:
             node.replace_all_uses_with(result)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fp8pass import debug, graph
+from fp8pass.codegen.fuse_norms import fuse_norms
 from fp8pass.codegen.fuse_rows import fuse_rows, why_no_rows
 from fp8pass.codegen.fuse_tiles import fuse_tiles, why_no_tiles
 from fp8pass.plan import KernelUse
@@ -24,7 +25,11 @@ class Kernel:
     why_not: Callable[[fx.Node], str | None]
 
 
-KERNELS = {"rows": Kernel(fuse_rows, why_no_rows), "tiles": Kernel(fuse_tiles, why_no_tiles)}
+KERNELS = {
+    "rows": Kernel(fuse_rows, why_no_rows),
+    "norms": Kernel(fuse_norms, why_no_rows),
+    "tiles": Kernel(fuse_tiles, why_no_tiles),
+}
 
 
 def use_kernels(gm: fx.GraphModule) -> None:

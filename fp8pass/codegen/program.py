@@ -17,12 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass import compat
 from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE
 from fp8pass.ops import encode, group_scale, padded, quantize_groups, scale_of, transpose
 
 # How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
 # along its rows, [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
+
+
+AMAX_TILE = 64, 128
+# Programs that sum over rows, each over its own, so that the order of the sum is always the same.
+PARTIAL_SUMS = 1024
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,11 @@ class Store:
 
     `rows`     codes [M, N], `scale` being a scalar or a value for each row
     `columns`  their transpose [N, M'], M' being M padded with zeros to what GEMMs contract
+    `amax`     the largest magnitude in each tile of `AMAX_TILE`, fp32 [M / 64, N / 128]
     `groups`   codes [M, N] and bf16 scales [M, N / G] of groups: two tensors
     `full`     the value, [M, N] in `dtype`; what follows uses the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
+    `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
     """
 
     name: str
@@ -125,6 +133,8 @@ class Program:
                 shapes: dict[str, list[tuple[Any, Any]]] = {
                     "rows": [((rows, columns), code)],
                     "columns": [((columns, padded(rows)), code)],
+                    "sums": [((PARTIAL_SUMS, columns), torch.float32)],
+                    "amax": [(amax_shape(rows, columns), torch.float32)],
                     "full": [((rows, columns), value)],
                     "row": [((rows, 1), value)],
                 }
@@ -133,6 +143,11 @@ class Program:
                     shapes["groups"] = [((rows, columns), code), (scales, GROUP_SCALE_DTYPE)]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
         return outputs
+
+
+def amax_shape(rows: Any, columns: int) -> tuple[Any, int]:
+    """How many tiles of `AMAX_TILE` a matrix has, in both dimensions."""
+    return compat.ceil_div(rows, AMAX_TILE[0]), compat.ceil_div(columns, AMAX_TILE[1])
 
 
 def _renamed(args: tuple[Any, ...], new: dict[str, str]) -> tuple[Any, ...]:
@@ -186,11 +201,25 @@ def _stored(
     value = value.expand(size)
     if layout == "full":
         return [value.to(getattr(torch, store.dtype)).contiguous()]
+    if layout == "amax":
+        return [_amax_of_tiles(value)]
+    if layout == "sums":
+        padding = (0, 0, 0, -size[0] % PARTIAL_SUMS)
+        rows = torch.nn.functional.pad(value, padding).reshape(-1, PARTIAL_SUMS, size[1])
+        return [rows.sum(0)]
     if layout == "groups":
         scales = group_scale(value, store.format, store.group_size)
         return [quantize_groups(value, scales, store.format, store.group_size), scales]
     codes = encode(value * values[store.scale].reciprocal(), FORMATS[store.format]).contiguous()
     return [codes if layout == "rows" else transpose(codes)]
+
+
+def _amax_of_tiles(value: Tensor) -> Tensor:
+    (m, n), (rows, columns) = AMAX_TILE, value.shape
+    down, across = amax_shape(rows, columns)
+    padding = (0, across * n - columns, 0, down * m - rows)
+    tiles = torch.nn.functional.pad(value.abs(), padding).reshape(down, m, across, n)
+    return tiles.amax(dim=(1, 3))
 
 
 def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:

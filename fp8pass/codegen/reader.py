@@ -35,13 +35,13 @@ class Reader:
     """The operators behind one matrix.
 
     Attributes:
-        codes: the quantized matrix [M, N].
+        matrix: what the kernel works on, [M, N].
         by_row: whether a kernel holds whole rows: it can reduce over them, and computes a sum of
             the residual stream for others to use, too.
         names: of the value of each node; a cast or view has that of its operand.
     """
 
-    codes: fx.Node
+    matrix: fx.Node
     by_row: bool = False
     loads: dict[fx.Node, Load] = field(default_factory=dict)
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
@@ -72,12 +72,12 @@ class Reader:
 
     def operand(self, node: fx.Node) -> str:
         """How `node` lies in the matrix; raises NotAMatrix if it does not."""
-        val, matrix = graph.value(node), tensor(self.codes)
+        val, matrix = graph.value(node), tensor(self.matrix)
         if val is None or not val.ndim:
             if val is None:
                 raise NotAMatrix
             return "scalar"
-        true, last, columns = compat.statically_known_true, val.shape[-1], matrix.shape[1]
+        true, last, columns = compat.statically_known_true, val.shape[-1], matrix.shape[-1]
         if true(val.numel() == 1):
             return "scalar"
         if last == columns and true(val.numel() == matrix.numel()):
@@ -145,7 +145,7 @@ class Reader:
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
         """The steps of an operator that reduces over rows; None if it is no such operator."""
-        columns, name, args = tensor(self.codes).shape[1], node.name, node.args
+        columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
         if node.target is fp8.row_amax.default:
             return [Step(name, "row_amax", (self._name(args[0]),))]
         if node.target is fp8.scale.default and self.operand(node) == "row":
@@ -164,7 +164,7 @@ class Reader:
         return [Step(total, "row_sum", (x,)), Step(name, "aten.mul.Scalar", (total, 1 / count))]
 
     def _var_mean(self, node: fx.Node, source: fx.Node) -> list[Step]:
-        columns, name = tensor(self.codes).shape[1], node.name
+        columns, name = tensor(self.matrix).shape[-1], node.name
         if not _over_rows(source):
             raise NotAMatrix
         x = self._name(source.args[0])

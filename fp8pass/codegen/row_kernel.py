@@ -12,29 +12,40 @@ reduction that waits for another one, from the cache after the first time.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from fp8pass import compat
 from fp8pass.codegen.kernel_op import Launch, define_kernel
-from fp8pass.codegen.program import REDUCTIONS, Load, Program, Step, Store
-from fp8pass.codegen.triton_ops import CODE_TYPES, PRELUDE, coded, expression, pointers
+from fp8pass.codegen.program import PARTIAL_SUMS, REDUCTIONS, Load, Program, Step, Store
+from fp8pass.codegen.triton_ops import CODE_TYPES, PRELUDE, coded, expression, kernel_name, pointers
 from fp8pass.formats import FORMATS
 from fp8pass.ops import SMALLEST_SCALE
 
-LAYOUTS = ("rows", "full", "row", "groups")
 # Longer rows are read in chunks of `CHUNK` elements.
 LONGEST_STRAIGHT = 8192
 CHUNK = 4096
 
+# 64 bits: a matrix may have more elements than 32 count.
 _KERNEL = """
 @triton.jit
-def rows({parameters}, N, CHUNK: tl.constexpr):
-    # 64 bits: a matrix may have more elements than 32 count.
+def {name}({parameters}, N, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     first = row * N
 {body}
+"""
+
+# A program that sums over rows works on several, and keeps its sums in registers.
+_SUMMING_KERNEL = """
+@triton.jit
+def {name}({parameters}, M, N, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr):
+{zeros}
+    for row in range(tl.program_id(0).to(tl.int64), M, PROGRAMS):
+        first = row * N
+{body}
+{sums}
 """
 
 _COLUMNS = [
@@ -53,7 +64,7 @@ _GROUPS = [
     "{v}_scales = truncated(scale_of({v}_amax, {step}, {tiny}))",
     "group = start // {size} + tl.arange(0, CHUNK // {size})",
     "tl.store({1} + row * (N // {size}) + group, {v}_scales.to(tl.bfloat16), group < N // {size})",
-    "{v}_groups = clamped({v}_groups * tl.div_rn(1.0, {v}_scales)[:, None], {bound})",
+    "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
     "tl.store({0} + first + column, tl.reshape({v}_groups.to({code}), (CHUNK,)), there)",
 ]
 
@@ -214,20 +225,21 @@ class Writer:
 
     def _write_store(self, store: Store, layout: str) -> None:
         name, pointers_ = store.name, self.results[store, layout]
-        if layout == "full":
+        if layout == "sums":
+            self.lines.append(f"{name}_sums += tl.where(there, {name}, 0.0)")
+        elif layout == "full":
             line = f"tl.store({pointers_[0]} + first + column, {name}.to(tl.{store.dtype}), there)"
             self.lines.append(line)
         elif layout == "rows":
-            codes = f"{coded(name, store.scale, store.format)}.to({CODE_TYPES[store.format]})"
+            codes = f"{coded(name, store.scale)}.to({CODE_TYPES[store.format]})"
             self.lines.append(f"tl.store({pointers_[0]} + first + column, {codes}, there)")
         else:
             self.lines += _group_lines(store, pointers_)
 
 
 def _group_lines(store: Store, pointers_: list[str]) -> list[str]:
-    bound = FORMATS[store.format].max
     names = {"v": store.name, "size": store.group_size, "code": CODE_TYPES[store.format]}
-    numbers = {"bound": repr(bound), "step": repr(1 / bound), "tiny": repr(SMALLEST_SCALE)}
+    numbers = {"step": repr(1 / FORMATS[store.format].max), "tiny": repr(SMALLEST_SCALE)}
     return [line.format(*pointers_, **names, **numbers) for line in _GROUPS]
 
 
@@ -237,18 +249,42 @@ def _operands(step: Step) -> list[str]:
 
 
 def source(program: Program, *, straight: bool) -> str:
-    """The Triton module of a program; its kernel is `rows`."""
+    """The Triton module of a program."""
     writer = Writer(program, straight=straight)
     body = "\n".join(f"    {line}" for line in writer.write())
-    return PRELUDE + _KERNEL.format(parameters=", ".join(writer.parameters()), body=body)
+    name = kernel_name("rows", program)
+    if sums := [s for s in program.stores if "sums" in s.layouts]:
+        return PRELUDE + _SUMMING_KERNEL.format(
+            name=name,
+            parameters=", ".join(writer.parameters()),
+            zeros="\n".join(f"    {s.name}_sums = tl.zeros((CHUNK,), tl.float32)" for s in sums),
+            body=textwrap.indent(body, "    "),
+            sums="\n".join(_sum_line(s, *writer.results[s, "sums"]) for s in sums),
+        )
+    return PRELUDE + _KERNEL.format(name=name, parameters=", ".join(writer.parameters()), body=body)
+
+
+def _sum_line(store: Store, pointer: str) -> str:
+    where = f"{pointer} + tl.program_id(0) * N + tl.arange(0, CHUNK)"
+    return f"    tl.store({where}, {store.name}_sums, tl.arange(0, CHUNK) < N)"
+
+
+def sums_rows(program: Program) -> bool:
+    """Whether a program sums over rows."""
+    return any("sums" in store.layouts for store in program.stores)
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Launch:
     """The kernel of a program, reading what was fastest on the H200 at a time."""
     straight = columns <= LONGEST_STRAIGHT
     chunk = max(128, 1 << (columns - 1).bit_length()) if straight else CHUNK
+    kernel = _kernel(program, straight)
+    if sums_rows(program):
+        sizes = {"M": rows, "N": columns}
+        constants = {"CHUNK": chunk, "PROGRAMS": PARTIAL_SUMS}
+        return Launch(kernel, (PARTIAL_SUMS,), sizes, constants, num_warps=4)
     return Launch(
-        _kernel(program, straight),
+        kernel,
         grid=(rows,),
         sizes={"N": columns},
         constants={"CHUNK": chunk},
@@ -258,7 +294,8 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
 
 @cache
 def _kernel(program: Program, straight: bool) -> Any:
-    return compat.load_source(source(program, straight=straight)).rows
+    module = compat.load_source(source(program, straight=straight))
+    return getattr(module, kernel_name("rows", program))
 
 
 rows = define_kernel("rows", prepare)

@@ -15,15 +15,13 @@ from typing import Any
 
 from fp8pass import compat
 from fp8pass.codegen.kernel_op import Launch, define_kernel
-from fp8pass.codegen.program import Load, Program, Store
-from fp8pass.codegen.triton_ops import CODE_TYPES, PRELUDE, coded, expression, pointers
+from fp8pass.codegen.program import AMAX_TILE, Load, Program, Store
+from fp8pass.codegen.triton_ops import CODE_TYPES, PRELUDE, coded, expression, kernel_name, pointers
 from fp8pass.ops import padded
-
-LAYOUTS = ("rows", "columns")
 
 _KERNEL = """
 @triton.jit
-def tiles({parameters}, M, M_PADDED, N,
+def {name}({parameters}, M, M_PADDED, N,
           M_TILE: tl.constexpr, N_TILE: tl.constexpr, FULL: tl.constexpr):
     tiles_in_row = tl.cdiv(N, N_TILE)
     row_tile = tl.program_id(0) // tiles_in_row
@@ -51,7 +49,7 @@ _LOADS = {
 
 
 def source(program: Program) -> str:
-    """The Triton module of a program; its kernel is `tiles`."""
+    """The Triton module of a program."""
     results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
     parameters = [f"in{i}" for i in range(program.input_count)] + results
     where = pointers(program)
@@ -61,7 +59,8 @@ def source(program: Program) -> str:
     for store in program.stores:
         body += _store_lines(store, [next(remaining) for _ in store.layouts])
     lines = "\n".join(f"    {line}" for line in body)
-    return PRELUDE + _KERNEL.format(parameters=", ".join(parameters), body=lines)
+    name = kernel_name("tiles", program)
+    return PRELUDE + _KERNEL.format(name=name, parameters=", ".join(parameters), body=lines)
 
 
 def _load_lines(load: Load, where: list[str]) -> list[str]:
@@ -83,9 +82,13 @@ def _load_lines(load: Load, where: list[str]) -> list[str]:
 
 
 def _store_lines(store: Store, pointers_: list[str]) -> list[str]:
+    if store.layouts == ("amax",):
+        magnitude = f"tl.where(there, tl.abs({store.name}), 0.0)"
+        amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
+        return [f"tl.store({pointers_[0]} + tl.program_id(0), {amax})"]
     name = f"{store.name}_codes"
     lines = [
-        f"{name} = {coded(store.name, store.scale, store.format)}",
+        f"{name} = {coded(store.name, store.scale)}",
         # What pads a matrix must be zero, whatever the body makes of it.
         f"{name} = tl.where(there, {name}, 0.0).to({CODE_TYPES[store.format]})",
     ]
@@ -103,7 +106,9 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
 
     A tile that stores many results is smaller, or their codes do not fit in registers.
     """
-    m, n = 64 if len(program.stores) <= 2 else 32, 128
+    m, n = AMAX_TILE
+    if any("rows" in store.layouts for store in program.stores):
+        m = 32
     is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
     tiles = compat.ceil_div(padded(rows), m) * compat.ceil_div(columns, n)
     return Launch(
@@ -111,13 +116,13 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
         grid=(tiles,),
         sizes={"M": rows, "M_PADDED": padded(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
-        num_warps=8,
+        num_warps=8 if len(program.stores) > 2 else 4,
     )
 
 
 @cache
 def _kernel(program: Program) -> Any:
-    return compat.load_source(source(program)).tiles
+    return getattr(compat.load_source(source(program)), kernel_name("tiles", program))
 
 
 tiles = define_kernel("tiles", prepare)

@@ -84,11 +84,6 @@ def smallest(a, b):
 
 
 @triton.jit
-def clamped(x, bound):
-    return smallest(largest(x, -bound), bound)
-
-
-@triton.jit
 def scale_of(amax, step, smallest_scale):
     return tl.where(amax == 0, 1.0, largest(amax * step, smallest_scale))
 
@@ -113,9 +108,15 @@ def expression(step: Step) -> str | None:
     return template and template.format(*args)
 
 
-def coded(value: str, scale: str, format: str) -> str:
-    """Codes of a value, as fp32 that converts to them."""
-    return f"clamped({value} * tl.div_rn(1.0, {scale}), {FORMATS[format].max!r})"
+def kernel_name(kind: str, program: Program) -> str:
+    """What a profiler shows: the kind of kernel, and the operators it computes."""
+    targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
+    return "_".join((kind, *(dict.fromkeys(targets) or ("cast",))))[:80]
+
+
+def coded(value: str, scale: str) -> str:
+    """Codes of a value, as fp32 that converts to them: conversions saturate, and keep NaN."""
+    return f"({value} * tl.div_rn(1.0, {scale}))"
 
 
 def pointers(program: Program) -> dict[Load, list[str]]:

@@ -1,0 +1,191 @@
+"""Which matrices the kernels take over, and that gradients stay what they were.
+
+On the CPU the kernels' references run in their place, called by Inductor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from helpers import FFN, MLP, benchmark_models, cosine, gpt2, leaves, llama, step, tokens
+from torch import fx, nn
+
+import fp8pass
+from fp8pass import backend as make_backend
+from fp8pass import hardware
+from fp8pass.codegen import kernels
+from fp8pass.codegen.row_kernel import rows
+from fp8pass.codegen.tile_kernel import tiles
+from fp8pass.config import Config, ConfigError
+from fp8pass.partition import copy_of
+
+fp8 = torch.ops.fp8pass
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[fx.Graph]:
+    """Kernels work on the CPU; the graphs after they took what they take."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    found: list[fx.Graph] = []
+    original = kernels.use_kernels
+
+    def record(gm: fx.GraphModule) -> None:
+        original(gm)
+        gm.graph.lint()
+        found.append(copy_of(gm).graph)
+
+    monkeypatch.setattr(sys.modules["fp8pass.backend"], "use_kernels", record)
+    return found
+
+
+def counts(graphs: list[fx.Graph]) -> Counter[str]:
+    """How often each kernel is called, and matrices are quantized without one."""
+    counted = {rows: "rows", tiles: "tiles", fp8.quantize.default: "quantize"}
+    return Counter(counted[n.target] for g in graphs for n in g.nodes if n.target in counted)
+
+
+class Layers(nn.Module):
+    """Two decoder layers of the benchmarks, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        models = benchmark_models()
+        self.stack = models.Stack(2, 128, 2, 256)
+        self.tables = models.rope_tables(16, 64, torch.device("cpu"))
+
+    def forward(self, x):
+        return self.stack(x, *self.tables)
+
+
+MODELS = {
+    "layers": (Layers, lambda: torch.randn(2, 16, 128)),
+    "mlp": (MLP, lambda: torch.randn(32, 64)),
+    "ffn": (lambda: FFN(64, 96), lambda: torch.randn(32, 64)),
+}
+
+
+def gradients(model, x, config, *, kernels_off, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "rows,norms,tiles" if kernels_off else "")
+    program = torch.compile(model, backend=make_backend(config))
+    return step(program, model, (x.clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq", "linear"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_stay(name, recipe, graphs, monkeypatch):
+    make, inputs = MODELS[name]
+    model, x = make().bfloat16(), inputs().bfloat16()
+    config = Config.recipe(recipe)
+    want = gradients(model, x, config, kernels_off=True, monkeypatch=monkeypatch)
+    assert set(counts(graphs)) == {"quantize"}
+    graphs.clear()
+    got = gradients(model, x, config, kernels_off=False, monkeypatch=monkeypatch)
+    assert counts(graphs)["tiles"]
+    for a, b in zip(leaves(got.outputs), leaves(want.outputs), strict=True):
+        assert cosine(a, b) > 0.9995
+    for parameter, gradient in want.gradients.items():
+        assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
+
+
+def test_what_a_decoder_layer_launches(graphs):
+    model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
+    torch.compile(model, backend="fp8pass")(x).sum().backward()
+    forward, backward = (counts([g]) for g in graphs)
+    # Seven weights; inputs of q/k/v, of o, of gate/up, of down.
+    assert forward == {"rows": 2 * 11}
+    # Norms with a residual stream before them: all but the first. Of a layer: seven weights, four
+    # gradients and three inputs again, gate's and up's gradient and down's input together, which
+    # are measured before that.
+    assert backward == {"rows": 3, "tiles": 2 * 17}
+
+
+def test_disabled_kernels(graphs, monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "tiles")
+    model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
+    torch.compile(model, backend="fp8pass")(x).sum().backward()
+    assert counts(graphs)["rows"]
+    assert not counts(graphs)["tiles"]
+    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "tile")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"'tile'.*'tiles'") as raised:
+        torch.compile(model, backend="fp8pass")(x)
+    assert isinstance(raised.value.inner_exception, ConfigError)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_hugging_face_models_train(make, graphs):
+    model = make().bfloat16()
+    program = torch.compile(model, backend="fp8pass")
+    ids = tokens()
+    loss = program(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert counts(graphs)["tiles"]
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_varying_lengths(graphs):
+    model = Layers().bfloat16()
+    program = torch.compile(model.stack, backend="fp8pass", dynamic=True)
+    for length in (16, 24, 21):
+        tables = benchmark_models().rope_tables(length, 64, torch.device("cpu"))
+        x = torch.randn(2, length, 128).bfloat16().requires_grad_()
+        program(x, *tables).sum().backward()
+        assert x.grad.isfinite().all()
+    assert counts(graphs)["rows"]
+    assert counts(graphs)["tiles"]
+
+
+class Gated(nn.Module):
+    """A gated unit of any activation."""
+
+    def __init__(self, activation) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.functional.silu,
+        nn.functional.gelu,
+        lambda x: nn.functional.gelu(x, approximate="tanh"),
+        lambda x: torch.relu(x).square(),
+        torch.sigmoid,
+        lambda x: x * torch.exp(-x.square()),
+    ],
+    ids=["swiglu", "geglu", "geglu-tanh", "squared-relu", "sigmoid", "made-up"],
+)
+def test_any_activation_gets_the_kernels(activation, graphs, monkeypatch):
+    """The product and its gradients are in one tile kernel, whatever the activation is."""
+    model, x = Gated(activation).bfloat16(), torch.randn(32, 64).bfloat16()
+    want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
+    graphs.clear()
+    got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
+    assert "quantize" not in counts(graphs)
+    for parameter, gradient in want.gradients.items():
+        assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
+    (fused,) = [n for n in graphs[1].nodes if n.target is tiles and len(n.meta["val"]) == 5]
+    assert len(fused.args[0]) >= 5
+
+
+def test_explain_counts_kernels(graphs):
+    model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
+    explanation = fp8pass.explain(model, x)
+    forward, backward = explanation.graphs[0].plan.kernels
+    assert forward.launches == {"rows": 22}
+    assert backward.launches == {"rows": 3, "tiles": 34}
+    assert "Kernels: 25 × rows, 34 × tiles" in str(explanation)
+
+
+def test_explain_says_why_there_are_no_kernels():
+    x = torch.randn(32, 64, requires_grad=True)
+    assert "× no Triton kernels on cpu" in str(fp8pass.explain(MLP(), x))
