@@ -31,7 +31,7 @@ from fp8pass.codegen.reader import (
     emit_kernel,
     sort_topologically,
 )
-from fp8pass.codegen.row_kernel import rows
+from fp8pass.codegen.row_kernel import CHUNK, rows
 from fp8pass.codegen.triton_ops import CODE_TYPES
 from fp8pass.graph import aten, tensor
 
@@ -141,8 +141,8 @@ def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
                 continue
             _, format, size = scales.args
             coded = [u for u in scales.users if u.target is fp8.quantize_groups.default]
-            power = isinstance(size, int) and size & (size - 1) == 0
-            if power and str(format) in CODE_TYPES and len(coded) == 1 and has_shape(coded[0]):
+            fits = isinstance(size, int) and size & (size - 1) == 0 and size <= CHUNK
+            if fits and str(format) in CODE_TYPES and len(coded) == 1 and has_shape(coded[0]):
                 found.append((scales, coded[0]))
     return found
 

@@ -282,7 +282,7 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
     if sums_rows(program):
         sizes = {"M": rows, "N": columns}
         constants = {"CHUNK": chunk, "PROGRAMS": PARTIAL_SUMS}
-        return Launch(kernel, (PARTIAL_SUMS,), sizes, constants, num_warps=4)
+        return Launch(kernel, (PARTIAL_SUMS,), sizes, constants, num_warps=max(4, chunk // 1024))
     return Launch(
         kernel,
         grid=(rows,),
