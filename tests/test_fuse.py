@@ -5,6 +5,7 @@ On the CPU the kernels' references run in their place, called by Inductor.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 
@@ -17,6 +18,7 @@ import fp8pass
 from fp8pass import backend as make_backend
 from fp8pass import hardware
 from fp8pass.codegen import kernels
+from fp8pass.codegen.reader import sort_topologically
 from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.config import Config, ConfigError
@@ -170,6 +172,102 @@ def test_any_activation_gets_the_kernels(activation, graphs, monkeypatch):
         assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
     (fused,) = [n for n in graphs[1].nodes if n.target is tiles and len(n.meta["val"]) == 5]
     assert len(fused.args[0]) >= 5
+
+
+class Made(nn.Module):
+    """A model made of a function and its modules and parameters."""
+
+    def __init__(self, function, **members) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def residual_mlp(m, x):
+    h = m.e(x)
+    h = h + m.b(torch.relu(m.a(h)))
+    return m.l(h + m.d(torch.relu(m.c(h))))
+
+
+def normalized(m, x):
+    variance, mean = torch.var_mean(x)
+    return m.l((x - mean) * torch.rsqrt(variance + 1e-5))
+
+
+def masked(m, x):
+    positive = x > 0
+    return m.l(torch.where(positive, x, x * 0.1)), positive
+
+
+AWKWARD = {
+    # With as many rows as columns, a value for each row has the shape of one for each column.
+    "square, rows": (
+        lambda m, x: m.l(torch.relu(x * m.r[:, None])),
+        {"r": lambda: nn.Parameter(torch.randn(64))},
+        (64, 64),
+    ),
+    "square, columns": (
+        lambda m, x: m.l(torch.relu(x * m.r)),
+        {"r": lambda: nn.Parameter(torch.randn(64))},
+        (64, 64),
+    ),
+    "square, norm": (
+        lambda m, x: m.l(x * torch.rsqrt(x.square().sum(-1) + 1e-3).unsqueeze(-1)),
+        {},
+        (64, 64),
+    ),
+    "no matrix to read": (
+        lambda m, x: m.l(m.q.expand(x.shape[0], -1)) + x[:, :1],
+        {"q": lambda: nn.Parameter(torch.randn(1, 64))},
+        (32, 64),
+    ),
+    "a mask that is used elsewhere": (masked, {}, (32, 64)),
+    "reductions over everything": (normalized, {}, (32, 64)),
+    "a sum over one element": (
+        lambda m, x: m.l(x * x.square().mean(-1, keepdim=True).sum(-1, keepdim=True)),
+        {},
+        (32, 64),
+    ),
+    "infinite constants": (lambda m, x: m.l(torch.where(x == -math.inf, x * 0, x)), {}, (32, 64)),
+    "one row": (lambda m, x: m.l(torch.relu(x) * 2), {}, (1, 64)),
+    "numbers on the CPU": (lambda m, x: m.l(x * torch.tensor(0.5)), {}, (32, 64)),
+    "residual sums without norms": (
+        residual_mlp,
+        {name: lambda: nn.Linear(64, 64) for name in "abcde"},
+        (32, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AWKWARD)
+def test_awkward_models(case, graphs, monkeypatch):
+    function, members, shape = AWKWARD[case]
+    made = {name: make() for name, make in members.items()}
+    model = Made(function, l=nn.Linear(64, 96), **made).bfloat16()
+    x = (torch.randn(shape) * torch.rand(shape[0], 1).clamp_min(0.1)).bfloat16()
+    want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
+    got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
+    for a, b in zip(leaves(got.outputs), leaves(want.outputs), strict=True):
+        if a.is_floating_point():
+            assert cosine(a, b) > 0.999
+    for parameter, gradient in want.gradients.items():
+        assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
+
+
+def test_kernels_do_not_need_each_other():
+    """Two kernels, each of which would read what the other one stores."""
+    g = fx.Graph()
+    a, b = g.placeholder("a"), g.placeholder("b")
+    first = g.call_function(torch.neg, (a,))
+    second = g.call_function(torch.neg, (b,))
+    g.output((first, second))
+    first.args, second.args = (second,), (first,)
+    with pytest.raises(AssertionError, match="needs what it computes"):
+        sort_topologically(g)
 
 
 def test_explain_counts_kernels(graphs):

@@ -202,6 +202,23 @@ def test_powers(device, power):
 
 
 @both_devices
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 3, -0.5])
+def test_constants(device, number):
+    program = Program(
+        (Load("s", "scalar"), Load("x", "full")),
+        (
+            Step("c", "aten.eq.Scalar", ("x", number)),
+            Step("y", "aten.add.Scalar", ("x", number)),
+            Step("v", "aten.where.self", ("c", "x", "y")),
+        ),
+        (Store("v", ("rows",), "s", "e4m3"),),
+    )
+    inputs = operands(program, 37, 96, device)
+    inputs[1][3, 4] = number
+    check(tile_kernel, program, inputs)
+
+
+@both_devices
 def test_rows_columns_and_groups_are_broadcast(device):
     program = Program(
         (
@@ -375,6 +392,14 @@ def test_amax_of_tiles(device, rows, columns):
     (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
     assert_same(got, want, exact=True)
     assert got.isnan().sum() == 1
+
+
+def test_values_that_are_used_twice_are_written_once():
+    squares = [Step("v1", "aten.mul.Tensor", ("x", "x"))]
+    squares += [Step(f"v{i}", "aten.mul.Tensor", (f"v{i - 1}",) * 2) for i in range(2, 60)]
+    steps, store = by_row("v59")
+    program = Program((Load("x", "full"),), (*squares, *steps), (store,))
+    assert row_kernel.source(program, straight=True).count(" * v58") == 1
 
 
 def test_a_program_is_its_text():

@@ -36,6 +36,11 @@ def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
     return graph.emit(x.graph, buffer, x, order, like=x)
 
 
+def is_buffer(node: fx.Node, order: list[int]) -> bool:
+    """Whether a node is the buffer of its operand in a layout."""
+    return graph.is_call(node, buffer) and node.args[1] == order
+
+
 def buffer_residual_sums(gm: fx.GraphModule) -> None:
     """Give the sums of residual streams, and of their gradients, buffers."""
     changed = False

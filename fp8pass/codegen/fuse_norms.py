@@ -55,7 +55,9 @@ def fuse(node: fx.Node) -> bool:
         reader.read(node)
     except NotAMatrix:
         return False
-    if not any(s.target == "row_sum" for steps in reader.steps.values() for s in steps):
+    if not reader.large or not any(
+        s.target == "row_sum" for steps in reader.steps.values() for s in steps
+    ):
         return False
     sums = column_sums(reader)
     if not sums:

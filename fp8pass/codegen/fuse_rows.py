@@ -91,7 +91,9 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
         reader.read(scale)  # type: ignore[arg-type]
     except NotAMatrix:
         return None
-    if scale not in reader.steps or reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
+    if not reader.large or scale not in reader.steps:
+        return None
+    if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
         return None
     names = reader.names
     kernel = RowKernel(reader, [], [])
@@ -119,6 +121,7 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
 def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
     """Computed nodes that something outside the kernel uses, if only through a view or cast.
 
+    Conditions are computed again where they are used.
     `absorbed` are nodes that the kernel computes besides.
     """
     inside = set(reader.names) | set(absorbed)
@@ -129,7 +132,8 @@ def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]
             for user in node.users
         )
 
-    return [n for n in sorted(reader.steps) if is_used(n)]
+    values = [n for n in sorted(reader.steps) if tensor(n).is_floating_point()]
+    return [n for n in values if is_used(n)]
 
 
 def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:

@@ -17,6 +17,7 @@ What a kernel does not take stays as it is, for `lowering.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -34,25 +35,51 @@ fp8 = torch.ops.fp8pass
 LARGEST_INPUTS = 2.0
 
 
+@dataclass
+class Matrix:
+    """What one kernel may store of a matrix.
+
+    Attributes:
+        reader: the operators behind it.
+        store: what is stored.
+        replaced: nodes that each result stands for.
+        measured: `amax` operators that take the result in place of the matrix.
+    """
+
+    reader: Reader
+    store: Store
+    replaced: list[list[fx.Node]] = field(default_factory=list)
+    measured: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def large(self) -> set[fx.Node]:
+        """What is read that is as large as the matrix."""
+        return self.reader.large
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The nodes that come from the kernel."""
+        return [*(n for nodes in self.replaced for n in nodes), *self.measured]
+
+
 def fuse_tiles(gm: fx.GraphModule) -> None:
     """Replace quantized and transposed matrices of a graph by tile kernels."""
-    matrices = [m for n in gm.graph.nodes if (m := read_matrix(n)) is not None]
-    for group in grouped(matrices):
-        fuse(group)
-    measured = [m for n in list(gm.graph.nodes) if (m := read_measured(n)) is not None]
-    for group in grouped(measured):
-        measure(group)
-    if matrices or measured:
+    changed = False
+    for read in (read_codes, read_measured):
+        matrices = [m for n in gm.graph.nodes if (m := read(n)) is not None]
+        for group in grouped(matrices):
+            changed |= fuse(group)
+    if changed:
         sort_topologically(gm.graph)
         gm.graph.eliminate_dead_code()
         gm.recompile()
 
 
-def read_matrix(codes: fx.Node) -> Reader | None:
-    """The operators behind `codes`, None if no kernel here stores them."""
+def read_codes(codes: fx.Node) -> Matrix | None:
+    """The matrix behind `codes`, None if no kernel here stores them."""
     if not graph.is_call(codes, fp8.quantize.default) or why_no_tiles(codes):
         return None
-    x, scale, _ = codes.args
+    x, scale, format = codes.args
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     try:
@@ -64,7 +91,14 @@ def read_matrix(codes: fx.Node) -> Reader | None:
         reader.load(scale)
     except NotAMatrix:
         return None
-    return reader if reader.large else None
+    if not reader.large:
+        return None
+    by_layout = {"rows": [codes], "columns": transposes(codes)}
+    if len(codes.users) == len(by_layout["columns"]):
+        del by_layout["rows"]
+    names = reader.names
+    store = Store(names[x], tuple(by_layout), scale=names[scale], format=str(format))
+    return Matrix(reader, store, list(by_layout.values()))
 
 
 def why_no_tiles(codes: fx.Node) -> str | None:
@@ -93,53 +127,30 @@ def transposes(codes: fx.Node) -> list[fx.Node]:
     return [u for u in codes.users if u.target is fp8.transpose.default]
 
 
-def read_measured(amax: fx.Node) -> Reader | None:
-    """The operators behind a matrix of which `amax` is taken, if it is computed from groups.
+def read_measured(x: fx.Node) -> Matrix | None:
+    """A matrix of which `amax` is taken, if it is computed from groups.
 
     What is computed otherwise has its amax taken by the kernel that computes it.
     """
-    if not graph.is_call(amax, fp8.amax.default):
-        return None
-    x = amax.args[0]
-    assert isinstance(x, fx.Node)
-    val = tensor(x)
-    if (
-        val.ndim != 2
-        or not isinstance(val.shape[1], int)
-        or hardware.why_no_triton_kernels(val.device)
-    ):
+    amaxes = [u for u in x.users if u.target is fp8.amax.default]
+    if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
         return None
     reader = Reader(x)
     try:
         reader.read(x)
     except NotAMatrix:
         return None
-    return reader if any(load.operand == "groups" for load in reader.loads.values()) else None
+    if not any(load.operand == "groups" for load in reader.loads.values()):
+        return None
+    return Matrix(reader, Store(reader.names[x], ("amax",)), measured=amaxes)
 
 
-def measure(group: list[Reader]) -> None:
-    """Have one kernel take the first stage of the amax of every matrix of a group."""
-    stores = [Store(m.names[m.matrix], ("amax",)) for m in group]
-    amaxes = [u for m in group for u in m.matrix.users if u.target is fp8.amax.default]
-    first = min(amaxes)
-    results = list(emit_kernel(tiles, group, stores, like=first))
-    for matrix, result in zip(group, results, strict=True):
-        for user in [u for u in matrix.matrix.users if u.target is fp8.amax.default]:
-            user.replace_input_with(matrix.matrix, result)
-
-
-def grouped(matrices: Iterable[Reader]) -> list[list[Reader]]:
-    """Matrices that one kernel computes: their inputs are among those of the first, which has most.
-
-    None of them may be needed to compute what another one reads.
-    """
-    groups: list[list[Reader]] = []
+def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """Matrices that one kernel stores: none reads more than the first, which reads most."""
+    groups: list[list[Matrix]] = []
     for matrix in sorted(matrices, key=lambda m: -len(m.large)):
         for group in groups:
-            together = [*group, matrix]
-            reads = {n for m in together for n in m.loads}
-            shared = matrix.large <= group[0].large
-            if shared and not depends(reads, [m.matrix for m in together]):
+            if matrix.large <= group[0].large and not needs_itself([*group, matrix]):
                 group.append(matrix)
                 break
         else:
@@ -147,19 +158,27 @@ def grouped(matrices: Iterable[Reader]) -> list[list[Reader]]:
     return groups
 
 
-def fuse(group: list[Reader]) -> None:
-    """Put one kernel in place of the codes of a group, and of their transposes."""
-    stores: list[Store] = []
-    replaced: list[list[fx.Node]] = []
+def needs_itself(group: list[Matrix]) -> bool:
+    """Whether what a kernel reads depends on what it stores."""
+    reads = {n for m in group for n in m.reader.loads}
+    return depends(reads, [n for m in group for n in m.results])
+
+
+def fuse(group: list[Matrix]) -> bool:
+    """Put one kernel in place of a group; False if that is not possible."""
+    if needs_itself(group):  # by way of a kernel that was put in place meanwhile
+        alone = [fuse([matrix]) for matrix in group] if len(group) > 1 else []
+        return any(alone)
+    readers, stores = [m.reader for m in group], [m.store for m in group]
+    results = emit_kernel(tiles, readers, stores, like=group[0].reader.matrix)
+    results = iter(list(results))
     for matrix in group:
-        x, scale, format = matrix.matrix.args
-        layouts = {"rows": [matrix.matrix], "columns": transposes(matrix.matrix)}
-        if len(matrix.matrix.users) == len(layouts["columns"]):
-            del layouts["rows"]
-        names = matrix.names[x], matrix.names[scale]  # type: ignore[index]
-        stores.append(Store(names[0], tuple(layouts), scale=names[1], format=str(format)))
-        replaced += layouts.values()
-    results = emit_kernel(tiles, group, stores, like=group[0].matrix)
-    for nodes, result in zip(replaced, list(results), strict=True):
-        for node in nodes:
-            node.replace_all_uses_with(result)
+        for nodes in matrix.replaced:
+            result = next(results)
+            for node in nodes:
+                node.replace_all_uses_with(result)
+        if matrix.measured:
+            result = next(results)
+            for amax in matrix.measured:
+                amax.update_arg(0, result)
+    return True

@@ -50,11 +50,11 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
         parsed = Program.parse(program)
         rows, columns = parsed.sizes(inputs)
         outputs = parsed.empty_outputs(inputs)
-        if rows:
-            launch = prepare(parsed, rows, columns)
-            arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
-            tensors = [x.contiguous() for x in inputs]
-            launch.kernel[launch.grid](*tensors, *outputs, **arguments)
+        if not rows:
+            return [x.zero_() for x in outputs]
+        launch = prepare(parsed, rows, columns)
+        arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+        launch.kernel[launch.grid](*(x.contiguous() for x in inputs), *outputs, **arguments)
         return outputs
 
     def elsewhere(inputs: list[Tensor], program: str) -> list[Tensor]:

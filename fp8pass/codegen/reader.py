@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.codegen.buffers import emit_buffer
+from fp8pass.codegen.buffers import emit_buffer, is_buffer
 from fp8pass.codegen.program import OPERANDS, Load, Program, Step, Store
 from fp8pass.codegen.triton_ops import expression
 from fp8pass.formats import FORMATS
@@ -67,6 +67,8 @@ class Reader:
         val = graph.value(node)
         if val is None or not val.is_floating_point() or not val.is_contiguous():
             raise NotAMatrix
+        if val.device != tensor(self.matrix).device:  # numbers may be tensors on the CPU
+            raise NotAMatrix
         self.loads[node] = Load(node.name, self.operand(node))
         self.names[node] = node.name
 
@@ -80,11 +82,12 @@ class Reader:
         true, last, columns = compat.statically_known_true, val.shape[-1], matrix.shape[-1]
         if true(val.numel() == 1):
             return "scalar"
-        if last == columns and true(val.numel() == matrix.numel()):
+        is_wide = isinstance(last, int) and last == columns
+        if is_wide and true(val.numel() == matrix.numel()):
             return "full"
         if last == 1 and true(val.numel() * columns == matrix.numel()):
             return "row"
-        if last == columns and true(val.numel() == columns):
+        if is_wide and true(val.numel() == columns):
             return "column"
         raise NotAMatrix
 
@@ -118,6 +121,9 @@ class Reader:
             source = node.args[0]
             if not isinstance(source, fx.Node) or not all(map(_is_float, (node, source))):
                 return False
+            # A view may make a row of a column: of [N] an [N, 1], where M is N.
+            if not _looks_through(node, self.operand(source), self.operand(node)):
+                return False
             self.read(source)
             self.names[node] = self.names[source]
             return True
@@ -150,9 +156,9 @@ class Reader:
             return [Step(name, "row_amax", (self._name(args[0]),))]
         if node.target is fp8.scale.default and self.operand(node) == "row":
             return [Step(name, "scale", (self._name(args[0]), args[1]))]
-        if node.target is aten.sum.dim_IntList and _over_rows(node):
+        if node.target is aten.sum.dim_IntList and _over_rows(node, columns):
             return [Step(name, "row_sum", (self._name(args[0]),))]
-        if node.target is aten.mean.dim and _over_rows(node):
+        if node.target is aten.mean.dim and _over_rows(node, columns):
             return self._mean(name, self._name(args[0]), columns)
         source = args[0] if graph.is_getitem(node) else None
         if isinstance(source, fx.Node) and source.target is aten.var_mean.correction:
@@ -165,13 +171,15 @@ class Reader:
 
     def _var_mean(self, node: fx.Node, source: fx.Node) -> list[Step]:
         columns, name = tensor(self.matrix).shape[-1], node.name
-        if not _over_rows(source):
+        if not _over_rows(source, columns):
             raise NotAMatrix
         x = self._name(source.args[0])
         if node.args[1] == 1:
             return self._mean(name, x, columns)
         correction = source.kwargs.get("correction")
         count = columns - (1 if correction is None else float(correction))  # type: ignore[arg-type]
+        if count <= 0:
+            raise NotAMatrix
         return [
             *self._mean(f"{name}_mean", x, columns),
             Step(f"{name}_off", "aten.sub.Tensor", (x, f"{name}_mean")),
@@ -189,8 +197,17 @@ def _is_float(node: fx.Node) -> bool:
     return val is not None and val.is_floating_point() and not is_fp8(val.dtype)
 
 
-def _over_rows(node: fx.Node) -> bool:
-    """Whether a reduction is over the last dimension, which it keeps."""
+def _looks_through(node: fx.Node, source: str, result: str) -> bool:
+    """Whether a value lies in the matrix after a view or cast as it did before."""
+    if node.target is aten.expand.default:
+        return source == result or source == "scalar" or result == "full"
+    return source == result
+
+
+def _over_rows(node: fx.Node, columns: int) -> bool:
+    """Whether a reduction is over the last dimension, the matrix's, which it keeps."""
+    if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
+        return False
     x, dims = node.args[:2]
     keeps = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim")
     last = tensor(x).ndim - 1  # type: ignore[arg-type]
@@ -231,8 +248,11 @@ def _in_memory(node: fx.Node) -> fx.Node:
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
         return node
+    order = list(range(val.ndim))
+    if held := next((u for u in node.users if is_buffer(u, order)), None):
+        return held
     with node.graph.inserting_after(node):
-        held = emit_buffer(node, list(range(val.ndim)))
+        held = emit_buffer(node, order)
     node.replace_all_uses_with(held, delete_user_cb=lambda user: user is not held)
     return held
 
@@ -267,6 +287,7 @@ def sort_topologically(g: fx.Graph) -> None:
             order.append(current)
             placed.add(current)
             pending += reversed(waiting.pop(current, []))
+    assert len(order) == len(g.nodes), "a kernel needs what it computes"
     for previous, node in pairwise(order):
         if previous.next is not node:
             previous.append(node)

@@ -13,7 +13,6 @@ reduction that waits for another one, from the cache after the first time.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -84,16 +83,21 @@ class Writer:
         self.rounded = {s.name: s.dtype for s in program.stores if "full" in s.layouts}
         self.where = pointers(program)
         self.results = self._name_results()
+        self.varying: set[str] = set()
+        self.stages: dict[str, int] = {}
+        for definition in self.definitions.values():
+            self._place(definition)
         self.lines: list[str] = []
         self.known: set[str] = set()
 
-    def _name_results(self) -> dict[tuple[Store, str], list[str]]:
-        found: dict[tuple[Store, str], list[str]] = {}
+    def _name_results(self) -> dict[tuple[int, str], list[str]]:
+        """The pointers of every store, by its number and layout."""
+        found: dict[tuple[int, str], list[str]] = {}
         count = 0
-        for store in self.program.stores:
+        for i, store in enumerate(self.program.stores):
             for layout in store.layouts:
                 number = 2 if layout == "groups" else 1
-                found[store, layout] = [f"out{count + i}" for i in range(number)]
+                found[i, layout] = [f"out{count + i}" for i in range(number)]
                 count += number
         return found
 
@@ -102,53 +106,49 @@ class Writer:
         inputs = [f"in{i}" for i in range(self.program.input_count)]
         return inputs + [name for names in self.results.values() for name in names]
 
-    # --- what varies along a row, and when it is known ------------------------------------------
+    def _place(self, definition: Load | Step) -> None:
+        """Whether a value varies along a row, and the stage in which it is first known.
 
-    def varies(self, name: str) -> bool:
-        """Whether a value has more than one element in a row."""
-        definition = self.definitions[name]
+        A reduction is known in the stage after its own.
+        """
+        name = definition.name
         if isinstance(definition, Load):
-            return definition.operand in ("full", "column", "groups")
-        if definition.target in REDUCTIONS:
-            return False
-        return any(self.varies(x) for x in _operands(definition))
-
-    def stage(self, name: str) -> int:
-        """The stage in which a value is first known; a reduction is, after its own."""
-        definition = self.definitions[name]
-        if isinstance(definition, Load):
-            return 0
-        stage = max((self.stage(x) for x in _operands(definition)), default=0)
-        return stage + (definition.target in REDUCTIONS)
+            self.stages[name] = 0
+            if definition.operand in ("full", "column", "groups"):
+                self.varying.add(name)
+            return
+        needs, reduces = _operands(definition), definition.target in REDUCTIONS
+        self.stages[name] = max((self.stages[x] for x in needs), default=0) + reduces
+        if not reduces and not self.varying.isdisjoint(needs):
+            self.varying.add(name)
 
     # --- lines ----------------------------------------------------------------------------------
 
     def write(self) -> list[str]:
         """All lines of the body."""
         reductions = [s for s in self.program.steps if s.target in REDUCTIONS]
-        stores = [(s, layout) for s in self.program.stores for layout in s.layouts]
-        when = {key: self._stage_of_store(*key) for key in stores}
-        last = max([*when.values(), *(self.stage(r.name) - 1 for r in reductions)])
+        when = {key: self._stage_of_store(key[0]) for key in self.results}
+        last = max([*when.values(), *(self.stages[r.name] - 1 for r in reductions)])
         if self.straight:
             self.lines += ["start = 0", *_COLUMNS]
         for stage in range(last + 1):
             self._write_stage(
-                [r for r in reductions if self.stage(r.name) - 1 == stage],
-                [key for key in stores if when[key] == stage],
+                [r for r in reductions if self.stages[r.name] - 1 == stage],
+                [key for key in self.results if when[key] == stage],
             )
         return self.lines
 
-    def _stage_of_store(self, store: Store, layout: str) -> int:
-        return max(self.stage(x) for x in (store.name, store.scale) if x)
+    def _stage_of_store(self, number: int) -> int:
+        store = self.program.stores[number]
+        return max(self.stages[x] for x in (store.name, store.scale) if x)
 
-    def _write_stage(self, reductions: list[Step], stores: list[tuple[Store, str]]) -> None:
+    def _write_stage(self, reductions: list[Step], stores: list[tuple[int, str]]) -> None:
         along = [key for key in stores if key[1] != "row"]
-        for x in sorted({x for r in reductions for x in self._row_values(r.args[0])}):
-            self.define(x)
-        for store, _ in along:
-            for x in (store.name, store.scale):
-                for value in self._row_values(x):
-                    self.define(value)
+        needed = [r.args[0] for r in reductions]
+        for number, _ in along:
+            needed += [self.program.stores[number].name, self.program.stores[number].scale]
+        for value in self._row_values([x for x in needed if x]):
+            self.define(value)
         if self.straight:
             self._write_chunk(reductions, along)
         elif reductions or along:
@@ -164,27 +164,33 @@ class Writer:
             rest = "" if combine == "sum" else ", largest"
             self.lines.append(f"{r.name} = tl.{combine}({r.name}_chunk, 0{rest})")
             self.known.add(r.name)
-        for store, layout in stores:
+        for number, layout in stores:
             if layout == "row":
+                store, (pointer,) = self.program.stores[number], self.results[number, layout]
                 self.define(store.name)
-                (pointer,) = self.results[store, layout]
                 self.lines.append(f"tl.store({pointer} + row, {store.name}.to(tl.{store.dtype}))")
 
-    def _row_values(self, name: str) -> Iterable[str]:
-        """Values without an element for each column that `name` is computed from."""
-        if not name or name in self.known:
-            return
-        if not self.varies(name):
-            yield name
-            return
-        definition = self.definitions[name]
-        for x in _operands(definition) if isinstance(definition, Step) else ():
-            yield from self._row_values(x)
+    def _row_values(self, names: list[str]) -> list[str]:
+        """What does not vary along a row and is needed to compute values."""
+        found: list[str] = []
+        seen, pending = set(self.known), list(reversed(names))
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            definition = self.definitions[name]
+            if name not in self.varying:
+                found.append(name)
+            elif isinstance(definition, Step):
+                pending += _operands(definition)
+        return found
 
-    def _write_chunk(self, reductions: list[Step], stores: list[tuple[Store, str]]) -> None:
-        for store, layout in stores:
+    def _write_chunk(self, reductions: list[Step], stores: list[tuple[int, str]]) -> None:
+        for number, layout in stores:
+            store = self.program.stores[number]
             self.define(store.name)
-            self._write_store(store, layout)
+            self._write_store(store, layout, self.results[number, layout])
         for r in reductions:
             (x,) = r.args
             self.define(x)
@@ -223,8 +229,8 @@ class Writer:
             f"{load.name} = {load.name} * {scales}",
         ]
 
-    def _write_store(self, store: Store, layout: str) -> None:
-        name, pointers_ = store.name, self.results[store, layout]
+    def _write_store(self, store: Store, layout: str, pointers_: list[str]) -> None:
+        name = store.name
         if layout == "sums":
             self.lines.append(f"{name}_sums += tl.where(there, {name}, 0.0)")
         elif layout == "full":
@@ -253,13 +259,13 @@ def source(program: Program, *, straight: bool) -> str:
     writer = Writer(program, straight=straight)
     body = "\n".join(f"    {line}" for line in writer.write())
     name = kernel_name("rows", program)
-    if sums := [s for s in program.stores if "sums" in s.layouts]:
+    if sums := [(i, s) for i, s in enumerate(program.stores) if "sums" in s.layouts]:
         return PRELUDE + _SUMMING_KERNEL.format(
             name=name,
             parameters=", ".join(writer.parameters()),
-            zeros="\n".join(f"    {s.name}_sums = tl.zeros((CHUNK,), tl.float32)" for s in sums),
+            zeros="\n".join(f"    {s.name}_sums = tl.zeros((CHUNK,), tl.float32)" for _, s in sums),
             body=textwrap.indent(body, "    "),
-            sums="\n".join(_sum_line(s, *writer.results[s, "sums"]) for s in sums),
+            sums="\n".join(_sum_line(s, *writer.results[i, "sums"]) for i, s in sums),
         )
     return PRELUDE + _KERNEL.format(name=name, parameters=", ".join(writer.parameters()), body=body)
 

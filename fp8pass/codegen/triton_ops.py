@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fp8pass.codegen.program import Load, Program, Step
 from fp8pass.formats import FORMATS
 from fp8pass.ops import SMALLEST_SCALE
@@ -29,8 +31,8 @@ EXPRESSIONS: dict[str, str] = {
     "aten.cos.default": "tl.cos({0})",
     "aten.erf.default": "tl.erf({0})",
     "aten.sigmoid.default": "tl.sigmoid({0})",
-    # Off by 1e-7, which is nothing to 1 + tanh; Triton's own is in a library for each device.
-    "aten.tanh.default": "2.0 * tl.sigmoid(2.0 * {0}) - 1.0",
+    # Triton's own is in a library for each device.
+    "aten.tanh.default": "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * tl.sigmoid(2.0 * {0}) - 1.0)",
     "aten.silu.default": "{0} * tl.sigmoid({0})",
     "aten.relu.default": "largest({0}, 0.0)",
     "aten.clamp_min.default": "largest({0}, {1})",
@@ -100,12 +102,20 @@ def expression(step: Step) -> str | None:
     if step.target == "scale":
         amax, format = step.args
         return f"scale_of({amax}, {1 / FORMATS[format].max!r}, {SMALLEST_SCALE!r})"
-    args = [x if isinstance(x, str) else f"({x!r})" for x in step.args]
     if step.target == "aten.pow.Tensor_Scalar":
         template = POWERS.get(float(step.args[1]))
     else:
         template = EXPRESSIONS.get(step.target)
-    return template and template.format(*args)
+        if template is None or f"{{{len(step.args) - 1}}}" not in template:
+            return None  # a default is not the default
+    return template and template.format(*map(_literal, step.args))
+
+
+def _literal(argument: str | float) -> str:
+    """A value's name, or a number."""
+    if isinstance(argument, str):
+        return argument
+    return f"({argument!r})" if math.isfinite(argument) else f"float('{argument}')"
 
 
 def kernel_name(kind: str, program: Program) -> str:
