@@ -81,7 +81,8 @@ class InnerCompile:
             rewrite_inference(gm, self.config, compat.static_inputs(kwargs), self.observer)
         if self.config.compiler == "eager":
             return compat.interpret(gm)
-        use_kernels(gm)
+        if self.config.quantizes_linears:
+            use_kernels(gm)
         lower_dialect(gm)
         buffer_residual_sums(gm)
         return compat.compile_fx_inner(gm, inputs, **kwargs)

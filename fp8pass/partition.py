@@ -86,7 +86,8 @@ class Partitioner(compat.CustomPartitionerFn):
         debug.report(ctx.plan)
         forward, backward = cut(gm, ctx)
         if self.observer:
-            ctx.plan.kernels = [kernel_use(copy_of(half)) for half in (forward, backward)]
+            if self.config.quantizes_linears:
+                ctx.plan.kernels = [kernel_use(copy_of(half)) for half in (forward, backward)]
             self.observer(ctx.plan, records)
         return forward, backward
 
@@ -147,7 +148,7 @@ def rewrite_inference(
     ctx.plan.note = "inference"
     debug.report(ctx.plan)
     if observer:
-        ctx.plan.kernels = [kernel_use(copy_of(gm))]
+        ctx.plan.kernels = [kernel_use(copy_of(gm))] if config.quantizes_linears else []
         observer(ctx.plan, records)
 
 

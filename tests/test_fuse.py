@@ -100,6 +100,14 @@ def test_what_a_decoder_layer_launches(graphs):
     assert backward == {"rows": 3, "tiles": 2 * 17}
 
 
+def test_recipe_exact_uses_none(graphs):
+    """Its results are those of stock torch.compile, bit for bit."""
+    model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
+    program = torch.compile(model, backend=make_backend(Config.recipe("exact")))
+    program(x).sum().backward()
+    assert not graphs
+
+
 def test_disabled_kernels(graphs, monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "tiles")
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()

@@ -55,9 +55,8 @@ def fuse(node: fx.Node) -> bool:
         reader.read(node)
     except NotAMatrix:
         return False
-    if not reader.large or not any(
-        s.target == "row_sum" for steps in reader.steps.values() for s in steps
-    ):
+    steps = [step for steps in reader.steps.values() for step in steps]
+    if not reader.large or not any(step.target == "row_sum" for step in steps):
         return False
     sums = column_sums(reader)
     if not sums:
