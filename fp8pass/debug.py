@@ -96,7 +96,7 @@ def report(plan: Plan) -> None:
 
 def disabled_passes() -> list[str]:
     """The passes that `FP8PASS_DISABLE_PASSES` leaves out."""
-    return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
+    return _names_in("FP8PASS_DISABLE_PASSES")
 
 
 def disabled_kernels(known: Iterable[str]) -> list[str]:
@@ -110,7 +110,11 @@ def disabled_kernels(known: Iterable[str]) -> list[str]:
 
 def kernels_to_disable() -> list[str]:
     """The names in `FP8PASS_DISABLE_KERNELS`."""
-    return sorted(n for n in os.environ.get("FP8PASS_DISABLE_KERNELS", "").split(",") if n)
+    return _names_in("FP8PASS_DISABLE_KERNELS")
+
+
+def _names_in(variable: str) -> list[str]:
+    return sorted(n for n in os.environ.get(variable, "").split(",") if n)
 
 
 def _enabled(passes: Sequence[Pass]) -> list[Pass]:

@@ -101,6 +101,8 @@ def swiglu_backward(group: int) -> Program:
     return Program(
         (
             Load("s", "scalar"),
+            Load("r", "scalar"),
+            Load("t", "scalar"),
             Load("d", "full"),
             Load("g", "groups", group),
             Load("u", "groups", group),
@@ -110,13 +112,13 @@ def swiglu_backward(group: int) -> Program:
             Step("a", "aten.mul.Tensor", ("g", "p")),
             Step("h", "aten.mul.Tensor", ("a", "u")),
             Step("du", "aten.mul.Tensor", ("d", "a")),
-            Step("t", "aten.mul.Tensor", ("d", "u")),
-            Step("dg", "aten.silu_backward.default", ("t", "g")),
+            Step("dh", "aten.mul.Tensor", ("d", "u")),
+            Step("dg", "aten.silu_backward.default", ("dh", "g")),
         ),
         (
             Store("h", ("columns",), "s", "e4m3"),
-            Store("du", ("rows", "columns"), "s", "e4m3"),
-            Store("dg", ("rows", "columns"), "s", "e4m3"),
+            Store("du", ("rows", "columns"), "r", "e4m3"),
+            Store("dg", ("rows", "columns"), "t", "e4m3"),
         ),
     )
 

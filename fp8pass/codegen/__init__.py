@@ -1,0 +1,11 @@
+"""From graphs of aten and the dialect to what Inductor compiles, in the order it happens.
+
+kernels.py        Triton kernels take over what they do better than generated code:
+  fuse_rows.py      what is quantized by row                    -> row_kernel.py
+  fuse_norms.py     the backward of norms                       -> row_kernel.py
+  fuse_tiles.py     what is needed in both layouts              -> tile_kernel.py
+  reader.py         reads FX operators into a program.py, which triton_ops.py says in Triton
+  kernel_op.py      makes operators of kernels, which Inductor launches
+lowering.py       the rest of the dialect becomes aten
+buffers.py        values that get memory, and a layout, of their own
+"""

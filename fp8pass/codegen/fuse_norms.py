@@ -25,7 +25,6 @@ from fp8pass.codegen.reader import (
     Reader,
     depends,
     emit_kernel,
-    sort_topologically,
 )
 from fp8pass.codegen.row_kernel import LONGEST_STRAIGHT, rows
 from fp8pass.graph import RESHAPES, aten, tensor
@@ -34,16 +33,13 @@ from fp8pass.passes.regions import is_residual_sum
 fp8 = torch.ops.fp8pass
 
 
-def fuse_norms(gm: fx.GraphModule) -> None:
-    """Replace sums of residual gradients and norms' gradients by row kernels."""
+def fuse_norms(gm: fx.GraphModule) -> bool:
+    """Replace sums of residual gradients and norms' gradients by row kernels; whether any."""
     changed = False
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.users and is_residual_sum(node):
             changed |= fuse(node)
-    if changed:
-        sort_topologically(gm.graph)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
+    return changed
 
 
 def fuse(node: fx.Node) -> bool:
@@ -85,8 +81,8 @@ def column_sums(reader: Reader) -> list[fx.Node]:
     """Sums over all rows of values that are computed from what the kernel reads anyway."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
-    for load in loads:
-        for node in _behind(load):
+    for load in sorted(loads):
+        for node in sorted(_behind(load)):
             if not _sums_columns(node) or node in found:
                 continue
             before = dict(reader.loads), dict(reader.steps), dict(reader.names)
@@ -99,7 +95,7 @@ def column_sums(reader: Reader) -> list[fx.Node]:
                 found.append(node)
             else:
                 reader.loads, reader.steps, reader.names = before
-    return sorted(found)
+    return found
 
 
 def _behind(load: fx.Node, depth: int = 8) -> set[fx.Node]:

@@ -29,7 +29,6 @@ from fp8pass.codegen.reader import (
     Reader,
     depends,
     emit_kernel,
-    sort_topologically,
 )
 from fp8pass.codegen.row_kernel import CHUNK, rows
 from fp8pass.codegen.triton_ops import CODE_TYPES
@@ -38,16 +37,13 @@ from fp8pass.graph import aten, tensor
 fp8 = torch.ops.fp8pass
 
 
-def fuse_rows(gm: fx.GraphModule) -> None:
-    """Replace matrices that are quantized by row by row kernels."""
+def fuse_rows(gm: fx.GraphModule) -> bool:
+    """Replace matrices that are quantized by row by row kernels; whether there were any."""
     changed = False
     for node in list(gm.graph.nodes):
         if graph.is_call(node, fp8.quantize.default) and node.users:
             changed |= fuse(node)
-    if changed:
-        sort_topologically(gm.graph)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
+    return changed
 
 
 def fuse(codes: fx.Node) -> bool:

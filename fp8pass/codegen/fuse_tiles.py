@@ -24,7 +24,7 @@ from torch import fx
 
 from fp8pass import graph, hardware
 from fp8pass.codegen.program import Store
-from fp8pass.codegen.reader import NotAMatrix, Reader, depends, emit_kernel, sort_topologically
+from fp8pass.codegen.reader import NotAMatrix, Reader, depends, emit_kernel
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.codegen.triton_ops import CODE_TYPES
 from fp8pass.graph import tensor
@@ -62,17 +62,15 @@ class Matrix:
         return [*(n for nodes in self.replaced for n in nodes), *self.measured]
 
 
-def fuse_tiles(gm: fx.GraphModule) -> None:
-    """Replace quantized and transposed matrices of a graph by tile kernels."""
+def fuse_tiles(gm: fx.GraphModule) -> bool:
+    """Replace quantized and transposed matrices by tile kernels; whether there were any."""
     changed = False
     for read in (read_codes, read_measured):
         matrices = [m for n in gm.graph.nodes if (m := read(n)) is not None]
         for group in grouped(matrices):
-            changed |= fuse(group)
-    if changed:
-        sort_topologically(gm.graph)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
+            fuse(group)
+        changed |= bool(matrices)
+    return changed
 
 
 def read_codes(codes: fx.Node) -> Matrix | None:
@@ -159,19 +157,22 @@ def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 
 
 def needs_itself(group: list[Matrix]) -> bool:
-    """Whether what a kernel reads depends on what it stores."""
+    """Whether what a kernel reads depends on what it stores.
+
+    A single matrix is computed from what is read for it, so only several can.
+    """
     reads = {n for m in group for n in m.reader.loads}
-    return depends(reads, [n for m in group for n in m.results])
+    return len(group) > 1 and depends(reads, [n for m in group for n in m.results])
 
 
-def fuse(group: list[Matrix]) -> bool:
-    """Put one kernel in place of a group; False if that is not possible."""
+def fuse(group: list[Matrix]) -> None:
+    """Put one kernel in place of a group."""
     if needs_itself(group):  # by way of a kernel that was put in place meanwhile
-        alone = [fuse([matrix]) for matrix in group] if len(group) > 1 else []
-        return any(alone)
+        for matrix in group:
+            fuse([matrix])
+        return
     readers, stores = [m.reader for m in group], [m.store for m in group]
-    results = emit_kernel(tiles, readers, stores, like=group[0].reader.matrix)
-    results = iter(list(results))
+    results = iter(list(emit_kernel(tiles, readers, stores, like=group[0].reader.matrix)))
     for matrix in group:
         for nodes in matrix.replaced:
             result = next(results)
@@ -181,4 +182,3 @@ def fuse(group: list[Matrix]) -> bool:
             result = next(results)
             for amax in matrix.measured:
                 amax.update_arg(0, result)
-    return True

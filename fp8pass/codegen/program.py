@@ -24,8 +24,7 @@ from fp8pass.ops import encode, group_scale, padded, quantize_groups, scale_of, 
 # How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
 # along its rows, [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
-
-
+# Rows and columns over which the first stage of an amax goes.
 AMAX_TILE = 64, 128
 # Programs that sum over rows, each over its own, so that the order of the sum is always the same.
 PARTIAL_SUMS = 1024

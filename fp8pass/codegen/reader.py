@@ -75,13 +75,12 @@ class Reader:
     def operand(self, node: fx.Node) -> str:
         """How `node` lies in the matrix; raises NotAMatrix if it does not."""
         val, matrix = graph.value(node), tensor(self.matrix)
-        if val is None or not val.ndim:
-            if val is None:
-                raise NotAMatrix
-            return "scalar"
-        true, last, columns = compat.statically_known_true, val.shape[-1], matrix.shape[-1]
+        if val is None:
+            raise NotAMatrix
+        true = compat.statically_known_true
         if true(val.numel() == 1):
             return "scalar"
+        last, columns = val.shape[-1], matrix.shape[-1]
         is_wide = isinstance(last, int) and last == columns
         if is_wide and true(val.numel() == matrix.numel()):
             return "full"
