@@ -380,7 +380,7 @@ def test_a_graph_that_keeps_nothing_has_no_frontier():
 
 @pytest.fixture(scope="module")
 def planner() -> Planner:
-    """Six decoder layers."""
+    """Four decoder layers."""
     (joint,) = [capture_joint(*deep_decoder(), config=Config.recipe("agoq"))]
     quantize_linears(joint.gm, joint.ctx)
     storage = storage_of(joint)
@@ -390,17 +390,18 @@ def planner() -> Planner:
 
 def deep_decoder() -> tuple[Any, ...]:
     models = benchmark_models()
-    model = models.Stack(6, 256, 4, 704).bfloat16()
+    model = models.Stack(4, 256, 4, 704).bfloat16()
     x = torch.randn(4, 512, 256, dtype=torch.bfloat16).requires_grad_() * 1
     return model, x, *models.rope_tables(512, 64, torch.device("cpu"))
 
 
-def test_the_estimated_peak_falls_with_the_budget(planner):
-    """Until recomputation holds more than it saves; from there it is flat."""
-    shares = (1.0, 0.75, 0.5, 0.4)
+def test_the_estimated_peak_falls_with_the_budget(planner, monkeypatch):
+    """Until recomputation holds as much as it saves."""
+    # No plan that a slow machine had to take because the time was up.
+    monkeypatch.setattr("fp8pass.passes.budget.TIME_LIMIT_S", 300.0)
+    shares = (1.0, 0.75, 0.5)
     peaks = [planner.point(planner.within(s * planner.most)).peak_bytes for s in shares]
-    for more, less in itertools.pairwise(peaks):
-        assert less <= more * 1.03
+    assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.75 * peaks[0]
 
 
@@ -410,7 +411,7 @@ def test_the_peak_counts_what_is_kept_and_gradients(planner):
     cuts = planner.program.within(planner.most)
     weights = sum(graph.nbytes(n) for n in memory.storage.ctx.parameters)
     assert memory.peak({}) == max(memory.gradients)
-    assert weights * 0.8 < memory.gradients[-1] + weights / 6
+    assert weights * 0.8 < memory.gradients[-1] + weights / 4
     assert max(planner.most, memory.peak({})) < memory.peak(cuts) < planner.most + memory.peak({})
 
 
@@ -423,9 +424,9 @@ def test_lives_end_with_the_last_use(planner):
         if v.target is torch.ops.fp8pass.scaled_mm.default and "gate" in graph.module_path(v)
     }
     everywhere = list(range(len(memory.moments)))
-    assert blocks["0"][0] == blocks["5"][0] == 0
+    assert blocks["0"][0] == blocks["3"][0] == 0
     assert blocks["0"][-1] >= len(everywhere) - 2
-    assert blocks["5"][-1] <= 2
+    assert blocks["3"][-1] <= 2
 
 
 def test_a_checkpoint_over_several_residual_sums_can_have_a_budget():
