@@ -70,6 +70,7 @@ from torch.fx.experimental.symbolic_shapes import (  # noqa: E402
     free_unbacked_symbols,
     statically_known_true,
 )
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._sympy.functions import CeilDiv  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: E402
 
@@ -91,6 +92,11 @@ __all__ = [
 _EXTRACT_TAKES_OPAQUE = (
     "saved_opaque_nodes" in inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
 )
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """A key for the memory of `tensor`: no other storage gets the same while the key lives."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def lower_to_buffer(op: Any) -> None:

@@ -3,9 +3,9 @@
 TORCH_LOGS="+fp8pass"          every pass: time, nodes, what changed in numbers
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
 FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
+TORCH_TRACE=DIR                the same as artifacts, for tlparse to show
 FP8PASS_DISABLE_PASSES=a,b     leave out passes by exact name
-FP8PASS_DISABLE_KERNELS=a,b    leave to Inductor what these kernels do: rows, tiles
-TORCH_TRACE=DIR                the same graphs as artifacts for tlparse
+FP8PASS_DISABLE_KERNELS=a,b    leave to Inductor what these kernels do: rows, norms, tiles
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import fx
 
-from fp8pass import compat, spec
+from fp8pass import compat, graph, spec
 from fp8pass.config import ConfigError, unknown
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, Context, Pass
 from fp8pass.passes.materialize import materialize_plan
@@ -30,15 +31,27 @@ from fp8pass.plan import Plan
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
+# Begins a comment that names the module that the following lines of a graph's code come from.
+MODULE_COMMENT = "# module "
+
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one graph: its code before and after, and how long it took in seconds."""
+    """One pass over one graph.
+
+    Attributes:
+        name: of the pass.
+        before, after: the graph's code, '' unless it was recorded; a comment names each module.
+        seconds: how long it took.
+        nodes_before, nodes_after: how many nodes the graph had.
+    """
 
     name: str
     before: str
     after: str
     seconds: float
+    nodes_before: int
+    nodes_after: int
 
     @property
     def diff(self) -> str:
@@ -54,11 +67,11 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run `passes` in order, with whatever debugging is asked for.
 
-    With `record`, or `FP8PASS_DUMP`, the graphs are kept as text, which takes longer than most
-    passes do.
+    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE`, the graphs are kept as text, which takes longer
+    than most passes do.
     """
     folder = os.environ.get("FP8PASS_DUMP")
-    record = record or bool(folder)
+    record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
     number = next(_graph_numbers)
     records = []
     check = os.environ.get("FP8PASS_CHECK", "0") != "0"
@@ -67,13 +80,14 @@ def run_passes(
         nodes, start = len(gm.graph.nodes), time.perf_counter()
         pass_(gm, ctx)
         seconds = time.perf_counter() - start
-        log.debug(
-            "graph %d: %s took %.1f ms, %d -> %d nodes",
-            *(number, pass_.__name__, seconds * 1e3, nodes, len(gm.graph.nodes)),
-        )
         if check:
             spec.verify(gm.graph)
-        entry = PassRecord(pass_.__name__, before, _code(gm) if record else "", seconds)
+        after = _code(gm) if record else ""
+        entry = PassRecord(pass_.__name__, before, after, seconds, nodes, len(gm.graph.nodes))
+        log.debug(
+            "graph %d: %s took %.1f ms, %d -> %d nodes",
+            *(number, entry.name, seconds * 1e3, entry.nodes_before, entry.nodes_after),
+        )
         records.append(entry)
         _trace(number, entry)
         if folder:
@@ -129,15 +143,29 @@ def _enabled(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _code(gm: fx.GraphModule) -> str:
-    return gm.graph.python_code("self", verbose=False).src
+    """A graph as Python, with a comment wherever another module begins.
+
+    Without FX's `x = None` behind the last use of each value, which would make every pass look as
+    if it had changed what it only uses.
+    """
+    nodes = {n.name: n for n in gm.graph.nodes}
+    lines, current = [], ""
+    for line in gm.graph.python_code("self", verbose=False).src.splitlines():
+        statement = line.split(";  ")[0]
+        node = nodes.get(statement.split(" = ")[0].strip())
+        if node and (path := graph.module_path(node)) != current:
+            lines.append(f"    {MODULE_COMMENT}{path}")
+            current = path
+        lines.append(statement)
+    return "\n".join(lines)
 
 
 def _trace(number: int, entry: PassRecord) -> None:
-    if entry.after:
+    """Leave both graphs to `TORCH_TRACE`."""
+    for when, code in (("before", entry.before), ("after", entry.after)) if entry.after else ():
+        about = {"name": f"fp8pass_{number}_{entry.name}_{when}", "encoding": "string"}
         compat.trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"fp8pass_{number}_{entry.name}", "encoding": "string"},
-            payload_fn=lambda: entry.after,
+            "artifact", metadata_fn=partial(dict, about), payload_fn=partial(str, code)
         )
 
 

@@ -10,34 +10,38 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fp8pass import compat
+from fp8pass import compat, measure
 from fp8pass.backend import Backend
 from fp8pass.config import Config, split_options
-from fp8pass.debug import PassRecord
+from fp8pass.partition import CompiledGraph
 from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary, SavedTensor
 
-
-@dataclass(frozen=True)
-class GraphReport:
-    """One compiled graph: its plan, and the graph before and after each pass."""
-
-    plan: Plan
-    passes: list[PassRecord]
+if TYPE_CHECKING:
+    from fp8pass.diagnose import Diagnosis
 
 
 @dataclass
 class Explanation:
-    """What fp8pass does to a model; print it, or look at `graphs`."""
+    """What fp8pass does to a model; print it, `save` it as a page, or look at `graphs`.
+
+    Attributes:
+        config: what was asked for.
+        model: name of the model's class.
+        eager_bytes: what the model keeps for its backward without any compiler, measured.
+        graphs: what was compiled, in order.
+    """
 
     config: Config
-    graphs: list[GraphReport] = field(default_factory=list)
+    model: str = ""
+    eager_bytes: int = 0
+    graphs: list[CompiledGraph] = field(default_factory=list)
 
     @property
     def saved_bytes(self) -> int:
@@ -55,6 +59,7 @@ class Explanation:
             "config": json.loads(json.dumps(vars(self.config))),
             "saved_bytes": self.saved_bytes,
             "stock_bytes": self.stock_bytes,
+            "eager_bytes": self.eager_bytes,
             "graphs": [
                 g.plan.to_dict() | {"pass_seconds": {p.name: p.seconds for p in g.passes}}
                 for g in self.graphs
@@ -67,6 +72,18 @@ class Explanation:
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
+
+    def save(self, path: str | Path, diagnosis: Diagnosis | None = None) -> None:
+        """Write everything as one HTML page that needs no network: see `fp8pass.report`.
+
+        Args:
+            path: of the file.
+            diagnosis: what `fp8pass.diagnose` measured, to be shown beside what was predicted.
+        """
+        # Here rather than above: templates take time to import, which compiling need not wait for.
+        from fp8pass.report import write_report
+
+        write_report(self, Path(path), diagnosis)
 
     def plot_frontier(self, path: str | Path) -> None:
         """Write a PNG of memory against added time, a line for each graph, this plan marked.
@@ -127,8 +144,9 @@ def explain(
 ) -> Explanation:
     """What fp8pass would do to `model` called with these arguments.
 
-    Runs one forward through the rewritten graphs, op by op, with gradients enabled; buffers and
-    random number generators are put back afterwards, parameters and their gradients not touched.
+    Runs one forward of the model as it is, and one through the rewritten graphs, op by op, with
+    gradients enabled; buffers and random number generators are put back afterwards, parameters and
+    their gradients not touched.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
@@ -141,21 +159,20 @@ def explain(
         **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
 
     Returns:
-        An Explanation: `print` it, or use `.graphs`, `.to_json()`, `.plot_frontier()`.
+        An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
+        `.plot_frontier()`.
     """
     config = config or configuration_of(model)
-    explanation = Explanation(config)
-
-    def observe(plan: Plan, passes: list[PassRecord]) -> None:
-        explanation.graphs.append(GraphReport(plan, passes))
-
     module = getattr(model, "_orig_mod", model)
+    explanation = Explanation(config, type(module).__name__)
     wanted = {"frontier": frontier, "rules": rules}
     extras = frozenset(name for name, asked in wanted.items() if asked)
-    backend = Backend(replace(config, compiler="eager"), observe, extras)
+    backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
     compiled = torch.compile(module, backend=backend)
-    with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
-        compiled(*args, **kwargs)
+    with unchanged(module), torch.enable_grad():
+        explanation.eager_bytes = measure.saved_bytes(module, *args, **kwargs)
+        with compat.fresh_compilation():
+            compiled(*args, **kwargs)
     return explanation
 
 

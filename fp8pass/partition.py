@@ -16,9 +16,28 @@ from fp8pass import compat, debug, graph
 from fp8pass.codegen.kernels import kernel_use
 from fp8pass.config import Config
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, Context
+from fp8pass.passes.costs import total_flops
 from fp8pass.plan import Plan
 
-Observer = Callable[[Plan, list[debug.PassRecord]], None]
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One compiled graph, for those who observe.
+
+    Attributes:
+        plan: what was decided.
+        passes: the graph before and after each pass.
+        gm: the graph after all passes, the joint one where there is a backward.
+        ctx: what the passes were told, and decided about the nodes of `gm`.
+    """
+
+    plan: Plan
+    passes: list[debug.PassRecord]
+    gm: fx.GraphModule
+    ctx: Context
+
+
+Observer = Callable[[CompiledGraph], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Partitioner(compat.CustomPartitionerFn):
     Args:
         config: the user's choices.
         inputs: what is known about the inputs of the Dynamo graph.
-        observer: called with the plan and the passes' graphs, for `explain`.
+        observer: called with what came of it, for `explain`.
         extras: what the plan should say besides, see `Context`.
     """
 
@@ -88,7 +107,8 @@ class Partitioner(compat.CustomPartitionerFn):
         if self.observer:
             if self.config.quantizes_linears:
                 ctx.plan.kernels = [kernel_use(copy_of(half)) for half in (forward, backward)]
-            self.observer(ctx.plan, records)
+            ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
+            self.observer(CompiledGraph(ctx.plan, records, gm, ctx))
         return forward, backward
 
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
@@ -149,7 +169,8 @@ def rewrite_inference(
     debug.report(ctx.plan)
     if observer:
         ctx.plan.kernels = [kernel_use(copy_of(gm))] if config.quantizes_linears else []
-        observer(ctx.plan, records)
+        ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
+        observer(CompiledGraph(ctx.plan, records, gm, ctx))
 
 
 def nodes_of(primals: list[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:

@@ -132,17 +132,20 @@ class RuleSummary:
 class Plan:
     """Everything decided about one graph.
 
-    `saved_bytes` counts what the backward keeps besides parameters; `stock_bytes` what PyTorch's
-    own partitioner would keep for the same graph (None unless it was asked). Where that was asked
-    for, `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
-    error rules that it follows. `kernels` has an entry for the forward and one for the backward,
-    where somebody observes.
+    `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
+    `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
+    error rules that it follows. Where somebody observes: `stock_bytes` is what PyTorch's own
+    partitioner would keep for the same graph, `flops` counts the operations of all GEMMs,
+    convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the
+    forward and one for the backward.
     """
 
     linears: list[Linear] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     stock_bytes: int | None = None
+    flops: float = 0.0
+    fp8_flops: float = 0.0
     frontier: list[FrontierPoint] = field(default_factory=list)
     point: FrontierPoint | None = None
     rules: list[RuleSummary] = field(default_factory=list)

@@ -18,7 +18,7 @@ from fp8pass import compat
 from fp8pass.backend import Backend
 from fp8pass.config import Config
 from fp8pass.debug import PassRecord
-from fp8pass.partition import Inputs, Partitioner
+from fp8pass.partition import CompiledGraph, Inputs, Partitioner
 from fp8pass.passes import Context
 from fp8pass.plan import Plan
 
@@ -37,9 +37,9 @@ class Spy:
     plans: list[Plan] = field(default_factory=list)
     passes: list[list[PassRecord]] = field(default_factory=list)
 
-    def __call__(self, plan: Plan, passes: list[PassRecord]) -> None:
-        self.plans.append(plan)
-        self.passes.append(passes)
+    def __call__(self, compiled: CompiledGraph) -> None:
+        self.plans.append(compiled.plan)
+        self.passes.append(compiled.passes)
 
     @property
     def plan(self) -> Plan:

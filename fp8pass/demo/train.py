@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fp8pass import measure
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import Size, new_model
 
@@ -71,7 +72,7 @@ def run_variant(
         losses=losses,
         held_out_loss=held_out_loss(model, data, size),
         tokens_per_second=tokens_per_second,
-        activation_bytes=activation_bytes(model, *next(data.train_batches(size, seed))),
+        activation_bytes=measure.saved_bytes(model, *next(data.train_batches(size, seed))),
         peak_bytes=peak_bytes,
     )
 
@@ -111,25 +112,6 @@ def learning_rate(step: int, size: Size) -> float:
     warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
-
-
-def activation_bytes(model: Any, *args: Tensor) -> int:
-    """Bytes that one forward of `model` saves for its backward, measured, parameters not counted.
-
-    Tensors that share a storage count once.
-    """
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(*args)  # while it lives, so do the storages: no address is used twice
-    del loss
-    return sum(count for address, count in saved.items() if address not in own)
 
 
 def held_out_loss(model: Any, data: Data, size: Size) -> float:

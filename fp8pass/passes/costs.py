@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph, hardware
+from fp8pass.ops import is_fp8
 from fp8pass.passes.classify import STATISTICS, Kind, kind
 
 fp8 = torch.ops.fp8pass
@@ -91,7 +92,7 @@ def seconds(node: fx.Node) -> float:
     if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION):
         return 0.0
     if kind_ in EXPENSIVE:
-        return _flops(node) / _rate(node)
+        return flops(node) / _rate(node)
     moved = graph.nbytes(node)
     if kind_ is Kind.REDUCTION or node.target in STATISTICS:
         moved += sum(graph.nbytes(n) for n in node.all_input_nodes)
@@ -105,13 +106,26 @@ def _rate(node: fx.Node) -> float:
     return hardware.FP8_FLOPS if node.target is fp8.scaled_mm.default else hardware.BF16_FLOPS
 
 
-def _flops(node: fx.Node) -> float:
+def total_flops(g: fx.Graph) -> tuple[float, float]:
+    """Floating point operations of all GEMMs, convolutions and attention, and those in FP8."""
+    calls = [n for n in g.nodes if n.op == "call_function" and not graph.is_getitem(n)]
+    expensive = [n for n in calls if kind(n) in EXPENSIVE]
+    in_fp8 = sum(flops(n) for n in expensive if is_fp8_gemm(n))
+    return sum(map(flops, expensive)), in_fp8
+
+
+def is_fp8_gemm(node: fx.Node) -> bool:
+    """Whether `node` multiplies FP8 codes."""
+    if node.target is not fp8.scaled_mm.default:
+        return False
+    return is_fp8(graph.tensor(node.args[0]).dtype)  # type: ignore[arg-type]
+
+
+def flops(node: fx.Node) -> float:
     """Floating point operations of a GEMM, convolution or attention."""
     operands = [graph.tensor(n) for n in node.all_input_nodes if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
-        *batch, queries, dim = (compat.size_hint(s) for s in operands[0].shape)
-        keys = compat.size_hint(operands[1].shape[-2])
-        return 4.0 * math.prod(batch) * queries * keys * dim
+        return _attention_flops(operands, backward="backward" in str(node.target))
     if node.target is fp8.scaled_mm.default:
         return 2.0 * graph.numel(graph.tensor(node)) * compat.size_hint(operands[0].shape[-1])
     formula = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
@@ -119,3 +133,14 @@ def _flops(node: fx.Node) -> float:
         return float(graph.numel(graph.tensor(node)))
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
     return float(formula(*values, out_val=node.meta["val"]))
+
+
+def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
+    """Two products of scores and values; five in the backward, whose first operand is a gradient.
+
+    Operands are [..., heads, length, dim]; a causal mask is not counted as less.
+    """
+    query, key = operands[1:3] if backward else operands[:2]
+    *batch, queries, dim = (compat.size_hint(s) for s in query.shape)
+    keys = compat.size_hint(key.shape[-2])
+    return (10.0 if backward else 4.0) * math.prod(batch) * queries * keys * dim
