@@ -75,8 +75,8 @@ def run_passes(
     number = next(_graph_numbers)
     records = []
     check = os.environ.get("FP8PASS_CHECK", "0") != "0"
+    before = _code(gm) if record else ""
     for index, pass_ in enumerate(_enabled(passes)):
-        before = _code(gm) if record else ""
         nodes, start = len(gm.graph.nodes), time.perf_counter()
         pass_(gm, ctx)
         seconds = time.perf_counter() - start
@@ -89,6 +89,7 @@ def run_passes(
             *(number, entry.name, seconds * 1e3, entry.nodes_before, entry.nodes_after),
         )
         records.append(entry)
+        before = after
         _trace(number, entry)
         if folder:
             _dump(Path(folder), number, index, entry)

@@ -106,7 +106,7 @@ class Explanation:
             xlabel="kept for the backward, MiB", ylabel="added by recomputation, ms a step"
         )
         for number, plan in plans.items():
-            points = _by_bytes(plan.frontier)
+            points = by_bytes(plan.frontier)
             x, y = [p.bytes / 2**20 for p in points], [p.seconds * 1e3 for p in points]
             (line,) = axes.plot(x, y, marker=".", label=f"graph {number}")
             if plan.point:
@@ -198,7 +198,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(buffers[name])
 
 
-def _folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
+def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
     """Rows (path, key, item) that differ only in the layer's number, as (path, count, item)."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
     for path, key, item in rows:
@@ -216,7 +216,7 @@ def _linears_table(title: str, linears: list[Linear]) -> Table:
     rows = (
         (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
     )
-    for path, count, y in _folded(rows):
+    for path, count, y in folded(rows):
         sizes = f"{y.in_features} → {y.out_features}"
         table.add_row(path, str(count), y.rows, sizes, " ".join(y.fp8) or "none", y.reason)
     return table
@@ -233,13 +233,13 @@ def _saved_table(title: str, plan: Plan) -> Table:
 
     scalars = [s for s in plan.saved if s.shape == "scalar"]
     large = [s for s in plan.saved if s.shape != "scalar"]
-    for path, count, s in _folded((s.module, key(s), s) for s in large):
-        exact, kept = _mib(count * s.bytes_exact), _mib(count * s.bytes)
+    for path, count, s in folded((s.module, key(s), s) for s in large):
+        exact, kept = mib(count * s.bytes_exact), mib(count * s.bytes)
         error = f"{s.expected_error:.1%}" if s.expected_error else ""
         shape = f"{s.dtype} {s.shape}"
         table.add_row(path, str(count), s.op, shape, s.kept_as, exact, kept, error, s.reason)
     if scalars:
-        kept = _mib(sum(s.bytes for s in scalars))
+        kept = mib(sum(s.bytes for s in scalars))
         table.add_row(
             "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
         )
@@ -263,7 +263,7 @@ def _rules_table(title: str, rules: list[RuleSummary]) -> Table:
     def key(r: RuleSummary) -> tuple[Any, ...]:
         return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)
 
-    for path, count, r in _folded((r.module, key(r), r) for r in rules):
+    for path, count, r in folded((r.module, key(r), r) for r in rules):
         numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
         names = " ".join(r.operators), " ".join(r.inputs)
         table.add_row(path, str(count), *names, *numbers, r.reason or r.bound)
@@ -276,16 +276,17 @@ def _frontier_table(title: str, plan: Plan) -> Table:
     for column in ("MiB kept", "of unlimited", "peak MiB", "added ms", "grad error"):
         table.add_column(column, justify="right")
     table.add_column("")
-    points = _by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
+    points = by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
     for p in points:
         share = f"{p.bytes / max(points[-1].bytes, 1):.0%}"
         mark = "◀ this plan" if p == plan.point else ""
-        numbers = _mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
-        table.add_row(_mib(p.bytes), share, *numbers, mark)
+        numbers = mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
+        table.add_row(mib(p.bytes), share, *numbers, mark)
     return table
 
 
-def _by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
+def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
+    """Points of a frontier from the least to the most memory."""
     return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
@@ -297,8 +298,8 @@ def _totals(explanation: Explanation) -> str:
     uses = [use for g in explanation.graphs for use in g.plan.kernels]
     launches, generated = (_summed(u.launches for u in uses), _summed(u.generated for u in uses))
     return (
-        f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {_mib(kept)} MiB"
-        f"; stock torch.compile would keep {_mib(stock)} MiB{share}."
+        f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
+        f"; stock torch.compile would keep {mib(stock)} MiB{share}."
         f"\nKernels: {_counted(launches, ', ') or 'none'}. Matrices quantized by generated code: "
         f"{_counted(generated, '; ') or 'none'}."
     )
@@ -312,6 +313,7 @@ def _counted(counts: dict[str, int], separator: str) -> str:
     return separator.join(f"{n} × {name}" for name, n in counts.items())
 
 
-def _mib(count: int) -> str:
-    mib = count / 2**20
-    return f"{mib:.1f}" if mib >= 0.1 or not count else f"{mib:.4f}"
+def mib(count: int) -> str:
+    """Bytes in MiB, with as many digits as tell."""
+    size = count / 2**20
+    return f"{size:,.1f}" if abs(size) >= 0.1 or not count else f"{size:.4f}"

@@ -27,6 +27,9 @@ from fp8pass.plan import CrossingTensor, SavedTensor
 
 fp8 = torch.ops.fp8pass
 
+# Set on what stands for a forward value in the backward, recomputed or dequantized: its name.
+CARRIES = "fp8pass_carries"
+
 # What happens to a value that nobody planned for (`plan_saved_values` left out).
 KEEP = Decision(EXACT, 0, "not planned")
 
@@ -103,7 +106,7 @@ class Carrier:
         if decision.recomputed:
             with self.graph.inserting_before(self.at):
                 copy = self.graph.node_copy(node, lambda n: self._carried[n])
-            copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+            copy.meta = {**node.meta, "partitioner_tag": "is_backward", CARRIES: node.name}
             return copy
         if decision.low_bit:
             return self._through_low_bits(node, decision)
@@ -127,7 +130,7 @@ class Carrier:
             back = emit(
                 self.graph, fp8.dequantize_groups.default, planes, scales, *coded, dtype, like=node
             )
-            back.meta["partitioner_tag"] = "is_backward"
+            back.meta |= {"partitioner_tag": "is_backward", CARRIES: node.name}
             return self._in_layout_of(node, back) if decision.format.packed else back
 
     def _in_layout_of(self, node: fx.Node, back: fx.Node) -> fx.Node:

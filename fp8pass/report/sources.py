@@ -1,0 +1,33 @@
+"""The line of the user's model that an operator comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in \S+\n\s*(?P<code>[^\n]*)')
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def source_line(node: fx.Node) -> str:
+    """`model.py:54  q = self.q_proj(x)`, '' where nothing is known.
+
+    The innermost line outside of PyTorch: of `nn.RMSNorm`, the one that calls it.
+    """
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    outside = [f for f in frames if not f["file"].startswith(_TORCH)]
+    if not frames:
+        return ""
+    frame = (outside or frames)[-1]
+    return f"{_short(frame['file'])}:{frame['line']}  {frame['code'].strip()}"
+
+
+def _short(file: str) -> str:
+    """A path from the working directory, or from the folder that packages are installed to."""
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return file.rsplit("site-packages/", 1)[-1]

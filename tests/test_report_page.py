@@ -1,0 +1,252 @@
+"""The report's page in a real browser: it draws, folds, searches, sorts, and runs no foreign code.
+
+Needs Chromium and Playwright (`pip install playwright`, Debian's `chromium`); skipped without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import llama, tokens
+from torch import nn
+
+import fp8pass
+from fp8pass import explain
+from fp8pass.explain import mib
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+
+CHROMIUM = (
+    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+)
+pytestmark = [
+    pytest.mark.xdist_group("page"),
+    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian's chromium, or CHROMIUM=path)"),
+]
+# Without these a browser in a container without a network goes on looking for one.
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+FLAGS += ("--no-first-run", "--disable-component-update", "--disable-quic")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page, with the errors and dialogs that it gave."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": 1400, "height": 1000}, **options)
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("pageerror", lambda e: self.errors.append(str(e)))
+        self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        self.page.on("dialog", lambda d: (self.errors.append(d.message), d.dismiss()))
+        self.page.on("request", lambda r: self.requests.append(r.url))
+        start = time.perf_counter()
+        self.page.goto(path.as_uri())
+        self.seconds = time.perf_counter() - start
+
+    def drawn(self, selector: str) -> int:
+        """How many elements of the picture match."""
+        return self.page.evaluate("(s) => canvas.$(s).length", selector)
+
+    def click_in_picture(self, selector: str) -> None:
+        """Click the first element that matches, where it is on the screen."""
+        place = self.page.evaluate(
+            """(s) => {
+                const target = canvas.$(s).first();
+                canvas.center(target);
+                const box = canvas.container().getBoundingClientRect();
+                const at = target.renderedPosition();
+                return { x: box.x + at.x, y: box.y + at.y };
+            }""",
+            selector,
+        )
+        self.page.mouse.click(place["x"], place["y"])
+
+
+@pytest.fixture(scope="module")
+def decoder() -> tuple[Any, Any]:
+    model = llama(num_hidden_layers=5).bfloat16()
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    explanation = explain(model, **batch, frontier=True)
+    return explanation, fp8pass.diagnose(model, lambda m, b: m(**b).loss, batch)
+
+
+@pytest.fixture(scope="module")
+def report(decoder, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    decoder[0].save(path, decoder[1])
+    return path
+
+
+@pytest.fixture
+def opened(browser, report) -> Iterator[Opened]:
+    opened = Opened(browser, report)
+    yield opened
+    assert opened.errors == []
+    assert opened.requests == [report.as_uri()]
+    opened.page.close()
+
+
+def test_it_renders(opened, decoder):
+    page = opened.page
+    assert page.inner_text("#kept") == f"{mib(decoder[0].saved_bytes)} MiB"
+    assert opened.drawn(".folded") > 20
+    assert opened.drawn(".layer") == 3
+    assert opened.drawn(".kept") > 10
+    assert "3 equal layers: model.layers.1 to model.layers.3" in page.evaluate(
+        "canvas.$('.layer').map((n) => n.data('label'))"
+    )
+    for chart in ("timeline-chart", "frontier-chart", "error-chart"):
+        assert page.evaluate("(id) => !!Chart.getChart(id)", chart)
+
+
+def test_the_forward_is_above_the_backward_of_its_module(opened):
+    ys = opened.page.evaluate(
+        """() => picture.cells.map((c) => [c.backward, canvas.getElementById(c.id).position("y")])"""
+    )
+    forward, backward = ([y for side, y in ys if side is b] for b in (False, True))
+    assert max(forward) < min(backward)
+
+
+def test_lines_are_as_wide_as_tensors_are_large(opened):
+    edges = opened.page.evaluate(
+        "canvas.$('.kept').map((e) => [e.data('bytes'), parseFloat(e.style('width'))])"
+    )
+    assert [w for _, w in sorted(edges)] == sorted(w for _, w in edges)
+    assert max(w for _, w in edges) > 5 * min(w for _, w in edges)
+
+
+def test_click_unfold_fold(opened):
+    page = opened.page
+    page.evaluate("document.getElementById('picture').scrollIntoView()")
+    opened.click_in_picture(".folded[label = 'mlp.gate_proj']")
+    assert "keeps for the backward" in page.inner_text("#details")
+    page.click("#details button")
+    assert opened.drawn(".operator[label = 'scaled_mm']") > 0
+    opened.click_in_picture(".operator[label = 'scaled_mm']")
+    details = page.inner_text("#details")
+    for known in ("linear layer in FP8", "one for each row", "modeling_llama.py", "model.layers."):
+        assert known in details
+    page.click("#fold")
+    assert opened.drawn(".operator") == 0
+    page.click("#unfold")
+    assert opened.drawn(".folded") == 0
+    assert opened.drawn(".operator") > 200
+
+
+def test_search_and_filter(opened):
+    page = opened.page
+    page.fill("#search", "gate_proj")
+    matches = int(page.inner_text("#matches").split()[0])
+    assert 0 < matches < page.evaluate("picture.operators.size")
+    assert 0 < opened.drawn(".folded:not(.faded)") < opened.drawn(".folded")
+    page.fill("#search", "")
+    assert opened.drawn(".faded") == 0
+    everything = opened.drawn("node")
+    page.select_option("#only", "model.layers.1.mlp")
+    assert 0 < opened.drawn("node") < everything
+    shown = page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
+    assert all(label.startswith(("mlp", "1.mlp")) for label in shown)
+
+
+def test_sort(opened):
+    def column() -> list[float]:
+        cells = opened.page.query_selector_all("table.saved tbody tr td:nth-child(8)")
+        return [float(cell.get_attribute("data-sort")) for cell in cells]
+
+    unsorted = column()
+    header = opened.page.locator("table.saved th", has_text="MiB kept")
+    for ascending in (False, True):
+        header.click()
+        opened.page.wait_for_function(
+            "(order) => document.querySelector(`table.saved th[aria-sort=${order}]`)",
+            arg="ascending" if ascending else "descending",
+        )
+        opened.page.wait_for_timeout(50)  # it sorts after the event
+        assert column() == sorted(unsorted, reverse=not ascending)
+
+
+def test_theme(opened):
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = opened.page.evaluate(background)
+    opened.page.click("#theme")
+    assert opened.page.evaluate(background) != light
+    opened.page.click("#theme")
+    assert opened.page.evaluate(background) == light
+
+
+def test_theme_of_the_system(browser, report):
+    dark = Opened(browser, report, color_scheme="dark")
+    assert dark.page.evaluate("document.documentElement.dataset.theme") == "dark"
+    dark.page.close()
+
+
+def test_several_graphs(browser, tmp_path):
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = torch.relu(self.first(x))
+            torch._dynamo.graph_break()
+            return torch.relu(self.second(x))
+
+    explain(Broken(), torch.randn(32, 64)).save(tmp_path / "report.html")
+    opened = Opened(browser, tmp_path / "report.html")
+    assert opened.page.locator("table.linears:visible").inner_text().count("first") == 1
+    opened.page.select_option("#graph", "1")
+    assert opened.page.locator("table.linears:visible").inner_text().count("second") == 1
+    assert opened.page.evaluate("picture.columns.includes('second')")
+    assert opened.drawn(".operator") > 0  # small enough to be unfolded
+    assert opened.errors == []
+
+
+def test_names_cannot_become_code(browser, tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            names = (
+                "<script>alert(1)</script>",
+                "</script><img src=x onerror=alert(2)>",
+                "\"'&`${3}",
+            )
+            self.parts = nn.ModuleDict({name: nn.Linear(64, 64) for name in names})
+
+        def forward(self, x):
+            for part in self.parts.values():
+                x = torch.relu(part(x))
+            return x
+
+    explain(Model(), torch.randn(32, 64)).save(tmp_path / "report.html")
+    opened = Opened(browser, tmp_path / "report.html")
+    page = opened.page
+    page.click("#fold")
+    page.evaluate("document.getElementById('picture').scrollIntoView()")
+    opened.click_in_picture(".folded[kind = 'fp8']")
+    assert page.is_visible("#details h3")
+    page.fill("#search", "<script>")
+    assert "<script>alert(1)</script>" in page.inner_text("table.linears")
+    page.wait_for_timeout(200)
+    assert opened.errors == []
+
+
+def test_thirty_two_layers_open_fast(browser, tmp_path):
+    explain(llama(num_hidden_layers=32), tokens(1, 8)).save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 5e6
+    seconds = min(Opened(browser, tmp_path / "report.html").seconds for _ in range(3))
+    assert seconds < 2
