@@ -14,18 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import llama, tokens
+from helpers import MLP, llama, tokens
 from torch import nn
 
 import fp8pass
 from fp8pass import explain
-from fp8pass.explain import mib
+from fp8pass.explain import Explanation, mib
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
-CHROMIUM = (
-    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-)
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 pytestmark = [
     pytest.mark.xdist_group("page"),
     pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian's chromium, or CHROMIUM=path)"),
@@ -78,17 +76,14 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> tuple[Any, Any]:
-    model = llama(num_hidden_layers=5).bfloat16()
-    batch = {"input_ids": tokens(), "labels": tokens()}
-    explanation = explain(model, **batch, frontier=True)
-    return explanation, fp8pass.diagnose(model, lambda m, b: m(**b).loss, batch)
+def decoder() -> Explanation:
+    return explain(llama(num_hidden_layers=5).bfloat16(), tokens(), labels=tokens())
 
 
 @pytest.fixture(scope="module")
 def report(decoder, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    decoder[0].save(path, decoder[1])
+    decoder.save(path)
     return path
 
 
@@ -103,20 +98,29 @@ def opened(browser, report) -> Iterator[Opened]:
 
 def test_it_renders(opened, decoder):
     page = opened.page
-    assert page.inner_text("#kept") == f"{mib(decoder[0].saved_bytes)} MiB"
+    assert page.inner_text("#kept") == f"{mib(decoder.saved_bytes)} MiB"
     assert opened.drawn(".folded") > 20
     assert opened.drawn(".layer") == 3
     assert opened.drawn(".kept") > 10
     assert "3 equal layers: model.layers.1 to model.layers.3" in page.evaluate(
         "canvas.$('.layer').map((n) => n.data('label'))"
     )
+
+
+def test_charts(browser, tmp_path):
+    model, x = MLP((64, 128, 32)).bfloat16(), torch.randn(64, 64, dtype=torch.bfloat16)
+    diagnosis = fp8pass.diagnose(model, lambda m, b: m(b).float().square().mean(), x)
+    explain(model, x, frontier=True).save(tmp_path / "report.html", diagnosis)
+    opened = Opened(browser, tmp_path / "report.html")
     for chart in ("timeline-chart", "frontier-chart", "error-chart"):
-        assert page.evaluate("(id) => !!Chart.getChart(id)", chart)
+        points = opened.page.evaluate("(id) => Chart.getChart(id).data.datasets[0].data", chart)
+        assert len(points) > 1
+    assert opened.errors == []
 
 
 def test_the_forward_is_above_the_backward_of_its_module(opened):
     ys = opened.page.evaluate(
-        """() => picture.cells.map((c) => [c.backward, canvas.getElementById(c.id).position("y")])"""
+        "picture.cells.map((c) => [c.backward, canvas.getElementById(c.id).position('y')])"
     )
     forward, backward = ([y for side, y in ys if side is b] for b in (False, True))
     assert max(forward) < min(backward)
@@ -153,7 +157,7 @@ def test_search_and_filter(opened):
     page.fill("#search", "gate_proj")
     matches = int(page.inner_text("#matches").split()[0])
     assert 0 < matches < page.evaluate("picture.operators.size")
-    assert 0 < opened.drawn(".folded:not(.faded)") < opened.drawn(".folded")
+    assert 0 < opened.drawn(".folded.faded") < opened.drawn(".folded")
     page.fill("#search", "")
     assert opened.drawn(".faded") == 0
     everything = opened.drawn("node")
