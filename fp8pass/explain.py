@@ -158,6 +158,9 @@ def explain(
             is stored, as a number and as a formula.
         **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
 
+    Raises:
+        ValueError: the model is on the meta device.
+
     Returns:
         An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
         `.plot_frontier()`.
@@ -186,7 +189,18 @@ def configuration_of(model: nn.Module) -> Config:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put buffers and random number generators back."""
+    """Put buffers and random number generators back after running a module.
+
+    Raises:
+        ValueError: it cannot run, as its parameters have no values.
+    """
+    without = [name for name, p in module.named_parameters() if p.is_meta]
+    if without:
+        raise ValueError(
+            f"{without[0]} and {len(without) - 1} more parameters are on the meta device, where "
+            "nothing can run. Give them memory with model.to_empty(device='cpu'), or make the "
+            "model with fewer layers: equal ones are treated alike."
+        )
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     try:
         with torch.random.fork_rng():

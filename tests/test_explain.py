@@ -45,6 +45,13 @@ def test_tables(of_llama):
     assert "e4m3 1×" in text
 
 
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = MLP((64, 128, 32))
+    with pytest.raises(ValueError, match=r"up.weight and 3 more .* to_empty\(device='cpu'\)"):
+        explain(model, torch.randn(16, 64))
+
+
 def test_totals(of_llama):
     (graph,) = of_llama.graphs
     assert of_llama.saved_bytes == graph.plan.saved_bytes > 0
