@@ -79,6 +79,7 @@ def render(explanation: Explanation, diagnosis: Diagnosis | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {}  # as they come, not by name
     environment.filters.update(mib=mib, share=_share)
     sections = [section(i, g) for i, g in enumerate(explanation.graphs)]
     return environment.get_template("template.html.j2").render(

@@ -236,15 +236,14 @@ class _Drawing:
     def _storage(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         """How a value reaches the backward and why."""
         name = node.meta.get(CARRIES, node.name) if node not in self.forward else node.name
-        saved = self.saved.get(name)
+        saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
+            yield "keeps", saved.name if saved.name != node.name else ""
             yield "kept as", saved.kept_as
             yield "kept bytes", f"{saved.bytes:,}"
             if saved.expected_error:
                 yield "expected gradient error", f"{saved.expected_error:.2%}"
-        elif node.name in self.kept:
-            yield "keeps", self.kept[node.name].name
-        decision = self.decisions.get(name)
+        decision = self.decisions.get(saved.name if saved else name)
         if decision is not None:
             recomputed = "recomputed: " if decision.recomputed else ""
             yield "in the backward", f"{recomputed}{decision.reason}"
