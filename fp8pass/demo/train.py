@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass.demo.data import Data
-from fp8pass.demo.model import Size, new_model
+from fp8pass.demo.model import new_model
+from fp8pass.demo.sizes import Size
 
 
 @dataclass
