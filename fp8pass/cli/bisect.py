@@ -1,4 +1,4 @@
-"""`fp8pass bisect`: what of a rewrite goes wrong."""
+"""`fp8pass bisect`: where a large gradient error comes from."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "bisect",
-    "which part of what fp8pass does to a model goes wrong",
-    "Search what fp8pass does to a model for the part that fails or gives wrong gradients, by\n"
-    "leaving out more and less of it.\n\n" + target.DESCRIPTION,
+    "the layers and saved tensors that a large gradient error comes from",
+    "Find the linear layers and saved tensors that a large gradient error comes from, by running\n"
+    "one step of the model with groups of them exact.\n\n" + target.DESCRIPTION,
     (
         "fp8pass bisect models:build",
         "fp8pass bisect model.py:build --recipe agoq --device cuda --json",
