@@ -31,7 +31,8 @@ from tables import convergence_table
 from torch import Tensor, nn
 
 from fp8pass.demo.data import Data, source_files
-from fp8pass.demo.model import Decoder, Size
+from fp8pass.demo.model import Decoder
+from fp8pass.demo.sizes import Size
 from fp8pass.demo.train import Meter, free_memory
 
 # Options of fp8pass; None is stock torch.compile.

@@ -57,6 +57,7 @@ from torch._inductor import ir as inductor_ir  # noqa: E402
 from torch._inductor import list_mode_options, list_options  # noqa: E402
 from torch._inductor.codecache import PyCodeCache  # noqa: E402
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: E402
+from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: E402
 from torch._inductor.lowering import empty_strided as inductor_empty_strided  # noqa: E402
 from torch._inductor.lowering import fallback_handler, register_lowering  # noqa: E402
@@ -80,6 +81,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "counters",
+    "get_cpp_compiler",
     "is_sym_node",
     "list_mode_options",
     "list_options",

@@ -109,7 +109,7 @@ class Config:
             raise ConfigError(f"quantize_lm_head must be a bool, got {self.quantize_lm_head!r}.")
 
     @classmethod
-    def recipe(cls, name: str, **overrides: Any) -> Config:
+    def recipe(cls, name: str, /, **overrides: Any) -> Config:
         """The preset `name` (`linear`, `coat`, `agoq`, `exact`) with single fields changed.
 
         Raises:

@@ -16,8 +16,9 @@ from fp8pass import compat
 from fp8pass.demo import data as text
 from fp8pass.demo.__main__ import main
 from fp8pass.demo.data import Data, read_text
-from fp8pass.demo.model import SIZES, new_model
+from fp8pass.demo.model import new_model
 from fp8pass.demo.show import write_plot
+from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import Run, learning_rate
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, graph
-from fp8pass.demo.model import SIZES, new_model
+from fp8pass.demo.model import new_model
+from fp8pass.demo.sizes import SIZES
 from fp8pass.diagnose import NEGLIGIBLE
 from fp8pass.recording import record_step
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8pass.demo.model import Size
+from fp8pass.cli.parsing import UsageError
+from fp8pass.demo.sizes import Size
 
 MAX_TEXT_BYTES = 4 << 20
 HELD_OUT_SHARE = 16
@@ -28,18 +29,14 @@ SKIPPED_FOLDERS = {
 }
 
 
-class DemoError(ValueError):
-    """Something the user asked for cannot be done; the message says what to do instead."""
-
-
 def read_text(path: Path | None) -> bytes:
     """Text of a file or folder, by default of the standard library; at most MAX_TEXT_BYTES.
 
     Raises:
-        DemoError: there is no such path.
+        UsageError: there is no such path.
     """
     if path and not path.exists():
-        raise DemoError(f"--data {path}: no such file or folder.")
+        raise UsageError(f"--data {path}: no such file or folder.")
     text = b""
     for file in source_files(path):
         with file.open("rb") as stream:
@@ -76,11 +73,11 @@ class Data:
         """Hold out the end of `text`.
 
         Raises:
-            DemoError: it is too short.
+            UsageError: it is too short.
         """
         held_out = len(text) // HELD_OUT_SHARE
         if held_out <= size.seq:
-            raise DemoError(
+            raise UsageError(
                 f"Found {len(text):,} bytes of text, too little for sequences of {size.seq}: "
                 f"give at least {HELD_OUT_SHARE * (size.seq + 1):,} with --data PATH."
             )

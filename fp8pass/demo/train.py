@@ -14,7 +14,8 @@ from torch import nn
 
 from fp8pass import measure
 from fp8pass.demo.data import Data
-from fp8pass.demo.model import Size, new_model
+from fp8pass.demo.model import new_model
+from fp8pass.demo.sizes import Size
 
 
 @dataclass

@@ -1,0 +1,45 @@
+"""`fp8pass explain`: what would be decided about a model, and why."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8pass.cli import target
+from fp8pass.cli.parsing import Command, output_file
+from fp8pass.cli.running import explained, show
+from fp8pass.cli.stages import stage
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fp8pass explain`."""
+    target.add_options(parser)
+    add = parser.add_argument
+    add("--frontier", action="store_true", help="also what other memory budgets would cost")
+    add("--rules", action="store_true", help="also the error rules that were derived")
+    add("--html", type=output_file, metavar="FILE", help="also write a report to open in a browser")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Explain TARGET."""
+    explanation = explained(options)
+    if options.html:
+        with stage("writing the report", "Give another --html FILE."):
+            explanation.save(options.html)
+    show(explanation, options.json)
+
+
+COMMAND = Command(
+    "explain",
+    "what fp8pass would do to a model: formats, memory, and the reasons",
+    "Say which linear layers run in FP8, what is kept for the backward in which format, and why.\n"
+    "Runs one forward of the model and trains nothing.\n\n" + target.DESCRIPTION,
+    (
+        "fp8pass explain models:build",
+        "fp8pass explain model.py:MLP --input 32x64:bfloat16",
+        "fp8pass explain llama/config.json --recipe agoq --option memory_budget=0.6 --frontier",
+        "fp8pass explain gpt2/ --input input_ids=8x1024:int64:50257 --html report.html",
+    ),
+    add_options,
+    run,
+)

@@ -1,0 +1,102 @@
+"""What the commands share in reading their arguments; nothing here loads PyTorch before it must."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8pass.config import unknown
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UsageError(ValueError):
+    """Something asked for cannot be done; the message says what to do instead. Exit code 2."""
+
+
+class Failure(Exception):
+    """A model or fp8pass failed; the message names the cause in one line. Exit code 1."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of `fp8pass`.
+
+    Attributes:
+        name: as on the command line.
+        summary: one line for `fp8pass --help`.
+        description: for the command's own help.
+        examples: command lines, for the same.
+        add_options: gives a parser the command's arguments.
+        run: does it, and prints the result to stdout.
+    """
+
+    name: str
+    summary: str
+    description: str
+    examples: tuple[str, ...]
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Any]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that keeps line breaks in help, and names the nearest right option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            **settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments as attributes, and an empty list: unknown ones are an error."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            what = "option" if rest[0].startswith("-") else "argument"
+            self.error(unknown(what, rest[0], [f"--{name}" for name in vars(found)]))
+        return found, rest
+
+
+def device_name(text: str) -> str:
+    """The name of a device, whether or not there is one.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none that PyTorch could have.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        message = f"{unknown('device', text, ('cpu', 'cuda'))} device is one of cpu, cuda, cuda:N."
+        raise argparse.ArgumentTypeError(message)
+    return text
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; without one, a GPU where PyTorch sees one.
+
+    Raises:
+        UsageError: there is no such GPU.
+    """
+    import torch
+
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"--device {name}: no such GPU: PyTorch sees {count} here. Try cpu.")
+    return device
+
+
+def output_file(text: str) -> Path:
+    """A path that can be written to, as far as its folder tells, before hours of work.
+
+    Raises:
+        argparse.ArgumentTypeError: its folder does not exist.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no folder {str(path.parent)!r} to write to")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder, a file is needed")
+    return path

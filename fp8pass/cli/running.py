@@ -1,0 +1,100 @@
+"""What the commands about a model do with it, and with what comes of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from fp8pass.cli import target
+from fp8pass.cli.parsing import UsageError
+from fp8pass.cli.stages import stage
+from fp8pass.cli.target import Target
+
+REPORT = "--traceback shows where; to report it, add what fp8pass env prints."
+
+
+def show(result: Any, as_json: bool) -> None:
+    """Print what a command found, as tables or as JSON."""
+    print(result.to_json() if as_json else str(result).rstrip())
+
+
+def explained(options: argparse.Namespace) -> Any:
+    """`fp8pass.explain` of TARGET."""
+    config = target.config_of(options)
+    found = target.load(options)
+    run_alone(found)
+    import fp8pass
+
+    with stage("fp8pass.explain", REPORT):
+        return fp8pass.explain(
+            found.model,
+            *found.args,
+            config=config,
+            frontier=options.frontier,
+            rules=options.rules,
+            **found.kwargs,
+        )
+
+
+def measured(name: str, options: argparse.Namespace) -> Any:
+    """`fp8pass.<name>(model, loss_fn, batch, config=...)` of TARGET, for diagnose and bisect."""
+    config = target.config_of(options)
+    found = target.load(options)
+    loss = loss_function(found)
+    loss(run_alone(found))
+    import fp8pass
+
+    def loss_of_batch(model: Any, batch: Any) -> Any:
+        args, kwargs = batch
+        return loss(model(*args, **kwargs))
+
+    with stage(f"fp8pass.{name}", REPORT):
+        return getattr(fp8pass, name)(
+            found.model, loss_of_batch, (found.args, found.kwargs), config=config
+        )
+
+
+def run_alone(found: Target) -> Any:
+    """What the model returns without fp8pass: its own mistakes are not taken for ours.
+
+    Raises:
+        Failure: the model fails.
+    """
+    import torch
+
+    from fp8pass.explain import unchanged
+
+    shapes = [_described(x) for x in (*found.args, *found.kwargs.items())]
+    fix = f"Its inputs are {', '.join(shapes) or 'none'}; --input gives others."
+    with stage("running the model without fp8pass", fix), unchanged(found.module), torch.no_grad():
+        return found.module(*found.args, **found.kwargs)
+
+
+def loss_function(found: Target) -> Callable[[Any], Any]:
+    """A function from the model's output to a scalar loss."""
+    import torch
+
+    def loss(output: Any) -> torch.Tensor:
+        value = found.loss(output) if found.loss else getattr(output, "loss", output)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value
+        returned = ("the loss function", value) if found.loss else ("the model", output)
+        raise UsageError(
+            f"No loss: {returned[0]} returned {_described(returned[1])}, no scalar. Have module:"
+            "function return a loss function last, such as lambda output: output.square().mean(), "
+            "or give the model its labels, --input labels=4x128:int64:32000."
+        )
+
+    return loss
+
+
+def _described(value: Any) -> str:
+    """A value in a message: its name, if it comes with one, type and shape."""
+    import torch
+
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        return f"{value[0]}={_described(value[1])}"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))}"
+    return type(value).__name__

@@ -1,0 +1,275 @@
+"""TARGET: the model that a command is about, and what it is called with."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fp8pass.cli.inputs import FLOATS, Input, dtype_name, parse_input
+from fp8pass.cli.parsing import UsageError, device_name, device_of
+from fp8pass.cli.stages import stage
+from fp8pass.config import RECIPES, Config, ConfigError, unknown
+
+DESCRIPTION = """\
+TARGET is one of
+  package.module:build    a function without arguments, importable from here
+  path/to/file.py:build   the same in a file
+  config.json             of a Hugging Face model, or its folder; random weights, no download
+and build returns a model, or a tuple of the model, its inputs (a tuple of arguments, a dict of
+keyword arguments, or both in this order) and a function from its output to the loss."""
+
+_FORMS = "TARGET is module:function, file.py:function or a Hugging Face config.json"
+_RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), and a loss function"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, the arguments to call it with, and how its output becomes a loss, if it is none."""
+
+    model: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Any] | None = None
+
+    @property
+    def module(self) -> Any:
+        """The model without `torch.compile` around it."""
+        return getattr(self.model, "_orig_mod", self.model)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Give a parser TARGET, and what can be said about it and its configuration."""
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="the model, see above")
+    add(
+        "--input",
+        action="append",
+        default=[],
+        type=parse_input,
+        metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
+        help="a random input in place of TARGET's own, once for each: 4x128:int64:32000 (integers "
+        "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument)",
+    )
+    recipes = ", ".join(RECIPES)
+    add("--recipe", help=f"{recipes} (default: what TARGET was compiled with, or coat)")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="an option of fp8pass.Config, once for each: memory_budget=0.6, skip=layers.0,lm_head",
+    )
+    add("--device", type=device_name, help="cpu, cuda or cuda:N, for model and inputs")
+    add(
+        "--dtype",
+        type=partial(dtype_name, among=FLOATS),
+        help=f"{', '.join(FLOATS)}, for model and inputs",
+    )
+
+
+def config_of(options: argparse.Namespace) -> Config | None:
+    """The configuration asked for, None where none is.
+
+    Raises:
+        UsageError: there is no such recipe, option or value.
+    """
+    if not options.recipe and not options.option:
+        return None
+    try:
+        return Config.recipe(options.recipe or "coat", **dict(options.option))
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def load(options: argparse.Namespace) -> Target:
+    """Build the model, its inputs, and check that they fit.
+
+    Raises:
+        UsageError: TARGET or its inputs are not what they should be.
+        Failure: the code of TARGET failed.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    device = device_of(options.device) if options.device else None
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    with stage(f"building {options.target}", "--traceback shows where."):
+        if _is_config(options.target):
+            from fp8pass.cli import huggingface
+
+            model = huggingface.build(options.target, device or device_of(None), dtype)
+            target = Target(model)
+            if not options.input:
+                target = Target(model, kwargs=huggingface.example_inputs(model))
+        else:
+            target = moved(unpacked(build(options.target)), device, dtype)
+        if options.input:
+            target = with_inputs(target, options.input)
+    check_arguments(target)
+    return target
+
+
+def build(text: str) -> Any:
+    """What the function that `text` names returns.
+
+    Raises:
+        UsageError: there is no such function, or it needs arguments.
+    """
+    from torch import nn
+
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise UsageError(f"No target {text!r}: {_FORMS}.")
+    _make_importable(Path.cwd())
+    module = _loaded(Path(where)) if where.endswith(".py") else _imported(where)
+    try:
+        found = attrgetter(name)(module)
+    except AttributeError as error:
+        names = [n for n, value in vars(module).items() if callable(value)]
+        raise UsageError(f"{unknown('function', name, names)} It is not in {where}.") from error
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise UsageError(f"{text} is a {type(found).__name__}; it should be a function.")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise UsageError(f"{text} is called without arguments: {error}.") from error
+    return found()
+
+
+def unpacked(made: Any) -> Target:
+    """The target in what a factory returned.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    from torch import Tensor, nn
+
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
+    loss = rest.pop() if rest and callable(rest[-1]) else None
+    kwargs = rest.pop() if rest and isinstance(rest[-1], Mapping) else {}
+    args = rest.pop() if rest and isinstance(rest[-1], (tuple, list, Tensor)) else ()
+    if rest or not isinstance(model, nn.Module):
+        types = ", ".join(type(x).__name__ for x in (made if isinstance(made, tuple) else (made,)))
+        raise UsageError(f"TARGET returned ({types}); it should return {_RETURNS}.")
+    return Target(model, (args,) if isinstance(args, Tensor) else tuple(args), dict(kwargs), loss)
+
+
+def moved(target: Target, device: Any, dtype: Any) -> Target:
+    """The target on `device` and with floating point numbers in `dtype`, where they are given."""
+    import torch
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, dtype if x.is_floating_point() else None)
+
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, move, (target.args, target.kwargs)
+    )
+    return replace(target, model=target.model.to(device, dtype), args=args, kwargs=kwargs)
+
+
+def with_inputs(target: Target, inputs: list[Input]) -> Target:
+    """The target with these inputs in place of its own."""
+    import torch
+
+    parameters = list(target.model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    floats = (p.dtype for p in parameters if p.is_floating_point())
+    dtype = next(floats, torch.get_default_dtype())
+    tensors = [(x.name, x.tensor(device, dtype)) for x in inputs]
+    args = tuple(x for name, x in tensors if not name)
+    return replace(target, args=args, kwargs={name: x for name, x in tensors if name})
+
+
+def check_arguments(target: Target) -> None:
+    """See that the model's forward takes the inputs.
+
+    Raises:
+        UsageError: it does not.
+    """
+    signature = inspect.signature(target.module.forward)
+    try:
+        signature.bind(*target.args, **target.kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "nothing"
+        raise UsageError(
+            f"The inputs do not fit the model: {error}; its forward takes {takes}. Return them "
+            "from TARGET or describe them: --input 4x128:int64:32000, --input x=4x128x256:bfloat16."
+        ) from error
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
+    return key, tuple(value.split(",")) if key == "skip" else _literal(value)
+
+
+def _literal(text: str) -> Any:
+    """A Python literal or infinity; any other text is itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return math.inf if text == "inf" else text
+
+
+def _is_config(text: str) -> bool:
+    """Whether TARGET is a file or folder and no Python code.
+
+    Raises:
+        UsageError: it looks like a file, but is not there or names no function.
+    """
+    path = Path(text)
+    if path.suffix == ".py":
+        raise UsageError(f"{text}: which function? Give {text}:NAME.")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UsageError(f"No config.json in the folder {text}. {_FORMS}.")
+    if path.suffix == ".json" and not path.exists():
+        raise UsageError(f"No file {text}. {_FORMS}.")
+    return path.exists()
+
+
+def _imported(name: str) -> ModuleType:
+    """The module of that name, from the current directory or installed."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{name!r} is no module. {_FORMS}.")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but not what it imports
+        nearby = [p.stem for p in Path.cwd().iterdir() if p.suffix == ".py" or p.is_dir()]
+        message = unknown("module", error.name, nearby)
+        raise UsageError(f"{message} Looked in {Path.cwd()} and what is installed.") from error
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The module in a file; its folder is importable."""
+    if not path.is_file():
+        raise UsageError(f"No file {str(path)!r}.")
+    _make_importable(path.parent.resolve())
+    spec = importlib.util.spec_from_file_location(f"_target_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where Dynamo looks up the functions a model calls
+    spec.loader.exec_module(module)
+    return module
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

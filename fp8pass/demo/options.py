@@ -1,0 +1,38 @@
+"""The demo's options; `--help` needs no PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fp8pass.cli.parsing import device_name
+from fp8pass.config import RECIPES, unknown
+from fp8pass.demo.sizes import SIZES
+
+DESCRIPTION = "Train the same small language model with and without fp8pass, and compare."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the demo's options."""
+    add = parser.add_argument
+    add("--data", type=Path, help="file or folder of text (default: Python's standard library)")
+    add("--out", type=Path, default=Path("demo-output"), help="folder for the plot")
+    add("--steps", type=_steps, help="training steps of each variant")
+    add("--seed", type=int, default=0, help="of weights and batches")
+    add("--recipe", default="coat", help=f"of fp8pass: {', '.join(RECIPES)}")
+    add("--device", type=device_name, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--size", type=_size, help=f"of the model: {', '.join(SIZES)} (default: by the device)")
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        message = f"a whole number from 2 up is needed, got {text!r}; the first step compiles"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def _size(text: str) -> str:
+    if text not in SIZES:
+        message = f"{unknown('size', text, SIZES)} size is one of {', '.join(SIZES)}."
+        raise argparse.ArgumentTypeError(message)
+    return text
