@@ -15,7 +15,8 @@ import torch
 from playwright.sync_api import sync_playwright
 
 import fp8pass
-from fp8pass.demo.model import SIZES, VOCABULARY, new_model
+from fp8pass.demo.model import VOCABULARY, new_model
+from fp8pass.demo.sizes import SIZES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODULE = "layers.0.mlp.gate_proj"

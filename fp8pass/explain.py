@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -56,7 +57,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the graphs' code, as JSON-ready data."""
         return {
-            "config": json.loads(json.dumps(vars(self.config))),
+            "config": {name: _json_ready(x) for name, x in vars(self.config).items()},
             "saved_bytes": self.saved_bytes,
             "stock_bytes": self.stock_bytes,
             "eager_bytes": self.eager_bytes,
@@ -297,6 +298,11 @@ def _frontier_table(title: str, plan: Plan) -> Table:
         numbers = mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
         table.add_row(mib(p.bytes), share, *numbers, mark)
     return table
+
+
+def _json_ready(value: Any) -> Any:
+    """An option's value as data that JSON has: no infinity, no tuples."""
+    return str(value) if value == math.inf else json.loads(json.dumps(value))
 
 
 def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:

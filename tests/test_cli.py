@@ -208,7 +208,7 @@ def test_options_become_a_config(run):
     want = Config.recipe(
         "agoq", skip=("up", "*.gate"), memory_budget=0.9, tolerance=float("inf"), group_size=64
     )
-    assert data["config"] == json.loads(json.dumps(vars(want)))
+    assert data["config"] == json.loads(json.dumps(vars(want))) | {"tolerance": "inf"}
 
 
 def test_without_options_those_the_model_was_compiled_with(run):
@@ -229,14 +229,9 @@ def test_frontier(run):
     assert "memory against time" in ok(run("explain", "factories:with_args", "--frontier"))
 
 
-def test_html_is_saved(run, here, monkeypatch):
-    saved = []
-    save = lambda self, path, diagnosis=None: saved.append((self, path))  # noqa: E731
-    monkeypatch.setattr(fp8pass.Explanation, "save", save, raising=False)
+def test_html_is_saved(run, here):
     assert "2 of 2" in ok(run("explain", "factories:with_args", "--html", here / "report.html"))
-    ((explanation, path),) = saved
-    assert isinstance(explanation, fp8pass.Explanation)
-    assert path == here / "report.html"
+    assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 # --- Hugging Face -------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,6 +48,22 @@ def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_torch_trace_gets_both_graphs(tmp_path):
+    """In a process of its own: PyTorch reads the variable once."""
+    train = (
+        "import torch; m = torch.compile(torch.nn.Linear(64, 64), backend='fp8pass', "
+        "options={'compiler': 'eager'}); m(torch.randn(16, 64)).sum().backward()"
+    )
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", train], env=environment, check=True)
+    (trace,) = tmp_path.iterdir()
+    text = trace.read_text()
+    for name in ("quantize_linears", "plan_saved_values", "materialize_plan"):
+        for when in ("before", "after"):
+            assert f'"name": "fp8pass_0_{name}_{when}"' in text
+    assert "torch.ops.fp8pass.scaled_mm.default" in text
+
+
 def test_disabled_linears(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "quantize_linears")
     got, want, spy = run()
@@ -77,6 +96,17 @@ def test_the_cut_cannot_be_left_out(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "materialize_plan")
     with pytest.raises(Exception, match="cannot be left out"):
         run()
+
+
+def test_the_code_names_modules_and_runs():
+    program, spy = compiled(MLP())
+    program(torch.randn(32, 64))
+    last = spy.passes[0][-1]
+    assert "    # module up\n" in last.after
+    assert "    # module down\n" in last.after
+    assert "= None" not in last.after
+    compile(last.after, "graph", "exec")
+    assert last.nodes_after > last.nodes_before > 0
 
 
 def test_records():

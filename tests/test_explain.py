@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 
 import pytest
@@ -48,7 +49,7 @@ def test_tables(of_llama):
 def test_a_model_without_values():
     with torch.device("meta"):
         model = MLP((64, 128, 32))
-    with pytest.raises(ValueError, match=r"up.weight and 3 more .* to_empty\(device='cpu'\)"):
+    with pytest.raises(ValueError, match=r"up.weight and 3 more .*to_empty\(device='cpu'\)"):
         explain(model, torch.randn(16, 64))
 
 
@@ -57,6 +58,14 @@ def test_totals(of_llama):
     assert of_llama.saved_bytes == graph.plan.saved_bytes > 0
     assert of_llama.stock_bytes > of_llama.saved_bytes
     assert graph.plan.saved_bytes < graph.plan.exact_bytes
+
+
+def test_an_infinite_tolerance_is_strict_json():
+    explanation = explain(
+        MLP((64, 128, 32)), torch.randn(16, 64), config=Config(tolerance=math.inf)
+    )
+    data = json.loads(explanation.to_json(), parse_constant=pytest.fail)
+    assert data["config"]["tolerance"] == "inf"
 
 
 def test_json_round_trip(of_llama, tmp_path):
