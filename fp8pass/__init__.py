@@ -10,6 +10,7 @@ from fp8pass.calibration import calibrate
 from fp8pass.config import RECIPES, Config, ConfigError
 from fp8pass.diagnose import Diagnosis, diagnose
 from fp8pass.explain import Explanation, explain
+from fp8pass.monitor import Monitor
 from fp8pass.pipeline import stage_format
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "ConfigError",
     "Diagnosis",
     "Explanation",
+    "Monitor",
     "backend",
     "calibrate",
     "diagnose",
