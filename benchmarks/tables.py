@@ -196,6 +196,24 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
+def monitor_table(data: dict[str, Any]) -> list[list[str]]:
+    """A training step without a monitor, between its samples and sampled; overheads by interval."""
+    (result,) = data["results"]
+    ms, default = result["ms"], data["settings"]["every"]
+    without, between, sampled = ms["without"], ms["between"], ms["sampled"]
+    rows = [["step of the demo's model", "ms", "over one without"]]
+    rows.append(["without a monitor", f"{without:.1f}", ""])
+    rows.append(["between samples", f"{between:.1f}", f"{between / without - 1:+.2%}"])
+    name = f"sampled, {result['tensors']} tensors"
+    rows.append([name, f"{sampled:.1f}", f"× {sampled / without:.1f}"])
+    for every in sorted({100, 250, default}):
+        # What is between samples differs by the noise of the measurement, which is not a cost.
+        share = (sampled / without - 1) / every
+        note = " (default)" if every == default else ""
+        rows.append([f"every={every}{note}", "", f"{share:+.2%}"])
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
@@ -204,6 +222,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
+    "monitor": monitor_table,
 }
 
 

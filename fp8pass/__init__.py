@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fp8pass.diagnose import diagnose as diagnose
     from fp8pass.explain import Explanation as Explanation
     from fp8pass.explain import explain as explain
+    from fp8pass.monitor import Monitor as Monitor
     from fp8pass.pipeline import stage_format as stage_format
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _MODULES = {
     "ConfigError": "config",
     "Diagnosis": "diagnose",
     "Explanation": "explain",
+    "Monitor": "monitor",
     "backend": "backend",
     "calibrate": "calibration",
     "diagnose": "diagnose",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8pass import compat
@@ -15,6 +16,8 @@ from fp8pass.codegen.buffers import buffer_residual_sums
 from fp8pass.codegen.kernels import use_kernels
 from fp8pass.codegen.lowering import lower_dialect
 from fp8pass.config import Config, ConfigError, split_options, unknown
+from fp8pass.monitor import Monitor
+from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Inputs, Observer, Partitioner, rewrite_inference
 
 
@@ -26,11 +29,13 @@ class Backend:
         config: what fp8pass does.
         observer: called with each graph's plan (see `explain`).
         extras: what plans should say besides, see `Context`.
+        monitor: samples what is quantized in training.
     """
 
     config: Config = field(default_factory=Config)
     observer: Observer | None = None
     extras: frozenset[str] = frozenset()
+    monitor: Monitor | None = None
 
     __name__ = "fp8pass"
 
@@ -54,18 +59,18 @@ class Backend:
             config, given = split_options(options, compat.list_options())
             inductor_options.update(given)
         _warn_about_activation_quantization()
+        patches = {**inductor_defaults(config), **inductor_options}
+        monitor = self.monitor if torch.is_grad_enabled() else None
+        # First, so that what the compilers tell Dynamo is about the other version.
+        sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
         partitioner = Partitioner(config, Inputs.of(example_inputs), self.observer, self.extras)
         compiled: Any = compat.compile_fx(
             gm,
             list(example_inputs),
             inner_compile=InnerCompile(config, self.observer),
-            config_patches={
-                **inductor_defaults(config),
-                **inductor_options,
-                "custom_partitioner_fn": partitioner,
-            },
+            config_patches={**patches, "custom_partitioner_fn": partitioner},
         )
-        return compiled
+        return _either(monitor, sampled, compiled) if monitor and sampled else compiled
 
 
 @dataclass(frozen=True)
@@ -88,18 +93,55 @@ class InnerCompile:
         return compat.compile_fx_inner(gm, inputs, **kwargs)
 
 
-def backend(config: Config) -> Backend:
+def _compile_sampled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    monitor: Monitor,
+    patches: Mapping[str, Any],
+) -> Callable[..., Any] | None:
+    """The version of a graph that a sampled step runs; None if the graph has no backward."""
+    sampler = Sampler(monitor)
+    partitioner = Partitioner(config, Inputs.of(example_inputs), reports=False)
+    with compat.uncached():
+        compiled: Any = compat.compile_fx(
+            compat.copy_captured(gm),
+            list(example_inputs),
+            inner_compile=sampler,
+            config_patches={**patches, "custom_partitioner_fn": partitioner},
+        )
+    return compiled if sampler.trains else None
+
+
+def _either(
+    monitor: Monitor, sampled: Callable[..., Any], normal: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What runs `sampled` in steps that are sampled, and `normal` in all others."""
+
+    def run(*args: Any) -> Any:
+        return sampled(*args) if monitor.sampling else normal(*args)
+
+    return run
+
+
+def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
     """A backend for `torch.compile(model, backend=fp8pass.backend(config))`.
 
+    Args:
+        config: what to do.
+        monitor: samples the health of what is quantized in training.
+
     Raises:
-        TypeError: `config` is not a `Config`.
+        TypeError: `config` is not a `Config`, or `monitor` not a `Monitor`.
     """
     if not isinstance(config, Config):
         raise TypeError(
             f"fp8pass.backend takes a fp8pass.Config, got {type(config).__name__}. "
             "For options as a dict use torch.compile(model, backend='fp8pass', options={...})."
         )
-    return Backend(config)
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor is a fp8pass.Monitor, got {type(monitor).__name__}.")
+    return Backend(config, monitor=monitor)
 
 
 def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -286,6 +286,11 @@ def is_inference_compile(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("is_inference"))
 
 
+def is_backward_compile(kwargs: dict[str, Any]) -> bool:
+    """Whether Inductor's inner compile was called for a backward graph."""
+    return bool(kwargs.get("is_backward"))
+
+
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
     """Indices of the inputs that Inductor's inner compile knows to be parameters or buffers."""
     return frozenset(kwargs.get("static_input_idxs") or ())
@@ -355,12 +360,37 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
     return getattr(callback, "compiler_fn", None), dict(options)
 
 
+def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that Dynamo captured, with what Dynamo said about its inputs.
+
+    Without that AOTAutograd would not know which of them are parameters.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    g = fx.Graph()
+    g.output(g.graph_copy(gm.graph, copies))
+    copy = fx.GraphModule(gm, g)
+    copy.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+    for node, its_copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            its_copy._dynamo_source = node._dynamo_source
+    return copy
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Neither look up nor keep what AOTAutograd compiles here."""
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
 @contextmanager
 def fresh_compilation() -> Iterator[None]:
     """Compile here whatever is cached, and however often this code was compiled before."""
     unlimited = 1 << 20
     with (
-        functorch_config.patch(enable_autograd_cache=False),
+        uncached(),
         dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
     ):
         yield

@@ -76,6 +76,7 @@ class Partitioner(compat.CustomPartitionerFn):
         inputs: what is known about the inputs of the Dynamo graph.
         observer: called with what came of it, for `explain`.
         extras: what the plan should say besides, see `Context`.
+        reports: whether to log what was decided.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Partitioner(compat.CustomPartitionerFn):
         inputs: Inputs,
         observer: Observer | None = None,
         extras: frozenset[str] = frozenset(),
+        reports: bool = True,
     ) -> None:
+        self.reports = reports
         self.extras = extras
         self.config = config
         self.inputs = inputs
@@ -102,7 +105,8 @@ class Partitioner(compat.CustomPartitionerFn):
                 gm, joint_inputs, ctx.num_fwd_outputs, static, held
             )
         records = debug.run_passes(JOINT_PASSES, gm, ctx, record=self.observer is not None)
-        debug.report(ctx.plan)
+        if self.reports:
+            debug.report(ctx.plan)
         forward, backward = cut(gm, ctx)
         if self.observer:
             if self.config.quantizes_linears:

@@ -78,12 +78,12 @@ def _lowers(target: Callable[..., Any]) -> Callable[[Lowering], Lowering]:
     return register
 
 
-def lower_dialect(gm: fx.GraphModule) -> None:
-    """Replace every fp8pass:: operator of a graph by aten operators."""
+def lower_dialect(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
+    """Replace every fp8pass:: operator of a graph, or `only` one of them, by aten operators."""
     changed = False
     for node in list(gm.graph.nodes):
         lowering = _LOWERINGS.get(node.target) if node.op == "call_function" else None
-        if lowering is None:
+        if lowering is None or only not in (None, node.target):
             continue
         with gm.graph.inserting_before(node):
             node.replace_all_uses_with(lowering(Emitter(node), *node.args))

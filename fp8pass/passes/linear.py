@@ -59,6 +59,10 @@ STANDS_FOR = "fp8pass_stands_for"
 # Set on the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
 ROLE = "fp8pass_role"
 
+# Set on `quantize`: of which layers the codes are an operand, as (module path, `input`, `weight` or
+# `gradient`).
+OPERAND_OF = "fp8pass_operand_of"
+
 
 def original_name(node: fx.Node) -> str:
     """The name of a node, or of the GEMM that it replaced."""
@@ -89,7 +93,7 @@ class Layer:
 
 def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
-    eligible: set[fx.Node] = set()
+    eligible: dict[fx.Node, Layer] = {}
     layers = find_layers(gm.graph, ctx.parameters)
     warn_about_idle_patterns([y.module for y in layers], ctx.config.skip)
     for layer in layers:
@@ -98,7 +102,7 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
         for role, gemm in layer.gemms():
             gemm.meta[ROLE] = role
             if not reason.text:
-                eligible.add(gemm)
+                eligible[gemm] = layer
                 roles.append(role)
             elif reason.chosen:
                 gemm.meta[KEPT_BY_CHOICE] = True
@@ -108,7 +112,7 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     quantizer = Quantizer(gm.graph, ctx.config)
     for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
-            rewrite(gm.graph, node, quantizer)
+            rewrite(gm.graph, node, eligible[node], quantizer)
 
 
 def find_layers(g: fx.Graph, parameters: frozenset[fx.Node]) -> list[Layer]:
@@ -268,9 +272,9 @@ class Quantizer:
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def __call__(
-        self, matrix: fx.Node, *, contract_rows: bool, by_row: bool, like: fx.Node
+        self, matrix: fx.Node, layer: Layer, *, contract_rows: bool, by_row: bool, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
-        """Data and scale of a GEMM operand, laid out with its contracted dimension last.
+        """Data and scale of an operand of `layer`, laid out with its contracted dimension last.
 
         `contract_rows` says that the GEMM contracts `matrix` over its first dimension, `by_row`
         that each row has a scale of its own.
@@ -288,11 +292,18 @@ class Quantizer:
             data = self._emit(fp8.quantize.default, base, scale, format, like=like)
             self._quantized[key] = data, scale
         data, scale = self._quantized[key]
+        operand = layer.module, self._operand_name(base, layer)
+        data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
         if contract_rows == flipped:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
         return self._transposed[data], scale
+
+    def _operand_name(self, base: fx.Node, layer: Layer) -> str:
+        if base in self.backward:
+            return "gradient"
+        return "weight" if graph.source(base) is layer.weight else "input"
 
     def _amax(
         self, base: fx.Node, identity: tuple[fx.Node, str], *, by_row: bool, like: fx.Node
@@ -325,14 +336,14 @@ def scales_by_row(gemm: fx.Node, config: Config) -> bool:
     return gemm.meta[ROLE] == "forward" and not a and b and bf16
 
 
-def rewrite(g: fx.Graph, gemm: fx.Node, quantizer: Quantizer) -> None:
-    """Replace one GEMM by its FP8 form."""
+def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
+    """Replace one GEMM of `layer` by its FP8 form."""
     a, b = _operands(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
     by_row = scales_by_row(gemm, quantizer.config)
     with g.inserting_before(gemm):
-        a_data, a_scale = quantizer(a, contract_rows=False, by_row=by_row, like=gemm)
-        b_data, b_scale = quantizer(b, contract_rows=True, by_row=by_row, like=gemm)
+        a_data, a_scale = quantizer(a, layer, contract_rows=False, by_row=by_row, like=gemm)
+        b_data, b_scale = quantizer(b, layer, contract_rows=True, by_row=by_row, like=gemm)
         product = emit(
             g,
             fp8.scaled_mm.default,

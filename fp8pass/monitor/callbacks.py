@@ -1,0 +1,67 @@
+"""Callbacks that tell a monitor of the steps of other people's training loops."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8pass.monitor.monitor import Monitor
+
+
+def hugging_face(monitor: Monitor) -> Any:
+    """A `transformers.TrainerCallback`.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    library = _first_of("transformers")
+
+    class MonitorCallback(library.TrainerCallback):  # type: ignore[name-defined]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _begin(monitor, kwargs.get("model"), state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor.step()
+
+    return MonitorCallback()
+
+
+def lightning(monitor: Monitor) -> Any:
+    """A callback of Lightning, from `lightning` or `pytorch_lightning`.
+
+    Raises:
+        ImportError: neither is installed.
+    """
+    library = _first_of("lightning.pytorch", "pytorch_lightning")
+
+    class MonitorCallback(library.Callback):  # type: ignore[name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.seen = trainer.global_step
+            _begin(monitor, pl_module, self.seen)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            # Of the batches whose gradients are accumulated only the last one ends a step.
+            if trainer.global_step != self.seen:
+                self.seen = trainer.global_step
+                monitor.step()
+
+    return MonitorCallback()
+
+
+def _begin(monitor: Monitor, model: Any, steps: int) -> None:
+    if monitor.model is None:
+        monitor.model = model
+    monitor.resume(steps)
+
+
+def _first_of(*modules: str) -> Any:
+    for module in modules:
+        try:
+            return import_module(module)
+        except ImportError as error:
+            failure = error
+    names = [m.partition(".")[0].replace("_", "-") for m in modules]
+    raise ImportError(
+        f"This callback needs {' or '.join(names)}: pip install {names[0]}"
+    ) from failure

@@ -1,0 +1,178 @@
+"""`fp8pass.Monitor`: samples the health of quantized tensors every so many steps."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from fp8pass import graph
+from fp8pass.config import ConfigError
+from fp8pass.monitor import callbacks
+from fp8pass.monitor.findings import Findings, Measured
+from fp8pass.monitor.statistics import Quantized, Row, merged, row_of
+from fp8pass.monitor.writers import CsvWriter, TensorBoardWriter
+
+log = logging.getLogger("fp8pass")
+
+# Rows that a printed monitor shows.
+SHOWN = 40
+
+
+class Monitor:
+    """Measures amax, saturation, underflow and SQNR of every quantized tensor, now and then.
+
+    Pass it to `fp8pass.backend(config, monitor=monitor)` and call `step()` after each optimizer
+    step. The first step is sampled and then every `every`-th: its graphs run op by op and each
+    tensor is measured on its device; the steps between run as without a monitor. A sampled step
+    takes the time and the memory of eager execution. Warnings go to the logger `fp8pass`.
+
+    Only passes that train are sampled, not those under `torch.no_grad()`. Each process of several
+    measures its own tensors: give `csv` and `tensorboard` in one of them.
+
+    Args:
+        every: steps from one sample to the next.
+        csv: a file to append to, a line for each tensor and sample.
+        tensorboard: a folder or a `SummaryWriter` to write scalars to.
+        model: what module paths start from. Needed only where parts of a model are compiled on
+            their own and would be named alike; callbacks know it.
+
+    Attributes:
+        sampling: whether the current step is sampled.
+        steps: optimizer steps done.
+        latest: rows of the last sample, in the order in which tensors were first quantized.
+
+    Raises:
+        ConfigError: an argument that makes no sense.
+        ImportError: `tensorboard` is a folder, and TensorBoard not installed.
+    """
+
+    def __init__(
+        self,
+        every: int = 1000,
+        *,
+        csv: str | Path | None = None,
+        tensorboard: Any = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ConfigError(f"every is a number of steps, from 1 up, got {every!r}.")
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a torch.nn.Module, got {type(model).__name__}.")
+        self.every = every
+        self.model = model
+        self.steps = 0
+        self.sampling = True
+        self.latest: list[Row] = []
+        self._writers: list[CsvWriter | TensorBoardWriter] = []
+        if csv is not None:
+            self._writers.append(CsvWriter(csv))
+        if tensorboard is not None:
+            self._writers.append(TensorBoardWriter(tensorboard))
+        self._findings = Findings()
+        self._totals: dict[tuple[str, Quantized], Tensor] = {}
+        self._modules: dict[int, str] | None = None
+
+    def step(self) -> None:
+        """One optimizer step is done, with all its micro-batches: if it was sampled, report it.
+
+        Waits for the device then, and only then.
+        """
+        if self.sampling:
+            self._finish_sample()
+        self.resume(self.steps + 1)
+
+    def resume(self, steps: int) -> None:
+        """Go on after `steps` optimizer steps, those of a checkpoint say."""
+        self.steps = steps
+        self.sampling = bool(self.every) and steps % self.every == 0
+        self._totals.clear()
+        self._modules = None  # optimizers may have moved parameters
+
+    def close(self) -> None:
+        """Sample no more, and close what was opened."""
+        self.sampling = False
+        self.every = 0
+        for writer in self._writers:
+            writer.close()
+
+    def hugging_face(self) -> Any:
+        """A callback for `transformers.Trainer`, in place of calls to `step()`.
+
+        Raises:
+            ImportError: transformers is not installed.
+        """
+        return callbacks.hugging_face(self)
+
+    def lightning(self) -> Any:
+        """A callback for Lightning's `Trainer`, in place of calls to `step()`.
+
+        Raises:
+            ImportError: neither `lightning` nor `pytorch_lightning` is installed.
+        """
+        return callbacks.lightning(self)
+
+    def module_of(self, weight: Tensor) -> str | None:
+        """Path in the model of the module that has a weight, None where that is unknown."""
+        if self._modules is None:
+            named = self.model.named_parameters() if self.model is not None else ()
+            self._modules = {
+                p.data_ptr(): graph.clean_path(name.rpartition(".")[0]) for name, p in named
+            }
+        return self._modules.get(weight.data_ptr())
+
+    def record(self, prefix: str, name: Quantized, totals: Tensor) -> None:
+        """Add the statistics of one tensor in a part of the model that `prefix` leads to."""
+        before = self._totals.get((prefix, name))
+        self._totals[prefix, name] = totals if before is None else merged(before, totals)
+
+    def _finish_sample(self) -> None:
+        if not self._totals:
+            return
+        names = list(self._totals)
+        found = []
+        for (prefix, name), totals in zip(names, _on_cpu(list(self._totals.values())), strict=True):
+            module = ".".join(part for part in (prefix, name.module) if part)
+            found.append(Measured(row_of(self.steps, module, name, totals), name))
+        self.latest = [y.row for y in found]
+        for writer in self._writers:
+            writer.write(self.latest)
+        for message in self._findings.new(found):
+            log.warning("%s", message)
+
+    def __str__(self) -> str:
+        """The latest sample as a table, the worst first."""
+        if not self.latest:
+            return "Nothing sampled yet."
+        buffer = io.StringIO()
+        Console(file=buffer, width=140).print(_table(self.latest))
+        return buffer.getvalue()
+
+
+def _on_cpu(totals: list[Tensor]) -> list[list[float]]:
+    """Statistics of tensors, of whatever devices, as numbers."""
+    if len({t.device for t in totals}) == 1:
+        return torch.stack(totals).tolist()
+    return [t.tolist() for t in totals]
+
+
+def _table(rows: list[Row]) -> Table:
+    worst = sorted(rows, key=lambda r: (-r.nonfinite, -r.underflow, r.sqnr_db))
+    table = Table(title=f"Quantized tensors in step {rows[0].step}", title_justify="left")
+    for column in ("module", "tensor", "scales", "format"):
+        table.add_column(column)
+    for column in ("amax", "saturated", "underflow", "SQNR dB", "not finite"):
+        table.add_column(column, justify="right")
+    for r in worst[:SHOWN]:
+        shares = f"{r.saturated:.2%}", f"{r.underflow:.2%}"
+        numbers = f"{r.amax:.3g}", *shares, f"{r.sqnr_db:.1f}", str(r.nonfinite or "")
+        table.add_row(r.module, r.tensor, r.scales, r.format, *numbers)
+    if len(rows) > SHOWN:
+        table.caption = f"and {len(rows) - SHOWN} more in monitor.latest"
+    return table

@@ -1,0 +1,147 @@
+"""What is measured of a quantized tensor: sums that stay on its device, and a row made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from fp8pass.formats import Format
+from fp8pass.ops import decode, encode
+
+# Elements measured at once. On a GPU this bounds what a sampled step allocates besides, some ten
+# times as many bytes; on a CPU it is what its caches hold.
+CHUNK = 1 << 24
+CPU_CHUNK = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A tensor that a graph quantizes.
+
+    Attributes:
+        module: path of the module in the graph.
+        tensor: `input`, `weight` or `gradient` of a linear layer, or `saved` and the operator whose
+            result is kept for the backward.
+        scales: what shares a scale: `tensor`, `row`, or groups along rows, `1×128`.
+        format: name of the format.
+        dtype: of the values before they are quantized.
+    """
+
+    module: str
+    tensor: str
+    scales: str
+    format: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The statistics of one quantized tensor in one sampled step.
+
+    Attributes:
+        step: number of the optimizer step, from 0.
+        module, tensor, scales, format, dtype: as in `Quantized`; `module` is the path in the model.
+        elements: measured, over all uses in the step (micro-batches, modules called repeatedly).
+        amax: largest finite magnitude before quantization.
+        saturated: share of the elements whose code is the format's largest. Scales are made just in
+            time, so that every tensor, row or group that is not all zeros has at least one.
+        underflow: share of the elements other than zero whose code is zero.
+        sqnr_db: signal to quantization noise, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite
+            elements. Infinite without noise; NaN where an Inf or NaN spoilt the scale of others.
+        nonfinite: how many elements are Inf or NaN.
+    """
+
+    step: int
+    module: str
+    tensor: str
+    scales: str
+    format: str
+    dtype: str
+    elements: int
+    amax: float
+    saturated: float
+    underflow: float
+    sqnr_db: float
+    nonfinite: int
+
+
+COLUMNS = tuple(f.name for f in fields(Row))
+
+
+def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
+    """Statistics of `x`, of which each `group` elements in a row share one of `scale`.
+
+    Args:
+        x: any shape; `group` divides its last dimension.
+        scale: one for each group in order, or one for all.
+        fmt: the format, not a lossless one.
+        group: elements that lie behind each other and share a scale.
+
+    Returns:
+        float64 [8] on the device of `x`, nothing of which was waited for: amax, and the numbers of
+        elements, of those not zero, with the largest code, flushed to zero and not finite, then the
+        energies of signal and noise.
+    """
+    groups = x.detach().reshape(-1, group)
+    scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
+    size = max(1, (CPU_CHUNK if x.device.type == "cpu" else CHUNK) // group)
+    chunks = zip(groups.split(size), scales.split(size), strict=True)
+    totals = torch.zeros(8, dtype=torch.float64, device=x.device)
+    for values, its_scales in chunks if x.numel() else ():
+        totals = merged(totals, _measure_chunk(values, its_scales, fmt))
+    return totals
+
+
+def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    finite = x.isfinite()
+    # In units of the scale, in which fp32 holds the squares of every value that counts.
+    scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
+    codes = decode(encode(scaled, fmt), fmt)
+    nonzero = finite & (x != 0)
+    counts = (
+        nonzero,
+        codes.abs() >= fmt.max,
+        nonzero & (codes == 0),
+        ~finite,
+    )
+    unit = scale.double().square()
+    energies = (
+        (part.square().sum(-1, keepdim=True) * unit).sum() for part in (scaled, scaled - codes)
+    )
+    amax = x.abs().where(finite, 0.0).amax().double()
+    elements = torch.full_like(amax, x.numel())
+    return torch.stack([amax, elements, *(c.count_nonzero().double() for c in counts), *energies])
+
+
+def merged(a: Tensor, b: Tensor) -> Tensor:
+    """The statistics of two tensors together: the larger amax, and sums."""
+    return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
+
+
+def row_of(step: int, module: str, name: Quantized, totals: list[float]) -> Row:
+    """The statistics of a tensor as people read them."""
+    amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
+    return Row(
+        step=step,
+        module=module,
+        tensor=name.tensor,
+        scales=name.scales,
+        format=name.format,
+        dtype=str(name.dtype).removeprefix("torch."),
+        elements=int(elements),
+        amax=amax,
+        saturated=saturated / elements if elements else 0.0,
+        underflow=flushed / nonzero if nonzero else 0.0,
+        sqnr_db=_decibels(signal, noise),
+        nonfinite=int(nonfinite),
+    )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio else -math.inf

@@ -1,0 +1,88 @@
+"""Where samples go: a CSV file, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fp8pass.config import ConfigError
+from fp8pass.monitor.statistics import COLUMNS, Row
+
+TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")
+
+
+class CsvWriter:
+    """Appends to a CSV file, a line for each tensor and sample.
+
+    Raises:
+        ConfigError: the file exists and holds something else.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self._header() not in ("", ",".join(COLUMNS)):
+            raise ConfigError(f"csv={str(path)!r} exists and is no record of a Monitor.")
+
+    def _header(self) -> str:
+        with self.path.open() as file:
+            return file.readline().rstrip("\r\n")
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Append rows; below a header if they are the first."""
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+
+    def close(self) -> None:
+        """Nothing is left open between samples."""
+
+
+class TensorBoardWriter:
+    """Writes scalars named `fp8pass <statistic>/<module> <tensor> <scales>`, finite ones only.
+
+    Args:
+        target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which stays the caller's.
+
+    Raises:
+        ConfigError: it is neither.
+        ImportError: a folder, and tensorboard is not installed.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._owned = isinstance(target, (str, Path))
+        self._writer: Any = _summary_writer(target) if self._owned else target
+        if not hasattr(self._writer, "add_scalar"):
+            kind = type(target).__name__
+            raise ConfigError(f"tensorboard is a folder or a SummaryWriter, got {kind}.")
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write a sample and flush it."""
+        for row in rows:
+            for statistic in TENSORBOARD_SCALARS:
+                value = getattr(row, statistic)
+                if math.isfinite(value):
+                    tag = f"fp8pass {statistic}/{row.module} {row.tensor} {row.scales}"
+                    self._writer.add_scalar(tag, value, row.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close a writer that was opened here."""
+        if self._owned:
+            self._writer.close()
+
+
+def _summary_writer(folder: str | Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "Monitor(tensorboard=...) needs TensorBoard: pip install tensorboard"
+        ) from error
+    return SummaryWriter(str(folder))
