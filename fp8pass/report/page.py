@@ -20,7 +20,7 @@ from fp8pass.config import Config
 from fp8pass.debug import PassRecord
 from fp8pass.explain import by_bytes, folded, mib
 from fp8pass.partition import CompiledGraph
-from fp8pass.plan import FrontierPoint, Linear, Plan, SavedTensor
+from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary, SavedTensor
 from fp8pass.report.diffs import ModuleDiff, module_diffs
 from fp8pass.report.folding import fold
 from fp8pass.report.picture import KINDS, draw
@@ -62,6 +62,7 @@ class GraphSection:
     linears: list[Row]
     saved: list[Row]
     scalars: list[SavedTensor]
+    rules: list[Row]
     passes: list[tuple[PassRecord, list[ModuleDiff]]]
     choices: list[Choice]
 
@@ -116,6 +117,7 @@ def section(number: int, compiled: CompiledGraph) -> GraphSection:
         linears=_linear_rows(plan.linears),
         saved=_saved_rows(s for s in plan.saved if s.shape != "scalar"),
         scalars=[s for s in plan.saved if s.shape == "scalar"],
+        rules=_rule_rows(plan.rules),
         passes=[(record, module_diffs(record)) for record in compiled.passes],
         choices=list(_choices(plan)),
     )
@@ -130,6 +132,14 @@ def _linear_rows(linears: Iterable[Linear]) -> list[Row]:
 
 def _saved_rows(saved: Iterable[SavedTensor]) -> list[Row]:
     keyed = ((s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason), s) for s in saved)
+    return [Row(*row) for row in folded(keyed)]
+
+
+def _rule_rows(rules: Iterable[RuleSummary]) -> list[Row]:
+    keyed = (
+        (r.module, (r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason), r)
+        for r in rules
+    )
     return [Row(*row) for row in folded(keyed)]
 
 
