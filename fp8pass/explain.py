@@ -336,4 +336,4 @@ def _counted(counts: dict[str, int], separator: str) -> str:
 def mib(count: int) -> str:
     """Bytes in MiB, with as many digits as tell."""
     size = count / 2**20
-    return f"{size:,.1f}" if abs(size) >= 0.1 or not count else f"{size:.4f}"
+    return f"{size:,.1f}" if abs(size) >= 100 or not count else f"{size:.3g}"

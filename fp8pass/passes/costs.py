@@ -108,10 +108,15 @@ def _rate(node: fx.Node) -> float:
 
 def total_flops(g: fx.Graph) -> tuple[float, float]:
     """Floating point operations of all GEMMs, convolutions and attention, and those in FP8."""
-    calls = [n for n in g.nodes if n.op == "call_function" and not graph.is_getitem(n)]
-    expensive = [n for n in calls if kind(n) in EXPENSIVE]
+    expensive = [n for n in g.nodes if is_expensive(n)]
     in_fp8 = sum(flops(n) for n in expensive if is_fp8_gemm(n))
     return sum(map(flops, expensive)), in_fp8
+
+
+def is_expensive(node: fx.Node) -> bool:
+    """Whether `node` is a GEMM, a convolution or attention."""
+    called = node.op == "call_function" and not graph.is_getitem(node)
+    return called and kind(node) in EXPENSIVE
 
 
 def is_fp8_gemm(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ const NODE_HEIGHT = 26;
 const COLUMN_GAP = 46;
 const BAND_GAP = 220;
 const widthOf = (label) => 18 + 7.5 * label.length;
+const numbered = (path) => [path.replace(/\d+$/, ""), Number(path.match(/\d+$/)[0])];
 const shortened = (path) => path.split(".").slice(-2).join(".") || "(top level)";
 
 class Cell {
@@ -55,8 +56,15 @@ class Picture {
     this.only = "";
   }
 
-  shown(cell) {
-    return !this.only || cell.module === this.only || cell.module.startsWith(`${this.only}.`);
+  // The cells of the module asked for, and those at the other end of what it keeps or reads.
+  shownCells() {
+    const inside = (cell) => !this.only || cell.module === this.only || cell.module.startsWith(`${this.only}.`);
+    const shown = new Set(this.cells.filter(inside));
+    for (const edge of this.edges.filter((e) => e.bytes)) {
+      const ends = [this.cellOf.get(edge.source), this.cellOf.get(edge.target)];
+      if (ends.some(inside)) ends.forEach((cell) => shown.add(cell));
+    }
+    return this.cells.filter((cell) => shown.has(cell));
   }
 
   // Where each operator of a cell lies, from the cell's corner, and how large the cell is.
@@ -76,7 +84,7 @@ class Picture {
   }
 
   elements() {
-    const cells = this.cells.filter((cell) => this.shown(cell));
+    const cells = this.shownCells();
     const layouts = new Map(cells.map((cell) => [cell, this.layout(cell)]));
     const lefts = this.placeColumns(cells, layouts);
     const above = Math.max(0, ...cells.filter((c) => !c.backward).map((c) => layouts.get(c).height));
@@ -156,14 +164,24 @@ class Picture {
     }
     return [...merged.values()].map(({ tensors, ...edge }) => {
       const bytes = [...tensors.values()].reduce((sum, x) => sum + x, 0);
-      return { classes: bytes ? "kept" : edge.crosses ? "free" : "", data: { ...edge, bytes, label: bytes > A_FEW_SCALARS ? size(bytes) : "" } };
+      const tensorIds = [...tensors.keys()];
+      return { classes: bytes ? "kept" : edge.crosses ? "free" : "", data: { ...edge, bytes, tensors: tensorIds, label: bytes > A_FEW_SCALARS ? size(bytes) : "" } };
     });
   }
 
   matching(text) {
-    const wanted = text.toLowerCase();
-    const matches = (y) => [y.module, y.label, y.id].some((x) => x.toLowerCase().includes(wanted));
-    return [...this.operators.values()].filter(matches);
+    const wanted = this.drawnPath(text.toLowerCase());
+    const words = (y) => [y.module, y.label, y.id, y.details.keeps ?? ""];
+    return [...this.operators.values()].filter((y) => words(y).some((x) => x.toLowerCase().includes(wanted)));
+  }
+
+  // A layer that an equal one stands for is found there.
+  drawnPath(text) {
+    return text.replace(/(\w+\.)(\d+)/, (path, name, number) => {
+      const stands = this.layers.map((y) => [...numbered(y.first), numbered(y.last)[1]])
+        .find(([prefix, first, last]) => prefix.toLowerCase().endsWith(name) && first <= number && number <= last);
+      return stands ? name + stands[1] : path;
+    });
   }
 }
 
@@ -212,7 +230,10 @@ function drawPicture() {
     if (event.target.isParent() && picture.operators.has(canvas.$("node:selected").id())) return;
     describeCell(picture.cells.find((cell) => cell.id === id));
   });
-  canvas.on("tap", (event) => { if (event.target === canvas) element("details").hidden = true; });
+  canvas.on("tap", "edge.kept", (event) => describeEdge(event.target));
+  canvas.on("tap", (event) => { if (event.target === canvas) closeDetails(); });
+  element("graph-picture").parentElement.classList.toggle("tall", picture.unfolded.size > 0);
+  canvas.resize();
   search();
 }
 
@@ -238,8 +259,34 @@ function text(tag, content) {
 function describe(title, entries, ...more) {
   const list = document.createElement("dl");
   for (const [name, value] of entries) list.append(text("dt", name), text("dd", value));
-  element("details").replaceChildren(text("h3", title), list, ...more);
-  element("details").hidden = false;
+  const close = text("button", "×");
+  close.className = "close";
+  close.title = "close (Esc)";
+  close.addEventListener("click", closeDetails);
+  element("details").replaceChildren(close, text("h3", title), list, ...more);
+  showDetails(true);
+}
+
+const closeDetails = () => showDetails(false);
+
+function showDetails(shown) {
+  element("details").hidden = !shown;
+  canvas.resize();
+}
+
+// What is known of a tensor that is kept: by how much, in which form, why, and from which line.
+function tensorEntries(id) {
+  const y = picture.operators.get(id);
+  const bytes = picture.edges.find((e) => e.source === id && e.bytes)?.bytes ?? 0;
+  const known = ["kept as", "expected gradient error", "in the backward", "source"].map((name) => y.details[name]);
+  return [`${y.label} (${id})`, [size(bytes), ...known].filter(Boolean).join("; ")];
+}
+
+function describeEdge(edge) {
+  const ends = ["source", "target"].map((end) => picture.cellOf.get(edge.data(end)) ?? picture.cells.find((c) => c.id === edge.data(end)));
+  const [from, to] = ends.map((cell) => cell.module || "(top level)");
+  const tensors = edge.data("tensors").map(tensorEntries);
+  describe(`${size(edge.data("bytes"))} kept`, [["of the forward of", from], ["for the backward of", to], ...tensors]);
 }
 
 function describeOperator(y) {
@@ -257,7 +304,7 @@ function describeCell(cell) {
   ];
   if (!cell.backward) {
     entries.push(["keeps for the backward", size(total)]);
-    for (const [id, bytes] of kept) entries.push([`${picture.operators.get(id).label} (${id})`, size(bytes)]);
+    entries.push(...[...kept.keys()].map(tensorEntries));
   }
   const unfolded = picture.unfolded.has(cell.id);
   const toggle = text("button", unfolded ? "fold" : "unfold");
@@ -273,17 +320,31 @@ function describeCell(cell) {
   describe(cell.module || "(top level)", entries, toggle);
 }
 
+let hits; // what the search found, and which of it is looked at
+let looked = -1;
+
 function search() {
   const wanted = element("search").value.trim();
   canvas.elements().removeClass("faded");
   element("matches").textContent = "";
-  if (!wanted) return canvas.collection();
+  hits = canvas.collection();
+  looked = -1;
+  if (!wanted) return;
   const found = picture.matching(wanted);
-  element("matches").textContent = `${found.length} operators match`;
   const visible = new Set(found.flatMap((y) => [y.id, picture.cellOf.get(y.id).id]));
-  const hits = canvas.nodes(".operator, .folded").filter((n) => visible.has(n.id()));
+  hits = canvas.nodes(".operator, .folded").filter((n) => visible.has(n.id()));
+  const folded = picture.layers.some((y) => y.count > 1) ? "; of equal layers the first is drawn" : "";
+  element("matches").textContent = `${found.length} operators in ${hits.length} boxes${folded}`;
   canvas.elements().not(hits).not(hits.ancestors()).not(hits.connectedEdges()).addClass("faded");
-  return hits;
+}
+
+function lookAtNext() {
+  if (!hits.length) return;
+  looked = (looked + 1) % hits.length;
+  canvas.zoom(1);
+  canvas.center(hits[looked]);
+  canvas.$(":selected").unselect();
+  hits[looked].select();
 }
 
 function setAllFolded(folded) {
@@ -332,22 +393,27 @@ function drawTimeline() {
     data: { datasets: [line("forward", forward, "fp8"), line("backward", [...forward.slice(-1), ...side(true)], "kept")] },
     options: {
       parsing: false,
-      scales: { x: axis("operators of the step", { type: "linear" }), y: axis("kept, MiB", { beginAtZero: true }) },
+      scales: { x: axis("operators of the step", { type: "linear", max: data.timeline.at(-1).operator }), y: axis("kept, MiB", { beginAtZero: true }) },
       plugins: { legend: { labels: { color: color("text") } }, tooltip: { callbacks: { label: ({ raw }) => `${raw.y.toFixed(2)} MiB after ${raw.module || "the inputs"}` } } },
     },
   });
 }
 
 function drawFrontier() {
-  const point = (p) => ({ x: p.bytes / 2 ** 20, y: p.seconds * 1e3 });
-  const sets = data.frontiers.flatMap(({ points, chosen }, i) => points.length ? [
-    { label: `graph ${i}`, data: points.map(point), showLine: true, borderColor: color("accent"), backgroundColor: color("accent"), pointRadius: 4 },
-    { label: "this plan", data: chosen ? [point(chosen)] : [], backgroundColor: color("kept"), pointStyle: "star", borderColor: color("kept"), pointRadius: 10 },
+  const point = (c) => ({ x: c.point.bytes / 2 ** 20, y: c.adds_seconds * 1e3, peak: c.point.peak_bytes });
+  const style = (name, more) => ({ borderColor: color(name), backgroundColor: color(name), ...more });
+  const sets = data.choices.flatMap((choices, i) => choices.length ? [
+    { label: "this plan", data: choices.filter((c) => c.chosen).map(point), ...style("kept", { pointStyle: "triangle", pointRadius: 9 }) },
+    { label: `graph ${i}`, data: choices.map(point), showLine: true, ...style("accent", { pointRadius: 4 }) },
   ] : []);
+  const label = ({ raw }) => `keeps ${raw.x.toFixed(1)} MiB, peak ${size(raw.peak)}, ${raw.y.toFixed(2)} ms a step more`;
   chart("frontier-chart", {
     type: "scatter",
     data: { datasets: sets },
-    options: { scales: { x: axis("kept for the backward, MiB"), y: axis("recomputation, ms a step") }, plugins: { legend: { labels: { color: color("text") } } } },
+    options: {
+      scales: { x: axis("kept for the backward, MiB", { beginAtZero: true }), y: axis("added to this plan, ms a step") },
+      plugins: { legend: { labels: { color: color("text"), usePointStyle: true } }, tooltip: { callbacks: { label } } },
+    },
   });
 }
 
@@ -381,8 +447,11 @@ function setTheme(theme) {
 
 element("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 element("search").addEventListener("input", search);
-element("search").addEventListener("keydown", (event) => { if (event.key === "Enter" && search().length) view(search()); });
-element("only").addEventListener("change", () => { picture.only = element("only").value; drawPicture(); view(); });
+element("search").addEventListener("keydown", (event) => { if (event.key === "Enter") lookAtNext(); });
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeDetails(); });
+// Without Ctrl the wheel scrolls the page.
+element("graph-picture").addEventListener("wheel", (event) => { if (!event.ctrlKey) event.stopImmediatePropagation(); }, { capture: true });
+element("only").addEventListener("change", () => { picture.only = element("only").value; closeDetails(); drawPicture(); view(); });
 element("unfold").addEventListener("click", () => setAllFolded(false));
 element("fold").addEventListener("click", () => setAllFolded(true));
 element("fit").addEventListener("click", () => canvas.fit(undefined, 20));

@@ -14,33 +14,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
+from torch import fx
 
 import fp8pass
 from fp8pass.config import Config
 from fp8pass.debug import PassRecord
 from fp8pass.explain import by_bytes, folded, mib
 from fp8pass.partition import CompiledGraph
+from fp8pass.passes.classify import Kind, kind
+from fp8pass.passes.costs import flops, is_expensive, is_fp8_gemm
 from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary, SavedTensor
 from fp8pass.report.diffs import ModuleDiff, module_diffs
 from fp8pass.report.folding import fold
 from fp8pass.report.picture import KINDS, draw
+from fp8pass.report.sources import source_line
 from fp8pass.report.timeline import timeline
 
 if TYPE_CHECKING:
     from fp8pass.diagnose import Diagnosis
     from fp8pass.explain import Explanation
 
+FP8_LINEAR = "linear layers in FP8"
+
 _FOLDER = Path(__file__).parent
 _MOST_EXPENSIVE = 8
+
+# Plans whose memory differs by less than this are no choice.
+_SAME_MEMORY = 0.005
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is the same in `count` places, of which `module` is the pattern."""
+    """What is the same in `count` places, of which `module` is the pattern, `source` one's line."""
 
     module: str
     count: int
     item: Any
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Choice:
 
     point: FrontierPoint
     saves_bytes: int
+    lowers_peak: int
     adds_seconds: float
     chosen: bool
 
@@ -81,18 +92,18 @@ def render(explanation: Explanation, diagnosis: Diagnosis | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {}  # as they come, not by name
-    environment.filters.update(mib=mib, share=_share)
+    environment.filters.update(mib=mib, share=_share, seconds=_seconds, short=short_name)
     sections = [section(i, g) for i, g in enumerate(explanation.graphs)]
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
         sections=sections,
         expensive=most_expensive(sections),
         high_precision=reasons(explanation.graphs),
-        flops=sum(g.plan.flops for g in explanation.graphs),
-        fp8_flops=sum(g.plan.fp8_flops for g in explanation.graphs),
+        operations=operations(explanation.graphs),
         options=options(explanation.config),
         diagnosis=diagnosis,
         kinds=KINDS,
+        fp8_linear=FP8_LINEAR,
         made={
             "fp8pass": fp8pass.__version__,
             "torch": torch.__version__,
@@ -111,11 +122,12 @@ def asset(name: str) -> Markup:
 def section(number: int, compiled: CompiledGraph) -> GraphSection:
     """What is shown of one graph."""
     plan = compiled.plan
+    sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
     return GraphSection(
         number=number,
         plan=plan,
         linears=_linear_rows(plan.linears),
-        saved=_saved_rows(s for s in plan.saved if s.shape != "scalar"),
+        saved=_saved_rows((s for s in plan.saved if s.shape != "scalar"), sources),
         scalars=[s for s in plan.saved if s.shape == "scalar"],
         rules=_rule_rows(plan.rules),
         passes=[(record, module_diffs(record)) for record in compiled.passes],
@@ -130,9 +142,14 @@ def _linear_rows(linears: Iterable[Linear]) -> list[Row]:
     return [Row(*row) for row in folded(keyed)]
 
 
-def _saved_rows(saved: Iterable[SavedTensor]) -> list[Row]:
-    keyed = ((s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason), s) for s in saved)
-    return [Row(*row) for row in folded(keyed)]
+def _saved_rows(saved: Iterable[SavedTensor], sources: dict[str, str]) -> list[Row]:
+    """What is kept, the largest first; `sources` has the line of the model by a node's name."""
+    keyed = (
+        (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources[s.name]), s)
+        for s in saved
+    )
+    rows = [Row(*row, source=sources[row[2].name]) for row in folded(keyed)]
+    return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)
 
 
 def _rule_rows(rules: Iterable[RuleSummary]) -> list[Row]:
@@ -144,13 +161,19 @@ def _rule_rows(rules: Iterable[RuleSummary]) -> list[Row]:
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """The frontier from the most to the least memory, beside this plan."""
+    """This plan, and those of the frontier that keep less, from the most to the least memory."""
     here = plan.point
     if here is None:
         return
-    for point in reversed(by_bytes({*plan.frontier, here})):
-        saves, adds = here.bytes - point.bytes, point.seconds - here.seconds
-        yield Choice(point, saves, adds, point == here)
+    less = [p for p in plan.frontier if p.bytes < (1 - _SAME_MEMORY) * here.bytes]
+    for point in (here, *reversed(by_bytes(less))):
+        yield Choice(
+            point,
+            saves_bytes=here.bytes - point.bytes,
+            lowers_peak=here.peak_bytes - point.peak_bytes,
+            adds_seconds=point.seconds - here.seconds,
+            chosen=point is here,
+        )
 
 
 def most_expensive(sections: Iterable[GraphSection]) -> list[Row]:
@@ -162,6 +185,23 @@ def most_expensive(sections: Iterable[GraphSection]) -> list[Row]:
 def reasons(graphs: Iterable[CompiledGraph]) -> list[tuple[str, int]]:
     """Why linear layers stay in high precision, and how many for each reason."""
     return Counter(y.reason for g in graphs for y in g.plan.high_precision).most_common()
+
+
+def operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
+    """Floating point operations of a step by what does them, the most first."""
+    total: dict[str, float] = {}
+    for compiled in graphs:
+        for node in filter(is_expensive, compiled.gm.graph.nodes):
+            total[_what_runs(node)] = total.get(_what_runs(node), 0.0) + flops(node)
+    return dict(sorted(total.items(), key=lambda x: x[1], reverse=True))
+
+
+def _what_runs(node: fx.Node) -> str:
+    if is_fp8_gemm(node):
+        return FP8_LINEAR
+    if kind(node) is Kind.ATTENTION:
+        return "attention, in high precision"
+    return "other matrix products, in high precision"
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -177,15 +217,21 @@ def page_data(explanation: Explanation, diagnosis: Diagnosis | None) -> dict[str
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
         "timeline": [asdict(m) for m in timeline(explanation.graphs)],
-        "frontiers": [
-            {
-                "points": [asdict(p) for p in by_bytes(g.plan.frontier)],
-                "chosen": asdict(g.plan.point) if g.plan.point else None,
-            }
-            for g in explanation.graphs
-        ],
+        "choices": [[asdict(c) for c in _choices(g.plan)] for g in explanation.graphs],
         "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
     }
+
+
+def short_name(operator: str) -> str:
+    """An operator without its library and overload, `aten.add.Tensor` as `add`."""
+    if "_scaled_dot_product" in operator:
+        return "attention"
+    parts = operator.split(".")
+    return parts[1] if len(parts) > 1 else operator
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _share(part: float, whole: float) -> str:

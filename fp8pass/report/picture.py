@@ -65,7 +65,10 @@ class Operator:
 
 @dataclass(frozen=True)
 class Edge:
-    """What one operator hands to another; `crosses` into the backward, at the cost of `bytes`."""
+    """What one operator hands to another, perhaps across into the backward.
+
+    What is kept for that costs `bytes`, counted at the first edge that hands it across.
+    """
 
     source: str
     target: str
@@ -191,16 +194,15 @@ class _Drawing:
 
     def edges(self) -> Iterator[Edge]:
         """What flows between drawn operators, each edge once."""
-        drawn, seen = set(self.drawn), set()
+        drawn, counted = set(self.drawn), set()
         for node in self.drawn:
-            for source in _drawn_operands(node, drawn):
-                if (source, node) in seen:
-                    continue
-                seen.add((source, node))
+            for source in dict.fromkeys(_drawn_operands(node, drawn)):
                 crosses = source in self.crossing and node not in self.forward
-                kept = self.kept.get(source.name)
-                counted = crosses and kept is not None and kept.bytes
-                yield Edge(source.name, node.name, crosses, graph.nbytes(source) if counted else 0)
+                saved = self.kept.get(source.name)
+                first = crosses and source not in counted and saved is not None and saved.bytes
+                if first:
+                    counted.add(source)
+                yield Edge(source.name, node.name, crosses, graph.nbytes(source) if first else 0)
 
     def _kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
