@@ -63,6 +63,9 @@ class Config:
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.
+        keep_exact: shell-style patterns of values that the backward gets exactly: kept as they are
+            or computed again from exact values. A pattern matches a value's name, as `explain`
+            and `calibrate` give it, or the module that computes it, as in `skip`.
         quantize_lm_head: also run the output head in FP8 (FP8 and back, LLMQ: better not).
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
     """
@@ -76,6 +79,7 @@ class Config:
     memory_budget: float | int | str | None = None
     group_size: int = 128
     skip: tuple[str, ...] = ()
+    keep_exact: tuple[str, ...] = ()
     quantize_lm_head: bool = False
     compiler: str = "inductor"
 
@@ -102,9 +106,8 @@ class Config:
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
             raise ConfigError(f"group_size must be a positive multiple of 16, got {size!r}.")
-        if isinstance(self.skip, str) or not all(isinstance(p, str) for p in self.skip):
-            raise ConfigError(f"skip must be a tuple of module path patterns, got {self.skip!r}.")
-        object.__setattr__(self, "skip", tuple(self.skip))
+        for field, of in (("skip", "module path"), ("keep_exact", "value name or module path")):
+            object.__setattr__(self, field, _checked_patterns(field, of, getattr(self, field)))
         if not isinstance(self.quantize_lm_head, bool):
             raise ConfigError(f"quantize_lm_head must be a bool, got {self.quantize_lm_head!r}.")
 
@@ -195,6 +198,13 @@ def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
             "moments are (name, mean, standard deviation) of values, as fp8pass.calibrate gives "
             f"them; got {str(given)[:60]!r}."
         ) from error
+
+
+def _checked_patterns(field: str, of: str, given: object) -> tuple[str, ...]:
+    listed = isinstance(given, Iterable) and not isinstance(given, str)
+    if not listed or not all(isinstance(p, str) for p in given):  # type: ignore[attr-defined]
+        raise ConfigError(f"{field} must be a tuple of {of} patterns, got {given!r}.")
+    return tuple(given)  # type: ignore[arg-type]
 
 
 def _check_budget(budget: object) -> None:

@@ -29,6 +29,9 @@ _INHERITED_META = (
     "custom",
 )
 
+# Set on what replaces an operator: the operator's name, by which values are named.
+REPLACED = "fp8pass_replaced"
+
 # Views that keep the order of the elements, so that two of one tensor hold the same matrix.
 RESHAPES = {
     aten.view.default,
@@ -163,14 +166,15 @@ def outputs(graph: fx.Graph) -> list[Any]:
 def value_names(graph: fx.Graph) -> dict[fx.Node, str]:
     """Names of tensors by module, operator and a number.
 
-    They are the same whatever batch a model is traced with, whether its sizes vary or not.
+    They are the same whatever batch a model is traced with, whether its sizes vary or not, and
+    whatever runs in FP8.
     """
     counts: dict[str, int] = {}
     names = {}
     for node in graph.nodes:
         if value(node) is None:
             continue
-        name = getattr(node.target, "__name__", node.target)
+        name = node.meta.get(REPLACED) or getattr(node.target, "__name__", node.target)
         prefix = f"{module_path(node)}:{node.op if node.op == 'placeholder' else name}"
         counts[prefix] = counts.get(prefix, -1) + 1
         names[node] = f"{prefix}:{counts[prefix]}"

@@ -44,6 +44,8 @@ class SavedTensor:
         bytes: bytes kept, scales included. 0 for what is held anyway: autograd keeps a leaf that
             requires a gradient alive whether or not we use it.
         reason: why it is kept this way.
+        value: its name in `keep_exact` and `moments`.
+        place: how many of the graph's linear layers come before it in the forward.
         expected_error: root-mean-square relative error that gradients are expected to have because
             of this value: the rounding error of its format times how much the backward amplifies
             it. 0 for a value kept exactly.
@@ -59,6 +61,8 @@ class SavedTensor:
     bytes_exact: int
     bytes: int
     reason: str
+    value: str
+    place: int
     expected_error: float
     tensors: tuple[CrossingTensor, ...]
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,19 @@ def test_bytes_stay_within_the_budget_and_fall_with_it(recipe):
         for name, gradient in want.gradients.items():
             assert cosine(got.gradients[name], gradient) > 0.95, (budget, name)
         assert all(torch.equal(a, b) for a, b in zip(got.outputs, want.outputs, strict=True))
+
+
+@pytest.mark.parametrize("pattern", ["layers.1", "{}"])
+def test_what_is_kept_exactly_is_neither_stored_nor_recomputed_inexactly(pattern):
+    config = Config.recipe("agoq", compiler="eager", memory_budget=0.6, tolerance=math.inf)
+    _, plan = train(decoder, config)
+    low = [s for s in plan.saved if not s.kept_as.startswith("exact")]
+    value = next(s.value for s in low if s.module.startswith("layers.1"))
+    _, kept = train(decoder, replace(config, keep_exact=(pattern.format(value),)))
+    inexact = [s for s in kept.saved if not s.kept_as.startswith("exact")]
+    assert inexact
+    assert not any(s.value == value for s in inexact)
+    assert pattern == "{}" or not any(s.module.startswith(pattern) for s in inexact)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -37,7 +37,8 @@ def test_overrides():
 def test_frozen_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().group_size = 16
-    assert hash(Config(skip=["a"])) == hash(Config(skip=("a",)))
+    for field in ("skip", "keep_exact"):
+        assert hash(Config(**{field: ["a"]})) == hash(Config(**{field: ("a",)}))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,10 @@ def test_frozen_and_hashable():
         (lambda: Config(group_size=16.0), "multiple of 16, got 16.0"),
         (lambda: Config(skip="layers.0"), "tuple of module path patterns, got 'layers.0'"),
         (lambda: Config(skip=(1,)), "tuple of module path patterns"),
+        (lambda: Config(skip=1), "tuple of module path patterns, got 1"),
+        (lambda: Config(keep_exact="up"), "tuple of value name or module path patterns, got 'up'"),
+        (lambda: Config(keep_exact=(None,)), "tuple of value name or module path patterns"),
+        (lambda: split_options({"keepexact": ()}, []), "'keep_exact'"),
         (lambda: Config(quantize_lm_head=1), "must be a bool, got 1"),
         (lambda: split_options({"groupsize": 16}, ["max_autotune"]), "'group_size'"),
         (lambda: split_options({"max_autotun": True}, ["max_autotune"]), "'max_autotune'"),

@@ -368,6 +368,8 @@ def test_what_a_head_in_high_precision_uses_stays_exact(autocast):
     rules = Rules(joint.gm.graph, joint.ctx)
     (tanh,) = joint.calls(torch.ops.aten.tanh.default)
     assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
+    rules.tolerance = math.inf  # no rule, but asked for all the same
+    assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
 
 
 def test_an_unknown_operator_whose_result_enters_a_region_needs_exact_values():

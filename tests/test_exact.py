@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass.backend import Backend
+from fp8pass.config import Config
 
 # Name -> (rewritten, reference). "aot": the joint graph of aot_eager, undecomposed. "inductor":
 # the joint graph that Inductor makes, run op by op.
@@ -225,6 +228,29 @@ def test_awkward_row_counts(path, rows):
     check(MLP(), (randn(rows, 64),), path=path)
 
 
+# --- options that make everything exact ---------------------------------------------------------
+
+ALL_EXACT = {"skip": ("*",), "keep_exact": ("*",), "compiler": "eager"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tolerance": math.inf}, {"memory_budget": 0.6}],
+    ids=["without rules", "budget"],
+)
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_everything_kept_exactly(monkeypatch, make, options):
+    config = Config.recipe("agoq", **ALL_EXACT, **options)
+    monkeypatch.setitem(PATHS, "kept", (Backend(config), stock_eager))
+    check(make().train(), (tokens(),), path="kept")
+
+
+def test_everything_kept_exactly_in_checkpointed_regions(monkeypatch):
+    config = Config.recipe("agoq", **ALL_EXACT)
+    monkeypatch.setitem(PATHS, "kept", (Backend(config), stock_eager))
+    check(Checkpointed(0.2), (randn(32, 64),), path="kept")
+
+
 # --- random programs ----------------------------------------------------------------------------
 
 UNARY = {
@@ -336,3 +362,11 @@ def test_random_program_aot(case):
 def test_random_program_inductor(case):
     program, inputs = case
     check(program, tuple(inputs), path="inductor")
+
+
+@given(programs())
+def test_random_program_kept_exactly(case):
+    program, inputs = case
+    kept = Backend(Config(save_format="e2m1", tolerance=math.inf, **ALL_EXACT))
+    with patch.dict(PATHS, {"kept": (kept, stock_eager)}):
+        check(program, tuple(inputs), path="kept")

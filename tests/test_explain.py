@@ -80,6 +80,7 @@ def test_json_round_trip(of_llama, tmp_path):
     assert data["config"]["group_size"] == 128
     (graph,) = data["graphs"]
     assert len(graph["linears"]) == 15
+    assert all(s["value"].startswith(f"{s['module']}:") for s in graph["saved"])
     assert sum(s["bytes"] for s in graph["saved"]) == data["saved_bytes"]
     assert (
         sum(t["bytes"] for s in graph["saved"] if s["bytes"] for t in s["tensors"])

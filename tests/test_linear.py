@@ -212,6 +212,11 @@ def test_skip_patterns():
         ("model.layers.0.mlp.down_proj", "down", False),
         ("model.layers.0.mlp.down_proj", "proj", False),
         ("model.layers.0.mlp.down_proj", "layers.[12]", False),
+        ("model.layers[0].*.down_proj", "layers[0].*.down_proj", True),
+        ("model.layers[0].*.down_proj", "layers[[]0].[*].down_proj", True),
+        ("model.layers0.mlp.down_proj", "layers[[]0].[*].down_proj", False),
+        ("", "", True),
+        ("model", "", False),
     ],
 )
 def test_patterns(path, pattern, matches):

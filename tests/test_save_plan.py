@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from fp8pass.config import Config
 from fp8pass.passes import JOINT_PASSES, expressions
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.save_plan import Cut, components, min_cut
+from fp8pass.plan import Plan
 
 # --- the cut ------------------------------------------------------------------------------------
 
@@ -343,3 +345,107 @@ def test_a_sensitive_operator_of_one_exact_and_one_rounded_value_is_not_recomput
         pass_(joint.gm, joint.ctx)
     assert joint.calls(torch.ops.fp8pass.dequantize_groups.default)
     assert not reads_rounded(joint)
+
+
+# --- kept exactly as asked ----------------------------------------------------------------------
+
+UNRULED = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
+
+
+def low_bit(plan: Plan) -> dict[str, str]:
+    """Names of what is kept in low bits, and as what."""
+    return {s.value: s.kept_as for s in plan.saved if not s.kept_as.startswith("exact")}
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+def test_a_value_by_its_name(recipe):
+    """Of those of a decoder layer each one, alone."""
+    config = Config.recipe(recipe, compiler="eager")
+    names = low_bit(decoder(config=config)).keys()
+    assert len(names) == 3
+    for name in names:
+        torch._dynamo.reset()
+        plan = decoder(config=replace(config, keep_exact=(name,)))
+        assert low_bit(plan).keys() == names - {name}
+        kept = [s for s in plan.saved if s.value == name]  # or what it follows from exactly
+        assert all(s.reason == f"matches keep_exact pattern {name!r}" for s in kept)
+
+
+def test_values_by_module():
+    found = {}
+    for pattern in ("", "*.mlp", "layers.[01]"):  # and not the codes of its linear layers
+        torch._dynamo.reset()
+        config = replace(UNRULED, keep_exact=(pattern,) if pattern else ())
+        plan = plan_of(llama(num_hidden_layers=1), tokens(), config=config)
+        found[pattern] = {name.split(":")[0] for name in low_bit(plan)}
+    in_mlp = {m for m in found[""] if ".mlp" in m}
+    assert in_mlp
+    assert found["*.mlp"] == found[""] - in_mlp
+    assert not any(".layers." in m for m in found["layers.[01]"])
+
+
+def exponential(x, y):
+    """The gradient of `y` is an exponential, which is recomputed from `x`."""
+    return torch.exp(x) * y + F.silu(x) * x
+
+
+@pytest.mark.parametrize("keep", ["", ":exp.default:0", ":placeholder:0"])
+def test_what_is_kept_exactly_is_not_recomputed_from_what_is_not(keep):
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    gradients = []
+    for config in (replace(UNRULED, keep_exact=(keep,) if keep else ()), EXACT_EAGER):
+        torch._dynamo.reset()
+        leaves = [t.clone().requires_grad_() for t in (x, y)]
+        program, _ = compiled(exponential, config)
+        program(*(t * 1 for t in leaves)).sum().backward()
+        gradients.append([t.grad for t in leaves])
+    (x_grad, y_grad), (x_exact, y_exact) = gradients
+    assert torch.equal(y_grad, y_exact) is bool(keep)
+    assert not torch.equal(x_grad, x_exact)
+
+
+def test_nothing_stands_in_for_what_is_kept_exactly():
+    """With `down` in high precision the derivative of GELU would be kept rather than its input."""
+    names = low_bit(plan_of(MLP(), torch.randn(32, 64))).keys()
+    torch._dynamo.reset()
+    config = replace(COAT_EAGER, skip=("up", "down"), keep_exact=tuple(names))
+    assert names
+    assert not low_bit(plan_of(MLP(), torch.randn(32, 64), config=config))
+
+
+def test_names_do_not_depend_on_sizes_or_on_what_runs_in_fp8():
+    model = nn.Sequential(MLP((64, 128, 64)), MLP((64, 128, 64)))
+    found = []
+    for dynamic, skip in ((False, ()), (True, ()), (False, ("up",))):
+        torch._dynamo.reset()
+        config = replace(COAT_EAGER, skip=skip)
+        found.append(low_bit(plan_of(model, torch.randn(48, 64), config=config, dynamic=dynamic)))
+    assert found[0].keys() == found[1].keys() == found[2].keys()
+    assert "0.up:addmm.default:0" in found[0]
+
+
+def test_places_of_saved_values():
+    model = nn.Sequential(MLP((64, 128, 64)), MLP((64, 128, 64)))
+    plan = plan_of(model, torch.randn(48, 64))
+    places = {s.value: s.place for s in plan.saved if s.value in low_bit(plan)}
+    assert places == {"0.up:addmm.default:0": 1, "1.up:addmm.default:0": 3}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("layers.0.mpl", "matches no module of this graph. Did you mean"),
+        ("up:addm.default:0", "matches no value of this graph. Did you mean 'up:addmm.default:0'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_warns(pattern, says):
+    model = llama(num_hidden_layers=1) if "layers" in pattern else MLP()
+    batch = tokens() if "layers" in pattern else torch.randn(32, 64)
+    with pytest.warns(UserWarning, match=f"keep_exact pattern '{pattern}' {says}"):
+        plan_of(model, batch, config=replace(COAT_EAGER, keep_exact=(pattern,)))
+
+
+def test_checkpointed_values_are_kept_exactly_by_what_they_are_computed_from():
+    config = replace(UNRULED, keep_exact=("norm",))
+    plan = plan_of(Block(recompute=True), torch.randn(32, 64, requires_grad=True), config=config)
+    assert not [s for s in plan.saved if s.module == "norm" and s.value in low_bit(plan)]

@@ -176,7 +176,7 @@ class Program:
             self.upper[at + STORE] = 0
         again = can_run_again(value) and not storage.ctx.is_free(value)
         self.upper[at + REDO] = again
-        self.upper[at + REMAKE] = again and storage.rules.may_be_recomputed(value, storage.coarsest)
+        self.upper[at + REMAKE] = again and storage.may_be_recomputed(value)
         self.seconds[at + REDO : at + 4] = seconds(value)
 
     def _availability(self) -> LinearConstraint:

@@ -43,7 +43,8 @@ class Needs:
     Attributes:
         values: nodes that depend on no gradient, in order.
         all: those that the backward uses.
-        exact: those that an operator uses which tolerates no error, with the reason.
+        exact: those that an operator uses which tolerates no error, or that the user wants so,
+            with the reason.
     """
 
     values: list[fx.Node]
@@ -63,7 +64,8 @@ def find_needs(gm: fx.GraphModule, storage: Storage) -> Needs:
         if node in backward and node.op != "output":
             needs.all.update(n for n in node.all_input_nodes if n not in backward)
     for node in needs.values:
-        if node in needs.all and (reason := storage.why_exact(node)):
+        used = node in needs.all or storage.must_be_available(node)
+        if used and (reason := storage.why_exact(node)):
             needs.exact.setdefault(node, reason)
     return needs
 

@@ -47,6 +47,7 @@ class Rules:
     """
 
     def __init__(self, g: fx.Graph, ctx: Context) -> None:
+        self.graph = g
         self.tolerance = ctx.config.tolerance
         self.backward = graph.tangent_dependent(g)
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
@@ -81,9 +82,10 @@ class Rules:
 
     def why_exact(self, node: fx.Node) -> str:
         """Why the backward needs `node` exactly; '' where it does not."""
-        if math.isinf(self.tolerance):
-            return ""
-        return next((x for x in self._uses(node) if isinstance(x, str)), "")
+        uses = self._uses(node)
+        if math.isinf(self.tolerance):  # no rules, but choices
+            uses = (self._by_choice(user) for user in node.users)
+        return next((x for x in uses if x and isinstance(x, str)), "")
 
     def amplification(self, node: fx.Node) -> Amplification:
         """What an error of `node` does to the gradients: the worst of all its uses."""
@@ -118,8 +120,8 @@ class Rules:
         """Uses by operators that are in no region."""
         if user.op == "output" or user in self._members or user in self.junctions:
             return
-        if user.meta.get(KEPT_BY_CHOICE) and user in self.backward:
-            yield f"{operator_name(user)} in high precision by choice"
+        if chosen := self._by_choice(user):
+            yield chosen
         elif kind(user) in LINEAR_KINDS:
             yield UNITY
         elif kind(user) is Kind.ATTENTION:
@@ -127,6 +129,11 @@ class Rules:
                 yield self._attention(user)
         elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
             yield f"{operator_name(user)} has no derivation"
+
+    def _by_choice(self, user: fx.Node) -> str:
+        """Why a layer that stays in high precision as asked keeps what it saves; '' for others."""
+        chosen = user.meta.get(KEPT_BY_CHOICE) and user in self.backward
+        return f"{operator_name(user)} in high precision by choice" if chosen else ""
 
     def _attention(self, user: fx.Node) -> Amplification | str:
         """The rule for the operands of an attention operator, by the first of them."""

@@ -95,7 +95,8 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
     eligible: dict[fx.Node, Layer] = {}
     layers = find_layers(gm.graph, ctx.parameters)
-    warn_about_idle_patterns([y.module for y in layers], ctx.config.skip)
+    modules = [y.module for y in layers]
+    warn_about_idle_patterns("skip", ctx.config.skip, "linear layer", modules)
     for layer in layers:
         reason = why_not(layer, ctx.config)
         roles: list[str] = []
@@ -214,27 +215,34 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
     """The first pattern that matches a module path, a module above it, or a suffix of either."""
-    for pattern in patterns:
-        for form in (pattern, f"*.{pattern}"):
-            if fnmatch.fnmatchcase(path, form) or fnmatch.fnmatchcase(path, f"{form}.*"):
-                return pattern
-    return None
+    return next((p for p in patterns if _matches(path, p)), None)
 
 
-def warn_about_idle_patterns(modules: list[str], patterns: tuple[str, ...]) -> None:
-    """Warn about skip patterns that match none of a graph's linear layers."""
-    for pattern in patterns if modules else ():
-        if not any(matching_pattern(m, (pattern,)) for m in modules):
-            nearest = difflib.get_close_matches(pattern, [*modules, *_last_parts(modules)], n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {modules[:8]}."
+def _matches(path: str, pattern: str) -> bool:
+    if f".{pattern}." in f".{path}.":
+        return True
+    if not any(c in pattern for c in "*?["):
+        return False  # most are plain paths, of which there may be hundreds
+    forms = (f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*"))
+    return any(fnmatch.fnmatchcase(path, form) for form in forms)
+
+
+def warn_about_idle_patterns(
+    option: str, patterns: tuple[str, ...], what: str, names: list[str]
+) -> None:
+    """Warn about patterns of an option that match none of the names that a graph has of `what`."""
+    for pattern in patterns if names else ():
+        if not any(_matches(name, pattern) for name in names):
+            nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {names[:8]}."
             warnings.warn(
-                f"skip pattern {pattern!r} matches no linear layer of this graph.{hint}",
+                f"{option} pattern {pattern!r} matches no {what} of this graph.{hint}",
                 stacklevel=2,
             )
 
 
-def _last_parts(modules: list[str]) -> list[str]:
-    return sorted({m.rsplit(".", 1)[-1] for m in modules})
+def _last_parts(names: list[str]) -> list[str]:
+    return sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
 
 
 def is_output_head(layer: Layer) -> bool:
@@ -351,6 +359,7 @@ def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> N
             like=gemm,
         )
     product.meta[STANDS_FOR] = gemm.name
+    product.meta[graph.REPLACED] = gemm.target.__name__  # type: ignore[union-attr]
     product.meta[ROLE] = gemm.meta[ROLE]
     gemm.replace_all_uses_with(product)
     g.erase_node(gemm)

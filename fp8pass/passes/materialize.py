@@ -11,6 +11,7 @@ The forward keeps using the values themselves: saving in low bits changes gradie
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -23,6 +24,7 @@ from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
 from fp8pass.passes.decision import Decision
 from fp8pass.passes.error_rules import operator_name
+from fp8pass.passes.linear import ROLE
 from fp8pass.plan import CrossingTensor, SavedTensor
 
 fp8 = torch.ops.fp8pass
@@ -77,6 +79,7 @@ class Carrier:
         self.crossing: dict[fx.Node, None] = {}
         self.at = graph.output_node(g)
         self._carried: dict[fx.Node, fx.Node] = {}
+        self._names, self._places = graph.value_names(g), _places(g)
 
     def in_backward(self, node: fx.Node) -> fx.Node:
         """The node that stands for forward value `node` in the backward."""
@@ -162,12 +165,25 @@ class Carrier:
         if node in self.ctx.parameters:
             self.ctx.plan.parameters.append(node.name)
         elif not compat.is_sym_node(node):
-            held = node in self.ctx.held
-            self.ctx.plan.saved.append(describe(node, decision, tensors, held))
+            value, place = self._names[node], self._places[node]
+            saved = describe(node, decision, tensors, self.ctx, value=value, place=place)
+            self.ctx.plan.saved.append(saved)
+
+
+def _places(g: fx.Graph) -> dict[fx.Node, int]:
+    """How many linear layers come before each node."""
+    forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
+    return dict(zip(g.nodes, itertools.accumulate(forward), strict=True))
 
 
 def describe(
-    node: fx.Node, decision: Decision, tensors: tuple[fx.Node, ...], held: bool
+    node: fx.Node,
+    decision: Decision,
+    tensors: tuple[fx.Node, ...],
+    ctx: Context,
+    *,
+    value: str,
+    place: int,
 ) -> SavedTensor:
     """The plan's entry for a kept value."""
     val = graph.tensor(node)
@@ -188,8 +204,10 @@ def describe(
         dtype=_dtype_name(val.dtype),
         kept_as=_kept_as(decision.format, decision.group_size),
         bytes_exact=graph.nbytes(node),
-        bytes=0 if held else sum(t.bytes for t in crossing),
+        bytes=0 if node in ctx.held else sum(t.bytes for t in crossing),
         reason=decision.reason,
+        value=value,
+        place=place,
         expected_error=decision.expected_error,
         tensors=crossing,
     )

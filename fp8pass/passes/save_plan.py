@@ -134,7 +134,7 @@ def _remaining_cut(
         if node in first.recomputed:
             return 0
         inexact = node not in available
-        if inexact and not storage.rules.may_be_recomputed(node, storage.coarsest):
+        if inexact and not storage.may_be_recomputed(node):
             return math.inf
         return recompute_price(node)
 

@@ -18,10 +18,14 @@ from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.context import Context
 from fp8pass.passes.costs import UNITS_PER_BYTE
 from fp8pass.passes.error_rules import Rules, operator_name
+from fp8pass.passes.linear import matching_pattern, warn_about_idle_patterns
 
 # An error price: a value that makes all of a gradient wrong would cost this share of its bytes
 # more. It decides between formats, and where to cut, among choices that take about equal bytes.
 ERROR_WEIGHT = 0.25
+
+# In a pattern of `keep_exact`: `module:operator:number`.
+NAMES_A_VALUE = ":"
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORABLE_KINDS = (
@@ -66,6 +70,28 @@ class Storage:
         self._choices: dict[fx.Node, Choice] = {}
 
     @cached_property
+    def _asked(self) -> dict[fx.Node, str]:
+        """The values that the user wants exactly, with the pattern that says so."""
+        patterns = self.ctx.config.keep_exact
+        if not patterns or self.coarsest.lossless:
+            return {}
+        values = tuple(p for p in patterns if NAMES_A_VALUE in p)
+        modules = tuple(p for p in patterns if NAMES_A_VALUE not in p)
+        names = {
+            n: name
+            for n, name in graph.value_names(self.rules.graph).items()
+            if n not in self.rules.backward and kind(n) is not Kind.QUANTIZE  # that is for `skip`
+        }
+        paths = {n: graph.module_path(n) for n in names}
+        warn_about_idle_patterns("keep_exact", values, "value", list(names.values()))
+        warn_about_idle_patterns("keep_exact", modules, "module", sorted(set(paths.values())))
+        found = {
+            n: matching_pattern(name, values) or matching_pattern(paths[n], modules)
+            for n, name in names.items()
+        }
+        return {n: pattern for n, pattern in found.items() if pattern is not None}
+
+    @cached_property
     def formats(self) -> tuple[Format, ...]:
         """What the configuration allows: its format and those of more bits."""
         if self.ctx.config.save_format == "none":
@@ -82,7 +108,25 @@ class Storage:
 
     def why_exact(self, node: fx.Node) -> str:
         """Why the backward needs `node` exactly; '' where it does not, or all is exact."""
-        return "" if self.ctx.config.save_format == "none" else self.rules.why_exact(node)
+        if self.ctx.config.save_format == "none":
+            return ""
+        if node in self._asked:
+            return f"matches keep_exact pattern {self._asked[node]!r}"
+        return self.rules.why_exact(node)
+
+    def must_be_available(self, node: fx.Node) -> bool:
+        """Whether the backward has `node` exactly even if others could stand in for it.
+
+        Those are values asked for by name, of which the user knows, rather than by module; and
+        what a checkpointed region has to compute again.
+        """
+        return node in self._asked and (
+            NAMES_A_VALUE in self._asked[node] or compat.must_recompute(node)
+        )
+
+    def may_be_recomputed(self, node: fx.Node) -> bool:
+        """Whether the backward may compute `node` from values that were stored in low bits."""
+        return node not in self._asked and self.rules.may_be_recomputed(node, self.coarsest)
 
     def choice(self, node: fx.Node) -> Choice:
         """The cheapest allowed way to store `node` in low bits."""
@@ -91,7 +135,7 @@ class Storage:
         return self._choices[node]
 
     def _choose(self, node: fx.Node) -> Choice:
-        reason = self._why_not(node) or self.rules.why_exact(node)
+        reason = self._why_not(node) or self.why_exact(node)
         if reason:
             return Choice(EXACT, 0, reason)
         groups = {f: self._group(node, f) for f in self.formats}
