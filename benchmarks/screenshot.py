@@ -26,12 +26,12 @@ ARRANGE = """(module) => {
     document.getElementById("picture").scrollIntoView();
     for (const cell of picture.cells) if (cell.module === module) picture.unfolded.add(cell.id);
     drawPicture();
-    canvas.zoom(0.66);
-    canvas.center(canvas.nodes(".cell").filter((n) => n.id().includes("forward")));
-    canvas.panBy({ x: -170, y: -70 });
+    canvas.zoom(0.75);
     const kept = canvas.nodes(".operator").filter((n) => n.data("label") === "quantize_groups");
     kept.first().select();
     kept.first().emit("tap");
+    canvas.center(canvas.nodes(".cell").filter((n) => n.id().includes("forward")));
+    canvas.panBy({ x: 0, y: -80 });
 }"""
 
 

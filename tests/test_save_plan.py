@@ -147,8 +147,8 @@ def test_attention_is_kept_exactly():
     kept = [s for s in exact if s.bytes]
     assert len(kept) == 4
     assert sum("attention" in s.op for s in kept) == 1
-    reasons = ("attention may amplify", "exact values follow")  # a view of v is what it reads
-    assert all(s.reason.startswith(reasons) for s in kept)
+    assert all("attention may amplify" in s.reason for s in kept)
+    assert any("follows" in s.reason for s in kept)  # a view of v is what attention reads
 
 
 def test_what_a_decoder_layer_keeps():

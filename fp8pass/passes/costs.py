@@ -128,7 +128,8 @@ def is_fp8_gemm(node: fx.Node) -> bool:
 
 def flops(node: fx.Node) -> float:
     """Floating point operations of a GEMM, convolution or attention."""
-    operands = [graph.tensor(n) for n in node.all_input_nodes if graph.value(n) is not None]
+    given = [n for n in node.args if isinstance(n, fx.Node)]  # one tensor may be two operands
+    operands = [graph.tensor(n) for n in given if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
         return _attention_flops(operands, backward="backward" in str(node.target))
     if node.target is fp8.scaled_mm.default:

@@ -167,11 +167,24 @@ def _decide(node: fx.Node, storage: Storage, needs: Needs, *, exactly: bool) -> 
     if storage.ctx.is_free(node):
         return free_decision(node, storage.ctx)
     if exactly:
-        return Decision(EXACT, 0, needs.exact.get(node, "exact values follow from it"))
+        return Decision(EXACT, 0, _why_exact(node, needs))
     choice = storage.choice(node)
     if choice.format.lossless or choice.units < bytes_to_store(node):
         return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
     return Decision(EXACT, 0, choice.reason)
+
+
+def _why_exact(node: fx.Node, needs: Needs) -> str:
+    """Why a value is kept exactly: it is needed so, or the nearest one computed from it is."""
+    pending, seen = [node], {node}
+    for value in pending:
+        if value in needs.exact:
+            through = "" if value is node else "for what follows from it: "
+            return f"{through}{needs.exact[value]}"
+        users = [n for n in value.users if n not in seen]
+        seen.update(users)
+        pending.extend(users)
+    return "exact values follow from it"
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
