@@ -6,6 +6,7 @@ model = torch.compile(model, backend="fp8pass")
 from __future__ import annotations
 
 from fp8pass.backend import backend
+from fp8pass.bisect import Bisection, bisect
 from fp8pass.calibration import calibrate
 from fp8pass.config import RECIPES, Config, ConfigError
 from fp8pass.diagnose import Diagnosis, diagnose
@@ -16,11 +17,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "Bisection",
     "Config",
     "ConfigError",
     "Diagnosis",
     "Explanation",
     "backend",
+    "bisect",
     "calibrate",
     "diagnose",
     "explain",
