@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8pass.backend import backend as backend
+    from fp8pass.bisect import Bisection as Bisection
+    from fp8pass.bisect import bisect as bisect
     from fp8pass.calibration import calibrate as calibrate
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
@@ -29,12 +31,14 @@ __version__ = "0.1.0"
 # line answers `--help` without waiting for PyTorch, and `fp8pass env` where there is none.
 _MODULES = {
     "RECIPES": "config",
+    "Bisection": "bisect",
     "Config": "config",
     "ConfigError": "config",
     "Diagnosis": "diagnose",
     "Explanation": "explain",
     "Monitor": "monitor",
     "backend": "backend",
+    "bisect": "bisect",
     "calibrate": "calibration",
     "diagnose": "diagnose",
     "explain": "explain",

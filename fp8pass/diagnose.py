@@ -89,7 +89,7 @@ class Diagnosis:
             "layers": [asdict(y) | {"far_above": y.far_above} for y in self.layers],
             "suggested_skip": self.suggested_skip,
         }
-        text = json.dumps(_finite(data), indent=1)
+        text = json.dumps(finite(data), indent=1)
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
@@ -123,12 +123,12 @@ class Diagnosis:
         return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
     """`data` with None for numbers that JSON has not."""
     if isinstance(data, dict):
-        return {key: _finite(x) for key, x in data.items()}
+        return {key: finite(x) for key, x in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(x) for x in data]
+        return [finite(x) for x in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 

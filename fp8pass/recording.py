@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,17 +29,28 @@ def record_step(
     records: list[Record] = []
     module = getattr(model, "_orig_mod", model)
     compiled = torch.compile(module, backend=_recording(replace(config, compiler="eager"), records))
+    with (
+        fresh_gradients(module, batch),
+        unchanged(module),
+        compat.fresh_compilation(),
+        torch.enable_grad(),
+    ):
+        loss_fn(compiled, batch).backward()
+    return [r for r in records if r.complete]
+
+
+@contextmanager
+def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
+    """The tensors that gradients are left on, without any here; those they had are put back."""
     leaves = [*module.parameters(), *_leaves(batch)]
     gradients = [x.grad for x in leaves]
     for x in leaves:
         x.grad = None
     try:
-        with unchanged(module), compat.fresh_compilation(), torch.enable_grad():
-            loss_fn(compiled, batch).backward()
+        yield leaves
     finally:
         for x, gradient in zip(leaves, gradients, strict=True):
             x.grad = gradient
-    return [r for r in records if r.complete]
 
 
 def _leaves(batch: Any) -> list[Tensor]:
