@@ -17,6 +17,8 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, explain
+from fp8pass.demo.model import new_model
+from fp8pass.demo.sizes import SIZES
 from fp8pass.explain import mib
 from fp8pass.report.diffs import code_by_module, module_diffs
 from fp8pass.report.folding import fold, layer_of
@@ -90,6 +92,8 @@ def test_details(of_llama, picture):
     stored = [s.kept_as for s in of_llama.graphs[0].plan.saved if s.expected_error]
     restored = [y.details["kept as"] for y in picture.operators if y.kind == "dequantize"]
     assert Counter(restored) == Counter(stored)
+    names = {y.details["in keep_exact"] for y in picture.operators if y.kind == "dequantize"}
+    assert names == {s.value for s in of_llama.graphs[0].plan.saved if s.expected_error}
     again = next(y for y in picture.operators if y.kind == "recomputed")
     assert "recomputed" in again.details["in the backward"]
 
@@ -248,6 +252,12 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
 
 def test_llama(of_llama):
     assert_numbers_are_the_plans(of_llama, render(of_llama))
+
+
+def test_demo():
+    model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
+    explanation = explain(model, tokens(4, 64), tokens(4, 64))
+    assert_numbers_are_the_plans(explanation, render(explanation))
 
 
 def test_gpt2():

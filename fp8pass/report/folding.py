@@ -20,7 +20,7 @@ from fp8pass.report.picture import Edge, Layer, Operator, Picture
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 # What differs between equal layers.
-_OWN_DETAILS = ("source", "keeps")
+_OWN_DETAILS = ("source", "keeps", "in keep_exact")
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,7 @@ class _Drawing:
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
             yield "keeps", saved.name if saved.name != node.name else ""
+            yield "in keep_exact", saved.value
             yield "kept as", saved.kept_as
             yield "kept bytes", f"{saved.bytes:,}"
             if saved.expected_error:
