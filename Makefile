@@ -21,7 +21,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python -m fp8pass.demo $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

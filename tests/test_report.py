@@ -26,9 +26,6 @@ from fp8pass.report.page import FP8_LINEAR, operations, page_data, render, short
 from fp8pass.report.picture import KINDS, Edge, Operator, Picture, draw
 from fp8pass.report.timeline import timeline
 
-# What several tests look at is explained once in a process.
-pytestmark = pytest.mark.xdist_group("report")
-
 
 @pytest.fixture(scope="module")
 def of_llama():

@@ -24,10 +24,7 @@ from fp8pass.explain import Explanation, mib
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-pytestmark = [
-    pytest.mark.xdist_group("page"),
-    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian's chromium, or CHROMIUM=path)"),
-]
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium, or CHROMIUM=path")
 # Without these a browser in a container without a network goes on looking for one.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 FLAGS += ("--no-first-run", "--disable-component-update", "--disable-quic")
