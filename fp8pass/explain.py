@@ -336,4 +336,6 @@ def _counted(counts: dict[str, int], separator: str) -> str:
 def mib(count: int) -> str:
     """Bytes in MiB, with as many digits as tell."""
     size = count / 2**20
-    return f"{size:,.1f}" if abs(size) >= 100 or not count else f"{size:.3g}"
+    if 0 < abs(size) < 0.001:
+        return "<0.001"
+    return f"{size:,.1f}" if abs(size) >= 100 else f"{size:.3g}"

@@ -78,6 +78,11 @@ def test_writes_the_loss_curves(outcome: Outcome) -> None:
     assert str(path) in outcome.printed
 
 
+def test_writes_the_report(outcome: Outcome) -> None:
+    assert (outcome.folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert f"Report: {outcome.folder / 'report.html'}" in outcome.printed
+
+
 def test_says_how_to_get_matplotlib(
     outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,10 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
     console.print("", results_table(runs), *notes(device), sep="\n", highlight=False)
     print(write_plot(runs, options.out))
     batch = next(data.train_batches(size, options.seed))
-    print(f"\nfp8pass.explain(model):\n\n{fp8pass.explain(model, *batch, config=config)}")
+    explanation = fp8pass.explain(model, *batch, config=config)
+    explanation.save(options.out / "report.html")
+    print(f"Report: {options.out / 'report.html'}")
+    print(f"\nfp8pass.explain(model):\n\n{explanation}")
     return runs
 
 
