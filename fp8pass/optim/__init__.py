@@ -1,0 +1,20 @@
+"""Optimizers whose states take a byte an element: `fp8pass.optim.AdamW` for `torch.optim.AdamW`.
+
+    formats.py     how a moment or a master weight is stored
+    groups.py      1×G groups of values to codes and back, with Dynamic Range Expansion
+    rounding.py    BF16 weights rounded stochastically
+    options.py     what a user chooses, checked
+    slots.py       a parameter's stored states
+    update.py      the update, in vectorized PyTorch
+    adamw.py       the optimizer
+    checkpoint.py  states of other formats and of torch.optim.AdamW
+
+COAT section 4, FP8-LM section 2.2, LLMQ section 3.
+"""
+
+from __future__ import annotations
+
+from fp8pass.optim.adamw import AdamW
+from fp8pass.optim.options import PRESETS
+
+__all__ = ["PRESETS", "AdamW"]

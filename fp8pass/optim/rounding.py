@@ -1,0 +1,36 @@
+"""BF16 weights rounded stochastically, by a generator that counts (LLMQ 3).
+
+A weight is rounded up with the probability that keeps its expectation, so that updates far below
+its last bit add up. The random bits are a hash of seed, parameter, step and element: no state, the
+same on every run, whatever is updated together. All arithmetic is in int32, which wraps around.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8pass.ops import BF16_BITS
+
+# Of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A hash of int32 `x`: each bit of the result depends on every bit of `x`."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * _FIRST
+    x = (x ^ (x >> 15 & 0x1FFFF)) * _SECOND
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
+    """A key, int32 [n], for each of the parameters numbered int32 [n] at its step [n]."""
+    wrapped = (seed + (1 << 31)) % (1 << 32) - (1 << 31)
+    return mix(mix(mix(torch.full_like(parameters, wrapped)) + parameters) + steps.int())
+
+
+def round_to_bf16(x: Tensor, key: Tensor, element: Tensor) -> Tensor:
+    """fp32 `x` rounded to bf16 by the random bits of `key` and int32 `element` (they broadcast)."""
+    noise = mix(element ^ key) & 0xFFFF
+    rounded = (x.view(torch.int32) + noise & BF16_BITS).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
