@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
+import shutil
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import fp8pass
 from fp8pass.optim import PRESETS, AdamW, groups, rounding
 from fp8pass.optim.formats import MOMENT_FORMATS, PLAIN, dynamic_values, moment_format
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, decode, encode
 from fp8pass.optim.options import WEIGHTS
+from fp8pass.optim.slots import to_rows
 
 GROUPED = tuple(name for name in MOMENT_FORMATS if name not in PLAIN)
 EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))
@@ -136,7 +141,7 @@ def test_weights_stay_near_those_of_fp32(dtype, weights):
 
 def test_a_master_copy_keeps_what_parameters_lose():
     """Updates far below a weight's last bit add up; an FP16 copy has three bits more."""
-    for weights, lr in (("fp32", 2e-5), ("stochastic", 2e-5), ("nearest", 2e-5), ("fp16", 6e-4)):
+    for weights, lr in (("fp32", 1e-4), ("stochastic", 1e-4), ("nearest", 1e-4), ("fp16", 6e-4)):
         p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         optimizer = AdamW([p], lr=lr, weight_decay=0.0, weights=weights)
         for _ in range(round(0.02 / lr)):
@@ -376,3 +381,372 @@ def test_same_seed_same_results():
         results.append(torch.cat([p.detach().flatten() for p in params]))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+# --- PyTorch's protocols ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("name", MOMENT_FORMATS)
+def test_resuming_is_bit_exact(name, weights):
+    options = {"first_moment": name, "second_moment": name, "weights": weights}
+    straight = parameters(dtype=torch.bfloat16)
+    uninterrupted = AdamW(straight, lr=0.01, seed=3, **options)
+    run(straight, uninterrupted, range(6))
+
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = AdamW(params, lr=0.01, seed=3, **options)
+    run(params, optimizer, range(3))
+    saved = through_a_file(optimizer.state_dict())
+    resumed = AdamW(params, **options)
+    resumed.load_state_dict(saved)
+    run(params, resumed, range(3, 6))
+    same_state(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize("target", ["e5m2+expand", "de8", "bf16", "fp32"])
+@pytest.mark.parametrize("source", ["e4m3+expand", "e5m2", "fp16", "fp32"])
+def test_checkpoints_are_converted_between_formats(source, target):
+    params = parameters(dtype=torch.bfloat16)
+    old = AdamW(params, lr=0.5, first_moment=source, second_moment=source, weights="fp32")
+    run(params, old, range(4))
+    new = AdamW(params, first_moment=target, second_moment=target, group_size=32)
+    new.load_state_dict(through_a_file(old.state_dict()))
+    (group,) = new.param_groups
+    assert (group["lr"], group["first_moment"], group["group_size"]) == (0.5, target, 32)
+    for number, p in enumerate(params):
+        assert new.state[p].keys() >= {"step", "exp_avg", "exp_avg_sq"}
+        assert "master" not in new.state[p]
+        assert new.state[p]["step"] == 4
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            before = values_of(old, number, name, signed)
+            after = values_of(new, number, name, signed)
+            bound = 0.02 * before.abs().amax() if before.numel() else 0.0
+            assert ((after - before).abs() <= 0.15 * before.abs() + bound).all()
+    run(params, new, range(4, 6))
+
+
+def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
+    p = all_parameters(optimizer)[number]
+    (group,) = optimizer.param_groups
+    option = "first_moment" if signed else "second_moment"
+    format, size = moment_format(group[option], signed=signed), group["group_size"]
+    state = optimizer.state[p]
+    parts = [state[f"{name}_{part}"] for part in format.parts]
+    rows_ = to_rows(state[name], size, format.stored)
+    return decode(groups.Stored(rows_, *parts), format).reshape(-1)[: p.numel()]
+
+
+def test_a_master_copy_begins_with_the_weights_of_a_checkpoint_without():
+    params = parameters(dtype=torch.bfloat16)
+    old, new = AdamW(params), AdamW(params, weights="fp32")
+    run(params, old, range(2))
+    new.load_state_dict(old.state_dict())
+    for p in params:
+        assert torch.equal(new.state[p]["master"], p.float())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_checkpoints_of_torch(fused):
+    ours, theirs = parameters(), parameters()
+    torch_optimizer = torch.optim.AdamW(theirs, lr=0.02, fused=fused)
+    run(theirs, torch_optimizer, range(3))
+    for p, q in zip(ours, theirs, strict=True):
+        p.data.copy_(q.data)
+    optimizer = AdamW(ours, **EXACT_STATES)
+    optimizer.load_state_dict(through_a_file(torch_optimizer.state_dict()))
+    run(theirs, torch_optimizer, range(3, 6))
+    run(ours, optimizer, range(3, 6))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    AdamW(ours).load_state_dict(torch_optimizer.state_dict())
+    with pytest.raises(fp8pass.ConfigError, match="amsgrad=True"):
+        AdamW(ours).load_state_dict(torch.optim.AdamW(ours, amsgrad=True).state_dict())
+
+
+def test_checkpoints_that_do_not_fit():
+    params = parameters()
+    optimizer = AdamW(params)
+    run(params, optimizer, range(1))
+    with pytest.raises(
+        fp8pass.ConfigError, match=r"shape \(1,\) for a parameter of shape \(128,\)"
+    ):
+        AdamW([*params[:1], params[3], params[1], *params[2:3], *params[4:]]).load_state_dict(
+            optimizer.state_dict()
+        )
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        AdamW(params[1:]).load_state_dict(optimizer.state_dict())
+    momentum = torch.optim.SGD(params, momentum=0.9)
+    run(params, momentum, range(1))
+    with pytest.raises(fp8pass.ConfigError, match="another optimizer"):
+        AdamW(params).load_state_dict(momentum.state_dict())
+    broken = copy.deepcopy(optimizer.state_dict())
+    del broken["state"][2]["exp_avg_power"]
+    with pytest.raises(fp8pass.ConfigError, match="exp_avg_power: it is not complete"):
+        AdamW(params).load_state_dict(broken)
+
+
+def test_user_hooks_see_checkpoints_and_steps():
+    params, seen = parameters(), []
+    optimizer = AdamW(params)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    run(params, optimizer, range(1))
+    assert seen == ["before", "after"]
+    saved = optimizer.state_dict()
+    optimizer.register_load_state_dict_pre_hook(lambda _, d: seen.append(sorted(d["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    optimizer.load_state_dict(saved)
+    assert seen[2:] == [list(range(len(SHAPES))), len(SHAPES)]
+
+
+def test_parameter_groups_have_options_of_their_own():
+    first, second, third = parameters(((256,), (256,), (256,)))
+    options = {"params": [second], "lr": 0.5, "first_moment": "bf16", "weight_decay": 0.0}
+    optimizer = AdamW([{"params": [first]}, options], lr=0.1)
+    optimizer.add_param_group({"params": [third], "second_moment": "fp32"})
+    run([first, second, third], optimizer, range(2))
+    dtypes = [
+        (optimizer.state[p]["exp_avg"].dtype, optimizer.state[p]["exp_avg_sq"].dtype)
+        for p in (first, second, third)
+    ]
+    f8 = torch.uint8
+    assert dtypes == [(f8, f8), (torch.bfloat16, f8), (f8, torch.float32)]
+    with pytest.raises(fp8pass.ConfigError, match="Did you mean 'e4m3'"):
+        optimizer.add_param_group({"params": parameters(((3,),)), "first_moment": "e4m4"})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_schedulers_change_the_rate():
+    params, same = parameters(), parameters()
+    ours, theirs = AdamW(params, **EXACT_STATES), torch.optim.AdamW(same)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5) for o in (ours, theirs)]
+    for step in range(5):
+        run(params, ours, range(step, step + 1))
+        run(same, theirs, range(step, step + 1))
+        for schedule in schedules:
+            schedule.step()
+    for p, q in zip(params, same, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-7)
+
+
+def test_absent_gradients_are_skipped_and_sparse_ones_refused():
+    present, absent = parameters(((5,), (6,)))
+    before = absent.detach().clone()
+    optimizer = AdamW([present, absent])
+    set_gradients([present], 0)
+    optimizer.step()
+    assert torch.equal(absent, before)
+    assert absent not in optimizer.state
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="SparseAdam"):
+        AdamW(embedding.parameters()).step()
+
+
+def test_the_rate_as_a_tensor():
+    ours, theirs = parameters(), parameters()
+    rate = torch.tensor(0.1)
+    run(ours, AdamW(ours, lr=rate), range(2))
+    run(theirs, AdamW(theirs, lr=rate.item()), range(2))
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_closures():
+    (p,) = parameters(((4,),))
+    optimizer = AdamW([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_copies_and_pickles_go_on_alike():
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = AdamW(params)
+    run(params, optimizer, range(2))
+    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    run(params, optimizer, range(2, 4))
+    for other in others:
+        run(all_parameters(other), other, range(2, 4))
+        same_state(other, optimizer)
+
+
+def test_grad_scaler_skips_steps_that_overflow():
+    ours, theirs = parameters(), parameters()
+    optimizer, unscaled = AdamW(ours), AdamW(theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        scaler.scale(torch.zeros(()))
+        for p in ours:
+            p.grad *= scaler.get_scale()
+        if step == 2:
+            ours[1].grad.fill_(torch.inf)
+        else:
+            unscaled.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    same_state(optimizer, unscaled)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be a number from 0 on"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"eps": math.nan}, "eps must be"),
+        ({"weight_decay": "0.1"}, "weight_decay must be"),
+        ({"amsgrad": True}, "use torch.optim.AdamW"),
+        ({"differentiable": True}, "use torch.optim.AdamW"),
+        ({"preset": "fp8lm"}, "Did you mean 'fp8-lm'"),
+        ({"first_moment": "e4m3-expand"}, r"Did you mean 'e4m3\+expand'"),
+        ({"second_moment": 8}, "second_moment: Unknown format 8"),
+        ({"weights": "stochastik"}, "Did you mean 'stochastic'"),
+        ({"group_size": 100}, "power of two from 16"),
+        ({"seed": 0.5}, "seed must be an int"),
+    ],
+)
+def test_wrong_options_say_what_to_do(options, message):
+    with pytest.raises(fp8pass.ConfigError, match=message):
+        AdamW(parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.complex64, "view_as_real"),
+        (torch.float64, "is float64.*Leave it to another"),
+        (torch.float8_e4m3fn, "is float8_e4m3fn"),
+    ],
+)
+def test_parameters_that_cannot_be_optimized(dtype, message):
+    with pytest.raises(fp8pass.ConfigError, match=message):
+        AdamW([torch.zeros(3, dtype=dtype).requires_grad_()])
+
+
+def test_training_with_hugging_face(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+
+    def trained(steps: int, resume: bool) -> tuple[Any, AdamW]:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        data = [{"input_ids": x, "labels": x} for x in torch.arange(128).view(8, 16) % 64]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            save_steps=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=data, optimizers=(optimizer, schedule)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return model, optimizer
+
+    whole, optimizer = trained(4, resume=False)
+    assert optimizer.state[whole.lm_head.weight]["exp_avg"].dtype == torch.uint8
+    trained(2, resume=False)
+    for folder in tmp_path.glob("checkpoint-4"):
+        shutil.rmtree(folder)
+    resumed, _ = trained(4, resume=True)
+    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# --- distributed --------------------------------------------------------------------------------
+
+
+def sharded_training(rank: int, folder: str, world: int) -> None:
+    """On each rank: FSDP2, a distributed checkpoint, and going on from it bit by bit."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+
+    def new_model() -> nn.Module:
+        torch.manual_seed(0)
+        # 33 rows are not divided evenly, and one row is on one rank only.
+        model = nn.Sequential(nn.Linear(50, 33), nn.Tanh(), nn.Linear(33, 1))
+        return fully_shard(model, mesh=mesh)
+
+    def train(model: nn.Module, optimizer: AdamW, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step + 10 * rank)
+            model(torch.randn(8, 50)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = new_model()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    weight = model[0].weight
+    state = optimizer.state[weight]
+    assert isinstance(state["exp_avg"], DTensor)
+    assert state["exp_avg"].to_local().shape == weight.to_local().shape
+    assert state["exp_avg_scale"].shape == (world * math.ceil(math.ceil(33 / world) * 50 / 128),)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    train(model, optimizer, range(2, 4))
+
+    again = new_model()
+    resumed = AdamW(again.parameters(), lr=0.5)
+    loaded = {"optim": get_optimizer_state_dict(again, resumed)}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_optimizer_state_dict(again, resumed, loaded["optim"])
+    with torch.no_grad():
+        for name, p in again.named_parameters():
+            p.copy_(weights[name])
+    train(again, resumed, range(2, 4))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+        for key, x in optimizer.state[p].items():
+            y = resumed.state[q][key]
+            x, y = (t.to_local() if isinstance(t, DTensor) else t for t in (x, y))
+            assert torch.equal(x.float(), y.float()), key
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_parameters_and_distributed_checkpoints(tmp_path):
+    torch.multiprocessing.spawn(sharded_training, (str(tmp_path), 2), nprocs=2)
+
+
+def test_zero_redundancy(tmp_path):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        ours, sharded = parameters(), parameters()
+        optimizer = ZeroRedundancyOptimizer(sharded, AdamW, lr=0.01)
+        run(sharded, optimizer, range(3))
+        run(ours, AdamW(ours, lr=0.01), range(3))
+        for p, q in zip(ours, sharded, strict=True):
+            assert torch.equal(p, q)
+    finally:
+        torch.distributed.destroy_process_group()

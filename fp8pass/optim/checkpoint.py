@@ -126,7 +126,7 @@ def _decoded(
         return codes
     groups = group_count(codes.numel(), group_size)
     parts = [_copy(_part(values, name, x), codes.device)[:groups] for x in format.parts]
-    rows = to_rows(codes, group_size, format.dtype)
+    rows = to_rows(codes, group_size, format.stored)
     return from_rows(decode(Stored(rows, *parts), format), codes.shape)
 
 

@@ -24,7 +24,7 @@ class StateFormat:
     """One way to store a state.
 
     Attributes:
-        dtype: of the stored tensor.
+        dtype: of an element.
         max: the largest code; infinite where values are stored as they are.
         min: the smallest code above zero.
         signed: whether the state has negative values. One that has none, and divides, is never
@@ -45,6 +45,11 @@ class StateFormat:
     def grouped(self) -> bool:
         """Whether values are codes, with a scale for each group."""
         return math.isfinite(self.max)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of stored tensors: bytes, which can be pickled, sent and sharded everywhere."""
+        return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
     def span(self) -> float:

@@ -58,8 +58,11 @@ def decode(stored: Stored, format: StateFormat) -> Tensor:
     codes, scale, power = stored
     if not format.grouped:
         return codes.float()
-    values = _table(format, codes.device)[codes.int()] if format.values else codes.float()
     assert scale is not None
+    if format.values:
+        values = _table(format, codes.device)[codes.int()]
+    else:
+        values = codes.view(format.dtype).float()
     scale = scale.float().unsqueeze(-1)
     if power is None:
         return values * scale
@@ -110,4 +113,4 @@ def _codes(x: Tensor, format: StateFormat) -> Tensor:
         x = torch.where(x > 0, x.clamp_min(format.min), x)
     if format.values:
         return torch.bucketize(x, boundaries(format, x.device)).to(format.dtype)
-    return x.clamp(-format.max, format.max).to(format.dtype)
+    return x.clamp(-format.max, format.max).to(format.dtype).view(format.stored)

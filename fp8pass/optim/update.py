@@ -168,7 +168,7 @@ def _update_batch(
 
 def _read(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> Tensor:
     stored = [s.states[name] for s in slots]
-    codes = rows.join((x.codes for x in stored), format.dtype)
+    codes = rows.join((x.codes for x in stored), format.stored)
     scale = rows.join_groups(x.scale for x in stored)
     return decode(Stored(codes, scale, rows.join_groups(x.power for x in stored)), format)
 
