@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim import checkpoint
+from fp8pass.optim import checkpoint, fused
+from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.slots import Slot, local, new_state
 from fp8pass.optim.update import update
@@ -81,8 +82,14 @@ class AdamW(torch.optim.Optimizer):
             "group_size": group_size,
             **preset_options(preset, given),
         }
-        self._numbers: dict[Tensor, int] = {}
+        self._forget()
         super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """Drop what was derived from parameters and states."""
+        self._numbers: dict[Tensor, int] = {}
+        self._constants: dict[Any, Tensor] = {}
+        self._fused: dict[tuple[int, ...], tuple[Any, FusedUpdate]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own.
@@ -127,25 +134,53 @@ class AdamW(torch.optim.Optimizer):
                     f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
                     "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
                 )
-            batches[parameter.dtype, parameter.device].append(parameter)
-        for (_, device), batch in batches.items():
-            factor = self._gradient_factor(group, device)
-            if factor is not None:
+            device = parameter.device
+            fuses = fused.why_not(device) is None and local(parameter).is_contiguous()
+            batches[parameter.dtype, device, fuses].append(parameter)
+        for (_, device, fuses), batch in batches.items():
+            control = self._control(group, device)
+            gradients = [local(p.grad) for p in batch if p.grad is not None]
+            if fuses:
+                gradients = [g.contiguous() for g in gradients]
+                self._fused_update(group, batch, gradients).step(gradients, group, control)
+            elif not control[1].item():
                 slots = self._slots(group, batch)
                 for slot in slots:
                     slot.step.add_(1)
-                gradients = [local(p.grad) for p in batch if p.grad is not None]
-                update(slots, gradients, group, factor)
+                update(slots, gradients, group, control[0])
 
-    def _gradient_factor(
-        self, group: dict[str, Any], device: torch.device
-    ) -> Tensor | float | None:
-        """What gradients are multiplied with; None where GradScaler found infinite ones."""
-        sign = -1.0 if group["maximize"] else 1.0
-        if (found := getattr(self, "found_inf", None)) is not None and found.item():
-            return None
-        scale = getattr(self, "grad_scale", None)
-        return sign if scale is None else sign / scale.to(device)
+    def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
+        """What gradients are multiplied with, and whether GradScaler found infinite ones."""
+        key = device, bool(group["maximize"])
+        if key not in self._constants:
+            sign = -1.0 if group["maximize"] else 1.0
+            self._constants[key] = torch.tensor([sign, 0.0], device=device)
+        control = self._constants[key]
+        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is not None:
+            control = torch.stack([control[0] / scale.to(device).reshape(()), control[1]])
+        if found is not None:
+            control = torch.stack([control[0], found.to(device).reshape(())])
+        return control
+
+    def _fused_update(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> FusedUpdate:
+        """What updates these parameters, prepared anew if they or their gradients changed."""
+        key = tuple(map(id, parameters))
+        pointers = [local(p).data_ptr() for p in parameters]
+        signature = (pointers, [g.dtype for g in gradients], Storage.of(group))
+        found = self._fused.get(key)
+        if found is None or found[0] != signature:
+            slots = self._slots(group, parameters)
+            # Another set of parameters with one of these has counts that are no longer theirs.
+            others = [other for other in self._fused if not set(key).isdisjoint(other)]
+            for other in others:
+                del self._fused[other]
+            states = [self.state[p] for p in parameters]
+            prepared = FusedUpdate(slots, states, gradients, Storage.of(group))
+            found = self._fused[key] = signature, prepared
+        return found[1]
 
     def _slots(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> list[Slot]:
         storage = Storage.of(group)
@@ -183,7 +218,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._numbers = {}
+        self._forget()
         for key in [key for key in self.state if isinstance(key, checkpoint.Hidden)]:
             values = self.state.pop(key)
             self.state[key.parameter] = checkpoint.converted(values, key)

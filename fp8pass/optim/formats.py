@@ -52,6 +52,11 @@ class StateFormat:
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
+    def zero(self) -> int:
+        """The code of 0."""
+        return self.values.index(0.0) if self.values else 0
+
+    @property
     def span(self) -> float:
         """Binades between the smallest and the largest code."""
         return math.log2(self.max / self.min)

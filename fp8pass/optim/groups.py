@@ -46,9 +46,9 @@ def encode(x: Tensor, format: StateFormat) -> Stored:
     x = torch.where(x.abs() < SMALLEST_SCALE, 0.0, x)
     if not format.expands:
         scale = _scale(x.abs().amax(-1), format)
-        return Stored(_codes(x / scale.float().unsqueeze(-1), format), scale)
+        return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format), scale)
     scale, power = _expansion(x.abs(), format)
-    relative = x.abs() / scale.float().unsqueeze(-1)
+    relative = x.abs() * scale.float().reciprocal().unsqueeze(-1)
     expanded = (power.float().unsqueeze(-1) * relative.log2()).exp2() * format.middle
     return Stored(_codes(expanded.copysign(x), format), scale, power)
 
@@ -60,13 +60,13 @@ def decode(stored: Stored, format: StateFormat) -> Tensor:
         return codes.float()
     assert scale is not None
     if format.values:
-        values = _table(format, codes.device)[codes.int()]
+        values = values_of(format, codes.device)[codes.int()]
     else:
         values = codes.view(format.dtype).float()
     scale = scale.float().unsqueeze(-1)
     if power is None:
         return values * scale
-    roots = ((values.abs() / format.middle).log2() / power.float().unsqueeze(-1)).exp2()
+    roots = ((values.abs() * (1 / format.middle)).log2() / power.float().unsqueeze(-1)).exp2()
     return roots.copysign(values) * scale
 
 
@@ -76,7 +76,8 @@ def boundaries(format: StateFormat, device: torch.device) -> Tensor:
     return ((values[1:] + values[:-1]) / 2).float().to(device)
 
 
-def _table(format: StateFormat, device: torch.device) -> Tensor:
+def values_of(format: StateFormat, device: torch.device) -> Tensor:
+    """What the codes of a dynamic format mean, fp32 [256]."""
     return torch.tensor(format.values, dtype=torch.float32, device=device)
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from fp8pass.ops import BF16_BITS
 
 # Of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
 def mix(x: Tensor) -> Tensor:
     """A hash of int32 `x`: each bit of the result depends on every bit of `x`."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * _FIRST
-    x = (x ^ (x >> 15 & 0x1FFFF)) * _SECOND
+    x = (x ^ (x >> 16 & 0xFFFF)) * FIRST_FACTOR
+    x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND_FACTOR
     return x ^ (x >> 16 & 0xFFFF)
 
 

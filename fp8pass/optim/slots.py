@@ -90,9 +90,7 @@ def stored_state(
 def _zeros(name: str, parameter: Tensor, format: StateFormat, group_size: int) -> State:
     """The entries of a state that is zero, without its values in fp32."""
     weights = local(parameter)
-    codes = torch.zeros(weights.shape, dtype=format.stored, device=weights.device)
-    if format.values:
-        codes.fill_(format.values.index(0.0))
+    codes = weights.new_full(weights.shape, format.zero, dtype=format.stored)
     state = {name: like_parameter(codes, parameter)}
     groups = group_count(weights.numel(), group_size)
     for part in format.parts:

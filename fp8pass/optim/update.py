@@ -66,10 +66,10 @@ class Rows:
         """Rows of each parameter."""
         return [group_count(size, self.group_size) for size in self.sizes]
 
-    def join(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-        """Tensors of `sizes` as [R, G], filled up with zeros."""
+    def join(self, tensors: Iterable[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
+        """Tensors of `sizes` as [R, G], filled up."""
         tensors = list(tensors)
-        joined = tensors[0].new_zeros((sum(self.counts), self.group_size), dtype=dtype)
+        joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
         for part, tensor in zip(self._parts(joined), tensors, strict=True):
             part.copy_(tensor.reshape(-1))
         return joined
@@ -168,7 +168,7 @@ def _update_batch(
 
 def _read(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> Tensor:
     stored = [s.states[name] for s in slots]
-    codes = rows.join((x.codes for x in stored), format.stored)
+    codes = rows.join((x.codes for x in stored), format.stored, format.zero)
     scale = rows.join_groups(x.scale for x in stored)
     return decode(Stored(codes, scale, rows.join_groups(x.power for x in stored)), format)
 

@@ -1,0 +1,263 @@
+"""The Triton source of the fused update: one kernel for all parameters of a group.
+
+A program updates a chunk of one parameter: it reads codes, scales, gradient and weights once, does
+in fp32 what `update.py` does, finds the new scales of its groups in registers, and writes. Where
+everything lies it reads from tables of pointers. Formats and dtypes are written into the source;
+numbers that change between steps are read from memory, so that nothing is compiled twice and CUDA
+graphs can replay it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from fp8pass import compat
+from fp8pass.codegen.triton_ops import PRELUDE
+from fp8pass.ops import SMALLEST_SCALE
+from fp8pass.optim.formats import StateFormat
+from fp8pass.optim.groups import MAX_POWER, MIN_POWER
+from fp8pass.optim.options import Storage
+from fp8pass.optim.rounding import FIRST_FACTOR, SECOND_FACTOR
+
+# Elements of a program.
+CHUNK = 2048
+NUM_WARPS = 4
+# Columns of the table of pointers, beside those of states.
+PARAMETER, GRADIENT = "parameter", "gradient"
+
+_TYPES = {
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
+    torch.uint8: "tl.uint8",
+}
+
+_HELPERS = f"""
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 16 & 0xFFFF)) * {FIRST_FACTOR}
+    x = (x ^ (x >> 15 & 0x1FFFF)) * {SECOND_FACTOR}
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+@triton.jit
+def stochastic(x, key, element):
+    noise = mix(element.to(tl.int32) ^ key) & 0xFFFF
+    rounded = (x.to(tl.int32, bitcast=True) + noise & -65536).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < float("inf"), rounded, x)
+
+
+# Positive numbers are ordered as their bits are, with NaN above infinity.
+@triton.jit
+def largest_of(x):
+    return tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def smallest_of(x):
+    return tl.min(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_up(x):
+    return (x.to(tl.int32, bitcast=True) + 0xFFFF & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def of_groups(x, amax, not_finite):
+    return tl.where(amax == 0, 1.0, tl.where(amax < float("inf"), x, not_finite))
+
+
+@triton.jit
+def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
+    pointer = tl.load(table).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+"""
+
+_KERNEL = """
+@triton.jit(do_not_specialize=["count", "seed"])
+def adamw(
+    tables, sizes, numbers, steps, factors, control, parameter_of, first_chunk,
+    exp_avg_values, exp_avg_bounds, exp_avg_sq_values, exp_avg_sq_bounds,
+    count, seed, complement1, beta2, complement2, eps, ALIGNED: tl.constexpr,
+):
+    if tl.load(control + 1) != 0.0:
+        return
+    chunk = tl.program_id(0)
+    number = tl.load(parameter_of + chunk)
+    size = tl.load(sizes + number)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+    row = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {rows} + tl.arange(0, {rows})
+    element = row[:, None] * {group} + tl.arange(0, {group})[None, :]
+    there = element < size
+    any_there = row * {group} < size
+    table = tables + number
+{body}
+"""
+
+_UPDATE = """
+gradient = gradient * tl.load(control)
+exp_avg = exp_avg + complement1 * (gradient - exp_avg)
+exp_avg_sq = exp_avg_sq * beta2 + complement2 * gradient * gradient
+decay = tl.load(factors + number)
+rate = tl.load(factors + count + number)
+correction = tl.load(factors + 2 * count + number)
+step = rate * (exp_avg / (tl.sqrt(exp_avg_sq) / correction + eps))
+{weights} = {weights} * decay - step
+"""
+
+_ROOT = """
+{x}_power = tl.load({x}_power_at, any_there, other=1.0).to(tl.float32)[:, None]
+{x}_root = tl.exp2(tl.log2(tl.abs({x}) * {per_middle!r}) / {x}_power)
+{x} = tl.where({x} < 0, -{x}_root, {x}_root)
+"""
+
+_PLAIN_SCALE = """
+{x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
+{x}_scale = of_groups({x}_scale, {x}_amax, float("nan"))
+{x}_coded = {x} * tl.div_rn(1.0, {x}_scale)[:, None]
+"""
+_EXPANSION = """
+{x}_high = tl.log2({x}_amax)
+{x}_low = tl.log2(smallest_of(tl.where({x} == 0, float("inf"), tl.abs({x}))))
+{x}_low = largest({x}_low, {x}_high - {longest!r})
+{x}_scale = of_groups(tl.exp2(({x}_high + {x}_low) * 0.5), {x}_amax, float("nan"))
+{x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
+{x}_center = tl.log2({x}_scale)
+{x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
+{x}_power = truncated(smallest(tl.div_rn({half_span!r}, {x}_reach), {max_power!r}))
+{x}_power = of_groups({x}_power, {x}_amax, 1.0)
+{x}_relative = tl.abs({x}) * tl.div_rn(1.0, {x}_scale)[:, None]
+{x}_coded = tl.exp2({x}_power[:, None] * tl.log2({x}_relative)) * {middle!r}
+{x}_coded = tl.where({x} < 0, -{x}_coded, {x}_coded)
+tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
+"""
+_SEARCH = """
+{x}_code = tl.zeros({x}_coded.shape, tl.int32)
+for bit in tl.static_range(8):
+    {x}_probe = {x}_code + (128 >> bit)
+    {x}_code = tl.where(tl.load({x}_bounds + {x}_probe - 1) < {x}_coded, {x}_probe, {x}_code)
+tl.store({x}_at, {x}_code.to(tl.uint8), there)
+"""
+
+
+class Writer:
+    """Writes the kernel of parameters and gradients of some dtype, stored in one way."""
+
+    def __init__(self, storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> None:
+        self.states = storage.states(parameter)
+        self.columns = table_columns(storage, parameter)
+        self.dtypes = {PARAMETER: parameter, GRADIENT: gradient}
+        self.stochastic = storage.weights == "stochastic" and parameter == torch.bfloat16
+        self.group_size = storage.group_size
+        self.lines: list[str] = []
+
+    def write(self) -> str:
+        """The Triton module."""
+        weights = "master" if "master" in self.states else PARAMETER
+        self._locate(PARAMETER, self.dtypes[PARAMETER])
+        self._locate(GRADIENT, self.dtypes[GRADIENT])
+        self._load(GRADIENT)
+        for name, format in self.states.items():
+            self._read(name, format)
+        if weights == PARAMETER:
+            self._load(PARAMETER)
+        self._add(_UPDATE, weights=weights)
+        for name, format in self.states.items():
+            self._write_state(name, format)
+        self._store_parameter(weights)
+        return (
+            PRELUDE
+            + _HELPERS
+            + _KERNEL.format(
+                rows=CHUNK // self.group_size,
+                group=self.group_size,
+                body="\n".join(f"    {line}" for line in self.lines),
+            )
+        )
+
+    def _add(self, template: str, **names: Any) -> None:
+        self.lines += template.format(**names).strip().splitlines()
+
+    def _locate(self, name: str, dtype: torch.dtype) -> None:
+        where = f"table + {self.columns[name]} * count"
+        self.lines.append(f"{name}_at = address({where}, ALIGNED, {_TYPES[dtype]}) + element")
+
+    def _load(self, name: str) -> None:
+        self.lines.append(f"{name} = tl.load({name}_at, there, other=0.0).to(tl.float32)")
+
+    def _read(self, x: str, format: StateFormat) -> None:
+        self._locate(x, format.dtype)
+        if not format.grouped:
+            self._load(x)
+            return
+        if format.values:
+            codes = f"tl.load({x}_at, there, other=0).to(tl.int32)"
+            self.lines.append(f"{x} = tl.where(there, tl.load({x}_values + {codes}), 0.0)")
+        else:
+            self._load(x)
+        for part in format.parts:
+            where = f"table + {self.columns[f'{x}_{part}']} * count"
+            self.lines.append(f"{x}_{part}_at = address({where}, False, tl.bfloat16) + row")
+        if format.expands:
+            self._add(_ROOT, x=x, per_middle=1 / format.middle)
+        scale = f"tl.load({x}_scale_at, any_there, other=1.0).to(tl.float32)"
+        self.lines.append(f"{x} = {x} * {scale}[:, None]")
+
+    def _write_state(self, x: str, format: StateFormat) -> None:
+        if not format.grouped:
+            self._store(x, x, format.dtype)
+            return
+        # The update needs what is not rounded.
+        self.lines.append(f"{x} = tl.where(tl.abs({x}) < {SMALLEST_SCALE!r}, 0.0, {x})")
+        self.lines.append(f"{x}_amax = largest_of(tl.abs({x}))")
+        numbers = {
+            "per_max": 1 / format.max,
+            "tiny": SMALLEST_SCALE,
+            "middle": format.middle,
+            "half_span": format.span / 2,
+            "longest": format.span / MIN_POWER,
+            "max_power": MAX_POWER,
+        }
+        self._add(_EXPANSION if format.expands else _PLAIN_SCALE, x=x, **numbers)
+        self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
+        if not format.signed:
+            least = f"largest({x}_coded, {format.min!r})"
+            self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
+        if format.values:
+            self._add(_SEARCH, x=x)
+            return
+        limits = f"{-format.max!r}), {format.max!r}"
+        self.lines.append(f"{x}_coded = smallest(largest({x}_coded, {limits})")
+        self._store(x, f"{x}_coded", format.dtype)
+
+    def _store_parameter(self, weights: str) -> None:
+        if self.stochastic:
+            key = "mix(mix(mix(seed) + tl.load(numbers + number)) + tl.load(steps + number)"
+            self.lines.append(f"key = {key}.to(tl.int32))")
+            self.lines.append(f"{weights} = stochastic({weights}, key, element)")
+        self._store(PARAMETER, weights, self.dtypes[PARAMETER])
+
+    def _store(self, name: str, value: str, dtype: torch.dtype) -> None:
+        self.lines.append(f"tl.store({name}_at, {value}.to({_TYPES[dtype]}), there)")
+
+
+def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
+    """What the table of pointers has of each parameter, and in which column."""
+    names = [PARAMETER, GRADIENT]
+    for name, format in storage.states(parameter).items():
+        names += [name, *(f"{name}_{part}" for part in format.parts)]
+    return {name: i for i, name in enumerate(names)}
+
+
+@cache
+def kernel(storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
+    """The Triton function that updates parameters of a dtype by gradients of a dtype."""
+    return compat.load_source(Writer(storage, parameter, gradient).write()).adamw
