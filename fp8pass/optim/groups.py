@@ -40,14 +40,19 @@ class Stored(NamedTuple):
 
 
 def encode(x: Tensor, format: StateFormat) -> Stored:
-    """fp32 rows `x` [R, G] in `format`; numbers below fp32's normal ones are stored as zero."""
+    """fp32 rows `x` [R, G] in `format`.
+
+    Numbers below fp32's normal ones are zero in a group of their like.
+    """
     if not format.grouped:
         return Stored(x.to(format.dtype))
-    x = torch.where(x.abs() < SMALLEST_SCALE, 0.0, x)
+    amax = x.abs().amax(-1)
+    amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
+    x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
-        scale = _scale(x.abs().amax(-1), format)
+        scale = _scale(amax, format)
         return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format), scale)
-    scale, power = _expansion(x.abs(), format)
+    scale, power = _expansion(x.abs(), amax, format)
     relative = x.abs() * scale.float().reciprocal().unsqueeze(-1)
     expanded = (power.float().unsqueeze(-1) * relative.log2()).exp2() * format.middle
     return Stored(_codes(expanded.copysign(x), format), scale, power)
@@ -66,7 +71,8 @@ def decode(stored: Stored, format: StateFormat) -> Tensor:
     scale = scale.float().unsqueeze(-1)
     if power is None:
         return values * scale
-    roots = ((values.abs() * (1 / format.middle)).log2() / power.float().unsqueeze(-1)).exp2()
+    inverse = power.float().reciprocal().unsqueeze(-1)
+    roots = ((values.abs() * (1 / format.middle)).log2() * inverse).exp2()
     return roots.copysign(values) * scale
 
 
@@ -88,11 +94,10 @@ def _scale(amax: Tensor, format: StateFormat) -> Tensor:
     return _of_groups(up, amax, zero=1.0, not_finite=torch.nan)
 
 
-def _expansion(magnitude: Tensor, format: StateFormat) -> tuple[Tensor, Tensor]:
+def _expansion(magnitude: Tensor, amax: Tensor, format: StateFormat) -> tuple[Tensor, Tensor]:
     """Scale and power of groups, bf16 [R] each."""
-    amax = magnitude.amax(-1)
     high = amax.log2()
-    low = torch.where(magnitude == 0, torch.inf, magnitude).amin(-1).log2()
+    low = torch.where(magnitude < SMALLEST_SCALE, torch.inf, magnitude).amin(-1).log2()
     low = torch.maximum(low, high - format.span / MIN_POWER)
     scale = _of_groups(((high + low) * 0.5).exp2(), amax, zero=1.0, not_finite=torch.nan)
     center = scale.float().log2()

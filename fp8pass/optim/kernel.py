@@ -9,6 +9,8 @@ graphs can replay it.
 
 from __future__ import annotations
 
+import math
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -37,11 +39,36 @@ _TYPES = {
     torch.uint8: "tl.uint8",
 }
 
-_HELPERS = f"""
+# What Triton makes of these takes care of denormals, or is a library function: three to twenty
+# instructions for one, and the update would wait for them instead of for memory. The hardware's
+# own are off by 2^-22. Triton's interpreter has no assembly.
+_FAST = {
+    "log2": "lg2.approx.ftz.f32",
+    "exp2": "ex2.approx.ftz.f32",
+    "root": "sqrt.approx.ftz.f32",
+    "reciprocal": "rcp.approx.ftz.f32",
+}
+_ASSEMBLY = """tl.inline_asm_elementwise(
+        "{} $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )"""
+_INTERPRETED = {
+    "log2": "tl.log2(x)",
+    "exp2": "tl.exp2(x)",
+    "root": "tl.sqrt(x)",
+    "reciprocal": "1.0 / x",
+}
+_FUNCTION = """
+@triton.jit
+def {name}(x):
+    return {value}
+
+"""
+
+_HELPERS = """
 @triton.jit
 def mix(x):
-    x = (x ^ (x >> 16 & 0xFFFF)) * {FIRST_FACTOR}
-    x = (x ^ (x >> 15 & 0x1FFFF)) * {SECOND_FACTOR}
+    x = (x ^ (x >> 16 & 0xFFFF)) * {first}
+    x = (x ^ (x >> 15 & 0x1FFFF)) * {second}
     return x ^ (x >> 16 & 0xFFFF)
 
 
@@ -71,6 +98,12 @@ def rounded_up(x):
 @triton.jit
 def of_groups(x, amax, not_finite):
     return tl.where(amax == 0, 1.0, tl.where(amax < float("inf"), x, not_finite))
+
+
+@triton.jit
+def with_sign(x, of):
+    signs = of.to(tl.int32, bitcast=True) & -2147483648
+    return (x.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -109,34 +142,42 @@ exp_avg_sq = exp_avg_sq * beta2 + complement2 * gradient * gradient
 decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
 correction = tl.load(factors + 2 * count + number)
-step = rate * (exp_avg / (tl.sqrt(exp_avg_sq) / correction + eps))
+step = rate * (exp_avg * reciprocal(root(exp_avg_sq) * correction + eps))
 {weights} = {weights} * decay - step
 """
 
+_READ_SCALE = "{x}_scale = tl.load({x}_scale_at, any_there, other=1.0).to(tl.float32)"
+# scale · (code / middle)^(1/k), with all that a group shares in the exponent.
 _ROOT = """
-{x}_power = tl.load({x}_power_at, any_there, other=1.0).to(tl.float32)[:, None]
-{x}_root = tl.exp2(tl.log2(tl.abs({x}) * {per_middle!r}) / {x}_power)
-{x} = tl.where({x} < 0, -{x}_root, {x}_root)
+{x}_inverse = reciprocal(tl.load({x}_power_at, any_there, other=1.0).to(tl.float32))
+{x}_offset = log2({x}_scale) - {x}_inverse * {log2_middle!r}
+{x}_root = exp2(log2(tl.abs({x})) * {x}_inverse[:, None] + {x}_offset[:, None])
 """
 
+# Numbers below fp32's normal ones do not count, and are zero in a group of their like.
+_AMAX = """
+{x}_amax = largest_of(tl.abs({x}))
+{x}_amax = tl.where({x}_amax < {tiny!r}, 0.0, {x}_amax)
+"""
 _PLAIN_SCALE = """
 {x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
 {x}_scale = of_groups({x}_scale, {x}_amax, float("nan"))
-{x}_coded = {x} * tl.div_rn(1.0, {x}_scale)[:, None]
+{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale))[:, None]
 """
+# middle · (|x| / scale)^k likewise.
 _EXPANSION = """
-{x}_high = tl.log2({x}_amax)
-{x}_low = tl.log2(smallest_of(tl.where({x} == 0, float("inf"), tl.abs({x}))))
-{x}_low = largest({x}_low, {x}_high - {longest!r})
-{x}_scale = of_groups(tl.exp2(({x}_high + {x}_low) * 0.5), {x}_amax, float("nan"))
+{x}_high = log2({x}_amax)
+{x}_low = smallest_of(tl.where(tl.abs({x}) < {tiny!r}, float("inf"), tl.abs({x})))
+{x}_low = largest(log2({x}_low), {x}_high - {longest!r})
+{x}_scale = of_groups(exp2(({x}_high + {x}_low) * 0.5), {x}_amax, float("nan"))
 {x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
-{x}_center = tl.log2({x}_scale)
+{x}_center = log2({x}_scale)
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
-{x}_power = truncated(smallest(tl.div_rn({half_span!r}, {x}_reach), {max_power!r}))
+{x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
 {x}_power = of_groups({x}_power, {x}_amax, 1.0)
-{x}_relative = tl.abs({x}) * tl.div_rn(1.0, {x}_scale)[:, None]
-{x}_coded = tl.exp2({x}_power[:, None] * tl.log2({x}_relative)) * {middle!r}
-{x}_coded = tl.where({x} < 0, -{x}_coded, {x}_coded)
+{x}_offset = {log2_middle!r} - {x}_power * {x}_center
+{x}_offset = tl.where({x}_amax == 0, float("-inf"), {x}_offset)
+{x}_coded = exp2(log2(tl.abs({x})) * {x}_power[:, None] + {x}_offset[:, None])
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
 _SEARCH = """
@@ -173,15 +214,10 @@ class Writer:
         for name, format in self.states.items():
             self._write_state(name, format)
         self._store_parameter(weights)
-        return (
-            PRELUDE
-            + _HELPERS
-            + _KERNEL.format(
-                rows=CHUNK // self.group_size,
-                group=self.group_size,
-                body="\n".join(f"    {line}" for line in self.lines),
-            )
-        )
+        helpers = _functions() + _HELPERS.format(first=FIRST_FACTOR, second=SECOND_FACTOR)
+        body = textwrap.indent("\n".join(self.lines), "    ")
+        rows = CHUNK // self.group_size
+        return PRELUDE + helpers + _KERNEL.format(rows=rows, group=self.group_size, body=body)
 
     def _add(self, template: str, **names: Any) -> None:
         self.lines += template.format(**names).strip().splitlines()
@@ -206,27 +242,30 @@ class Writer:
         for part in format.parts:
             where = f"table + {self.columns[f'{x}_{part}']} * count"
             self.lines.append(f"{x}_{part}_at = address({where}, False, tl.bfloat16) + row")
+        self._add(_READ_SCALE, x=x)
         if format.expands:
-            self._add(_ROOT, x=x, per_middle=1 / format.middle)
-        scale = f"tl.load({x}_scale_at, any_there, other=1.0).to(tl.float32)"
-        self.lines.append(f"{x} = {x} * {scale}[:, None]")
+            self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
+            root = f"with_sign({x}_root, {x})" if format.signed else f"{x}_root"
+            self.lines.append(f"{x} = {root}")
+        else:
+            self.lines.append(f"{x} = {x} * {x}_scale[:, None]")
 
     def _write_state(self, x: str, format: StateFormat) -> None:
         if not format.grouped:
             self._store(x, x, format.dtype)
             return
-        # The update needs what is not rounded.
-        self.lines.append(f"{x} = tl.where(tl.abs({x}) < {SMALLEST_SCALE!r}, 0.0, {x})")
-        self.lines.append(f"{x}_amax = largest_of(tl.abs({x}))")
+        self._add(_AMAX, x=x, tiny=SMALLEST_SCALE)
         numbers = {
             "per_max": 1 / format.max,
             "tiny": SMALLEST_SCALE,
-            "middle": format.middle,
+            "log2_middle": math.log2(format.middle),
             "half_span": format.span / 2,
             "longest": format.span / MIN_POWER,
             "max_power": MAX_POWER,
         }
         self._add(_EXPANSION if format.expands else _PLAIN_SCALE, x=x, **numbers)
+        if format.expands and format.signed:
+            self.lines.append(f"{x}_coded = with_sign({x}_coded, {x})")
         self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
         if not format.signed:
             least = f"largest({x}_coded, {format.min!r})"
@@ -234,8 +273,7 @@ class Writer:
         if format.values:
             self._add(_SEARCH, x=x)
             return
-        limits = f"{-format.max!r}), {format.max!r}"
-        self.lines.append(f"{x}_coded = smallest(largest({x}_coded, {limits})")
+        # Nothing exceeds the largest code by more than rounding.
         self._store(x, f"{x}_coded", format.dtype)
 
     def _store_parameter(self, weights: str) -> None:
@@ -255,6 +293,16 @@ def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]
     return {name: i for i, name in enumerate(names)}
+
+
+def _functions() -> str:
+    """The functions of one number, as the GPU's instructions unless there is no GPU."""
+    import triton
+
+    values = {name: _ASSEMBLY.format(instruction) for name, instruction in _FAST.items()}
+    if triton.knobs.runtime.interpret:
+        values = _INTERPRETED
+    return "".join(_FUNCTION.format(name=name, value=value) for name, value in values.items())
 
 
 @cache

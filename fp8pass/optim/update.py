@@ -33,7 +33,7 @@ class Factors(NamedTuple):
     Attributes:
         decay: 1 - lr·λ.
         rate: lr / (1 - β₁ᵗ).
-        correction: √(1 - β₂ᵗ).
+        correction: 1 / √(1 - β₂ᵗ).
     """
 
     decay: Tensor
@@ -50,7 +50,7 @@ def factors(group: dict[str, Any], steps: Tensor) -> Factors:
         lr = lr.to(steps).reshape(())
     decay = torch.ones_like(steps) - lr * group["weight_decay"]
     rate = lr / (1 - beta1**steps)
-    correction = (1 - beta2**steps).sqrt()
+    correction = (1 - beta2**steps).rsqrt()
     return Factors(decay.float(), rate.float(), correction.float())
 
 
@@ -153,7 +153,7 @@ def _update_batch(
         weights = _read(rows, slots, "master", master)
     else:
         weights = rows.join((s.parameter for s in slots), torch.float32)
-    weights = weights * decay - rate * (m / (v.sqrt() / correction + group["eps"]))
+    weights = weights * decay - rate * (m / (v.sqrt() * correction + group["eps"]))
 
     _write(rows, slots, "exp_avg", storage.first, m)
     _write(rows, slots, "exp_avg_sq", storage.second, v)
