@@ -7,6 +7,9 @@ import io
 import math
 import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.optim import PRESETS, AdamW, groups, rounding
+from fp8pass.optim import PRESETS, AdamW, attach, groups, rounding
 from fp8pass.optim.formats import MOMENT_FORMATS, PLAIN, dynamic_values, moment_format
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, decode, encode
 from fp8pass.optim.options import WEIGHTS
@@ -670,6 +673,116 @@ def test_training_with_hugging_face(tmp_path):
         assert torch.equal(p, q)
 
 
+# --- the optimizer in the backward --------------------------------------------------------------
+
+
+def small_model(dtype=torch.float32) -> nn.Module:
+    """With a weight that is used twice."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(40, 40), nn.Linear(40, 40)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), last).to(dtype)
+
+
+def losses(model: nn.Module, backwards: int):
+    for step in range(backwards):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 40, generator=generator).to(next(model.parameters()).dtype)
+        yield model(x).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_the_backward_equal_those_after_it(dtype, monkeypatch):
+    model, plain = small_model(dtype), small_model(dtype)
+    optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
+    alive = []
+    update = AdamW.update
+
+    def counting(self, group, parameters):
+        alive.append(sum(p.grad is not None for p in all_parameters(self)))
+        update(self, group, parameters)
+
+    attached = attach(model, optimizer)
+    for ours, theirs in zip(losses(model, 3), losses(plain, 3), strict=True):
+        theirs.backward()
+        after.step()
+        after.zero_grad()
+        with monkeypatch.context() as patch:
+            patch.setattr(AdamW, "update", counting)
+            ours.backward()
+    assert alive == [1] * 3 * 5
+    assert all(p.grad is None for p in model.parameters())
+    same_state(optimizer, after)
+    attached.detach()
+    next(losses(model, 1)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+@pytest.mark.parametrize("buffer", ["e4m3", "e5m2", "de8"])
+def test_gradients_add_up_in_bytes(buffer):
+    model, plain = small_model(), small_model()
+    optimizer = AdamW(model.parameters(), lr=0.01, **EXACT_STATES)
+    attached = attach(model, optimizer, accumulate=3, buffer=buffer)
+    for number, (ours, theirs) in enumerate(zip(losses(model, 3), losses(plain, 3), strict=True)):
+        theirs.backward()
+        ours.backward()
+        assert all(p.grad is None for p in model.parameters())
+        stored = [sum_.stored for sum_ in attached.accumulated.values()]
+        if number < 2:
+            assert all(x.codes.dtype == torch.uint8 for x in stored)
+            assert len(optimizer.state) == 0
+    assert all(x is None for x in stored)
+    error = {"e4m3": 0.04, "e5m2": 0.08, "de8": 0.03}[buffer]
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        total = optimizer.state[p]["exp_avg"] / 0.1
+        assert ((total - q.grad).norm() / q.grad.norm()).item() < error
+
+
+def test_attached_optimizers_follow_schedules_and_checkpoints():
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    attach(model, optimizer)
+    next(losses(model, 1)).backward()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = [p.detach().clone() for p in model.parameters()]
+    next(losses(model, 1)).backward()
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+    assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_what_cannot_be_attached(tmp_path):
+    model = small_model()
+    optimizer = AdamW(model.parameters())
+    for accumulate in (0, True, 1.5):
+        with pytest.raises(fp8pass.ConfigError, match="positive int"):
+            attach(model, optimizer, accumulate=accumulate)
+    for buffer in ("fp32", "e4m3+expand"):
+        with pytest.raises(fp8pass.ConfigError, match="buffer is one of"):
+            attach(model, optimizer, buffer=buffer)
+    with pytest.raises(fp8pass.ConfigError, match=r"lacks parameters of the model: 2\.weight"):
+        attach(model, AdamW(model[0].parameters()))
+    with single_process(tmp_path):
+        parallel = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(fp8pass.ConfigError, match="reduces gradients over ranks"):
+            attach(parallel, optimizer)
+
+
+@contextmanager
+def single_process(folder: Path) -> Iterator[None]:
+    """A process group of this process."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # --- distributed --------------------------------------------------------------------------------
 
 
@@ -738,15 +851,10 @@ def test_sharded_parameters_and_distributed_checkpoints(tmp_path):
 def test_zero_redundancy(tmp_path):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with single_process(tmp_path):
         ours, sharded = parameters(), parameters()
         optimizer = ZeroRedundancyOptimizer(sharded, AdamW, lr=0.01)
         run(sharded, optimizer, range(3))
         run(ours, AdamW(ours, lr=0.01), range(3))
         for p, q in zip(ours, sharded, strict=True):
             assert torch.equal(p, q)
-    finally:
-        torch.distributed.destroy_process_group()
