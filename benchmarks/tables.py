@@ -19,8 +19,9 @@ from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).parent
-DOCUMENTS = tuple(
-    HERE.parent / name for name in ("README.md", "docs/results.md", "docs/formats.md")
+DOCUMENTS = (
+    HERE.parent / "README.md",
+    *(HERE.parent / "docs" / f"{name}.md" for name in ("results", "formats", "optimizer")),
 )
 BASELINE = "torchao tensorwise"
 
@@ -196,6 +197,41 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
+def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
+    """Errors of the update by the formats of both moments, in 10⁻⁵, with COAT's in brackets."""
+    seconds = list(dict.fromkeys(r["second"] for r in data["results"]))
+    rows = [["first moment, then second", *seconds]]
+    for first in dict.fromkeys(r["first"] for r in data["results"]):
+        found = {r["second"]: r for r in data["results"] if r["first"] == first}
+        cells = [f"{found[second]['mse'] * 1e5:.2f}" for second in seconds]
+        theirs = [found[second]["coat"] for second in seconds]
+        cells = [c if t is None else f"{c} ({t:.2f})" for c, t in zip(cells, theirs, strict=True)]
+        rows.append([first, *cells])
+    return rows
+
+
+def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
+    """Optimizer steps: time, beside what the bytes need, and memory."""
+    rows = [["", "ms", "× limit", "× torch fused", "first step s", "state bytes", "peak GiB"]]
+    for shape in dict.fromkeys(r["shape"] for r in data["results"]):
+        results = [r for r in data["results"] if r["shape"] == shape]
+        base = next(r for r in results if r["optimizer"] == "torch fused")
+        rows.append([f"**{shape}**", *[""] * 6])
+        for r in results:
+            rows.append(
+                [
+                    r["optimizer"],
+                    f"{r['ms']:.2f}",
+                    f"{r['ms'] / r['limit_ms']:.2f}",
+                    f"{r['ms'] / base['ms']:.3f}",
+                    f"{r['first_s']:.1f}",
+                    f"{r['state_bytes']:.2f}",
+                    f"{r['peak_bytes'] / 2**30:.1f}",
+                ]
+            )
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
@@ -204,6 +240,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
+    "optimizer_errors": optimizer_errors_table,
+    "optimizer_speed": optimizer_speed_table,
 }
 
 
