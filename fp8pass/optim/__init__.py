@@ -2,7 +2,7 @@
 
     formats.py     how a moment or a master weight is stored
     groups.py      1×G groups of values to codes and back, with Dynamic Range Expansion
-    rounding.py    BF16 weights rounded stochastically
+    rounding.py    weights and second moments rounded stochastically
     options.py     what a user chooses, checked
     slots.py       a parameter's stored states
     update.py      the update, in vectorized PyTorch

@@ -33,12 +33,13 @@ class AdamW(torch.optim.Optimizer):
         preset: `coat`, or `fp8-lm`: first moment FP8, second moment and master weights FP16.
         first_moment: format, of the preset unless given: `e4m3`, `e5m2` or `de8` (8-bit dynamic
             exponent), each also with `+expand`, `fp16`, `bf16`, `fp32`.
-        second_moment: the same.
+        second_moment: the same. In FP8 and FP16 it is rounded up or down at random: to nearest it
+            would not follow gradients that become smaller where `betas[1]` is near 1.
         weights: what becomes of an update that 16-bit parameters cannot hold. `stochastic`: BF16
             is rounded up or down at random, so that it is there on average (FP16 to nearest).
             `nearest`: it is lost. `fp32`, `fp16`: it goes into a master copy.
         group_size: consecutive elements that share a scale, a power of two.
-        seed: of the stochastic rounding.
+        seed: of the random rounding.
         maximize: whether to go up instead of down.
 
     Raises:

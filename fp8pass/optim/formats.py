@@ -7,7 +7,7 @@ name ends in `+expand` also a power (`groups.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -29,6 +29,7 @@ class StateFormat:
         min: the smallest code above zero.
         signed: whether the state has negative values. One that has none, and divides, is never
             rounded to zero.
+        mantissa: stored mantissa bits of a code that is a float.
         expands: whether each group's range is mapped to the format's.
         values: what the codes 0, 1, ... mean, ascending, in a format that PyTorch has no dtype for.
     """
@@ -38,6 +39,7 @@ class StateFormat:
     max: float = math.inf
     min: float = 0.0
     signed: bool = True
+    mantissa: int = 0
     expands: bool = False
     values: tuple[float, ...] = ()
 
@@ -50,6 +52,15 @@ class StateFormat:
     def stored(self) -> torch.dtype:
         """The dtype of stored tensors: bytes, which can be pickled, sent and sharded everywhere."""
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
+
+    @property
+    def dithers(self) -> bool:
+        """Whether codes are rounded stochastically in a step.
+
+        A second moment decays by less than half the distance of two codes: rounded to nearest it
+        would stay where it once was. A first moment decays by more.
+        """
+        return not self.signed and self.mantissa > 0
 
     @property
     def zero(self) -> int:
@@ -90,7 +101,7 @@ def dynamic_values(*, signed: bool) -> tuple[float, ...]:
 def _of_floats(format: Format) -> StateFormat:
     smallest = 2.0 ** (format.min_exponent - format.mantissa)
     assert format.dtype is not None
-    return StateFormat(format.name, format.dtype, format.max, smallest)
+    return StateFormat(format.name, format.dtype, format.max, smallest, mantissa=format.mantissa)
 
 
 PLAIN = {
@@ -100,7 +111,7 @@ PLAIN = {
 _GROUPED = {
     "e4m3": _of_floats(E4M3),
     "e5m2": _of_floats(E5M2),
-    "fp16": StateFormat("fp16", torch.float16, 65504.0, 2.0**-24),
+    "fp16": StateFormat("fp16", torch.float16, 65504.0, 2.0**-24, mantissa=10),
     "de8": StateFormat("de8", torch.uint8, 1.0),
 }
 # FP16 has range enough for any group.
@@ -123,4 +134,11 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
-    return StateFormat(name, base.dtype, base.max, smallest, signed, name.endswith(EXPAND), values)
+    return replace(
+        base,
+        name=name,
+        min=smallest,
+        signed=signed,
+        expands=name.endswith(EXPAND),
+        values=values,
+    )

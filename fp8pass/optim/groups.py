@@ -24,6 +24,7 @@ from fp8pass.formats import GROUP_SCALE_DTYPE
 from fp8pass.ops import BF16_BITS, SMALLEST_SCALE
 from fp8pass.optim.formats import StateFormat
 
+EXPONENT_BITS = 0x7F800000
 # A range beyond the square of the format's is cut at its lower end: smaller powers would coarsen
 # the whole group for the sake of its smallest values.
 MIN_POWER = 0.5
@@ -39,8 +40,8 @@ class Stored(NamedTuple):
     power: Tensor | None = None
 
 
-def encode(x: Tensor, format: StateFormat) -> Stored:
-    """fp32 rows `x` [R, G] in `format`.
+def encode(x: Tensor, format: StateFormat, noise: Tensor | None = None) -> Stored:
+    """fp32 rows `x` [R, G] in `format`, to the nearest code unless there is noise in [-1/2, 1/2).
 
     Numbers below fp32's normal ones are zero in a group of their like.
     """
@@ -51,11 +52,11 @@ def encode(x: Tensor, format: StateFormat) -> Stored:
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
         scale = _scale(amax, format)
-        return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format), scale)
+        return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format, noise), scale)
     scale, power = _expansion(x.abs(), amax, format)
     relative = x.abs() * scale.float().reciprocal().unsqueeze(-1)
     expanded = (power.float().unsqueeze(-1) * relative.log2()).exp2() * format.middle
-    return Stored(_codes(expanded.copysign(x), format), scale, power)
+    return Stored(_codes(expanded.copysign(x), format, noise), scale, power)
 
 
 def decode(stored: Stored, format: StateFormat) -> Tensor:
@@ -113,8 +114,12 @@ def _of_groups(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Te
     return torch.where(amax == 0, zero, x).to(GROUP_SCALE_DTYPE)
 
 
-def _codes(x: Tensor, format: StateFormat) -> Tensor:
-    """The nearest codes of `x`, already scaled."""
+def _codes(x: Tensor, format: StateFormat, noise: Tensor | None) -> Tensor:
+    """The codes of `x`, already scaled."""
+    if noise is not None:
+        binade = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+        step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
+        x = torch.where(x > 0, (x + noise * step).clamp_min(format.min), x)
     if not format.signed:
         x = torch.where(x > 0, x.clamp_min(format.min), x)
     if format.values:

@@ -73,10 +73,17 @@ def mix(x):
 
 
 @triton.jit
-def stochastic(x, key, element):
-    noise = mix(element.to(tl.int32) ^ key) & 0xFFFF
-    rounded = (x.to(tl.int32, bitcast=True) + noise & -65536).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < float("inf"), rounded, x)
+def stochastic(x, bits):
+    rounded = x.to(tl.int32, bitcast=True) + (bits & 0xFFFF) & -65536
+    return tl.where(tl.abs(x) < float("inf"), rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def dithered(x, bits, PER_BINADE: tl.constexpr, LEAST: tl.constexpr):
+    noise = (bits >> 9 & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    moved = x + noise * tl.maximum(binade * PER_BINADE, LEAST)
+    return tl.where(x > 0, largest(moved, LEAST), x)
 
 
 # Positive numbers are ordered as their bits are, with NaN above infinity.
@@ -180,6 +187,10 @@ _EXPANSION = """
 {x}_coded = exp2(log2(tl.abs({x})) * {x}_power[:, None] + {x}_offset[:, None])
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
+_DRAW = """
+key = mix(mix(mix(seed) + tl.load(numbers + number)) + tl.load(steps + number).to(tl.int32))
+bits = mix(element.to(tl.int32) ^ key)
+"""
 _SEARCH = """
 {x}_code = tl.zeros({x}_coded.shape, tl.int32)
 for bit in tl.static_range(8):
@@ -196,7 +207,8 @@ class Writer:
         self.states = storage.states(parameter)
         self.columns = table_columns(storage, parameter)
         self.dtypes = {PARAMETER: parameter, GRADIENT: gradient}
-        self.stochastic = storage.weights == "stochastic" and parameter == torch.bfloat16
+        self.stochastic = storage.rounds_weights(parameter)
+        self.draws = self.stochastic or storage.second.dithers
         self.group_size = storage.group_size
         self.lines: list[str] = []
 
@@ -211,6 +223,8 @@ class Writer:
         if weights == PARAMETER:
             self._load(PARAMETER)
         self._add(_UPDATE, weights=weights)
+        if self.draws:
+            self._add(_DRAW)
         for name, format in self.states.items():
             self._write_state(name, format)
         self._store_parameter(weights)
@@ -267,20 +281,23 @@ class Writer:
         if format.expands and format.signed:
             self.lines.append(f"{x}_coded = with_sign({x}_coded, {x})")
         self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
-        if not format.signed:
+        if format.dithers:
+            widths = f"{2.0**-format.mantissa!r}, {format.min!r}"
+            self.lines.append(f"{x}_coded = dithered({x}_coded, bits, {widths})")
+            if format.dtype == torch.float16:  # conversions to FP8 saturate
+                self.lines.append(f"{x}_coded = smallest({x}_coded, {format.max!r})")
+        elif not format.signed:
             least = f"largest({x}_coded, {format.min!r})"
             self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
         if format.values:
             self._add(_SEARCH, x=x)
             return
-        # Nothing exceeds the largest code by more than rounding.
+        # Nothing that is rounded to nearest exceeds the largest code.
         self._store(x, f"{x}_coded", format.dtype)
 
     def _store_parameter(self, weights: str) -> None:
         if self.stochastic:
-            key = "mix(mix(mix(seed) + tl.load(numbers + number)) + tl.load(steps + number)"
-            self.lines.append(f"key = {key}.to(tl.int32))")
-            self.lines.append(f"{weights} = stochastic({weights}, key, element)")
+            self.lines.append(f"{weights} = stochastic({weights}, bits)")
         self._store(PARAMETER, weights, self.dtypes[PARAMETER])
 
     def _store(self, name: str, value: str, dtype: torch.dtype) -> None:

@@ -57,6 +57,10 @@ class Storage:
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
 
+    def rounds_weights(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of `dtype` are rounded stochastically."""
+        return self.weights == "stochastic" and dtype == torch.bfloat16
+
     def states(self, dtype: torch.dtype) -> dict[str, StateFormat]:
         """The stored states of a parameter of `dtype`, by name, with their formats."""
         found = {"exp_avg": self.first, "exp_avg_sq": self.second}

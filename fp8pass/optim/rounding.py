@@ -1,8 +1,9 @@
-"""BF16 weights rounded stochastically, by a generator that counts (LLMQ 3).
+"""Stochastic rounding, by a generator that counts (LLMQ 3).
 
-A weight is rounded up with the probability that keeps its expectation, so that updates far below
-its last bit add up. The random bits are a hash of seed, parameter, step and element: no state, the
-same on every run, whatever is updated together. All arithmetic is in int32, which wraps around.
+A number is rounded up with the probability that keeps its expectation, so that updates far below
+its last bit add up: of BF16 weights, and of second moments in FP8. The random bits are a hash of
+seed, parameter, step and element: no state, the same on every run, whatever is updated together.
+All arithmetic is in int32, which wraps around.
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
     return mix(mix(mix(torch.full_like(parameters, wrapped)) + parameters) + steps.int())
 
 
-def round_to_bf16(x: Tensor, key: Tensor, element: Tensor) -> Tensor:
-    """fp32 `x` rounded to bf16 by the random bits of `key` and int32 `element` (they broadcast)."""
-    noise = mix(element ^ key) & 0xFFFF
-    rounded = (x.view(torch.int32) + noise & BF16_BITS).view(torch.float32)
+def random_bits(key: Tensor, element: Tensor) -> Tensor:
+    """Random int32 for int32 elements of parameters with a key (they broadcast)."""
+    return mix(element ^ key)
+
+
+def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 `x` rounded to bf16 by the lower half of random `bits`."""
+    rounded = (x.view(torch.int32) + (bits & 0xFFFF) & BF16_BITS).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Numbers in [-1/2, 1/2) from the upper bits of random `bits`."""
+    return (bits >> 9 & 0x7FFFFF | 0x3F800000).view(torch.float32) - 1.5

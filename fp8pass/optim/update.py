@@ -155,14 +155,19 @@ def _update_batch(
         weights = rows.join((s.parameter for s in slots), torch.float32)
     weights = weights * decay - rate * (m / (v.sqrt() * correction + group["eps"]))
 
-    _write(rows, slots, "exp_avg", storage.first, m)
-    _write(rows, slots, "exp_avg_sq", storage.second, v)
-    if master:
-        _write(rows, slots, "master", master, weights)
-    if storage.weights == "stochastic" and slots[0].parameter.dtype == torch.bfloat16:
+    stochastic = storage.rounds_weights(slots[0].parameter.dtype)
+    bits = None
+    if stochastic or storage.second.dithers:
         numbers = torch.tensor([s.number for s in slots], dtype=torch.int32, device=steps.device)
         keys = rows.spread(rounding.keys(group["seed"], numbers, steps))
-        weights = rounding.round_to_bf16(weights, keys, rows.elements(weights.device))
+        bits = rounding.random_bits(keys, rows.elements(steps.device))
+    noise = rounding.uniform(bits) if bits is not None and storage.second.dithers else None
+    _write(rows, slots, "exp_avg", encode(m, storage.first))
+    _write(rows, slots, "exp_avg_sq", encode(v, storage.second, noise))
+    if master:
+        _write(rows, slots, "master", encode(weights, master))
+    if bits is not None and stochastic:
+        weights = rounding.round_to_bf16(weights, bits)
     rows.split(weights, (s.parameter for s in slots))
 
 
@@ -173,10 +178,10 @@ def _read(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> 
     return decode(Stored(codes, scale, rows.join_groups(x.power for x in stored)), format)
 
 
-def _write(
-    rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat, values: Tensor
-) -> None:
-    stored, into = encode(values, format), [s.states[name] for s in slots]
+def _write(rows: Rows, slots: Sequence[Slot], name: str, stored: Stored) -> None:
+    into = [s.states[name] for s in slots]
     rows.split(stored.codes, (x.codes for x in into))
-    for part in format.parts:
-        rows.split_groups(getattr(stored, part), (getattr(x, part) for x in into))
+    if stored.scale is not None:
+        rows.split_groups(stored.scale, (x.scale for x in into if x.scale is not None))
+    if stored.power is not None:
+        rows.split_groups(stored.power, (x.power for x in into if x.power is not None))
