@@ -77,11 +77,11 @@ def model_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def convergence_table(data: dict[str, Any]) -> list[list[str]]:
-    """Training runs: final validation loss beside that of bf16 with the same seed."""
-    rows = [["variant", "seed", "validation loss", "vs bf16", "tokens/s", "peak GiB"]]
+def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list[str]]:
+    """Training runs: final validation loss beside that of the baseline with the same seed."""
+    rows = [["variant", "seed", "validation loss", f"vs {baseline}", "tokens/s", "peak GiB"]]
     results = data["results"]
-    base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == "bf16"}
+    base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == baseline}
     for variant in dict.fromkeys(r["variant"] for r in results):
         runs = sorted((r for r in results if r["variant"] == variant), key=lambda r: r["seed"])
         for r in runs:
@@ -210,6 +210,11 @@ def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def optimizer_convergence_table(data: dict[str, Any]) -> list[list[str]]:
+    """Training runs beside that with states and master weights in FP32."""
+    return convergence_table(data, baseline="fp32")
+
+
 def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
     """Optimizer steps: time, beside what the bytes need, and memory."""
     rows = [["", "ms", "× limit", "× torch fused", "first step s", "state bytes", "peak GiB"]]
@@ -242,6 +247,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "kernels": kernels_table,
     "optimizer_errors": optimizer_errors_table,
     "optimizer_speed": optimizer_speed_table,
+    "optimizer_convergence": optimizer_convergence_table,
 }
 
 
