@@ -11,7 +11,7 @@ mean squared error of m / (√v + ε), as in Tables 1 and 9 of COAT, whose numbe
 step are those of weights and states, read and written, and of gradients, read; `limit` is the time
 they take at the bandwidth that a large copy reaches in the same run.
 
-`convergence` trains the model of `convergence.py` with weights in BF16, with states and weights kept
+`convergence` trains the model of `convergence.py` in BF16, with states and weights kept
 in different ways, against states and master weights in FP32. Runs are written as they end.
 """
 
