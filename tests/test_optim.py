@@ -182,12 +182,15 @@ def test_what_is_updated_together_does_not_matter():
 
 
 def test_large_and_many_parameters_are_batched(monkeypatch):
-    whole, batched = parameters(SHAPES * 3), parameters(SHAPES * 3)
-    run(whole, AdamW(whole), range(3))
-    monkeypatch.setattr("fp8pass.optim.update.BATCH", 100)
-    run(batched, AdamW(batched), range(3))
-    for p, q in zip(whole, batched, strict=True):
-        assert torch.equal(p, q)
+    for weights in ("stochastic", "fp16"):
+        shapes = (*SHAPES, (7, 100)) * 2
+        whole, batched = (parameters(shapes, torch.bfloat16) for _ in range(2))
+        optimizer, in_pieces = (AdamW(ps, weights=weights) for ps in (whole, batched))
+        run(whole, optimizer, range(3))
+        with monkeypatch.context() as patch:
+            patch.setattr("fp8pass.optim.update.CPU_BATCH", 300)
+            run(batched, in_pieces, range(3))
+        same_state(optimizer, in_pieces)
 
 
 def test_parameters_that_are_not_contiguous():
@@ -807,6 +810,8 @@ def test_what_cannot_be_attached(tmp_path):
     for buffer in ("fp32", "e4m3+expand"):
         with pytest.raises(fp8pass.ConfigError, match="buffer is one of"):
             attach(model, optimizer, buffer=buffer)
+    with pytest.raises(fp8pass.ConfigError, match=r"takes an fp8pass\.optim\.AdamW"):
+        attach(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(fp8pass.ConfigError, match=r"lacks parameters of the model: 2\.weight"):
         attach(model, AdamW(model[0].parameters()))
     with single_process(tmp_path):

@@ -85,14 +85,19 @@ def attach(
         buffer: format of that sum: `e4m3`, `e5m2` or `de8`.
 
     Raises:
-        ConfigError: the optimizer lacks a parameter, the model's gradients are reduced over ranks,
-            or an option has a value it cannot have.
+        ConfigError: the optimizer is another one or lacks a parameter, the model's gradients are
+            reduced over ranks, or an option has a value it cannot have.
     """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     format = moment_format(buffer, signed=True)
     if format.stored != torch.uint8 or format.expands:
         raise ConfigError(f"buffer is one of 'e4m3', 'e5m2', 'de8', got {buffer!r}.")
+    if not isinstance(optimizer, AdamW):
+        raise ConfigError(
+            f"attach takes an fp8pass.optim.AdamW, got {type(optimizer).__name__}: make one of the "
+            "same parameters."
+        )
     _check_nothing_reduces_later(model)
     # Their numbers: a checkpoint that is loaded puts other groups in their place.
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}

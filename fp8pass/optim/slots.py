@@ -33,19 +33,35 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter to update, all tensors local.
+    """One parameter to update, or a piece of it, all tensors local.
 
     Attributes:
         number: of the parameter in the optimizer.
         parameter: the weights.
         step: updates so far, a scalar.
         states: by name, each shaped like the parameter, with the scales of its own groups.
+        first: the number of the first element of a piece.
     """
 
     number: int
     parameter: Tensor
     step: Tensor
     states: dict[str, Stored]
+    first: int = 0
+
+    def piece(self, first: int, size: int, group_size: int) -> Slot:
+        """Up to `size` elements from `first`, a multiple of `group_size`, on, as views."""
+        elements = slice(first, first + size)
+        groups = slice(first // group_size, group_count(first + size, group_size))
+        states = {
+            name: Stored(
+                stored.codes.view(-1)[elements],
+                *(None if part is None else part[groups] for part in stored[1:]),
+            )
+            for name, stored in self.states.items()
+        }
+        parameter = self.parameter.view(-1)[elements]
+        return Slot(self.number, parameter, self.step, states, self.first + first)
 
     @classmethod
     def of(cls, number: int, parameter: Tensor, state: State, storage: Storage) -> Slot:

@@ -23,8 +23,10 @@ from fp8pass.optim.groups import Stored, decode, encode
 from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import Slot, group_count
 
-# Elements joined at once: their temporaries, some ten in fp32, stay small beside the states.
-BATCH = 1 << 22
+# Elements joined at once: some ten temporaries in fp32 stay in a CPU's cache, and small beside the
+# states elsewhere. Larger parameters are updated in pieces.
+CPU_BATCH = 1 << 17
+BATCH = 1 << 24
 
 
 class Factors(NamedTuple):
@@ -94,11 +96,14 @@ class Rows:
         counts = torch.tensor(self.counts, device=x.device)
         return x.repeat_interleave(counts).unsqueeze(-1)
 
-    def elements(self, device: torch.device) -> Tensor:
-        """The number of each element in its parameter, int32 [R, G]."""
-        first = [torch.arange(count, device=device) for count in self.counts]
+    def elements(self, firsts: Iterable[int], device: torch.device) -> Tensor:
+        """The number of each element in its parameter, int32 [R, G], from the first ones on."""
+        rows = [
+            torch.arange(count, device=device) * self.group_size + first
+            for count, first in zip(self.counts, firsts, strict=True)
+        ]
         columns = torch.arange(self.group_size, device=device)
-        return (torch.cat(first).unsqueeze(-1) * self.group_size + columns).int()
+        return (torch.cat(rows).unsqueeze(-1) + columns).int()
 
     def _parts(self, joined: Tensor) -> list[Tensor]:
         parts = joined.split(self.counts)
@@ -116,20 +121,38 @@ def update(
     Slots have the same dtype and device, and counted this step.
     """
     storage = Storage.of(group)
-    for start, end in _batches(slots):
-        _update_batch(slots[start:end], gradients[start:end], group, storage, factor)
+    for batch in _batches(slots, gradients, storage.group_size):
+        _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
 
 
-def _batches(slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
-    """Ranges of slots that are joined: up to `BATCH` elements, or a single larger one."""
-    start = joined = 0
-    for i, slot in enumerate(slots):
-        if i > start and joined + slot.parameter.numel() > BATCH:
-            yield start, i
-            start, joined = i, 0
-        joined += slot.parameter.numel()
-    if start < len(slots):
-        yield start, len(slots)
+def _batches(
+    slots: Sequence[Slot], gradients: Sequence[Tensor], group_size: int
+) -> Iterator[list[tuple[Slot, Tensor]]]:
+    """Slots, or pieces of them, with their gradients, that are joined."""
+    limit = CPU_BATCH if slots[0].parameter.device.type == "cpu" else BATCH
+    batch: list[tuple[Slot, Tensor]] = []
+    joined = 0
+    for slot, gradient in zip(slots, gradients, strict=True):
+        for piece in _pieces(slot, gradient, limit // group_size * group_size, group_size):
+            size = piece[1].numel()
+            if batch and joined + size > limit:
+                yield batch
+                batch, joined = [], 0
+            batch.append(piece)
+            joined += size
+    if batch:
+        yield batch
+
+
+def _pieces(
+    slot: Slot, gradient: Tensor, size: int, group_size: int
+) -> Iterator[tuple[Slot, Tensor]]:
+    if slot.parameter.numel() <= size or not slot.parameter.is_contiguous():
+        yield slot, gradient
+        return
+    flat = gradient.reshape(-1)
+    for first in range(0, len(flat), size):
+        yield slot.piece(first, size, group_size), flat[first : first + size]
 
 
 def _update_batch(
@@ -160,7 +183,7 @@ def _update_batch(
     if stochastic or storage.second.dithers:
         numbers = torch.tensor([s.number for s in slots], dtype=torch.int32, device=steps.device)
         keys = rows.spread(rounding.keys(group["seed"], numbers, steps))
-        bits = rounding.random_bits(keys, rows.elements(steps.device))
+        bits = rounding.random_bits(keys, rows.elements((s.first for s in slots), steps.device))
     noise = rounding.uniform(bits) if bits is not None and storage.second.dithers else None
     _write(rows, slots, "exp_avg", encode(m, storage.first))
     _write(rows, slots, "exp_avg_sq", encode(v, storage.second, noise))
