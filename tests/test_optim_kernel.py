@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_optim import all_parameters, parameters, same_state, set_gradients, values_of
@@ -220,3 +224,47 @@ def test_what_is_updated_together_does_not_matter(device):
         for p in reversed(apart):
             other.update(other.param_groups[0], [p])
     same_state(one, other)
+
+
+COMPILATION = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8pass.optim.kernel import NUM_WARPS, kernel
+from fp8pass.optim.options import Storage
+
+POINTERS = {"tables": "i64", "sizes": "i64", "numbers": "i32", "parameter_of": "i32",
+            "first_chunk": "i32"}
+NUMBERS = {"count": "i32", "seed": "i32", "complement1": "fp32", "beta2": "fp32",
+           "complement2": "fp32", "eps": "fp32", "ALIGNED": "constexpr"}
+for first, second, weights in [
+    ("e4m3+expand", "e4m3+expand", "stochastic"),
+    ("e5m2", "fp16", "fp16"),
+    ("de8+expand", "bf16", "fp32"),
+]:
+    storage = Storage.of({"first_moment": first, "second_moment": second, "weights": weights,
+                          "group_size": 128})
+    function = kernel(storage, torch.bfloat16, torch.bfloat16)
+    signature = {
+        name: NUMBERS.get(name) or "*" + POINTERS.get(name, "fp32") for name in function.arg_names
+    }
+    source = ASTSource(function, signature, {"ALIGNED": True})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": NUM_WARPS})
+    print(first, "ld.global.v4" in compiled.asm["ptx"], "lg2.approx.ftz" in compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
+def test_compiles_for_a_gpu(device, tmp_path):
+    """What the interpreter does not see: that the GPU's dialect compiles, and reads vectors."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILATION],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = ["e4m3+expand True True", "e5m2 True False", "de8+expand True True"]
+    assert found.stdout.splitlines() == lines
