@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fp8pass.optim.update import factors
 ALIGNMENT = 16
 
 
+@cache
 def why_not(device: torch.device) -> str | None:
     """The reason why updates on `device` are not fused, None where they are."""
     return hardware.why_no_triton_kernels(device)
