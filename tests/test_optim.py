@@ -88,9 +88,10 @@ hyperparameters = st.fixed_dictionaries(
 )
 
 
-@given(
-    hyperparameters, st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4), st.integers(1, 9)
-)
+some_shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4)
+
+
+@given(hyperparameters, some_shapes, st.integers(1, 9))
 def test_with_fp32_states_equals_torch_and_fp64(options, shapes, steps):
     ours, theirs, wide = parameters(shapes), parameters(shapes), parameters(shapes)
     wide = [nn.Parameter(p.detach().double()) for p in wide]
@@ -119,6 +120,28 @@ def test_bf16_parameters_and_states_equal_the_fused_torch(options, steps):
         torch.testing.assert_close(p, q, rtol=2**-7, atol=options["lr"] * 2**-6)
         if p.numel() > 100:
             assert (p != q).double().mean() < 0.05
+
+
+@given(hyperparameters, some_shapes, st.integers(1, 9))
+def test_fp8_states_are_near_those_of_fp64(options, shapes, steps):
+    """A step rounds by up to the distance of two codes, an eighth; roundings add up at random."""
+    ours, wide = parameters(shapes), parameters(shapes)
+    wide = [nn.Parameter(p.detach().double()) for p in wide]
+    optimizer, exact = AdamW(ours, **options), torch.optim.AdamW(wide, **options)
+    for step in range(steps):
+        set_gradients(ours, step)
+        for p, q in zip(wide, ours, strict=True):
+            p.grad = q.grad.double()
+        optimizer.step()
+        exact.step()
+        if step == 0:  # states are rounded after they were used
+            for p, q in zip(ours, wide, strict=True):
+                torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
+    for number, q in enumerate(wide):
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            want = exact.state[q][name].reshape(-1)
+            error = values_of(optimizer, number, name, signed).double() - want
+            assert error.norm() <= 0.15 * steps**0.5 * want.norm() + 1e-30
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
