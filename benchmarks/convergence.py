@@ -89,10 +89,18 @@ def run(variant: str, seed: int, size: Size, data: Data) -> Result:
         if options is None
         else torch.compile(model, backend="fp8pass", options=options)
     )
-    autocast = partial(torch.autocast, device.type, torch.bfloat16)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
+    return train(variant, seed, compiled, optimizer, size, data)
+
+
+def train(
+    variant: str, seed: int, compiled: Any, optimizer: torch.optim.Optimizer, size: Size, data: Data
+) -> Result:
+    """Train a compiled model and validate it."""
+    device = data.train.device
+    autocast = partial(torch.autocast, device.type, torch.bfloat16)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps=size.steps))
     start = time.perf_counter()
     losses = []
@@ -102,7 +110,7 @@ def run(variant: str, seed: int, size: Size, data: Data) -> Result:
         with autocast():
             loss = compiled(*batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(compiled.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

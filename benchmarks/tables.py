@@ -19,8 +19,9 @@ from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).parent
-DOCUMENTS = tuple(
-    HERE.parent / name for name in ("README.md", "docs/results.md", "docs/formats.md")
+DOCUMENTS = (
+    HERE.parent / "README.md",
+    *(HERE.parent / "docs" / f"{name}.md" for name in ("results", "formats", "optimizer")),
 )
 BASELINE = "torchao tensorwise"
 
@@ -76,11 +77,11 @@ def model_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def convergence_table(data: dict[str, Any]) -> list[list[str]]:
-    """Training runs: final validation loss beside that of bf16 with the same seed."""
-    rows = [["variant", "seed", "validation loss", "vs bf16", "tokens/s", "peak GiB"]]
+def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list[str]]:
+    """Training runs: final validation loss beside that of the baseline with the same seed."""
+    rows = [["variant", "seed", "validation loss", f"vs {baseline}", "tokens/s", "peak GiB"]]
     results = data["results"]
-    base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == "bf16"}
+    base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == baseline}
     for variant in dict.fromkeys(r["variant"] for r in results):
         runs = sorted((r for r in results if r["variant"] == variant), key=lambda r: r["seed"])
         for r in runs:
@@ -214,6 +215,46 @@ def monitor_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
+    """Errors of the update by the formats of both moments, in 10⁻⁵, with COAT's in brackets."""
+    seconds = list(dict.fromkeys(r["second"] for r in data["results"]))
+    rows = [["first moment, then second", *seconds]]
+    for first in dict.fromkeys(r["first"] for r in data["results"]):
+        found = {r["second"]: r for r in data["results"] if r["first"] == first}
+        cells = [f"{found[second]['mse'] * 1e5:.2f}" for second in seconds]
+        theirs = [found[second]["coat"] for second in seconds]
+        cells = [c if t is None else f"{c} ({t:.2f})" for c, t in zip(cells, theirs, strict=True)]
+        rows.append([first, *cells])
+    return rows
+
+
+def optimizer_convergence_table(data: dict[str, Any]) -> list[list[str]]:
+    """Training runs beside that with states and master weights in FP32."""
+    return convergence_table(data, baseline="fp32")
+
+
+def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
+    """Optimizer steps: time, beside what the bytes need, and memory."""
+    rows = [["", "ms", "× limit", "× torch fused", "first step s", "state bytes", "peak GiB"]]
+    for shape in dict.fromkeys(r["shape"] for r in data["results"]):
+        results = [r for r in data["results"] if r["shape"] == shape]
+        base = next(r for r in results if r["optimizer"] == "torch fused")
+        rows.append([f"**{shape}**", *[""] * 6])
+        for r in results:
+            rows.append(
+                [
+                    r["optimizer"],
+                    f"{r['ms']:.2f}",
+                    f"{r['ms'] / r['limit_ms']:.2f}",
+                    f"{r['ms'] / base['ms']:.3f}",
+                    f"{r['first_s']:.1f}",
+                    f"{r['state_bytes']:.2f}",
+                    f"{r['peak_bytes'] / 2**30:.1f}",
+                ]
+            )
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
@@ -223,6 +264,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "formats": formats_table,
     "kernels": kernels_table,
     "monitor": monitor_table,
+    "optimizer_errors": optimizer_errors_table,
+    "optimizer_speed": optimizer_speed_table,
+    "optimizer_convergence": optimizer_convergence_table,
 }
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8pass import optim as optim
     from fp8pass.backend import backend as backend
     from fp8pass.bisect import Bisection as Bisection
     from fp8pass.bisect import bisect as bisect
@@ -45,11 +46,15 @@ _MODULES = {
     "stage_format": "pipeline",
 }
 
-__all__ = list(_MODULES)
+_SUBMODULES = ("optim",)
+
+__all__ = [*_MODULES, *_SUBMODULES]
 
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
+        if name in _SUBMODULES:
+            return import_module(f"{__name__}.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -62,7 +67,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_MODULES})
+        return sorted({*super().__dir__(), *__all__})
 
 
 sys.modules[__name__].__class__ = _Package

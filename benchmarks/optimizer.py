@@ -1,0 +1,306 @@
+"""FP8 optimizer states: their rounding errors, and the time and memory of a step.
+
+    python benchmarks/optimizer.py errors            any device
+    python benchmarks/optimizer.py speed             needs an NVIDIA GPU; torchao to compare with
+    python benchmarks/optimizer.py convergence       --tiny on a CPU
+
+`errors` trains the demo's model with states in FP32, and rounds them to every pair of formats: the
+mean squared error of m / (√v + ε), as in Tables 1 and 9 of COAT, whose numbers stand beside.
+
+`speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
+step are those of weights and states, read and written, and of gradients, read; `limit` is the time
+they take at the bandwidth that a large copy reaches in the same run.
+
+`convergence` trains the model of `convergence.py` in BF16, with states and weights kept
+in different ways, against states and master weights in FP32. Runs are written as they end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from convergence import MODEL, TINY, corpus, train
+from kernels import busiest_ms
+from report import environment, merge, print_rows, resume, write_json
+from tables import optimizer_convergence_table, optimizer_errors_table, optimizer_speed_table
+from torch import Tensor, nn
+
+from fp8pass.demo.data import Data, read_text
+from fp8pass.demo.model import Decoder, new_model
+from fp8pass.demo.sizes import SIZES
+from fp8pass.demo.train import free_memory, learning_rate
+from fp8pass.optim import AdamW
+from fp8pass.optim.formats import moment_format
+from fp8pass.optim.groups import decode, encode
+from fp8pass.optim.slots import from_rows, to_rows
+
+RESULTS = Path(__file__).parent / "results"
+GROUP_SIZE = 128
+EPS = 1e-8
+
+# COAT's errors, in units that it does not give: first moment, then second.
+SECOND = ("e4m3", "e4m3+expand", "e5m2", "e5m2+expand", "de8", "de8+expand")
+COAT = {
+    "e4m3": (20.10, 18.08, 25.65, 18.16, None, None),
+    "e4m3+expand": (15.13, 12.31, 21.96, 12.43, 14.01, 18.84),
+    "e5m2": (37.02, 35.96, 40.30, 36.00, None, None),
+    "e5m2+expand": (17.79, 15.48, 23.84, 15.57, None, None),
+    "de8": (12.11, 8.27, 20.02, 8.43, 10.54, 16.25),
+    "de8+expand": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
+}
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def trained_states(size_name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """The moments of every parameter of the demo's model after training, in FP32."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = replace(SIZES[size_name], steps=steps)
+    data = Data.of(read_text(None), size, device)
+    model = new_model(size, 0, device)
+    exact: dict[str, Any] = dict.fromkeys(("first_moment", "second_moment", "weights"), "fp32")
+    optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, **exact)
+    for step, batch in enumerate(data.train_batches(size, 0)):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, size)
+        loss = model(*batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{size_name}: loss {loss.item():.3f} after {steps} steps")
+    return [(s["exp_avg"], s["exp_avg_sq"]) for s in optimizer.state.values()]
+
+
+def rounded(x: Tensor, name: str, *, signed: bool) -> Tensor:
+    """A moment after storing it in the format `name`."""
+    format = moment_format(name, signed=signed)
+    rows = to_rows(x, GROUP_SIZE, torch.float32)
+    return from_rows(decode(encode(rows, format), format), x.shape)
+
+
+def error(states: list[tuple[Tensor, Tensor]], first: str, second: str) -> float:
+    """The mean squared error of m / (√v + ε), over all elements."""
+    total = 0.0
+    for m, v in states:
+        exact = m / (v.sqrt() + EPS)
+        root = rounded(v, second, signed=False).sqrt()
+        approximate = rounded(m, first, signed=True) / (root + EPS)
+        total += (approximate - exact).double().square().sum().item()
+    return total / sum(m.numel() for m, _ in states)
+
+
+def measure_errors(size: str, steps: int) -> dict[str, Any]:
+    """Errors of every pair of formats, beside COAT's."""
+    states = trained_states(size, steps)
+    results: list[dict[str, Any]] = [
+        {"first": first, "second": second, "mse": error(states, first, second), "coat": theirs}
+        for first, row in COAT.items()
+        for second, theirs in zip(SECOND, row, strict=True)
+    ]
+    found = {(r["first"], r["second"]): r["mse"] for r in results}
+    gain = found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"]
+    return {
+        "settings": {"size": size, "steps": steps, "group_size": GROUP_SIZE},
+        "expansion_gain": gain,
+        "rank_correlation": rank_correlation(results),
+        "results": results,
+    }
+
+
+def rank_correlation(results: list[dict[str, Any]]) -> float:
+    """Spearman's, between these errors and COAT's where it has one: 1 where the order agrees."""
+    both = [(r["mse"], r["coat"]) for r in results if r["coat"] is not None]
+    ranks = torch.tensor(both, dtype=torch.float64).argsort(0).argsort(0).double()
+    return float(torch.corrcoef(ranks.T)[0, 1])
+
+
+# --- speed --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama model."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    vocabulary: int
+
+    def parameters(self) -> Iterator[tuple[int, ...]]:
+        """The shapes of all parameters, without grouped queries."""
+        yield self.vocabulary, self.hidden
+        for _ in range(self.layers):
+            yield from [(self.hidden, self.hidden)] * 4
+            yield from [(self.ffn, self.hidden)] * 2
+            yield self.hidden, self.ffn
+            yield from [(self.hidden,)] * 2
+        yield (self.hidden,)
+        yield self.vocabulary, self.hidden
+
+
+SHAPES = {"1B": Shape(2048, 5632, 22, 32000), "7B": Shape(4096, 11008, 32, 32000)}
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Result:
+    """A step of one optimizer; `first_s` includes compilation, `limit_ms` is at copy bandwidth."""
+
+    shape: str
+    optimizer: str
+    ms: float
+    first_s: float
+    limit_ms: float
+    state_bytes: float
+    peak_bytes: int
+
+
+def contenders() -> dict[str, Make]:
+    """Optimizers by name, those of torchao if it is there."""
+    found: dict[str, Make] = {
+        "torch fused": lambda p: torch.optim.AdamW(p, fused=True),
+        "fp8pass coat": lambda p: AdamW(p),
+        "fp8pass e4m3": lambda p: AdamW(p, first_moment="e4m3", second_moment="e4m3"),
+        "fp8pass bf16": lambda p: AdamW(p, first_moment="bf16", second_moment="bf16"),
+        "fp8pass fp8-lm": lambda p: AdamW(p, preset="fp8-lm"),
+    }
+    try:
+        from torchao.optim import AdamW8bit, AdamWFp8
+    except ImportError:
+        print("torchao is not installed: pip install torchao", file=sys.stderr)
+        return found
+    options = {"bf16_stochastic_round": True}
+    return found | {
+        "torchao AdamW8bit": lambda p: AdamW8bit(p, **options),
+        "torchao AdamWFp8": lambda p: AdamWFp8(p, **options),
+    }
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy of 4 GiB reads and writes."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (busiest_ms(lambda: target.copy_(source)) / 1e3)
+
+
+def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
+    """Time and memory of one optimizer's step."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        params = [
+            nn.Parameter(torch.randn(s, dtype=torch.bfloat16) * 0.02)
+            for s in SHAPES[shape].parameters()
+        ]
+    for p in params:
+        p.grad = torch.randn_like(p) * 1e-3
+    weights = sum(p.numel() * p.itemsize for p in params)
+    before = torch.cuda.memory_allocated()
+    optimizer = make(params)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    state = torch.cuda.memory_allocated() - before
+    ms = busiest_ms(optimizer.step)
+    return Result(
+        shape,
+        name,
+        ms=ms,
+        first_s=first,
+        limit_ms=(3 * weights + 2 * state) / bandwidth * 1e3,
+        state_bytes=state / sum(p.numel() for p in params),
+        peak_bytes=torch.cuda.max_memory_allocated(),
+    )
+
+
+def measure_speed(shapes: list[str]) -> dict[str, Any]:
+    """Steps of all optimizers over all shapes."""
+    bandwidth = copy_bandwidth()
+    results = [
+        asdict(measure_step(shape, name, make, bandwidth))
+        for shape in shapes
+        for name, make in contenders().items()
+    ]
+    return {"bandwidth": bandwidth, "results": results}
+
+
+# --- convergence --------------------------------------------------------------------------------
+
+EXACT = {"first_moment": "fp32", "second_moment": "fp32"}
+TRAINED: dict[str, dict[str, Any]] = {
+    "fp32": EXACT | {"weights": "fp32"},
+    "coat": {},
+    "e4m3": {"first_moment": "e4m3", "second_moment": "e4m3"},
+    "fp8-lm": {"preset": "fp8-lm"},
+    "coat, fp32 weights": {"weights": "fp32"},
+    "fp32, stochastic weights": EXACT,
+    "fp32, nearest weights": EXACT | {"weights": "nearest"},
+}
+
+
+def measure_convergence(path: Path, seeds: list[int], *, tiny: bool, again: bool) -> dict[str, Any]:
+    """Train with all optimizers that are not in the results yet."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size, data = TINY if tiny else MODEL, corpus(device)
+    record = resume(path, asdict(size), again=again)
+    done = {(r["variant"], r["seed"]) for r in record["results"]}
+    for name, seed in [(n, s) for s in seeds for n in TRAINED]:
+        if (name, seed) in done:
+            continue
+        free_memory()
+        torch.manual_seed(seed)
+        model = Decoder(size).to(device, torch.bfloat16)
+        options = {"betas": (0.9, 0.95), "weight_decay": 0.1, **TRAINED[name]}
+        optimizer = AdamW(model.parameters(), lr=size.peak_lr, **options)
+        result = train(name, seed, torch.compile(model), optimizer, size, data)
+        merge(record, asdict(result), ("variant", "seed"))
+        write_json(path, record)
+    return record
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    errors = commands.add_parser("errors", help="rounding errors of all formats")
+    errors.add_argument("--size", choices=SIZES, default="small")
+    errors.add_argument("--steps", type=int, default=200)
+    speed = commands.add_parser("speed", help="time and memory of a step")
+    speed.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    trained = commands.add_parser("convergence", help="losses of training with every storage")
+    trained.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
+    trained.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    trained.add_argument("--again", action="store_true", help="start the results anew")
+    for command in (errors, speed, trained):
+        command.add_argument("--out", type=Path, help="default: benchmarks/results/")
+    args = parser.parse_args()
+    out = args.out or RESULTS / f"optimizer_{args.command}.json"
+    if args.command == "errors":
+        data = {**environment(), **measure_errors(args.size, args.steps)}
+        print_rows("MSE of m/√v in 10⁻⁵ (COAT's)", optimizer_errors_table(data))
+        print(f"expansion of E4M3: {data['expansion_gain']:.2f}× less (COAT: 1.63×)")
+        print(f"rank correlation with COAT's tables: {data['rank_correlation']:.3f}")
+    elif args.command == "convergence":
+        data = measure_convergence(out, args.seeds, tiny=args.tiny, again=args.again)
+        print_rows("training a byte-level Llama", optimizer_convergence_table(data))
+    else:
+        if not torch.cuda.is_available():
+            sys.exit("speed needs an NVIDIA GPU.")
+        data = {**environment(), **measure_speed(args.shapes)}
+        print_rows("a step of AdamW", optimizer_speed_table(data))
+    write_json(out, data)
+
+
+if __name__ == "__main__":
+    main()

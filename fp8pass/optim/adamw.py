@@ -1,0 +1,225 @@
+"""The optimizer: which parameters are updated when, and PyTorch's protocols around that."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.optim import checkpoint, fused
+from fp8pass.optim.fused import FusedUpdate
+from fp8pass.optim.options import Storage, check_group, preset_options
+from fp8pass.optim.slots import Slot, local, new_state
+from fp8pass.optim.update import update
+
+
+class AdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT 4).
+
+    All options but the moments' formats and the weights mean what they mean there, and can be set
+    for each parameter group. `foreach`, `fused` and `capturable` are taken and change nothing:
+    there is one implementation for a device, and on CUDA it is both of the latter.
+
+    Args:
+        params: parameters in float32, bfloat16 or float16, or groups of them.
+        lr: learning rate, a number or a tensor of one element.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, times `lr`.
+        amsgrad: must be False.
+        preset: `coat`, or `fp8-lm`: first moment FP8, second moment and master weights FP16.
+        first_moment: format, of the preset unless given: `e4m3`, `e5m2` or `de8` (8-bit dynamic
+            exponent), each also with `+expand`, `fp16`, `bf16`, `fp32`.
+        second_moment: the same. In FP8 and FP16 it is rounded up or down at random: to nearest it
+            would not follow gradients that become smaller where `betas[1]` is near 1.
+        weights: what becomes of an update that 16-bit parameters cannot hold. `stochastic`: BF16
+            is rounded up or down at random, so that it is there on average (FP16 to nearest).
+            `nearest`: it is lost. `fp32`, `fp16`: it goes into a master copy.
+        group_size: consecutive elements that share a scale, a power of two.
+        seed: of the random rounding.
+        maximize: whether to go up instead of down.
+
+    Raises:
+        ConfigError: an option has a value that it cannot have, or a parameter cannot be optimized.
+    """
+
+    # Asks GradScaler for `grad_scale` and `found_inf` instead of unscaled gradients.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        preset: str = "coat",
+        first_moment: str | None = None,
+        second_moment: str | None = None,
+        weights: str | None = None,
+        group_size: int = 128,
+        seed: int = 0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        given = {"first_moment": first_moment, "second_moment": second_moment, "weights": weights}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "seed": seed,
+            "group_size": group_size,
+            **preset_options(preset, given),
+        }
+        self._forget()
+        super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """Drop what was derived from parameters and states."""
+        self._numbers: dict[Tensor, int] = {}
+        self._constants: dict[Any, Tensor] = {}
+        self._fused: dict[tuple[int, ...], tuple[Any, FusedUpdate]] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own.
+
+        Raises:
+            ConfigError: as the optimizer itself does.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns what `closure` does.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.update(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Update some of the parameters of a group by their gradients.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        batches: dict[Any, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse:
+                raise RuntimeError(
+                    f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
+                    "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
+                )
+            device = parameter.device
+            fuses = fused.why_not(device) is None and local(parameter).is_contiguous()
+            batches[parameter.dtype, device, fuses].append(parameter)
+        for (_, device, fuses), batch in batches.items():
+            control = self._control(group, device)
+            gradients = [local(p.grad) for p in batch if p.grad is not None]
+            if fuses:
+                gradients = [g.contiguous() for g in gradients]
+                self._fused_update(group, batch, gradients).step(gradients, group, control)
+            elif not control[1].item():
+                slots = self._slots(group, batch)
+                for slot in slots:
+                    slot.step.add_(1)
+                update(slots, gradients, group, control[0])
+
+    def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
+        """What gradients are multiplied with, and whether GradScaler found infinite ones."""
+        key = device, bool(group["maximize"])
+        if key not in self._constants:
+            sign = -1.0 if group["maximize"] else 1.0
+            self._constants[key] = torch.tensor([sign, 0.0], device=device)
+        control = self._constants[key]
+        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is not None:
+            control = torch.stack([control[0] / scale.to(device).reshape(()), control[1]])
+        if found is not None:
+            control = torch.stack([control[0], found.to(device).reshape(())])
+        return control
+
+    def _fused_update(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> FusedUpdate:
+        """What updates these parameters, prepared anew if they or their gradients changed."""
+        key = tuple(map(id, parameters))
+        pointers = [local(p).data_ptr() for p in parameters]
+        signature = (pointers, [g.dtype for g in gradients], Storage.of(group))
+        found = self._fused.get(key)
+        if found is None or found[0] != signature:
+            slots = self._slots(group, parameters)
+            # Another set of parameters with one of these has counts that are no longer theirs.
+            others = [other for other in self._fused if not set(key).isdisjoint(other)]
+            for other in others:
+                del self._fused[other]
+            states = [self.state[p] for p in parameters]
+            prepared = FusedUpdate(slots, states, gradients, Storage.of(group))
+            found = self._fused[key] = signature, prepared
+        return found[1]
+
+    def _slots(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> list[Slot]:
+        storage = Storage.of(group)
+        slots = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state.update(new_state(parameter, storage))
+            slots.append(Slot.of(self._number(parameter), parameter, state, storage))
+        return slots
+
+    def _number(self, parameter: Tensor) -> int:
+        """The place of a parameter among all of the optimizer."""
+        if parameter not in self._numbers:
+            everything = (p for group in self.param_groups for p in group["params"])
+            self._numbers = {p: i for i, p in enumerate(everything)}
+        return self._numbers[parameter]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint, of this optimizer in any format or of `torch.optim.AdamW`.
+
+        States are converted to the formats of this optimizer; other options are the checkpoint's.
+
+        Raises:
+            ConfigError: it is of another optimizer, or of parameters of other shapes.
+            ValueError: it has other parameter groups.
+        """
+        # PyTorch casts states to the dtype of their parameter unless it does not know whose they
+        # are. As the last hook, so that those of users see the checkpoint.
+        handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+        for key in [key for key in self.state if isinstance(key, checkpoint.Hidden)]:
+            values = self.state.pop(key)
+            self.state[key.parameter] = checkpoint.converted(values, key)

@@ -1,0 +1,154 @@
+"""The optimizer in the backward: each parameter is updated as soon as its gradient is final.
+
+Its gradient is freed before the next one is made, so that gradients never take memory together.
+Over several backwards they add up in a buffer of 8 bits an element (AGoQ 5): decoded, added in
+fp32, and coded again in groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8pass.config import ConfigError
+from fp8pass.optim.adamw import AdamW
+from fp8pass.optim.formats import StateFormat, moment_format
+from fp8pass.optim.groups import Stored, decode, encode
+from fp8pass.optim.slots import from_rows, local, to_rows
+
+GROUP_SIZE = 128
+
+
+@dataclass
+class Accumulated:
+    """A sum of gradients, in groups: its codes, and after how many backwards."""
+
+    format: StateFormat
+    stored: Stored | None = None
+    count: int = 0
+
+    def add(self, gradient: Tensor) -> Tensor:
+        """The sum with `gradient`, in fp32 rows."""
+        rows = to_rows(gradient, GROUP_SIZE, torch.float32)
+        if self.stored is not None:
+            rows += decode(self.stored, self.format)
+        self.count += 1
+        return rows
+
+    def keep(self, rows: Tensor) -> None:
+        """Store a sum."""
+        self.stored = encode(rows, self.format)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.stored, self.count = None, 0
+
+
+@dataclass(frozen=True)
+class Attached:
+    """An optimizer that steps within the backward; `detach` ends that."""
+
+    optimizer: AdamW
+    accumulated: dict[Tensor, Accumulated]
+    _handles: list[RemovableHandle] = field(repr=False)
+
+    def detach(self) -> None:
+        """Leave gradients to `optimizer.step()` again; accumulated ones are dropped."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.accumulated.clear()
+
+
+def attach(
+    model: nn.Module, optimizer: AdamW, *, accumulate: int = 1, buffer: str = "e4m3"
+) -> Attached:
+    """Have `loss.backward()` update the parameters of `model`.
+
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
+        fp8pass.optim.attach(model, optimizer)
+
+    Learning rate schedules and checkpoints work as before, and `optimizer.step()` finds nothing to
+    do. What needs all gradients at once does not work: clipping by their common norm, and
+    `torch.amp.GradScaler`.
+
+    Args:
+        model: a parameter used several times is updated once.
+        optimizer: of all parameters of `model` that are trained.
+        accumulate: update in every n-th backward, by the sum of the gradients since the last one.
+        buffer: format of that sum: `e4m3`, `e5m2` or `de8`.
+
+    Raises:
+        ConfigError: the optimizer is another one or lacks a parameter, the model's gradients are
+            reduced over ranks, or an option has a value it cannot have.
+    """
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
+    format = moment_format(buffer, signed=True)
+    if format.stored != torch.uint8 or format.expands:
+        raise ConfigError(f"buffer is one of 'e4m3', 'e5m2', 'de8', got {buffer!r}.")
+    if not isinstance(optimizer, AdamW):
+        raise ConfigError(
+            f"attach takes an fp8pass.optim.AdamW, got {type(optimizer).__name__}: make one of the "
+            "same parameters."
+        )
+    _check_nothing_reduces_later(model)
+    # Their numbers: a checkpoint that is loaded puts other groups in their place.
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if missing := [name for name, p in trained.items() if p not in groups]:
+        raise ConfigError(
+            f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Give it "
+            "model.parameters(), or switch their gradients off with requires_grad_(False)."
+        )
+    accumulated: dict[Tensor, Accumulated] = {}
+    if accumulate > 1:
+        accumulated |= {p: Accumulated(format) for p in trained.values()}
+    handles = []
+    for parameter in trained.values():
+        hook: Callable[..., None] = partial(_step, optimizer, groups[parameter])
+        if accumulate > 1:
+            hook = partial(_accumulate, hook, accumulated[parameter], accumulate)
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return Attached(optimizer, accumulated, handles)
+
+
+def _check_nothing_reduces_later(model: nn.Module) -> None:
+    kinds: list[Any] = [nn.parallel.DistributedDataParallel]
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        kinds += [FSDPModule, FullyShardedDataParallel]
+    for module in model.modules():
+        if isinstance(module, tuple(kinds)):
+            raise ConfigError(
+                f"{type(module).__name__} reduces gradients over ranks after each is final on its "
+                "own, too late for a step in the backward: call optimizer.step() instead."
+            )
+
+
+def _step(optimizer: AdamW, group: int, parameter: Tensor) -> None:
+    optimizer.update(optimizer.param_groups[group], [parameter])
+    parameter.grad = None
+
+
+@torch.no_grad()
+def _accumulate(
+    step: Callable[[Tensor], None], accumulated: Accumulated, backwards: int, parameter: Tensor
+) -> None:
+    assert parameter.grad is not None
+    gradient = local(parameter.grad)
+    rows = accumulated.add(gradient)
+    if accumulated.count < backwards:
+        accumulated.keep(rows)
+        parameter.grad = None
+        return
+    accumulated.clear()
+    gradient.copy_(from_rows(rows, gradient.shape))
+    step(parameter)

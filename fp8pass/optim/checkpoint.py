@@ -1,0 +1,141 @@
+"""States of other formats, and of `torch.optim.AdamW`, converted to those of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.config import ConfigError
+from fp8pass.optim.formats import StateFormat
+from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim.options import STORAGE, Storage
+from fp8pass.optim.slots import (
+    State,
+    from_rows,
+    group_count,
+    like_groups,
+    like_parameter,
+    local,
+    stored_state,
+    to_rows,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Whose state it is: the parameter, its options, and those that its state was saved with."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    saved_group: dict[str, Any]
+
+
+def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint with states that PyTorch leaves alone, and the optimizer's own storage.
+
+    Raises:
+        ConfigError: the checkpoint has what AdamW without AMSGrad cannot go on with.
+    """
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    if any(group.get("amsgrad") for group in saved_groups):
+        raise ConfigError(
+            "The checkpoint was made with amsgrad=True, which fp8pass.optim.AdamW does not have: "
+            "go on with torch.optim.AdamW, or start with fresh states."
+        )
+    states, merged = dict(state_dict["state"]), []
+    for saved, group in zip(saved_groups, groups, strict=False):
+        own = {**group, **{k: v for k, v in saved.items() if k not in STORAGE}}
+        merged.append({**own, "params": saved["params"]})
+        for key, parameter in zip(saved["params"], group["params"], strict=False):
+            if key in states:
+                states[Hidden(parameter, own, saved)] = states.pop(key)
+    # Of groups that PyTorch will find missing or left over.
+    merged += saved_groups[len(merged) :]
+    return {**state_dict, "state": states, "param_groups": merged}
+
+
+def converted(values: Mapping[str, Any], hidden: Hidden) -> State:
+    """A parameter's state out of a checkpoint, in the optimizer's formats and on its device.
+
+    Raises:
+        ConfigError: it is of another optimizer, or of a parameter of another shape.
+    """
+    parameter, storage = hidden.parameter, Storage.of(hidden.group)
+    saved = Storage.of(hidden.saved_group) if STORAGE[0] in hidden.saved_group else None
+    _check(values, parameter)
+    step = torch.as_tensor(values["step"], dtype=torch.float32)
+    state: State = {"step": step.to(parameter.device, copy=True)}
+    for name, format in storage.states(parameter.dtype).items():
+        found = saved and saved.states(parameter.dtype).get(name)
+        if saved and found == format and saved.group_size == storage.group_size:
+            state |= _taken_over(name, values, parameter, format, storage.group_size)
+            continue
+        if name in values:
+            size = saved.group_size if saved else 0
+            decoded = _decoded(name, values, parameter, found or None, size)
+        else:
+            decoded = local(parameter)  # there was no master copy yet
+        state |= stored_state(name, decoded, parameter, format, storage.group_size)
+    return state
+
+
+def _check(values: Mapping[str, Any], parameter: Tensor) -> None:
+    missing = [name for name in ("step", *MOMENTS) if name not in values]
+    if missing:
+        raise ConfigError(
+            f"The checkpoint has no {', '.join(missing)} for a parameter, but {', '.join(values)}: "
+            "it is of another optimizer. Load one of fp8pass.optim.AdamW or torch.optim.AdamW."
+        )
+    for name in MOMENTS:
+        if values[name].shape != parameter.shape:
+            raise ConfigError(
+                f"The checkpoint's {name} has shape {tuple(values[name].shape)} for a parameter of "
+                f"shape {tuple(parameter.shape)}: give the optimizer its parameters in the order "
+                "of the one that was saved."
+            )
+
+
+def _taken_over(
+    name: str, values: Mapping[str, Any], parameter: Tensor, format: StateFormat, group_size: int
+) -> State:
+    """The entries of a state in the same format, bit by bit."""
+    device = parameter.device
+    state = {name: like_parameter(_copy(values[name], device), parameter)}
+    for part in format.parts:
+        groups = _copy(_part(values, name, part), device)
+        state[f"{name}_{part}"] = like_groups(groups, parameter, group_size)
+    return state
+
+
+def _decoded(
+    name: str,
+    values: Mapping[str, Any],
+    parameter: Tensor,
+    format: StateFormat | None,
+    group_size: int,
+) -> Tensor:
+    """The values of the local shard; without a format they are saved as they are."""
+    codes = _copy(values[name], parameter.device)
+    if format is None or not format.grouped:
+        return codes
+    groups = group_count(codes.numel(), group_size)
+    parts = [_copy(_part(values, name, x), codes.device)[:groups] for x in format.parts]
+    rows = to_rows(codes, group_size, format.stored)
+    return from_rows(decode(Stored(rows, *parts), format), codes.shape)
+
+
+def _part(values: Mapping[str, Any], name: str, part: str) -> Tensor:
+    key = f"{name}_{part}"
+    if key not in values:
+        raise ConfigError(f"The checkpoint has {name} without its {key}: it is not complete.")
+    return values[key]
+
+
+def _copy(x: Tensor, device: torch.device) -> Tensor:
+    return local(x).detach().to(device, copy=True).contiguous()

@@ -1,0 +1,174 @@
+"""The fused update of many parameters: a launch of the kernel for all of a dtype.
+
+What the kernel needs to know of parameters and states, where they lie and which program updates
+what, is put into tables on the device once. A step adds one to the counts, computes the factors,
+looks whether gradients lie elsewhere, and launches: nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import hardware
+from fp8pass.optim import groups
+from fp8pass.optim.kernel import CHUNK, GRADIENT, NUM_WARPS, PARAMETER, kernel, table_columns
+from fp8pass.optim.options import Storage
+from fp8pass.optim.slots import Slot, State
+from fp8pass.optim.update import factors
+
+# Of pointers, in bytes, and of sizes, in elements: what lets a thread read vectors.
+ALIGNMENT = 16
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """The reason why updates on `device` are not fused, None where they are."""
+    return hardware.why_no_triton_kernels(device)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Chunks of parameters that one launch updates.
+
+    Attributes:
+        kernel: the Triton function.
+        parameter_of: the column of the parameter that a program updates, int32 [programs].
+        aligned: whether parameters and states may be read in vectors.
+    """
+
+    kernel: Any
+    parameter_of: Tensor
+    aligned: bool
+
+
+class FusedUpdate:
+    """Updates the same parameters in every step.
+
+    Args:
+        slots: the parameters, of one dtype on one device, contiguous.
+        states: their entries in the optimizer's state, which get views of common step counts.
+        gradients: of the dtypes that those of all steps have.
+        storage: how their states are stored.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        states: Sequence[State],
+        gradients: Sequence[Tensor],
+        storage: Storage,
+    ) -> None:
+        first = slots[0].parameter
+        self.device, self.storage = first.device, storage
+        self.steps = torch.stack([slot.step for slot in slots])
+        for i, state in enumerate(states):
+            state["step"] = self.steps[i]
+        self.columns = table_columns(storage, first.dtype)
+        self.sizes = self._tensor([s.parameter.numel() for s in slots], torch.int64)
+        self.numbers = self._tensor([s.number for s in slots], torch.int32)
+        self.tables = self._tables(slots)
+        # Replays of a CUDA graph read it again: nothing else may be written there.
+        self.captured = torch.empty(
+            len(slots), dtype=torch.int64, pin_memory=self.device.type == "cuda"
+        )
+        self.pointers: list[int] = []
+        self.gradients_aligned = False
+        self.first_chunk = self._tensor([0] * len(slots), torch.int32)
+        self.launches = self._launches(slots, gradients)
+        self.dynamic = [self._dynamic(format) for format in (storage.first, storage.second)]
+
+    def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
+        """Update by gradients times `control[0]`, or do nothing if `control[1]` is not 0."""
+        self._look_at(gradients)
+        self.steps.add_(1 - control[1])
+        table = torch.stack(factors(group, self.steps))
+        beta1, beta2 = group["betas"]
+        with self._device():
+            for launch in self.launches:
+                launch.kernel[(len(launch.parameter_of),)](
+                    self.tables,
+                    self.sizes,
+                    self.numbers,
+                    self.steps,
+                    table,
+                    control,
+                    launch.parameter_of,
+                    self.first_chunk,
+                    *self.dynamic[0],
+                    *self.dynamic[1],
+                    len(self.steps),
+                    (group["seed"] + (1 << 31)) % (1 << 32) - (1 << 31),
+                    1 - beta1,
+                    beta2,
+                    1 - beta2,
+                    group["eps"],
+                    ALIGNED=launch.aligned and self.gradients_aligned,
+                    num_warps=NUM_WARPS,
+                )
+
+    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def _dynamic(self, format: Any) -> tuple[Tensor, Tensor]:
+        """Values and boundaries of a dynamic format, or what stands in for them."""
+        if not format.values:
+            return self.steps, self.steps
+        return groups.values_of(format, self.device), groups.boundaries(format, self.device)
+
+    def _tables(self, slots: Sequence[Slot]) -> Tensor:
+        rows: dict[str, list[int]] = {GRADIENT: [0] * len(slots)}
+        rows[PARAMETER] = [s.parameter.data_ptr() for s in slots]
+        for name, format in self.storage.states(slots[0].parameter.dtype).items():
+            rows[name] = [s.states[name].codes.data_ptr() for s in slots]
+            for part in format.parts:
+                rows[f"{name}_{part}"] = [getattr(s.states[name], part).data_ptr() for s in slots]
+        flat = [pointer for name in self.columns for pointer in rows[name]]
+        return self._tensor(flat, torch.int64).view(len(self.columns), len(slots))
+
+    def _launches(self, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> list[Launch]:
+        batches: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
+        for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
+            batches[gradient.dtype, _aligned(slot)].append(i)
+        first_chunk, launches = [0] * len(slots), []
+        for (dtype, aligned), members in batches.items():
+            counts, begun = [], 0
+            for i in members:
+                first_chunk[i] = begun
+                counts.append(-(-slots[i].parameter.numel() // CHUNK))
+                begun += counts[-1]
+            if begun:
+                columns = self._tensor(members, torch.int32)
+                parameter_of = columns.repeat_interleave(self._tensor(counts, torch.int64))
+                function = kernel(self.storage, slots[0].parameter.dtype, dtype)
+                launches.append(Launch(function, parameter_of, aligned))
+        self.first_chunk.copy_(self._tensor(first_chunk, torch.int32))
+        return launches
+
+    def _look_at(self, gradients: Sequence[Tensor]) -> None:
+        """Note where gradients lie."""
+        pointers = [g.data_ptr() for g in gradients]
+        if pointers == self.pointers:
+            return
+        self.pointers = pointers
+        self.gradients_aligned = all(pointer % ALIGNMENT == 0 for pointer in pointers)
+        where = torch.tensor(pointers, dtype=torch.int64)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            where = self.captured.copy_(where)
+        self.tables[self.columns[GRADIENT]].copy_(where, non_blocking=True)
+
+    def _device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _aligned(slot: Slot) -> bool:
+    tensors = [slot.parameter, *(stored.codes for stored in slot.states.values())]
+    pointers = (x.data_ptr() % ALIGNMENT == 0 for x in tensors)
+    return slot.parameter.numel() % ALIGNMENT == 0 and all(pointers)

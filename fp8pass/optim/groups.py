@@ -1,0 +1,127 @@
+"""Groups of values to codes and back, in fp32 and plain PyTorch, for any device.
+
+Values come as rows [R, G], a group each. Without expansion a value is `scale · code`, with `scale`
+so that the group's largest magnitude is the format's. With Dynamic Range Expansion (COAT 4.2) a
+power `k` bends the group around the format's middle `mid`, the geometric mean of its extremes:
+
+    code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
+
+`scale` is the geometric mean of the group's extremes, C of COAT G.4, which keeps powers within the
+range of fp32, and `k` makes the group's range the format's. Scale and power are stored in bf16, 2
+bytes each for a group, and codes are made with what is stored.
+
+A group with a NaN or an infinity has the scale NaN, and so are all its values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8pass.formats import GROUP_SCALE_DTYPE
+from fp8pass.ops import BF16_BITS, SMALLEST_SCALE
+from fp8pass.optim.formats import StateFormat
+
+EXPONENT_BITS = 0x7F800000
+# A range beyond the square of the format's is cut at its lower end: smaller powers would coarsen
+# the whole group for the sake of its smallest values.
+MIN_POWER = 0.5
+# Groups of nearly equal values need no finer codes, and larger powers amplify fp32's own errors.
+MAX_POWER = 64.0
+
+
+class Stored(NamedTuple):
+    """A state as it is stored: codes [R, G], and bf16 [R] where the format has them."""
+
+    codes: Tensor
+    scale: Tensor | None = None
+    power: Tensor | None = None
+
+
+def encode(x: Tensor, format: StateFormat, noise: Tensor | None = None) -> Stored:
+    """fp32 rows `x` [R, G] in `format`, to the nearest code unless there is noise in [-1/2, 1/2).
+
+    Numbers below fp32's normal ones are zero in a group of their like.
+    """
+    if not format.grouped:
+        return Stored(x.to(format.dtype))
+    amax = x.abs().amax(-1)
+    amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
+    x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
+    if not format.expands:
+        scale = _scale(amax, format)
+        return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format, noise), scale)
+    scale, power = _expansion(x.abs(), amax, format)
+    relative = x.abs() * scale.float().reciprocal().unsqueeze(-1)
+    expanded = (power.float().unsqueeze(-1) * relative.log2()).exp2() * format.middle
+    return Stored(_codes(expanded.copysign(x), format, noise), scale, power)
+
+
+def decode(stored: Stored, format: StateFormat) -> Tensor:
+    """The fp32 values [R, G] behind a stored state."""
+    codes, scale, power = stored
+    if not format.grouped:
+        return codes.float()
+    assert scale is not None
+    if format.values:
+        values = values_of(format, codes.device)[codes.int()]
+    else:
+        values = codes.view(format.dtype).float()
+    scale = scale.float().unsqueeze(-1)
+    if power is None:
+        return values * scale
+    inverse = power.float().reciprocal().unsqueeze(-1)
+    roots = ((values.abs() * (1 / format.middle)).log2() * inverse).exp2()
+    return roots.copysign(values) * scale
+
+
+def boundaries(format: StateFormat, device: torch.device) -> Tensor:
+    """Between which values the codes of a dynamic format lie, fp32 [255], ascending."""
+    values = torch.tensor(format.values, dtype=torch.float64)
+    return ((values[1:] + values[:-1]) / 2).float().to(device)
+
+
+def values_of(format: StateFormat, device: torch.device) -> Tensor:
+    """What the codes of a dynamic format mean, fp32 [256]."""
+    return torch.tensor(format.values, dtype=torch.float32, device=device)
+
+
+def _scale(amax: Tensor, format: StateFormat) -> Tensor:
+    """amax / max, rounded up to bf16, so that nothing exceeds the largest code."""
+    scale = (amax * (1 / format.max)).clamp_min(SMALLEST_SCALE)
+    up = (scale.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)
+    return _of_groups(up, amax, zero=1.0, not_finite=torch.nan)
+
+
+def _expansion(magnitude: Tensor, amax: Tensor, format: StateFormat) -> tuple[Tensor, Tensor]:
+    """Scale and power of groups, bf16 [R] each."""
+    high = amax.log2()
+    low = torch.where(magnitude < SMALLEST_SCALE, torch.inf, magnitude).amin(-1).log2()
+    low = torch.maximum(low, high - format.span / MIN_POWER)
+    scale = _of_groups(((high + low) * 0.5).exp2(), amax, zero=1.0, not_finite=torch.nan)
+    center = scale.float().log2()
+    reach = torch.maximum(high - center, center - low)
+    power = (format.span / 2 / reach).clamp_max(MAX_POWER)
+    truncated = (power.view(torch.int32) & BF16_BITS).view(torch.float32)
+    return scale, _of_groups(truncated, amax, zero=1.0, not_finite=1.0)
+
+
+def _of_groups(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Tensor:
+    """bf16 `x`, with other values for groups of zeros and those that are not finite."""
+    x = torch.where(amax.isfinite(), x, not_finite)
+    return torch.where(amax == 0, zero, x).to(GROUP_SCALE_DTYPE)
+
+
+def _codes(x: Tensor, format: StateFormat, noise: Tensor | None) -> Tensor:
+    """The codes of `x`, already scaled."""
+    if noise is not None:
+        binade = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+        step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
+        x = torch.where(x > 0, (x + noise * step).clamp_min(format.min), x)
+    if not format.signed:
+        x = torch.where(x > 0, x.clamp_min(format.min), x)
+    if format.values:
+        return torch.bucketize(x, boundaries(format, x.device)).to(format.dtype)
+    return x.clamp(-format.max, format.max).to(format.dtype).view(format.stored)

@@ -1,0 +1,153 @@
+"""What a user chooses about one group of parameters, checked, and its named presets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.config import ConfigError, unknown
+from fp8pass.optim.formats import PLAIN, StateFormat, moment_format
+
+WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # COAT section 4, with weights in BF16 alone (LLMQ 3): 2.06 bytes of states a parameter.
+    "coat": {
+        "first_moment": "e4m3+expand",
+        "second_moment": "e4m3+expand",
+        "weights": "stochastic",
+    },
+    # FP8-LM 2.2, Eq. 8. Scales are those of groups instead of tensors: finer, and in one pass.
+    "fp8-lm": {"first_moment": "e4m3", "second_moment": "fp16", "weights": "fp16"},
+}
+# How states are stored: a checkpoint is converted to it, not the other way round.
+STORAGE = ("first_moment", "second_moment", "weights", "group_size")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the states of a group of parameters are stored.
+
+    Attributes:
+        first, second: formats of the moments.
+        weights: one of `WEIGHTS`.
+        group_size: elements that share a scale.
+    """
+
+    first: StateFormat
+    second: StateFormat
+    weights: str
+    group_size: int
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Storage:
+        """The storage of a parameter group."""
+        return _storage(*(group[name] for name in STORAGE))
+
+    def master(self, dtype: torch.dtype) -> StateFormat | None:
+        """The format of the master copy of a parameter of `dtype`; None where it has none."""
+        if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
+            return None
+        return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
+
+    def rounds_weights(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of `dtype` are rounded stochastically."""
+        return self.weights == "stochastic" and dtype == torch.bfloat16
+
+    def states(self, dtype: torch.dtype) -> dict[str, StateFormat]:
+        """The stored states of a parameter of `dtype`, by name, with their formats."""
+        found = {"exp_avg": self.first, "exp_avg_sq": self.second}
+        master = self.master(dtype)
+        return found | {"master": master} if master else found
+
+
+@cache
+def _storage(first: str, second: str, weights: str, group_size: int) -> Storage:
+    return Storage(
+        moment_format(first, signed=True),
+        moment_format(second, signed=False),
+        weights,
+        group_size,
+    )
+
+
+def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a preset, with those given that are not None in place of its own.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    _check_choice("preset", preset, tuple(PRESETS))
+    return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check a parameter group with all its options.
+
+    Raises:
+        ConfigError: an option has a value it cannot have, or a parameter cannot be optimized.
+    """
+    _check_numbers(group)
+    for name, signed in (("first_moment", True), ("second_moment", False)):
+        try:
+            moment_format(group[name], signed=signed)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    _check_choice("weights", group["weights"], WEIGHTS)
+    size = group["group_size"]
+    if not isinstance(size, int) or not 16 <= size <= 1024 or size & (size - 1):
+        raise ConfigError(f"group_size must be a power of two from 16 to 1024, got {size!r}.")
+    if not isinstance(group["seed"], int) or isinstance(group["seed"], bool):
+        raise ConfigError(f"seed must be an int, got {group['seed']!r}.")
+    for parameter in group["params"]:
+        _check_parameter(parameter)
+
+
+def _check_numbers(group: Mapping[str, Any]) -> None:
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ConfigError(f"lr as a tensor must have one element, got {tuple(lr.shape)}.")
+    elif not _is_number(lr) or not lr >= 0:
+        raise ConfigError(f"lr must be a number from 0 on, got {lr!r}.")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r}.")
+    for i, beta in enumerate(betas):
+        if not _is_number(beta) or not 0 <= beta < 1:
+            raise ConfigError(f"betas[{i}] must be a number in [0, 1), got {beta!r}.")
+    for name in ("eps", "weight_decay"):
+        if not _is_number(group[name]) or not group[name] >= 0:
+            raise ConfigError(f"{name} must be a number from 0 on, got {group[name]!r}.")
+    for name in ("amsgrad", "differentiable"):
+        if group.get(name):
+            raise ConfigError(f"fp8pass.optim.AdamW has no {name}: use torch.optim.AdamW for it.")
+
+
+def _check_parameter(parameter: Tensor) -> None:
+    dtype = parameter.dtype
+    if dtype in PARAMETER_DTYPES:
+        return
+    shape = f"A parameter of shape {tuple(parameter.shape)} is {str(dtype).removeprefix('torch.')}"
+    if dtype.is_complex:
+        raise ConfigError(f"{shape}: give torch.view_as_real(parameter) instead.")
+    raise ConfigError(
+        f"{shape}: fp8pass.optim.AdamW takes float32, bfloat16 and float16. Leave it to another "
+        "optimizer, such as torch.optim.AdamW."
+    )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{unknown(name, value, choices)} {name} is one of {listed}.")

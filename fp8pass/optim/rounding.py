@@ -1,0 +1,46 @@
+"""Stochastic rounding, by a generator that counts (LLMQ 3).
+
+A number is rounded up with the probability that keeps its expectation, so that updates far below
+its last bit add up: of BF16 weights, and of second moments in FP8. The random bits are a hash of
+seed, parameter, step and element: no state, the same on every run, whatever is updated together.
+All arithmetic is in int32, which wraps around.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8pass.ops import BF16_BITS
+
+# Of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
+FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A hash of int32 `x`: each bit of the result depends on every bit of `x`."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * FIRST_FACTOR
+    x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND_FACTOR
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
+    """A key, int32 [n], for each of the parameters numbered int32 [n] at its step [n]."""
+    wrapped = (seed + (1 << 31)) % (1 << 32) - (1 << 31)
+    return mix(mix(mix(torch.full_like(parameters, wrapped)) + parameters) + steps.int())
+
+
+def random_bits(key: Tensor, element: Tensor) -> Tensor:
+    """Random int32 for int32 elements of parameters with a key (they broadcast)."""
+    return mix(element ^ key)
+
+
+def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 `x` rounded to bf16 by the lower half of random `bits`."""
+    rounded = (x.view(torch.int32) + (bits & 0xFFFF) & BF16_BITS).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Numbers in [-1/2, 1/2) from the upper bits of random `bits`."""
+    return (bits >> 9 & 0x7FFFFF | 0x3F800000).view(torch.float32) - 1.5

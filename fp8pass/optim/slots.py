@@ -1,0 +1,178 @@
+"""A parameter's states: what the optimizer's `state` holds of it, and what of that is local.
+
+`state[p]` has `step`, and of each state its codes, shaped like the parameter, and for each group of
+consecutive elements `<name>_scale` and `<name>_power` where the format has them. The states of a
+DTensor are DTensors, of the local shard and its own groups (COAT A: shards share no ranges); shards
+that have fewer groups than the largest are padded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.formats import GROUP_SCALE_DTYPE
+from fp8pass.optim.formats import StateFormat
+from fp8pass.optim.groups import Stored, encode
+from fp8pass.optim.options import Storage
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+else:  # a build without it has no DTensor
+
+    class DTensor:  # type: ignore[no-redef]
+        """Nothing is one."""
+
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter to update, or a piece of it, all tensors local.
+
+    Attributes:
+        number: of the parameter in the optimizer.
+        parameter: the weights.
+        step: updates so far, a scalar.
+        states: by name, each shaped like the parameter, with the scales of its own groups.
+        first: the number of the first element of a piece.
+    """
+
+    number: int
+    parameter: Tensor
+    step: Tensor
+    states: dict[str, Stored]
+    first: int = 0
+
+    def piece(self, first: int, size: int, group_size: int) -> Slot:
+        """Up to `size` elements from `first`, a multiple of `group_size`, on, as views."""
+        elements = slice(first, first + size)
+        groups = slice(first // group_size, group_count(first + size, group_size))
+        states = {
+            name: Stored(
+                stored.codes.view(-1)[elements],
+                *(None if part is None else part[groups] for part in stored[1:]),
+            )
+            for name, stored in self.states.items()
+        }
+        parameter = self.parameter.view(-1)[elements]
+        return Slot(self.number, parameter, self.step, states, self.first + first)
+
+    @classmethod
+    def of(cls, number: int, parameter: Tensor, state: State, storage: Storage) -> Slot:
+        """The slot of a parameter with its `state`."""
+        weights = local(parameter)
+        groups = group_count(weights.numel(), storage.group_size)
+        states = {
+            name: Stored(
+                local(state[name]),
+                *(local(state[f"{name}_{part}"])[:groups] for part in format.parts),
+            )
+            for name, format in storage.states(parameter.dtype).items()
+        }
+        return cls(number, weights, state["step"], states)
+
+
+def new_state(parameter: Tensor, storage: Storage) -> State:
+    """The state of a parameter that was never updated."""
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    for name, format in storage.states(parameter.dtype).items():
+        if name == "master":
+            state |= stored_state(name, local(parameter), parameter, format, storage.group_size)
+        else:
+            state |= _zeros(name, parameter, format, storage.group_size)
+    return state
+
+
+def stored_state(
+    name: str, values: Tensor, parameter: Tensor, format: StateFormat, group_size: int
+) -> State:
+    """The entries of the state `name` for `values` of the local shard, in any float dtype."""
+    rows = to_rows(values, group_size, torch.float32)
+    stored = encode(rows, format)
+    codes = from_rows(stored.codes, values.shape)
+    state = {name: like_parameter(codes, parameter)}
+    for part in format.parts:
+        groups = getattr(stored, part)
+        state[f"{name}_{part}"] = like_groups(groups, parameter, group_size)
+    return state
+
+
+def _zeros(name: str, parameter: Tensor, format: StateFormat, group_size: int) -> State:
+    """The entries of a state that is zero, without its values in fp32."""
+    weights = local(parameter)
+    codes = weights.new_full(weights.shape, format.zero, dtype=format.stored)
+    state = {name: like_parameter(codes, parameter)}
+    groups = group_count(weights.numel(), group_size)
+    for part in format.parts:
+        ones = torch.ones(groups, dtype=GROUP_SCALE_DTYPE, device=weights.device)
+        state[f"{name}_{part}"] = like_groups(ones, parameter, group_size)
+    return state
+
+
+def group_count(elements: int, group_size: int) -> int:
+    """Groups of consecutive elements; the last may be shorter."""
+    return -(-elements // group_size)
+
+
+def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    """`x` as rows [R, G] of consecutive elements, filled up with zeros."""
+    rows = torch.zeros(group_count(x.numel(), group_size), group_size, dtype=dtype, device=x.device)
+    rows.view(-1)[: x.numel()].copy_(x.reshape(-1))
+    return rows
+
+
+def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Elements of `shape` out of rows [R, G]; a copy."""
+    return rows.reshape(-1)[: math.prod(shape)].reshape(shape).clone()
+
+
+def local(x: Tensor) -> Tensor:
+    """The shard of a DTensor that is here; other tensors as they are."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def like_parameter(codes: Tensor, parameter: Tensor) -> Tensor:
+    """Codes of the local shard, distributed as the parameter."""
+    if not isinstance(parameter, DTensor):
+        return codes
+    return DTensor.from_local(
+        codes,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
+    """What each group of the local shard has, distributed as the parameter: a row of shards."""
+    if not isinstance(parameter, DTensor):
+        return groups
+    mesh, sizes, shards = parameter.device_mesh, list(parameter.shape), 1
+    placements: list[Any] = []
+    for dimension, placement in enumerate(parameter.placements):
+        if (sharded := getattr(placement, "dim", None)) is None:
+            placements.append(Replicate())
+            continue
+        parts = mesh.size(dimension)
+        sizes[sharded] = -(-sizes[sharded] // parts)
+        shards *= parts
+        placements.append(Shard(0))
+    largest = group_count(math.prod(sizes), group_size)
+    padded = groups.new_ones(largest)
+    padded[: len(groups)] = groups
+    return DTensor.from_local(
+        padded,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size((largest * shards,)),
+        stride=(1,),
+    )

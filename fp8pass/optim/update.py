@@ -1,0 +1,210 @@
+"""The AdamW update of many parameters in vectorized PyTorch: on any device, and what the kernel is
+compared with.
+
+    w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
+    w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
+
+in fp32, from decoded states (COAT A), which are coded again afterwards. Parameters are joined to
+one matrix of groups, so that small ones cost no operators of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8pass.optim import rounding
+from fp8pass.optim.formats import StateFormat
+from fp8pass.optim.groups import Stored, decode, encode
+from fp8pass.optim.options import Storage
+from fp8pass.optim.slots import Slot, group_count
+
+# Elements joined at once: some ten temporaries in fp32 stay in a CPU's cache, and small beside the
+# states elsewhere. Larger parameters are updated in pieces.
+CPU_BATCH = 1 << 17
+BATCH = 1 << 24
+
+
+class Factors(NamedTuple):
+    """What the update multiplies with, fp32 [n]: one for each parameter at its step.
+
+    Attributes:
+        decay: 1 - lr·λ.
+        rate: lr / (1 - β₁ᵗ).
+        correction: 1 / √(1 - β₂ᵗ).
+    """
+
+    decay: Tensor
+    rate: Tensor
+    correction: Tensor
+
+
+def factors(group: dict[str, Any], steps: Tensor) -> Factors:
+    """The factors of parameters at `steps` [n], in fp64 until the end, without synchronizing."""
+    steps = steps.double()
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(steps).reshape(())
+    decay = torch.ones_like(steps) - lr * group["weight_decay"]
+    rate = lr / (1 - beta1**steps)
+    correction = (1 - beta2**steps).rsqrt()
+    return Factors(decay.float(), rate.float(), correction.float())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Parameters of `sizes` elements as one matrix of groups [R, G]; each begins a row."""
+
+    sizes: tuple[int, ...]
+    group_size: int
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each parameter."""
+        return [group_count(size, self.group_size) for size in self.sizes]
+
+    def join(self, tensors: Iterable[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
+        """Tensors of `sizes` as [R, G], filled up."""
+        tensors = list(tensors)
+        joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
+        for part, tensor in zip(self._parts(joined), tensors, strict=True):
+            part.copy_(tensor.reshape(-1))
+        return joined
+
+    def split(self, joined: Tensor, into: Iterable[Tensor]) -> None:
+        """Copy [R, G] back into tensors of `sizes`."""
+        for part, tensor in zip(self._parts(joined), into, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def join_groups(self, groups: Iterable[Tensor | None]) -> Tensor | None:
+        """What each group has, [R]; None where it has nothing."""
+        found = [x for x in groups if x is not None]
+        return torch.cat(found) if found else None
+
+    def split_groups(self, joined: Tensor, into: Iterable[Tensor]) -> None:
+        """Copy [R] back."""
+        for part, tensor in zip(joined.split(self.counts), into, strict=True):
+            tensor.copy_(part)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """What each parameter has, [n], for each of its rows, [R, 1]."""
+        counts = torch.tensor(self.counts, device=x.device)
+        return x.repeat_interleave(counts).unsqueeze(-1)
+
+    def elements(self, firsts: Iterable[int], device: torch.device) -> Tensor:
+        """The number of each element in its parameter, int32 [R, G], from the first ones on."""
+        rows = [
+            torch.arange(count, device=device) * self.group_size + first
+            for count, first in zip(self.counts, firsts, strict=True)
+        ]
+        columns = torch.arange(self.group_size, device=device)
+        return (torch.cat(rows).unsqueeze(-1) + columns).int()
+
+    def _parts(self, joined: Tensor) -> list[Tensor]:
+        parts = joined.split(self.counts)
+        return [part.view(-1)[:n] for part, n in zip(parts, self.sizes, strict=True)]
+
+
+def update(
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor],
+    group: dict[str, Any],
+    factor: Tensor | float = 1.0,
+) -> None:
+    """Update parameters and their states in place, by gradients times `factor`.
+
+    Slots have the same dtype and device, and counted this step.
+    """
+    storage = Storage.of(group)
+    for batch in _batches(slots, gradients, storage.group_size):
+        _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
+
+
+def _batches(
+    slots: Sequence[Slot], gradients: Sequence[Tensor], group_size: int
+) -> Iterator[list[tuple[Slot, Tensor]]]:
+    """Slots, or pieces of them, with their gradients, that are joined."""
+    limit = CPU_BATCH if slots[0].parameter.device.type == "cpu" else BATCH
+    batch: list[tuple[Slot, Tensor]] = []
+    joined = 0
+    for slot, gradient in zip(slots, gradients, strict=True):
+        for piece in _pieces(slot, gradient, limit // group_size * group_size, group_size):
+            size = piece[1].numel()
+            if batch and joined + size > limit:
+                yield batch
+                batch, joined = [], 0
+            batch.append(piece)
+            joined += size
+    if batch:
+        yield batch
+
+
+def _pieces(
+    slot: Slot, gradient: Tensor, size: int, group_size: int
+) -> Iterator[tuple[Slot, Tensor]]:
+    if slot.parameter.numel() <= size or not slot.parameter.is_contiguous():
+        yield slot, gradient
+        return
+    flat = gradient.reshape(-1)
+    for first in range(0, len(flat), size):
+        yield slot.piece(first, size, group_size), flat[first : first + size]
+
+
+def _update_batch(
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor],
+    group: dict[str, Any],
+    storage: Storage,
+    factor: Tensor | float,
+) -> None:
+    rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
+    steps = torch.stack([s.step for s in slots])
+    decay, rate, correction = (rows.spread(x) for x in factors(group, steps))
+    beta1, beta2 = group["betas"]
+    master = storage.master(slots[0].parameter.dtype)
+
+    gradient = rows.join(gradients, torch.float32) * factor
+    m = _read(rows, slots, "exp_avg", storage.first).lerp(gradient, 1 - beta1)
+    v = _read(rows, slots, "exp_avg_sq", storage.second) * beta2
+    v = v.addcmul(gradient, gradient, value=1 - beta2)
+    if master:
+        weights = _read(rows, slots, "master", master)
+    else:
+        weights = rows.join((s.parameter for s in slots), torch.float32)
+    weights = weights * decay - rate * (m / (v.sqrt() * correction + group["eps"]))
+
+    stochastic = storage.rounds_weights(slots[0].parameter.dtype)
+    bits = None
+    if stochastic or storage.second.dithers:
+        numbers = torch.tensor([s.number for s in slots], dtype=torch.int32, device=steps.device)
+        keys = rows.spread(rounding.keys(group["seed"], numbers, steps))
+        bits = rounding.random_bits(keys, rows.elements((s.first for s in slots), steps.device))
+    noise = rounding.uniform(bits) if bits is not None and storage.second.dithers else None
+    _write(rows, slots, "exp_avg", encode(m, storage.first))
+    _write(rows, slots, "exp_avg_sq", encode(v, storage.second, noise))
+    if master:
+        _write(rows, slots, "master", encode(weights, master))
+    if bits is not None and stochastic:
+        weights = rounding.round_to_bf16(weights, bits)
+    rows.split(weights, (s.parameter for s in slots))
+
+
+def _read(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> Tensor:
+    stored = [s.states[name] for s in slots]
+    codes = rows.join((x.codes for x in stored), format.stored, format.zero)
+    scale = rows.join_groups(x.scale for x in stored)
+    return decode(Stored(codes, scale, rows.join_groups(x.power for x in stored)), format)
+
+
+def _write(rows: Rows, slots: Sequence[Slot], name: str, stored: Stored) -> None:
+    into = [s.states[name] for s in slots]
+    rows.split(stored.codes, (x.codes for x in into))
+    if stored.scale is not None:
+        rows.split_groups(stored.scale, (x.scale for x in into if x.scale is not None))
+    if stored.power is not None:
+        rows.split_groups(stored.power, (x.power for x in into if x.power is not None))

@@ -1,0 +1,270 @@
+"""The fused update against the one in PyTorch: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_optim import all_parameters, parameters, same_state, set_gradients, values_of
+from torch import nn
+
+from fp8pass.optim import AdamW, fused
+from fp8pass.optim.formats import MOMENT_FORMATS
+from fp8pass.optim.kernel import CHUNK
+
+pytest.importorskip("triton")
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of log2(0)
+]
+
+# A scalar, less and more than a group, vectors and not, and more than one chunk.
+SHAPES = ((), (15,), (130,), (2, 64), (CHUNK // 50 + 3, 50))
+
+
+@pytest.fixture(autouse=True)
+def everything_is_fused(monkeypatch):
+    monkeypatch.setattr(fused, "why_not", lambda device: None)
+
+
+def on(device: str, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().to(device)) for p in params]
+
+
+def both(device: str, monkeypatch, dtype, steps: int = 2, shapes=SHAPES, **options):
+    """An optimizer that fuses and one that does not, after the same steps."""
+    found = []
+    for why_not in (None, "for comparison"):
+        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        params = on(device, parameters(shapes, dtype))
+        optimizer = AdamW(params, **options)
+        for step in range(steps):
+            move_gradients(params, step)
+            optimizer.step()
+        found.append(optimizer)
+    return found
+
+
+def move_gradients(params, step: int) -> None:
+    """The same numbers on every device."""
+    here = [nn.Parameter(p.detach().cpu()) for p in params]
+    set_gradients(here, step)
+    for p, q in zip(params, here, strict=True):
+        p.grad = q.grad.to(p.device)
+
+
+def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
+    """Codes may differ by a step where values lie between two, and few do."""
+    for number, (p, q) in enumerate(zip(all_parameters(got), all_parameters(want), strict=True)):
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
+        assert got.state[p]["step"] == want.state[q]["step"]
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            a, b = (values_of(o, number, name, signed) for o in (got, want))
+            off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
+            # The coarsest step is that of E5M2.
+            assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
+            assert off.sum() <= 1 + 0.02 * off.numel()
+
+
+@pytest.mark.parametrize("name", MOMENT_FORMATS)
+def test_every_format(device, monkeypatch, name):
+    dtype = torch.float32 if name.startswith("e5m2") else torch.bfloat16
+    options = {"first_moment": name, "second_moment": name, "lr": 0.01}
+    assert_alike(*both(device, monkeypatch, dtype, **options), dtype)
+
+
+@pytest.mark.parametrize("weights", ["nearest", "fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_way_to_keep_weights(device, monkeypatch, weights, dtype):
+    options = {"preset": "fp8-lm", "weights": weights, "lr": 0.01, "maximize": True}
+    got, want = both(device, monkeypatch, dtype, group_size=32, **options)
+    assert_alike(got, want, dtype)
+    for p, q in zip(all_parameters(got), all_parameters(want), strict=True):
+        assert got.state[p].keys() == want.state[q].keys()
+
+
+def test_stochastic_rounding_draws_the_same_numbers(device, monkeypatch):
+    exact = {"first_moment": "fp32", "second_moment": "fp32"}
+    got, want = both(device, monkeypatch, torch.bfloat16, steps=3, seed=5, **exact)
+    different = torch.cat(
+        [(p != q).flatten() for p, q in zip(all_parameters(got), all_parameters(want), strict=True)]
+    )
+    assert different.double().mean() < 0.01
+
+
+def test_gradients_of_another_dtype_or_place(device, monkeypatch):
+    """fp32 gradients, and some that lie where vectors cannot be read."""
+    params = on(device, parameters(((64,), (2, 128))))
+    copies = on(device, parameters(((64,), (2, 128))))
+    optimizers = AdamW(params), AdamW(copies)
+    for step in range(2):
+        for ps, optimizer in zip((params, copies), optimizers, strict=True):
+            move_gradients(ps, step)
+            if ps is params:
+                for p in ps:
+                    room = torch.empty(p.numel() + 1, device=device)
+                    p.grad = room[1:].view_as(p).copy_(p.grad)
+            optimizer.step()
+    same_state(*optimizers)
+    params[0].grad = None
+    params[1].grad = params[1].grad.t().contiguous().t()
+    copies[0].grad = None
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [optimizers[0].state[p]["step"].item() for p in params] == [2, 3]
+    same_state(*optimizers)
+
+
+def test_scaled_gradients_and_steps_left_out(device):
+    params, plain = on(device, parameters(((40,), (200,)))), on(device, parameters(((40,), (200,))))
+    scaled, unscaled = AdamW(params), AdamW(plain)
+    for step in range(3):
+        move_gradients(params, step)
+        move_gradients(plain, step)
+        for p in params:
+            p.grad *= 1024
+        scaled.grad_scale = torch.tensor(1024.0, device=device)
+        scaled.found_inf = torch.tensor([float(step == 1)], device=device)
+        scaled.step()
+        if step != 1:
+            unscaled.step()
+    same_state(scaled, unscaled)
+
+
+def test_what_is_not_finite_is_not_hidden(device):
+    (p,) = on(device, parameters(((300,),)))
+    optimizer = AdamW([p])
+    for step in range(3):
+        move_gradients([p], step)
+        if step == 1:
+            p.grad[200] = torch.nan
+        optimizer.step()
+    assert not p[200].isfinite()
+    assert p[:128].isfinite().all()
+
+
+def test_resuming_is_bit_exact(device):
+    params = on(device, parameters(SHAPES, torch.bfloat16))
+    straight = on(device, parameters(SHAPES, torch.bfloat16))
+    uninterrupted, optimizer = AdamW(straight), AdamW(params)
+    run_on(straight, uninterrupted, range(3))
+    run_on(params, optimizer, range(1))
+    resumed = AdamW(params)
+    resumed.load_state_dict(optimizer.state_dict())
+    run_on(params, resumed, range(1, 3))
+    same_state(resumed, uninterrupted)
+
+
+def run_on(params, optimizer, steps: range) -> None:
+    for step in steps:
+        move_gradients(params, step)
+        optimizer.step()
+
+
+def test_nothing_is_prepared_twice(device, monkeypatch):
+    made = []
+    original = fused.FusedUpdate.__init__
+    monkeypatch.setattr(
+        fused.FusedUpdate, "__init__", lambda *args: made.append(1) or original(*args)
+    )
+    params = on(device, parameters(((40,), (50,))))
+    rate = torch.tensor(0.1)
+    optimizer = AdamW(params, lr=rate)
+    run_on(params, optimizer, range(2))
+    rate.fill_(0.2)
+    run_on(params, optimizer, range(2, 3))
+    assert len(made) == 1
+    params[0].data = params[0].data.clone()
+    run_on(params, optimizer, range(3, 4))
+    assert len(made) == 2
+
+
+@pytest.mark.gpu
+def test_replays_of_cuda_graphs(device):
+    params, eager = (on("cuda", parameters(SHAPES, torch.bfloat16)) for _ in range(2))
+    rate = torch.tensor(0.1, device="cuda")
+    captured, plain = AdamW(params, lr=rate, capturable=True), AdamW(eager, lr=rate)
+    for ps in (params, eager):
+        move_gradients(ps, 0)
+    captured.step()
+    plain.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for step in range(1, 4):
+        rate.fill_(0.1 / step)
+        here = on("cpu", parameters(SHAPES, torch.bfloat16))
+        set_gradients(here, step)
+        for p, q, source in zip(params, eager, here, strict=True):
+            p.grad.copy_(source.grad)
+            q.grad.copy_(source.grad)
+        graph.replay()
+        plain.step()
+    same_state(captured, plain)
+
+
+def test_what_is_updated_together_does_not_matter(device):
+    """Updating all at once, or one at a time, gives the same."""
+    together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
+    one, other = AdamW(together), AdamW(apart)
+    for step in range(2):
+        move_gradients(together, step)
+        one.step()
+        move_gradients(apart, step)
+        for p in reversed(apart):
+            other.update(other.param_groups[0], [p])
+    same_state(one, other)
+
+
+COMPILATION = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8pass.optim.kernel import NUM_WARPS, kernel
+from fp8pass.optim.options import Storage
+
+POINTERS = {"tables": "i64", "sizes": "i64", "numbers": "i32", "parameter_of": "i32",
+            "first_chunk": "i32"}
+NUMBERS = {"count": "i32", "seed": "i32", "complement1": "fp32", "beta2": "fp32",
+           "complement2": "fp32", "eps": "fp32", "ALIGNED": "constexpr"}
+for first, second, weights in [
+    ("e4m3+expand", "e4m3+expand", "stochastic"),
+    ("e5m2", "fp16", "fp16"),
+    ("de8+expand", "bf16", "fp32"),
+]:
+    storage = Storage.of({"first_moment": first, "second_moment": second, "weights": weights,
+                          "group_size": 128})
+    function = kernel(storage, torch.bfloat16, torch.bfloat16)
+    signature = {
+        name: NUMBERS.get(name) or "*" + POINTERS.get(name, "fp32") for name in function.arg_names
+    }
+    source = ASTSource(function, signature, {"ALIGNED": True})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": NUM_WARPS})
+    print(first, "ld.global.v4" in compiled.asm["ptx"], "lg2.approx.ftz" in compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
+def test_compiles_for_a_gpu(device, tmp_path):
+    """What the interpreter does not see: that the GPU's dialect compiles, and reads vectors."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILATION],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = ["e4m3+expand True True", "e5m2 True False", "de8+expand True True"]
+    assert found.stdout.splitlines() == lines
