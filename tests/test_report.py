@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import json
 import re
@@ -239,9 +240,9 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
     assert sum(drawn.values()) == sum(g.plan.flops for g in explanation.graphs)
     assert drawn.get(FP8_LINEAR, 0) == sum(g.plan.fp8_flops for g in explanation.graphs)
     assert max(m["bytes"] for m in data["timeline"]) == explanation.saved_bytes
-    assert f'id="kept">{mib(explanation.saved_bytes)} MiB' in page
-    assert f"<b>{mib(explanation.stock_bytes)} MiB</b>" in page
-    assert f"<b>{mib(explanation.eager_bytes)} MiB</b>" in page
+    assert f'id="kept">{html.escape(mib(explanation.saved_bytes))} MiB' in page
+    assert f"<b>{html.escape(mib(explanation.stock_bytes))} MiB</b>" in page
+    assert f"<b>{html.escape(mib(explanation.eager_bytes))} MiB</b>" in page
     for graph in explanation.graphs:
         for linear in graph.plan.linears:
             assert linear.reason.replace("'", "&#39;").replace(">", "&gt;") in page

@@ -26,8 +26,8 @@ def source_line(node: fx.Node) -> str:
 
 
 def _short(file: str) -> str:
-    """A path from the working directory, or from the folder that packages are installed to."""
+    """A path from the folder that packages are installed to, or from the working directory."""
     path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
-    return file.rsplit("site-packages/", 1)[-1]
+    if "site-packages" in path.parts:
+        return file.rsplit("site-packages/", 1)[-1]
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
