@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -92,7 +91,9 @@ def render(explanation: Explanation, diagnosis: Diagnosis | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {}  # as they come, not by name
-    environment.filters.update(mib=mib, share=_share, seconds=_seconds, short=short_name)
+    environment.filters.update(
+        mib=mib, share=_share, seconds=_seconds, short=short_name, flop=_flop
+    )
     sections = [section(i, g) for i, g in enumerate(explanation.graphs)]
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
@@ -182,9 +183,10 @@ def most_expensive(sections: Iterable[GraphSection]) -> list[Row]:
     return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)[:_MOST_EXPENSIVE]
 
 
-def reasons(graphs: Iterable[CompiledGraph]) -> list[tuple[str, int]]:
-    """Why linear layers stay in high precision, and how many for each reason."""
-    return Counter(y.reason for g in graphs for y in g.plan.high_precision).most_common()
+def reasons(graphs: Iterable[CompiledGraph]) -> list[Row]:
+    """Why linear layers stay in high precision, those with one reason put together."""
+    keyed = ((y.module, (y.reason,), y) for g in graphs for y in g.plan.high_precision)
+    return [Row(*row) for row in folded(keyed)]
 
 
 def operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
@@ -228,6 +230,15 @@ def short_name(operator: str) -> str:
         return "attention"
     parts = operator.split(".")
     return parts[1] if len(parts) > 1 else operator
+
+
+def _flop(count: float) -> str:
+    """A number of operations, `868 MFLOP`."""
+    for unit in ("", "k", "M", "G"):
+        if count < 1000:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:.3g} TFLOP"
 
 
 def _seconds(seconds: float) -> str:
