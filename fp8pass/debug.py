@@ -153,9 +153,10 @@ def _code(gm: fx.GraphModule) -> str:
     lines, current = [], ""
     for line in gm.graph.python_code("self", verbose=False).src.splitlines():
         statement = line.split(";  ")[0]
-        node = nodes.get(statement.split(" = ")[0].strip())
+        name = statement.split(" = ")[0].strip()
+        node = graph.output_node(gm.graph) if name.startswith("return ") else nodes.get(name)
         if node and (path := graph.module_path(node)) != current:
-            lines.append(f"    {MODULE_COMMENT}{path}")
+            lines.append(f"    {MODULE_COMMENT}{path}".rstrip())
             current = path
         lines.append(statement)
     return "\n".join(lines)

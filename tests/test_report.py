@@ -224,6 +224,11 @@ def test_code_by_module_is_all_of_the_code(of_llama):
         assert Counter(got) == Counter(wanted)
 
 
+def test_what_a_graph_returns_is_of_no_module(of_llama):
+    after = code_by_module(of_llama.graphs[0].passes[0].after)
+    assert [m for m, lines in after.items() if any(x.startswith("return") for x in lines)] == [""]
+
+
 def test_a_pass_that_changed_nothing_has_no_diff(of_llama):
     record = of_llama.graphs[0].passes[0]
     assert module_diffs(dataclasses.replace(record, after=record.before)) == []

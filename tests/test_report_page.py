@@ -60,9 +60,11 @@ class Opened:
     def click_in_picture(self, selector: str) -> None:
         """Click the first element that matches, where it is on the screen."""
         place = self.page.evaluate(
-            """(s) => {
+            """async (s) => {
                 const target = canvas.$(s).first();
                 canvas.center(target);
+                // Once the page has scrolled the picture knows where it is.
+                for (const _ of [1, 2]) await new Promise(requestAnimationFrame);
                 const box = canvas.container().getBoundingClientRect();
                 const at = target.renderedPosition();
                 return { x: box.x + at.x, y: box.y + at.y };

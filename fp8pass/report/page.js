@@ -272,6 +272,8 @@ const closeDetails = () => showDetails(false);
 function showDetails(shown) {
   element("details").hidden = !shown;
   canvas.resize();
+  const selected = canvas.$("node:selected");
+  if (shown && selected.nonempty() && selected.renderedPosition().x > canvas.width()) canvas.center(selected);
 }
 
 // What is known of a tensor that is kept: by how much, in which form, why, and from which line.
@@ -334,7 +336,8 @@ function search() {
   const visible = new Set(found.flatMap((y) => [y.id, picture.cellOf.get(y.id).id]));
   hits = canvas.nodes(".operator, .folded").filter((n) => visible.has(n.id()));
   const folded = picture.layers.some((y) => y.count > 1) ? "; of equal layers the first is drawn" : "";
-  element("matches").textContent = `${found.length} operators in ${hits.length} boxes${folded}`;
+  const hidden = found.length && !hits.length ? "; none of the modules shown" : "";
+  element("matches").textContent = `${found.length} operators in ${hits.length} boxes${hidden || folded}`;
   canvas.elements().not(hits).not(hits.ancestors()).not(hits.connectedEdges()).addClass("faded");
 }
 
