@@ -199,12 +199,13 @@ def test_sort(opened):
     header = opened.page.locator("table.saved th", has_text="MiB kept")
     for ascending in (False, True):
         header.click()
-        opened.page.wait_for_function(
-            "(order) => document.querySelector(`table.saved th[aria-sort=${order}]`)",
-            arg="ascending" if ascending else "descending",
-        )
-        opened.page.wait_for_timeout(50)  # it sorts after the event
-        assert column() == sorted(unsorted, reverse=not ascending)
+        wanted = sorted(unsorted, reverse=not ascending)
+        for _ in range(50):  # it sorts after the event
+            if column() == wanted:
+                break
+            opened.page.wait_for_timeout(100)
+        assert column() == wanted
+        assert header.get_attribute("aria-sort") == ("ascending" if ascending else "descending")
 
 
 def test_theme(opened):
