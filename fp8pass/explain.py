@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -224,14 +224,42 @@ def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, 
     ]
 
 
+def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
+    """Linear layers, equal ones put together."""
+    return folded(
+        (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
+    )
+
+
+def folded_saved(
+    saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
+) -> list[tuple[str, int, SavedTensor]]:
+    """Kept tensors but scalars, equal ones put together; `sources` are lines that tell them apart."""
+    sources = sources or {}
+    return folded(
+        (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources.get(s.name)), s)
+        for s in saved
+        if not s.is_scalar
+    )
+
+
+def folded_rules(rules: Iterable[RuleSummary]) -> list[tuple[str, int, RuleSummary]]:
+    """Error rules, those of equal regions put together."""
+    return folded(
+        (
+            r.module,
+            (r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)),
+            r,
+        )
+        for r in rules
+    )
+
+
 def _linears_table(title: str, linears: list[Linear]) -> Table:
     table = Table(title=f"{title}: linear layers", title_justify="left")
     for column in ("module", "×", "rows", "in → out", "FP8 GEMMs", "high precision because"):
         table.add_column(column)
-    rows = (
-        (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
-    )
-    for path, count, y in folded(rows):
+    for path, count, y in folded_linears(linears):
         sizes = f"{y.in_features} → {y.out_features}"
         table.add_row(path, str(count), y.rows, sizes, " ".join(y.fp8) or "none", y.reason)
     return table
@@ -243,12 +271,8 @@ def _saved_table(title: str, plan: Plan) -> Table:
     for column in (*columns, "reason"):
         table.add_column(column, justify="right" if "MiB" in column else "left")
 
-    def key(s: SavedTensor) -> tuple[Any, ...]:
-        return (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason)
-
-    scalars = [s for s in plan.saved if s.shape == "scalar"]
-    large = [s for s in plan.saved if s.shape != "scalar"]
-    for path, count, s in folded((s.module, key(s), s) for s in large):
+    scalars = [s for s in plan.saved if s.is_scalar]
+    for path, count, s in folded_saved(plan.saved):
         exact, kept = mib(count * s.bytes_exact), mib(count * s.bytes)
         error = f"{s.expected_error:.1%}" if s.expected_error else ""
         shape = f"{s.dtype} {s.shape}"
@@ -275,10 +299,7 @@ def _rules_table(title: str, rules: list[RuleSummary]) -> Table:
     ):
         table.add_column(column)
 
-    def key(r: RuleSummary) -> tuple[Any, ...]:
-        return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)
-
-    for path, count, r in folded((r.module, key(r), r) for r in rules):
+    for path, count, r in folded_rules(rules):
         numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
         names = " ".join(r.operators), " ".join(r.inputs)
         table.add_row(path, str(count), *names, *numbers, r.reason or r.bound)

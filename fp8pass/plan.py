@@ -66,6 +66,11 @@ class SavedTensor:
     expected_error: float
     tensors: tuple[CrossingTensor, ...]
 
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it is a single number: a scale, a seed."""
+        return self.shape == "scalar"
+
 
 @dataclass(frozen=True)
 class Linear:

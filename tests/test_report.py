@@ -120,6 +120,22 @@ def test_equal_layers_are_drawn_once(picture):
     assert layers == {"model.layers.0", "model.layers.1", "model.layers.4"}
 
 
+def test_folding_loses_no_bytes(of_llama, picture):
+    folded = fold(picture)
+    column = {y.id: y.column for y in folded.operators}
+    counts = {c: y.count for y in folded.layers for c in y.columns}
+    bytes_ = sum(e.bytes * counts.get(column[e.source], 1) for e in folded.edges)
+    assert bytes_ == of_llama.saved_bytes
+
+
+def test_what_the_next_equal_layer_reads_is_drawn():
+    picture = chain([1, 1, 1])
+    kept = [Edge("1:0", "2:0", True, 8), Edge("2:0", "3:0", True, 8)]
+    picture.edges = [*picture.edges[:1], *kept, *picture.edges[3:]]
+    (edge,) = [e for e in fold(picture).edges if e.bytes]
+    assert (edge.source, edge.target, edge.bytes) == ("1:0", "1:0", 8)
+
+
 @pytest.mark.parametrize(
     ("module", "layer"),
     [

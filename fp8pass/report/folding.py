@@ -105,11 +105,12 @@ def _kept_columns(count: int, groups: Iterable[list[Span]]) -> list[int]:
 def _merged(
     edges: Iterable[Edge], stands_for: dict[str, str], instance: dict[str, tuple[str, str]]
 ) -> list[Edge]:
-    """Edges between what is drawn; those from a layer to the next equal one are not."""
+    """Edges between what is drawn; those from a layer to the next equal one only if they cost."""
     merged: dict[tuple[str, str], Edge] = {}
     for edge in edges:
         ends = instance.get(edge.source), instance.get(edge.target)
-        if ends[0] and ends[1] and ends[0][0] == ends[1][0] and ends[0] != ends[1]:
+        to_the_next = ends[0] and ends[1] and ends[0][0] == ends[1][0] and ends[0] != ends[1]
+        if to_the_next and not edge.bytes:
             continue
         source = stands_for.get(edge.source, edge.source)
         target = stands_for.get(edge.target, edge.target)

@@ -18,11 +18,18 @@ from torch import fx
 import fp8pass
 from fp8pass.config import Config
 from fp8pass.debug import PassRecord
-from fp8pass.explain import by_bytes, folded, mib
+from fp8pass.explain import (
+    by_bytes,
+    folded,
+    folded_linears,
+    folded_rules,
+    folded_saved,
+    mib,
+)
 from fp8pass.partition import CompiledGraph
 from fp8pass.passes.classify import Kind, kind
 from fp8pass.passes.costs import flops, is_expensive, is_fp8_gemm
-from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary, SavedTensor
+from fp8pass.plan import FrontierPoint, Plan, SavedTensor
 from fp8pass.report.diffs import ModuleDiff, module_diffs
 from fp8pass.report.folding import fold
 from fp8pass.report.picture import KINDS, draw
@@ -127,38 +134,19 @@ def section(number: int, compiled: CompiledGraph) -> GraphSection:
     return GraphSection(
         number=number,
         plan=plan,
-        linears=_linear_rows(plan.linears),
-        saved=_saved_rows((s for s in plan.saved if s.shape != "scalar"), sources),
-        scalars=[s for s in plan.saved if s.shape == "scalar"],
-        rules=_rule_rows(plan.rules),
+        linears=[Row(*row) for row in folded_linears(plan.linears)],
+        saved=_saved_rows(plan.saved, sources),
+        scalars=[s for s in plan.saved if s.is_scalar],
+        rules=[Row(*row) for row in folded_rules(plan.rules)],
         passes=[(record, module_diffs(record)) for record in compiled.passes],
         choices=list(_choices(plan)),
     )
 
 
-def _linear_rows(linears: Iterable[Linear]) -> list[Row]:
-    keyed = (
-        (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
-    )
-    return [Row(*row) for row in folded(keyed)]
-
-
 def _saved_rows(saved: Iterable[SavedTensor], sources: dict[str, str]) -> list[Row]:
     """What is kept, the largest first; `sources` has the line of the model by a node's name."""
-    keyed = (
-        (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources[s.name]), s)
-        for s in saved
-    )
-    rows = [Row(*row, source=sources[row[2].name]) for row in folded(keyed)]
+    rows = [Row(*row, source=sources[row[2].name]) for row in folded_saved(saved, sources)]
     return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)
-
-
-def _rule_rows(rules: Iterable[RuleSummary]) -> list[Row]:
-    keyed = (
-        (r.module, (r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason), r)
-        for r in rules
-    )
-    return [Row(*row) for row in folded(keyed)]
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
