@@ -234,7 +234,7 @@ def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
 def folded_saved(
     saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
 ) -> list[tuple[str, int, SavedTensor]]:
-    """Kept tensors but scalars, equal ones put together; `sources` are lines that tell them apart."""
+    """Kept tensors but scalars, equal ones put together; of `sources`, lines by name, too."""
     sources = sources or {}
     return folded(
         (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources.get(s.name)), s)
@@ -245,14 +245,11 @@ def folded_saved(
 
 def folded_rules(rules: Iterable[RuleSummary]) -> list[tuple[str, int, RuleSummary]]:
     """Error rules, those of equal regions put together."""
-    return folded(
-        (
-            r.module,
-            (r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)),
-            r,
-        )
-        for r in rules
-    )
+
+    def key(r: RuleSummary) -> tuple[Any, ...]:
+        return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)
+
+    return folded((r.module, key(r), r) for r in rules)
 
 
 def _linears_table(title: str, linears: list[Linear]) -> Table:
