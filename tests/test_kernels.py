@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from fp8pass.codegen import program as program_module
 from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.program import Load, Program, Step, Store, reference
+from fp8pass.codegen.row_source import Shape, source
+from fp8pass.codegen.simplify import simplify
 from fp8pass.codegen.triton_ops import EXPRESSIONS, POWERS
 
 pytest.importorskip("triton")
@@ -298,11 +300,11 @@ def swiglu(group: int) -> Program:
     )
 
 
-@pytest.fixture(params=["straight", "chunks"])
+@pytest.fixture(params=["held", "loop"])
 def reading(request, monkeypatch):
-    """Rows held whole, or read in chunks."""
-    if request.param == "chunks":
-        monkeypatch.setattr(row_kernel, "LONGEST_STRAIGHT", 64)
+    """Rows held in registers, or read in a loop."""
+    if request.param == "loop":
+        monkeypatch.setattr(row_kernel, "LONGEST_HELD", 64)
         monkeypatch.setattr(row_kernel, "CHUNK", 128)
 
 
@@ -401,7 +403,63 @@ def test_values_that_are_used_twice_are_written_once():
     squares += [Step(f"v{i}", "aten.mul.Tensor", (f"v{i - 1}",) * 2) for i in range(2, 60)]
     steps, store = by_row("v59")
     program = Program((Load("x", "full"),), (*squares, *steps), (store,))
-    assert row_kernel.source(program, straight=True).count(" * v58") == 1
+    shape = Shape(columns=96, chunk=128, held=True)
+    assert source(program, shape).count(" * v58_0") == 1
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [96, 1024, 1100, 2400])
+def test_rows_in_several_chunks(device, columns, monkeypatch):
+    """Some full, one not."""
+    monkeypatch.setattr(row_kernel, "HELD", 2)
+    monkeypatch.setattr(row_kernel, "HELD_SUMMED", 2)
+    monkeypatch.setattr(row_kernel, "LONGEST_HELD", 1024)
+    monkeypatch.setattr(row_kernel, "CHUNK", 512)
+    size = math.gcd(columns, 32)
+    check(row_kernel, swiglu(size), operands(swiglu(size), 5, columns, device))
+
+
+def spelled_out_silu() -> Program:
+    """x / (1 + exp(-x)), its derivative's sigmoid, and a power that does nothing."""
+    steps, store = by_row("y")
+    return Program(
+        (Load("x", "full"),),
+        (
+            Step("n", "aten.neg.default", ("x",)),
+            Step("e", "aten.exp.default", ("n",)),
+            Step("d", "aten.add.Tensor", ("e", 1)),
+            Step("a", "aten.div.Tensor", ("x", "d")),
+            Step("b", "aten.pow.Tensor_Scalar", ("a", 1.0)),
+            Step("p", "aten.sigmoid.default", ("x",)),
+            Step("y", "aten.mul.Tensor", ("b", "p")),
+            *steps,
+        ),
+        (store,),
+    )
+
+
+def test_what_is_spelled_out_is_computed_once():
+    targets = [step.target for step in simplify(spelled_out_silu()).steps]
+    assert targets[:3] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
+    assert targets[3:] == ["row_amax", "scale"]
+
+
+@pytest.mark.parametrize("make", [spelled_out_silu, lambda: norm(96, 32), lambda: swiglu(32)])
+def test_simpler_programs_are_equal(make):
+    program = make()
+    inputs = operands(program, 11, 96, "cpu")
+    inputs[0][3], inputs[-1][4, :3] = -200.0, torch.tensor([math.nan, math.inf, -math.inf])
+    wanted = reference(program, inputs)
+    for got, want in zip(reference(simplify(program), inputs), wanted, strict=True):
+        assert_same(got, want, exact=False)
+
+
+def test_what_is_stored_keeps_its_name():
+    """Of two equal values that are stored, each is."""
+    squares = [Step(name, "aten.mul.Tensor", ("x", "x")) for name in ("a", "b", "c")]
+    stores = tuple(Store(name, ("full",), dtype="float32") for name in ("a", "b"))
+    program = Program((Load("x", "full"),), tuple(squares), stores)
+    assert [step.name for step in simplify(program).steps] == ["a", "b"]
 
 
 def test_a_program_is_its_text():

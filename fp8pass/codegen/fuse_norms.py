@@ -26,7 +26,7 @@ from fp8pass.codegen.reader import (
     depends,
     emit_kernel,
 )
-from fp8pass.codegen.row_kernel import LONGEST_STRAIGHT, rows
+from fp8pass.codegen.row_kernel import LONGEST_SUMMED, rows
 from fp8pass.graph import RESHAPES, aten, tensor
 from fp8pass.passes.regions import is_residual_sum
 
@@ -44,7 +44,7 @@ def fuse_norms(gm: fx.GraphModule) -> bool:
 
 def fuse(node: fx.Node) -> bool:
     """Put a kernel in place of a sum; False if it has no row reduction, or no kernel does it."""
-    if why_not_a_matrix(node) or tensor(node).shape[-1] > LONGEST_STRAIGHT:
+    if why_not_a_matrix(node) or tensor(node).shape[-1] > LONGEST_SUMMED:
         return False
     reader = Reader(node, by_row=True)
     try:

@@ -14,6 +14,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import emit_buffer, is_buffer
 from fp8pass.codegen.program import OPERANDS, Load, Program, Step, Store
+from fp8pass.codegen.simplify import simplify
 from fp8pass.codegen.triton_ops import expression
 from fp8pass.formats import FORMATS
 from fp8pass.graph import CASTS, RESHAPES, aten, tensor
@@ -227,7 +228,9 @@ def emit_kernel(
     )
     inputs = [_in_memory(t) for n in read for t in tensors_of(n, loads[n])]
     with like.graph.inserting_before(like):
-        kernel = graph.emit(like.graph, target, inputs, program.canonical().dumps(), like=like)
+        kernel = graph.emit(
+            like.graph, target, inputs, simplify(program).canonical().dumps(), like=like
+        )
         for i in range(len(kernel.meta["val"])):
             yield graph.emit(like.graph, operator.getitem, kernel, i, like=like)
 

@@ -3,22 +3,29 @@
 COAT G.3. A linear layer's operand in the backward is contracted over its rows by one GEMM and over
 its columns by another, and FP8 tensor cores take one layout. What Inductor generates for a
 transposed store moves 50 to 70% of what a copy does (`benchmarks/kernels.py`); this kernel, 85%:
-neighbouring programs read neighbouring tiles of the same rows, and codes change layout in shared
-memory, a byte each. The pointwise body is generated from the graph, so that any activation gets
-this kernel.
+neighbouring programs read neighbouring tiles of the same rows, and a thread packs the codes of four
+rows into a word, so that shared memory, where they change layout, sees words instead of bytes. The
+pointwise body is generated from the graph, so that any activation gets this kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from fp8pass import compat
 from fp8pass.codegen.kernel_op import Launch, define_kernel
+from fp8pass.codegen.prelude import prelude
 from fp8pass.codegen.program import AMAX_TILE, Load, Program, Store
-from fp8pass.codegen.triton_ops import CODE_TYPES, PRELUDE, coded, expression, kernel_name, pointers
+from fp8pass.codegen.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 from fp8pass.ops import padded
 
+# Codes in a word.
+WORD = 4
+
+# Rows are held in slices: slice i has rows i, i + SLICES, i + 2 · SLICES, ... of the tile.
 _KERNEL = """
 @triton.jit
 def {name}({parameters}, M, M_PADDED, N,
@@ -26,23 +33,30 @@ def {name}({parameters}, M, M_PADDED, N,
     tiles_in_row = tl.cdiv(N, N_TILE)
     row_tile = tl.program_id(0) // tiles_in_row
     column_tile = tl.program_id(0) % tiles_in_row
-    in_tile, column_in_tile = tl.arange(0, M_TILE), tl.arange(0, N_TILE)
-    row = row_tile * M_TILE + in_tile
+    in_tile, column_in_tile = tl.arange(0, M_TILE // {slices}), tl.arange(0, N_TILE)
     column = column_tile * N_TILE + column_in_tile
-    row_there, column_there = FULL | (row < M), FULL | (column < N)
-    there = row_there[:, None] & column_there[None, :]
-    transposed_there = column_there[:, None] & (FULL | (row < M_PADDED))[None, :]
+    column_there = FULL | (column < N)
     # A matrix may have more elements than 32 bits count, a tile has not.
     first = (row_tile * M_TILE).to(tl.int64) * N + column_tile * N_TILE
-    full = in_tile[:, None] * N + column_in_tile[None, :]
-    first_transposed = (column_tile * N_TILE).to(tl.int64) * M_PADDED + row_tile * M_TILE
-    transposed = column_in_tile[:, None] * M_PADDED + in_tile[None, :]
 {body}
 """
 
+_SLICE = """
+row_{i} = row_tile * M_TILE + {slices} * in_tile + {i}
+row_there_{i} = FULL | (row_{i} < M)
+there_{i} = row_there_{i}[:, None] & column_there[None, :]
+full_{i} = ({slices} * in_tile + {i})[:, None] * N + column_in_tile[None, :]
+"""
+_TRANSPOSED = """
+word = column_in_tile[:, None] * (M_PADDED // 4) + in_tile[None, :]
+word += row_tile * (M_TILE // 4)
+first_word = (column_tile * N_TILE).to(tl.int64) * (M_PADDED // 4)
+word_there = column_there[:, None] & (FULL | (row_0 < M_PADDED))[None, :]
+"""
+
 _LOADS = {
-    "full": "{name} = tl.load({0} + first + full, there, other=0.0).to(tl.float32)",
-    "row": "{name} = tl.load({0} + row, row_there, other=0.0).to(tl.float32)[:, None]",
+    "full": "{name} = tl.load({0} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)",
+    "row": "{name} = tl.load({0} + row_{i}, row_there_{i}, other=0.0).to(tl.float32)[:, None]",
     "column": "{name} = tl.load({0} + column, column_there, other=0.0).to(tl.float32)[None, :]",
     "scalar": "{name} = tl.load({0}).to(tl.float32)",
 }
@@ -51,54 +65,77 @@ _LOADS = {
 def source(program: Program) -> str:
     """The Triton module of a program."""
     results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
-    parameters = [f"in{i}" for i in range(program.input_count)] + results
-    where = pointers(program)
-    body = [line for load in program.loads for line in _load_lines(load, where[load])]
-    body += [f"{step.name} = {expression(step)}" for step in program.steps]
+    transposes = any("columns" in store.layouts for store in program.stores)
+    slices = WORD if transposes else 1
+    body = [_SLICE.format(i=i, slices=slices) for i in range(slices)]
+    body += [_TRANSPOSED] * transposes
+    for i in range(slices):
+        body += _slice_lines(program, i)
     remaining = iter(results)
     for store in program.stores:
-        body += _store_lines(store, [next(remaining) for _ in store.layouts])
-    lines = "\n".join(f"    {line}" for line in body)
-    name = kernel_name("tiles", program)
-    return PRELUDE + _KERNEL.format(name=name, parameters=", ".join(parameters), body=lines)
+        body += _store_lines(store, [next(remaining) for _ in store.layouts], slices)
+    lines = [f"    {line}" for part in body for line in part.strip("\n").splitlines()]
+    parameters = [f"in{i}" for i in range(program.input_count)] + results
+    return prelude() + _KERNEL.format(
+        name=kernel_name("tiles", program),
+        parameters=", ".join(parameters),
+        slices=slices,
+        body="\n".join(lines),
+    )
 
 
-def _load_lines(load: Load, where: list[str]) -> list[str]:
+def _slice_lines(program: Program, i: int) -> Iterator[str]:
+    """Loads and steps of a slice, whose values are called `{name}_{i}`."""
+    where = pointers(program)
+    for load in program.loads:
+        yield from _load_lines(load, where[load], i)
+    for step in program.steps:
+        args = tuple(f"{x}_{i}" if isinstance(x, str) else x for x in step.args)
+        yield f"{step.name}_{i} = {expression(replace(step, args=args))}"
+
+
+def _load_lines(load: Load, where: list[str], i: int) -> list[str]:
+    name, size = f"{load.name}_{i}", load.group_size
     if load.operand != "groups":
-        return [_LOADS[load.operand].format(*where, name=load.name)]
-    name, size = load.name, load.group_size
+        return [_LOADS[load.operand].format(*where, name=name, i=i)]
     codes, scales = where
-    first = f"{scales} + row.to(tl.int64) * (N // {size})"
+    first = f"{scales} + row_{i}.to(tl.int64) * (N // {size})"
     return [
         # A tile within one group has one scale in each row.
         f"if {size} % N_TILE == 0:",
-        f"    {name}_scale = tl.load({first} + column_tile * N_TILE // {size}, row_there,"
+        f"    {name}_scale = tl.load({first} + column_tile * N_TILE // {size}, row_there_{i},"
         " other=0.0).to(tl.float32)[:, None]",
         "else:",
-        f"    {name}_scale = tl.load(({first})[:, None] + (column // {size})[None, :], there,"
+        f"    {name}_scale = tl.load(({first})[:, None] + (column // {size})[None, :], there_{i},"
         " other=0.0).to(tl.float32)",
-        f"{name} = tl.load({codes} + first + full, there, other=0.0).to(tl.float32) * {name}_scale",
+        f"{name} = tl.load({codes} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)"
+        f" * {name}_scale",
     ]
 
 
-def _store_lines(store: Store, pointers_: list[str]) -> list[str]:
+def _store_lines(store: Store, pointers_: list[str], slices: int) -> Iterator[str]:
+    names = [f"{store.name}_{i}" for i in range(slices)]
     if store.layouts == ("amax",):
-        magnitude = f"tl.where(there, tl.abs({store.name}), 0.0)"
-        amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
-        return [f"tl.store({pointers_[0]} + tl.program_id(0), {amax})"]
-    name = f"{store.name}_codes"
-    lines = [
-        f"{name} = {coded(store.name, store.scale)}",
+        amax = ""
+        for i, name in enumerate(names):
+            magnitude = f"tl.where(there_{i}, tl.abs({name}), 0.0)"
+            amax = f"largest({amax}, {magnitude})" if amax else magnitude
+        amax = f"tl.reduce(tl.reduce({amax}, 1, largest), 0, largest)"
+        yield f"tl.store({pointers_[0]} + tl.program_id(0), {amax})"
+        return
+    for i, name in enumerate(names):
         # What pads a matrix must be zero, whatever the body makes of it.
-        f"{name} = tl.where(there, {name}, 0.0).to({CODE_TYPES[store.format]})",
-    ]
+        scale = f"{store.scale}_{i}"
+        yield f"{name}_coded = tl.where(there_{i}, {coded(name, scale)}, 0.0)"
     for layout, pointer in zip(store.layouts, pointers_, strict=True):
         if layout == "rows":
-            lines.append(f"tl.store({pointer} + first + full, {name}, there)")
+            for i, name in enumerate(names):
+                codes = f"{name}_coded.to({CODE_TYPES[store.format]})"
+                yield f"tl.store({pointer} + first + full_{i}, {codes}, there_{i})"
         else:
-            where = f"{pointer} + first_transposed + transposed"
-            lines.append(f"tl.store({where}, tl.trans({name}), transposed_there)")
-    return lines
+            words = f"word_of({', '.join(f'{name}_coded' for name in names)})"
+            where = f"{pointer}.to(tl.pointer_type(tl.int32)) + first_word + word"
+            yield f"tl.store({where}, tl.trans({words}), word_there)"
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Launch:

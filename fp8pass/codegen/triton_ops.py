@@ -1,4 +1,4 @@
-"""Programs in Triton: what every operator is, and what all kernels share."""
+"""Programs in Triton: what every operator is."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ EXPRESSIONS: dict[str, str] = {
     "aten.square.default": "{0} * {0}",
     "aten.sqrt.default": "tl.sqrt({0})",
     "aten.rsqrt.default": "tl.rsqrt({0})",
-    "aten.exp.default": "tl.exp({0})",
+    "aten.exp.default": "exp2({0} * 1.4426950408889634)",
     "aten.log.default": "tl.log({0})",
     "aten.sin.default": "tl.sin({0})",
     "aten.cos.default": "tl.cos({0})",
     "aten.erf.default": "tl.erf({0})",
-    "aten.sigmoid.default": "tl.sigmoid({0})",
+    "aten.sigmoid.default": "sigmoid({0})",
     # Triton's own is in a library for each device.
-    "aten.tanh.default": "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * tl.sigmoid(2.0 * {0}) - 1.0)",
-    "aten.silu.default": "{0} * tl.sigmoid({0})",
+    "aten.tanh.default": "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * sigmoid(2.0 * {0}) - 1.0)",
+    "aten.silu.default": "{0} * sigmoid({0})",
     "aten.relu.default": "largest({0}, 0.0)",
     "aten.clamp_min.default": "largest({0}, {1})",
     "aten.clamp_max.default": "smallest({0}, {1})",
@@ -53,7 +53,7 @@ EXPRESSIONS: dict[str, str] = {
     "aten.le.Tensor": "{0} <= {1}",
     "aten.sigmoid_backward.default": "{0} * {1} * (1.0 - {1})",
     "aten.tanh_backward.default": "{0} * (1.0 - {1} * {1})",
-    "aten.silu_backward.default": ("{0} * tl.sigmoid({1}) * (1.0 + {1} * (1.0 - tl.sigmoid({1})))"),
+    "aten.silu_backward.default": "{0} * sigmoid({1}) * (1.0 + {1} * (1.0 - sigmoid({1})))",
     "aten.threshold_backward.default": "tl.where({1} <= {2}, 0.0, {0})",
 }
 # Exponents of `aten.pow.Tensor_Scalar`.
@@ -68,33 +68,6 @@ POWERS = {
 
 
 CODE_TYPES = {"e4m3": "tl.float8e4nv"}
-
-# NaN must reach the user: Triton's own reductions and comparisons drop it.
-PRELUDE = """
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def largest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def smallest(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def scale_of(amax, step, smallest_scale):
-    return tl.where(amax == 0, 1.0, largest(amax * step, smallest_scale))
-
-
-@triton.jit
-def truncated(x):
-    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-
-"""
 
 
 def expression(step: Step) -> str | None:

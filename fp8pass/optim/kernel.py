@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fp8pass import compat
-from fp8pass.codegen.triton_ops import PRELUDE
+from fp8pass.codegen.prelude import prelude
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER
@@ -231,7 +231,7 @@ class Writer:
         helpers = _functions() + _HELPERS.format(first=FIRST_FACTOR, second=SECOND_FACTOR)
         body = textwrap.indent("\n".join(self.lines), "    ")
         rows = CHUNK // self.group_size
-        return PRELUDE + helpers + _KERNEL.format(rows=rows, group=self.group_size, body=body)
+        return prelude() + helpers + _KERNEL.format(rows=rows, group=self.group_size, body=body)
 
     def _add(self, template: str, **names: Any) -> None:
         self.lines += template.format(**names).strip().splitlines()
