@@ -1,93 +1,258 @@
-"""Training speed and peak memory of a Hugging Face Llama of 1.2B parameters, against the peers.
+"""Training speed and peak memory of whole Hugging Face Llamas, against the peers.
 
-    python benchmarks/model.py            needs CUDA, transformers and, for the peer, torchao
+    python benchmarks/model.py                          all that is not in the results yet
+    python benchmarks/model.py --models 7B --variants "fp8pass coat + AdamW"
+    python benchmarks/model.py --tiny --out x.json      small models, on the CPU too
 
-Every variant trains the same initial weights on one batch with `torch.optim.AdamW(fused=True)`,
-weights and states in BF16. The first four steps (compilation, autotuning) are not timed.
+A variant is a way to compile and an optimizer. Every variant trains the same initial weights on one
+batch, weights in BF16, and its states, too, with `torch.optim.AdamW(fused=True)`. The first steps
+(compilation, autotuning) are not timed. Measured: seconds of the first step, where code that
+earlier variants compiled comes from Inductor's cache; tokens per second, by the median step; the
+peak of memory in the timed steps; the loss of the last one. Each result is written as it ends; one
+that failed is written with its error, and the next run tries it again.
+
+`1B` is compiled as a whole. torchao converts the output head there, fp8pass leaves it in BF16.
+
+`7B`, of Llama-2-7B's shape, is compiled as torchtitan does it: each decoder layer alone, which all
+share their code, and the loss. What is outside of the layers is in BF16 for all: fp8pass does not
+see it, so torchao converts no more, and torchtitan's FP8 settings leave out the output head, too.
 """
 
 from __future__ import annotations
 
-import gc
+import argparse
+import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from layer import Variant, torchao, with_fp8pass
-from report import environment, print_table, write_json
+from layer import Variant as Compile
+from layer import torchao, with_fp8pass
+from report import merge, print_rows, resume, write_json
+from tables import model_table
+from torch import Tensor, nn
 
-BATCH, SEQ, VOCABULARY = 8, 2048, 50304
+from fp8pass.demo.train import Meter, free_memory
+from fp8pass.optim import AdamW, attach
+
 WARM_UP, TIMED = 4, 8
-VARIANTS: dict[str, Variant] = {
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama, its batch, and whether its layers are compiled each alone."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    batch: int
+    seq: int
+    per_block: bool
+
+
+MODELS = {
+    "1B": Size(2048, 8192, 16, 32, 8, 50304, batch=8, seq=2048, per_block=False),
+    "7B": Size(4096, 11008, 32, 32, 32, 32000, batch=2, seq=2048, per_block=True),
+}
+TINY = {
+    name: Size(128, 256, 2, 2, 2, 256, batch=2, seq=32, per_block=size.per_block)
+    for name, size in MODELS.items()
+}
+
+COMPILED: dict[str, Compile] = {
     "bf16 compile": lambda m: torch.compile(m),  # type: ignore[dict-item, return-value]
     "torchao tensorwise": torchao("tensorwise"),
     "fp8pass coat": with_fp8pass(),
 }
 
 
+def torchao_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
+    """torchao's 8-bit states, weights rounded stochastically."""
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(model.parameters(), lr=LEARNING_RATE, bf16_stochastic_round=True)
+
+
+def fp8pass_adamw(model: nn.Module) -> AdamW:
+    """FP8 states, weights rounded stochastically."""
+    return AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+@contextmanager
+def fp8pass_attached(model: nn.Module) -> Iterator[AdamW]:
+    """The same, in the backward: the step that follows it finds nothing to do."""
+    attached = attach(model, fp8pass_adamw(model))
+    try:
+        yield attached.optimizer
+    finally:
+        # Python does not see that parameters hold the hooks, which hold the parameters.
+        attached.detach()
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], AbstractContextManager[torch.optim.Optimizer]]] = {
+    "AdamW": lambda m: nullcontext(torch.optim.AdamW(m.parameters(), LEARNING_RATE, fused=True)),
+    "torchao AdamW8bit": lambda m: nullcontext(torchao_adamw8bit(m)),
+    "fp8pass AdamW": lambda m: nullcontext(fp8pass_adamw(m)),
+    "fp8pass attach": fp8pass_attached,
+}
+
+VARIANTS = {
+    f"{compiled} + {optimizer}": (compiled, optimizer)
+    for compiled, optimizer in (
+        ("bf16 compile", "AdamW"),
+        ("torchao tensorwise", "AdamW"),
+        ("torchao tensorwise", "torchao AdamW8bit"),
+        ("fp8pass coat", "AdamW"),
+        ("fp8pass coat", "fp8pass AdamW"),
+        ("fp8pass coat", "fp8pass attach"),
+    )
+}
+
+
 @dataclass
 class Result:
-    """One variant; `loss` is that of the last step."""
+    """One variant of one model; see the module's docstring."""
 
+    model: str
     variant: str
-    first_step_s: float
-    tokens_per_second: float
-    peak_bytes: int
-    loss: float
+    optimizer: str
+    first_step_s: float | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: int | None = None
+    loss: float | None = None
+    error: str | None = None
 
 
-def measure(name: str, compile_model: Variant) -> Result:
-    """Train one variant from scratch."""
-    torch.manual_seed(0)
+def new_llama(size: Size, device: torch.device) -> Any:
+    """A Llama in BF16, initialized on the device."""
     config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=SEQ,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=size.seq,
     )
-    llama: Any = transformers.LlamaForCausalLM(config)
-    model = compile_model(llama.to("cuda", torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(VOCABULARY, (BATCH, SEQ), device="cuda")
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-    def steps(count: int) -> tuple[float, float]:
-        start = time.perf_counter()
-        for _ in range(count):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        final = loss.item()  # waits for the GPU
-        return time.perf_counter() - start, final
 
-    first, _ = steps(1)
-    steps(WARM_UP - 1)
-    torch.cuda.reset_peak_memory_stats()
-    seconds, loss = steps(TIMED)
-    speed = BATCH * SEQ * TIMED / seconds
-    return Result(name, first, speed, torch.cuda.max_memory_allocated(), loss)
+def compile_blocks(llama: Any, compile_module: Compile) -> Any:
+    """Compile each layer alone, and the loss."""
+    layers = llama.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = compile_module(layer)
+    llama.loss_function = torch.compile(llama.loss_function)
+    return llama
+
+
+def measure(size: Size, compiled: str, optimizer: str, device: torch.device) -> dict[str, Any]:
+    """Train one variant from scratch; what a `Result` says of it."""
+    torch.manual_seed(0)
+    llama, compile_module = new_llama(size, device), COMPILED[compiled]
+    model = compile_blocks(llama, compile_module) if size.per_block else compile_module(llama)
+    ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
+    with OPTIMIZERS[optimizer](model) as update:
+        return train(model, update, ids)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, Any]:
+    """Train on one batch and measure it."""
+    losses = []
+
+    def step() -> None:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    (first,) = step_seconds(step, 1, ids.device)
+    step_seconds(step, WARM_UP - 1, ids.device)
+    meter = Meter(ids.device)
+    seconds = statistics.median(step_seconds(step, TIMED, ids.device))
+    _, peak = meter.read()
+    return {
+        "first_step_s": first,
+        "tokens_per_second": ids.numel() / seconds,
+        "peak_bytes": peak,
+        "loss": losses[-1].item(),
+    }
+
+
+def step_seconds(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
+    """Seconds of each step; a GPU does not wait between them."""
+    marks = [_mark(device)]
+    for _ in range(count):
+        step()
+        marks.append(_mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+    return [end - start for start, end in pairwise(marks)]
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def attempt(name: str, size: Size, variant: str, device: torch.device) -> Result:
+    """A result, or the error in its place; what either held is free again."""
+    pair = VARIANTS[variant]
+    try:
+        return Result(name, *pair, **measure(size, *pair, device))
+    except Exception as error:  # out of memory, a missing peer: the others go on
+        return Result(name, *pair, error=f"{type(error).__name__}: {error}")
+    finally:
+        free_memory()
 
 
 def main() -> None:
-    """Measure every variant, one after the other."""
-    results = []
-    for name, compile_model in VARIANTS.items():
-        torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        results.append(measure(name, compile_model))
-        print(results[-1], file=sys.stderr, flush=True)
-    rows = [{k: str(v) for k, v in asdict(r).items()} for r in results]
-    print_table("Llama 1.2B, training", rows)
-    out = Path(__file__).parent / "results/model.json"
-    write_json(out, {**environment(), "results": [asdict(r) for r in results]})
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
+    default = Path(__file__).parent / "results/model.json"
+    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not args.tiny:
+        sys.exit("These models need an NVIDIA GPU; --tiny runs on the CPU.")
+    sizes = TINY if args.tiny else MODELS
+    settings = {
+        "models": {name: asdict(size) for name, size in sizes.items()},
+        "warm_up": WARM_UP,
+        "timed": TIMED,
+    }
+    record = resume(args.out, settings, again=args.again)
+    keys = ("model", "variant", "optimizer")
+    done = {tuple(r[k] for k in keys) for r in record["results"] if not r["error"]}
+    for name, variant in [(n, v) for n in args.models for v in args.variants]:
+        if (name, *VARIANTS[variant]) in done:
+            continue
+        result = attempt(name, sizes[name], variant, device)
+        print(result, file=sys.stderr, flush=True)
+        merge(record, asdict(result), keys)
+        write_json(args.out, record)
+    print_rows("whole Llamas, training", model_table(record))
 
 
 if __name__ == "__main__":

@@ -62,18 +62,16 @@ def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...])
 
 def print_table(title: str, rows: list[dict[str, str]]) -> None:
     """Print rows of the same keys."""
-    table = Table(title=title)
-    for key in rows[0]:
-        table.add_column(key)
-    for row in rows:
-        table.add_row(*row.values())
-    Console(width=180).print(table)
+    print_rows(title, [list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def print_rows(title: str, rows: list[list[str]]) -> None:
     """Print a table of tables.py, whose first row is the header."""
     header, *body = rows
-    print_table(title, [dict(zip(header, row, strict=True)) for row in body])
+    table = Table(*header, title=title)
+    for row in body:
+        table.add_row(*row)
+    Console(width=180).print(table)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -60,21 +60,39 @@ def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def model_table(data: dict[str, Any]) -> list[list[str]]:
-    """A whole model: speed and peak memory."""
-    rows = [["", "tokens/s", "× torchao", "peak GiB", "× torchao", "loss after 12 steps"]]
-    base = next(r for r in data["results"] if r["variant"] == BASELINE)
-    for r in data["results"]:
-        rows.append(
-            [
-                r["variant"],
-                f"{r['tokens_per_second']:,.0f}",
-                f"{r['tokens_per_second'] / base['tokens_per_second']:.3f}",
-                f"{r['peak_bytes'] / 2**30:.1f}",
-                f"{r['peak_bytes'] / base['peak_bytes']:.3f}",
-                f"{r['loss']:.4f}",
-            ]
-        )
+    """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
+    steps = data["settings"]["warm_up"] + data["settings"]["timed"]
+    versus = "× torchao"
+    header = ["", "optimizer", "tokens/s", versus, "peak GiB", versus, f"loss after {steps} steps"]
+    rows = [header]
+    for model in sorted({r["model"] for r in data["results"]}):
+        results = [r for r in data["results"] if r["model"] == model]
+        base: dict[str, Any] = next((r for r in results if _is_model_baseline(r)), {})
+        rows.append([f"**{model}**", *[""] * (len(header) - 1)])
+        for r in results:
+            rows.append([r["variant"], r["optimizer"], *_model_cells(r, base)])
     return rows
+
+
+def _is_model_baseline(result: dict[str, Any]) -> bool:
+    return result["variant"] == BASELINE and result["optimizer"] == "AdamW" and not result["error"]
+
+
+def _model_cells(result: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    if result["error"]:
+        return [result["error"].splitlines()[0], *[""] * 4]
+
+    def ratio(key: str) -> str:
+        return f"{result[key] / base[key]:.3f}" if base.get(key) else ""
+
+    peak = result["peak_bytes"]
+    return [
+        f"{result['tokens_per_second']:,.0f}",
+        ratio("tokens_per_second"),
+        f"{peak / 2**30:.1f}" if peak else "",
+        ratio("peak_bytes"),
+        f"{result['loss']:.4f}",
+    ]
 
 
 def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list[str]]:

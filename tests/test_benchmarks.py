@@ -1,0 +1,109 @@
+"""The benchmark of whole models runs, small and on the CPU, and its table says what it found."""
+
+import importlib
+import json
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+OURS = "fp8pass coat + fp8pass attach"
+PEERS = "torchao tensorwise + torchao AdamW8bit"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """The module benchmarks/model.py, where torchao is not installed."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    module = importlib.import_module("model")
+    # Inductor would take most of the time, and is not what is tested.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setitem(module.COMPILED, "fp8pass coat", module.with_fp8pass(compiler="eager"))
+    return module
+
+
+def run(benchmark, monkeypatch, out, *options):
+    monkeypatch.setattr(sys, "argv", ["model.py", "--tiny", "--out", str(out), *options])
+    benchmark.main()
+    return json.loads(out.read_text())
+
+
+def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monkeypatch, tmp_path):
+    out = tmp_path / "model.json"
+    record = run(benchmark, monkeypatch, out, "--variants", OURS, PEERS)
+    results = {(r["model"], r["variant"]): r for r in record["results"]}
+    assert len(results) == 4
+    for model in benchmark.MODELS:
+        ours = results[model, "fp8pass coat"]
+        assert ours["error"] is None
+        assert ours["tokens_per_second"] > 0
+        assert ours["loss"] < 5.5  # log 256 is that of a new model
+        assert "torchao" in results[model, "torchao tensorwise"]["error"]
+    # What is done is not done again, what failed is.
+    monkeypatch.setattr(benchmark, "measure", lambda *_: {"loss": 1.0, "tokens_per_second": 2.0})
+    again = run(benchmark, monkeypatch, out, "--variants", OURS, PEERS)
+    assert len(again["results"]) == 4
+    assert [r["loss"] for r in again["results"] if r["variant"] == "torchao tensorwise"] == [1, 1]
+    ours = [r for r in record["results"] if r["variant"] == "fp8pass coat"]
+    assert [r for r in again["results"] if r["variant"] == "fp8pass coat"] == ours
+
+
+def test_blocks_share_code(benchmark):
+    torch._dynamo.utils.counters.clear()
+    benchmark.measure(benchmark.TINY["7B"], *benchmark.VARIANTS[OURS], torch.device("cpu"))
+    # All layers are one graph, and the loss is another.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("variant", [OURS, PEERS])
+def test_nothing_of_a_variant_is_left_to_the_next(benchmark, monkeypatch, variant):
+    made = []
+    new_llama = benchmark.new_llama
+
+    def spied(*args):
+        llama = new_llama(*args)
+        made.extend(weakref.ref(p) for p in llama.parameters())
+        return llama
+
+    monkeypatch.setattr(benchmark, "new_llama", spied)
+    result = benchmark.attempt("7B", benchmark.TINY["7B"], variant, torch.device("cpu"))
+    assert (result.error is None) == (variant == OURS)
+    assert made
+    assert all(p() is None for p in made)
+
+
+def test_table_compares_with_torchao_of_the_same_model(benchmark):
+    def result(model, variant, speed, peak, error=None):
+        return {
+            "model": model,
+            "variant": variant,
+            "optimizer": "AdamW",
+            "tokens_per_second": speed,
+            "peak_bytes": peak and peak << 30,
+            "loss": 0.5,
+            "error": error,
+        }
+
+    data = {
+        "settings": {"warm_up": 4, "timed": 8},
+        "results": [
+            result("7B", "torchao tensorwise", 10_000, 40),
+            result("7B", "fp8pass coat", 12_000, 30),
+            result("1B", "torchao tensorwise", None, None, error="OutOfMemoryError: full\nmore"),
+            result("1B", "fp8pass coat", 50_000, None),
+        ],
+    }
+    header, *rows = benchmark.model_table(data)
+    assert header[-1] == "loss after 12 steps"
+    assert rows == [
+        ["**1B**", *[""] * 6],
+        ["torchao tensorwise", "AdamW", "OutOfMemoryError: full", "", "", "", ""],
+        ["fp8pass coat", "AdamW", "50,000", "", "", "", "0.5000"],
+        ["**7B**", *[""] * 6],
+        ["torchao tensorwise", "AdamW", "10,000", "1.000", "40.0", "1.000", "0.5000"],
+        ["fp8pass coat", "AdamW", "12,000", "1.200", "30.0", "0.750", "0.5000"],
+    ]
