@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import io
 import math
 import pickle
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -807,6 +809,21 @@ def test_gradients_add_up_in_bytes(buffer):
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         total = optimizer.state[p]["exp_avg"] / 0.1
         assert ((total - q.grad).norm() / q.grad.norm()).item() < error
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_attached_optimizers_live_as_long_as_their_models(accumulate):
+    """Nobody else need hold the optimizer, and nothing holds the parameters."""
+    model = nn.Linear(4, 4)
+    attach(model, AdamW(model.parameters(), lr=0.1), accumulate=accumulate)
+    before, alive = model.weight.detach().clone(), weakref.ref(model.weight)
+    gc.collect()
+    for _ in range(accumulate):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not torch.equal(model.weight, before)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_attached_optimizers_follow_schedules_and_checkpoints():

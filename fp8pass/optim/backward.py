@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,13 @@ class Attached:
             handle.remove()
         self._handles.clear()
         self.accumulated.clear()
+        for model in [m for m, attached in _ATTACHED.items() if attached is self]:
+            del _ATTACHED[model]
+
+
+# Keeps optimizers as long as their models. Hooks cannot: the garbage collector does not see what
+# they hold, and a parameter whose hook leads back to it would never be freed.
+_ATTACHED: WeakKeyDictionary[nn.Module, Attached] = WeakKeyDictionary()
 
 
 def attach(
@@ -112,11 +120,13 @@ def attach(
         accumulated |= {p: Accumulated(format) for p in trained.values()}
     handles = []
     for parameter in trained.values():
-        hook: Callable[..., None] = partial(_step, optimizer, groups[parameter])
+        hook: Callable[..., None] = partial(_step, ref(optimizer), groups[parameter])
         if accumulate > 1:
             hook = partial(_accumulate, hook, accumulated[parameter], accumulate)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    return Attached(optimizer, accumulated, handles)
+    attached = Attached(optimizer, accumulated, handles)
+    _ATTACHED[model] = attached
+    return attached
 
 
 def _check_nothing_reduces_later(model: nn.Module) -> None:
@@ -133,7 +143,10 @@ def _check_nothing_reduces_later(model: nn.Module) -> None:
             )
 
 
-def _step(optimizer: AdamW, group: int, parameter: Tensor) -> None:
+def _step(attached: ref[AdamW], group: int, parameter: Tensor) -> None:
+    optimizer = attached()
+    if optimizer is None:  # and so is the model
+        return
     optimizer.update(optimizer.param_groups[group], [parameter])
     parameter.grad = None
 
