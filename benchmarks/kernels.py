@@ -3,10 +3,10 @@
     python benchmarks/kernels.py                    the cases of layer.py, needs a GPU
     python benchmarks/kernels.py --cases h4096      one of them
 
-One decoder layer, forward + backward, recipe coat, profiled over some steps, with the kernels of
-`codegen/` and with Inductor's generated code only. For each kernel: calls and milliseconds a step,
-and for those that move memory the bytes of their arguments (read or written once, in place twice)
-over the time, as a share of what a large copy reaches in the same run. GEMMs
+Decoder layers, forward + backward, profiled over some steps: recipe coat with the kernels of
+`codegen/`, with Inductor's generated code only, and the peer. For each kernel: calls and
+milliseconds a step, and for those that move memory the bytes of their arguments (read or written
+once, in place twice) over the time, as a share of what a large copy reaches in the same run. GEMMs
 together are compared with the FP8 rate of one large product, attention with its FLOPs. The floor
 is GEMMs and attention as they ran, and the bytes of all else at copy bandwidth; what is left of the
 step is what better kernels, or fewer of them, could win.
@@ -20,14 +20,14 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from layer import CASES, Case, Subject, median_ms, with_fp8pass
+from layer import CASES, Case, Subject, Variant, median_ms, torchao, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import environment, print_rows, write_json
 from tables import kernels_table
@@ -66,10 +66,11 @@ class Limits:
 
 @dataclass
 class Breakdown:
-    """One case; milliseconds are those of a step."""
+    """One case; milliseconds are those of a step, `idle_ms` those between kernels."""
 
     case: str
     step_ms: float
+    idle_ms: float
     gemm_flops: float
     attention_flops: float
     kernels: list[Kernel]
@@ -140,8 +141,8 @@ def flops_of(subject: Subject) -> tuple[float, float]:
     return sum(by_operator.values()) - attention, attention
 
 
-def profile(case: Case, rounds: int) -> Breakdown:
-    """Profile one case."""
+def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
+    """Profile one case, compiled in one way."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Stack(case.layers, case.hidden, case.heads, case.ffn).to("cuda", torch.bfloat16)
@@ -150,7 +151,7 @@ def profile(case: Case, rounds: int) -> Breakdown:
     inputs = x.requires_grad_(), *rope_tables(case.seq, case.hidden // case.heads, x.device)
     grad = torch.randn_like(x)
     flops = flops_of(Subject(model, inputs, grad))
-    subject = Subject(with_fp8pass()(model), inputs, grad)
+    subject = Subject(compile_model(model), inputs, grad)
     for _ in range(3):
         subject.step()
         subject.clear()
@@ -176,13 +177,25 @@ def profile(case: Case, rounds: int) -> Breakdown:
         if event.self_device_time_total
     ]
     kernels.sort(key=lambda k: -k.ms)
-    return Breakdown(case.name, step_ms, *flops, kernels)
+    return Breakdown(case.name, step_ms, idle_ms(profiler) / STEPS, *flops, kernels)
+
+
+def idle_ms(profiler: torch.profiler.profile) -> float:
+    """Milliseconds between the first and the last kernel in which none ran."""
+    cuda = torch.autograd.DeviceType.CUDA
+    ran = [e.time_range for e in profiler.events() or () if e.device_type == cuda]
+    idle, until = 0.0, None
+    for interval in sorted(ran, key=lambda x: x.start):
+        if until is not None:
+            idle += max(0.0, interval.start - until)
+        until = interval.end if until is None else max(until, interval.end)
+    return idle / 1e3
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES if c.layers == 1])
+    parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/kernels.json")
     args = parser.parse_args()
@@ -191,11 +204,15 @@ def main() -> None:
     limits = measure_limits()
     results = []
     for case in (c for c in CASES if c.name in args.cases):
-        results.append(profile(case, args.rounds))
+        results.append(profile(case, with_fp8pass(), args.rounds))
         with patch.dict(os.environ, FP8PASS_DISABLE_KERNELS=",".join(KERNELS)):
-            generated = profile(case, args.rounds)
+            generated = profile(case, with_fp8pass(), args.rounds)
         generated.case += ", generated code only"
         results.append(generated)
+        with suppress(ImportError):
+            peer = profile(case, torchao("tensorwise"), args.rounds)
+            peer.case += ", torchao tensorwise"
+            results.append(peer)
     record = {
         **environment(),
         "limits": asdict(limits),
