@@ -233,8 +233,8 @@ from triton.compiler import ASTSource
 from fp8pass.optim.kernel import NUM_WARPS, kernel
 from fp8pass.optim.options import Storage
 
-POINTERS = {"tables": "i64", "sizes": "i64", "numbers": "i32", "parameter_of": "i32",
-            "first_chunk": "i32"}
+POINTERS = {"tables": "i64", "gradients": "i64", "sizes": "i64", "numbers": "i32",
+            "parameter_of": "i32", "first_chunk": "i32"}
 NUMBERS = {"count": "i32", "seed": "i32", "complement1": "fp32", "beta2": "fp32",
            "complement2": "fp32", "eps": "fp32", "ALIGNED": "constexpr"}
 for first, second, weights in [
