@@ -117,8 +117,10 @@ def folded(x, FACTOR: tl.constexpr):
 @triton.jit
 def random_bits(key, element):
     x = (key ^ (element >> 1)).to(tl.uint32, bitcast=True)
-    x = folded(folded(x, {folds[0]}), {folds[1]}).to(tl.int32, bitcast=True)
-    return tl.where((element & 1) == 0, x, x * {successor})
+    x = folded(folded(x, {folds[0]}), {folds[1]})
+    successor = x * {successor}
+    x = tl.where((element & 1) == 0, x, successor >> 16 | successor << 16)
+    return x.to(tl.int32, bitcast=True)
 
 
 # Zero times a number hides none that is not finite, whose bits the sum may spoil.
@@ -302,7 +304,7 @@ class Writer:
             first=FIRST_FACTOR,
             second=SECOND_FACTOR,
             folds=FOLDED_FACTORS,
-            successor=SUCCESSOR_FACTOR - (1 << 32),
+            successor=SUCCESSOR_FACTOR,
         )
         body = textwrap.indent("\n".join(self.lines), "    ")
         return (
