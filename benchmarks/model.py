@@ -35,7 +35,7 @@ import torch
 import transformers
 from layer import Variant as Compile
 from layer import torchao, with_fp8pass
-from report import merge, print_rows, resume, write_json
+from report import merge, print_rows, resume, use_expandable_segments, write_json
 from tables import model_table
 from torch import Tensor, nn
 
@@ -233,6 +233,7 @@ def main() -> None:
     default = Path(__file__).parent / "results/model.json"
     parser.add_argument("--out", type=Path, default=default, help="results to add to")
     args = parser.parse_args()
+    use_expandable_segments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not args.tiny:
         sys.exit("These models need an NVIDIA GPU; --tiny runs on the CPU.")

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from convergence import MODEL, TINY, corpus, train
 from kernels import busiest_ms
-from report import environment, merge, print_rows, resume, write_json
+from report import environment, merge, print_rows, resume, use_expandable_segments, write_json
 from tables import optimizer_convergence_table, optimizer_errors_table, optimizer_speed_table
 from torch import Tensor, nn
 
@@ -297,6 +297,7 @@ def main() -> None:
     else:
         if not torch.cuda.is_available():
             sys.exit("speed needs an NVIDIA GPU.")
+        use_expandable_segments()
         data = {**environment(), **measure_speed(args.shapes)}
         print_rows("a step of AdamW", optimizer_speed_table(data))
     write_json(out, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+
+def use_expandable_segments() -> None:
+    """Have memory allocated without gaps, as torchtitan does: a tensor of 11 MiB takes 11, not 12.
+
+    Before the first allocation on the GPU.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def environment() -> dict[str, Any]:

@@ -72,7 +72,8 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
             # The coarsest step is that of E5M2.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
-            assert off.sum() <= 1 + 0.02 * off.numel()
+            # Where a group's smallest value is what is left of two, its range is another one.
+            assert off.sum() <= 1 + 0.05 * off.numel()
 
 
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
@@ -230,11 +231,11 @@ COMPILATION = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8pass.optim.kernel import NUM_WARPS, kernel
+from fp8pass.optim.kernel import LAUNCH, kernel
 from fp8pass.optim.options import Storage
 
-POINTERS = {"tables": "i64", "sizes": "i64", "numbers": "i32", "parameter_of": "i32",
-            "first_chunk": "i32"}
+POINTERS = {"tables": "i64", "gradients": "i64", "sizes": "i64", "numbers": "i32",
+            "parameter_of": "i32", "first_chunk": "i32"}
 NUMBERS = {"count": "i32", "seed": "i32", "complement1": "fp32", "beta2": "fp32",
            "complement2": "fp32", "eps": "fp32", "ALIGNED": "constexpr"}
 for first, second, weights in [
@@ -249,14 +250,14 @@ for first, second, weights in [
         name: NUMBERS.get(name) or "*" + POINTERS.get(name, "fp32") for name in function.arg_names
     }
     source = ASTSource(function, signature, {"ALIGNED": True})
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": NUM_WARPS})
-    print(first, "ld.global.v4" in compiled.asm["ptx"], "lg2.approx.ftz" in compiled.asm["ptx"])
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
+    print(first, "cp.async.cg" in compiled.asm["ptx"], "lg2.approx.ftz" in compiled.asm["ptx"])
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_compiles_for_a_gpu(device, tmp_path):
-    """What the interpreter does not see: that the GPU's dialect compiles, and reads vectors."""
+    """What the interpreter does not see: that it compiles, and reads vectors ahead of time."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     found = subprocess.run(

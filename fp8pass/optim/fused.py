@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8pass import hardware
 from fp8pass.optim import groups
-from fp8pass.optim.kernel import CHUNK, GRADIENT, NUM_WARPS, PARAMETER, kernel, table_columns
+from fp8pass.optim.kernel import CHUNK, LAUNCH, PARAMETER, kernel, table_columns
 from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import Slot, State
 from fp8pass.optim.update import factors
@@ -75,6 +75,7 @@ class FusedUpdate:
         self.sizes = self._tensor([s.parameter.numel() for s in slots], torch.int64)
         self.numbers = self._tensor([s.number for s in slots], torch.int32)
         self.tables = self._tables(slots)
+        self.gradients = torch.zeros_like(self.sizes)
         # Replays of a CUDA graph read it again: nothing else may be written there.
         self.captured = torch.empty(
             len(slots), dtype=torch.int64, pin_memory=self.device.type == "cuda"
@@ -95,6 +96,7 @@ class FusedUpdate:
             for launch in self.launches:
                 launch.kernel[(len(launch.parameter_of),)](
                     self.tables,
+                    self.gradients,
                     self.sizes,
                     self.numbers,
                     self.steps,
@@ -111,10 +113,10 @@ class FusedUpdate:
                     1 - beta2,
                     group["eps"],
                     ALIGNED=launch.aligned and self.gradients_aligned,
-                    num_warps=NUM_WARPS,
+                    **LAUNCH,
                 )
 
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _dynamic(self, format: Any) -> tuple[Tensor, Tensor]:
@@ -124,14 +126,13 @@ class FusedUpdate:
         return groups.values_of(format, self.device), groups.boundaries(format, self.device)
 
     def _tables(self, slots: Sequence[Slot]) -> Tensor:
-        rows: dict[str, list[int]] = {GRADIENT: [0] * len(slots)}
-        rows[PARAMETER] = [s.parameter.data_ptr() for s in slots]
+        """Where each parameter and what is stored of it lie, [parameters, columns]."""
+        rows = {PARAMETER: [s.parameter.data_ptr() for s in slots]}
         for name, format in self.storage.states(slots[0].parameter.dtype).items():
             rows[name] = [s.states[name].codes.data_ptr() for s in slots]
             for part in format.parts:
                 rows[f"{name}_{part}"] = [getattr(s.states[name], part).data_ptr() for s in slots]
-        flat = [pointer for name in self.columns for pointer in rows[name]]
-        return self._tensor(flat, torch.int64).view(len(self.columns), len(slots))
+        return self._tensor([rows[name] for name in self.columns], torch.int64).t().contiguous()
 
     def _launches(self, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> list[Launch]:
         batches: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
@@ -162,7 +163,7 @@ class FusedUpdate:
         where = torch.tensor(pointers, dtype=torch.int64)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             where = self.captured.copy_(where)
-        self.tables[self.columns[GRADIENT]].copy_(where, non_blocking=True)
+        self.gradients.copy_(where, non_blocking=True)
 
     def _device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

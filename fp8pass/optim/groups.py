@@ -30,6 +30,8 @@ EXPONENT_BITS = 0x7F800000
 MIN_POWER = 0.5
 # Groups of nearly equal values need no finer codes, and larger powers amplify fp32's own errors.
 MAX_POWER = 64.0
+# Of half a format's binades, so that errors of fp32's logarithms exceed neither of its ends.
+SPARE = 2.0**-9
 
 
 class Stored(NamedTuple):
@@ -103,7 +105,7 @@ def _expansion(magnitude: Tensor, amax: Tensor, format: StateFormat) -> tuple[Te
     scale = _of_groups(((high + low) * 0.5).exp2(), amax, zero=1.0, not_finite=torch.nan)
     center = scale.float().log2()
     reach = torch.maximum(high - center, center - low)
-    power = (format.span / 2 / reach).clamp_max(MAX_POWER)
+    power = ((format.span / 2 - SPARE) / reach).clamp_max(MAX_POWER)
     truncated = (power.view(torch.int32) & BF16_BITS).view(torch.float32)
     return scale, _of_groups(truncated, amax, zero=1.0, not_finite=1.0)
 
@@ -116,12 +118,12 @@ def _of_groups(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Te
 
 def _codes(x: Tensor, format: StateFormat, noise: Tensor | None) -> Tensor:
     """The codes of `x`, already scaled."""
+    if not format.signed:
+        x = torch.where(x > 0, x.clamp_min(format.min), x)
     if noise is not None:
         binade = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
         step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
-        x = torch.where(x > 0, (x + noise * step).clamp_min(format.min), x)
-    if not format.signed:
-        x = torch.where(x > 0, x.clamp_min(format.min), x)
+        x = (x / step + (noise + 0.5)).floor() * step
     if format.values:
         return torch.bucketize(x, boundaries(format, x.device)).to(format.dtype)
     return x.clamp(-format.max, format.max).to(format.dtype).view(format.stored)

@@ -1,7 +1,8 @@
 """The Triton source of the fused update: one kernel for all parameters of a group.
 
-A program updates a chunk of one parameter: it reads codes, scales, gradient and weights once, does
-in fp32 what `update.py` does, finds the new scales of its groups in registers, and writes. Where
+A program updates a chunk of one parameter, tile by tile: it reads codes, scales, gradient and
+weights once, does in fp32 what `update.py` does, finds the new scales of its groups in registers,
+and writes. It is one warp, which waits for nobody, and asks for tiles ahead of time. Where
 everything lies it reads from tables of pointers. Formats and dtypes are written into the source;
 numbers that change between steps are read from memory, so that nothing is compiled twice and CUDA
 graphs can replay it.
@@ -20,13 +21,16 @@ from fp8pass import compat
 from fp8pass.codegen.prelude import prelude
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.formats import StateFormat
-from fp8pass.optim.groups import MAX_POWER, MIN_POWER
+from fp8pass.optim.functions import functions
+from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
 from fp8pass.optim.options import Storage
-from fp8pass.optim.rounding import FIRST_FACTOR, SECOND_FACTOR
 
-# Elements of a program.
-CHUNK = 2048
-NUM_WARPS = 4
+# Elements of a program and of a tile, which has at least a group; tiles that are on their way.
+CHUNK = 8192
+TILE = 512
+STAGES = 3
+# What was fastest on the H200 (`benchmarks/optimizer.py`).
+LAUNCH = {"num_warps": 1, "maxnreg": 128}
 # Columns of the table of pointers, beside those of states.
 PARAMETER, GRADIENT = "parameter", "gradient"
 
@@ -39,91 +43,10 @@ _TYPES = {
     torch.uint8: "tl.uint8",
 }
 
-# What Triton makes of these takes care of denormals, or is a library function: three to twenty
-# instructions for one, and the update would wait for them instead of for memory. The hardware's
-# own are off by 2^-22. Triton's interpreter has no assembly.
-_FAST = {
-    "log2": "lg2.approx.ftz.f32",
-    "exp2": "ex2.approx.ftz.f32",
-    "root": "sqrt.approx.ftz.f32",
-    "reciprocal": "rcp.approx.ftz.f32",
-}
-_ASSEMBLY = """tl.inline_asm_elementwise(
-        "{} $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )"""
-_INTERPRETED = {
-    "log2": "tl.log2(x)",
-    "exp2": "tl.exp2(x)",
-    "root": "tl.sqrt(x)",
-    "reciprocal": "1.0 / x",
-}
-_FUNCTION = """
-@triton.jit
-def {name}(x):
-    return {value}
-
-"""
-
-_HELPERS = """
-@triton.jit
-def mix(x):
-    x = (x ^ (x >> 16 & 0xFFFF)) * {first}
-    x = (x ^ (x >> 15 & 0x1FFFF)) * {second}
-    return x ^ (x >> 16 & 0xFFFF)
-
-
-@triton.jit
-def stochastic(x, bits):
-    rounded = x.to(tl.int32, bitcast=True) + (bits & 0xFFFF) & -65536
-    return tl.where(tl.abs(x) < float("inf"), rounded.to(tl.float32, bitcast=True), x)
-
-
-@triton.jit
-def dithered(x, bits, PER_BINADE: tl.constexpr, LEAST: tl.constexpr):
-    noise = (bits >> 9 & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
-    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    moved = x + noise * tl.maximum(binade * PER_BINADE, LEAST)
-    return tl.where(x > 0, largest(moved, LEAST), x)
-
-
-# Positive numbers are ordered as their bits are, with NaN above infinity.
-@triton.jit
-def largest_of(x):
-    return tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def smallest_of(x):
-    return tl.min(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def rounded_up(x):
-    return (x.to(tl.int32, bitcast=True) + 0xFFFF & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def of_groups(x, amax, not_finite):
-    return tl.where(amax == 0, 1.0, tl.where(amax < float("inf"), x, not_finite))
-
-
-@triton.jit
-def with_sign(x, of):
-    signs = of.to(tl.int32, bitcast=True) & -2147483648
-    return (x.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
-    pointer = tl.load(table).to(tl.pointer_type(ELEMENT))
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
-
-"""
-
 _KERNEL = """
 @triton.jit(do_not_specialize=["count", "seed"])
 def adamw(
-    tables, sizes, numbers, steps, factors, control, parameter_of, first_chunk,
+    tables, gradients, sizes, numbers, steps, factors, control, parameter_of, first_chunk,
     exp_avg_values, exp_avg_bounds, exp_avg_sq_values, exp_avg_sq_bounds,
     count, seed, complement1, beta2, complement2, eps, ALIGNED: tl.constexpr,
 ):
@@ -134,31 +57,51 @@ def adamw(
     size = tl.load(sizes + number)
     if ALIGNED:
         size = tl.multiple_of(size, 16)
-    row = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {rows} + tl.arange(0, {rows})
-    element = row[:, None] * {group} + tl.arange(0, {group})[None, :]
-    there = element < size
-    any_there = row * {group} < size
-    table = tables + number
+    begin = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {chunk}
+    row = tl.arange(0, {rows})
+    in_tile = row[:, None] * {group} + tl.arange(0, {group})[None, :]
+    table = tables + number * {columns}
+    beta1 = 1.0 - complement1
+{before}
+    left = tl.minimum(size - begin, {chunk}).to(tl.int32)
+    if ALIGNED:
+        left = tl.multiple_of(left, 16)
+    for first in tl.range(0, left, {tile}, num_stages={stages}):
+        place = first + in_tile
+        there = place < left
+        group = first // {group} + row
+        any_there = group * {group} < left
 {body}
 """
 
-_UPDATE = """
-gradient = gradient * tl.load(control)
-exp_avg = exp_avg + complement1 * (gradient - exp_avg)
-exp_avg_sq = exp_avg_sq * beta2 + complement2 * gradient * gradient
+_NUMBERS = """
+of_first = tl.load(control) * complement1
+of_second = tl.load(control) * root(complement2)
 decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
 correction = tl.load(factors + 2 * count + number)
-step = rate * (exp_avg * reciprocal(root(exp_avg_sq) * correction + eps))
-{weights} = {weights} * decay - step
+# What is divided by has a product of two that is not zero.
+least = tl.maximum(eps, {least!r})
+"""
+_KEY = (
+    "key = mix(mix(mix(seed) + tl.load(numbers + number)) + tl.load(steps + number).to(tl.int32))"
+)
+_DRAW = "bits = random_bits(key, begin.to(tl.int32) + place)"
+
+_UPDATE = """
+exp_avg = exp_avg + of_first * gradient
+scaled = of_second * gradient
+exp_avg_sq = exp_avg_sq + scaled * scaled
+step = exp_avg * reciprocals(root(exp_avg_sq) * correction + least)
+{weights} = {weights} * decay - rate * step
 """
 
-_READ_SCALE = "{x}_scale = tl.load({x}_scale_at, any_there, other=1.0).to(tl.float32)"
+_READ_SCALE = "{x}_scale = tl.load({x}_scale_at, any_there, other=1.0).to(tl.float32){decay}"
 # scale · (code / middle)^(1/k), with all that a group shares in the exponent.
 _ROOT = """
 {x}_inverse = reciprocal(tl.load({x}_power_at, any_there, other=1.0).to(tl.float32))
 {x}_offset = log2({x}_scale) - {x}_inverse * {log2_middle!r}
-{x}_root = exp2(log2(tl.abs({x})) * {x}_inverse[:, None] + {x}_offset[:, None])
+{x}_root = exp2(log2({x}) * {x}_inverse[:, None] + {x}_offset[:, None])
 """
 
 # Numbers below fp32's normal ones do not count, and are zero in a group of their like.
@@ -168,28 +111,32 @@ _AMAX = """
 """
 _PLAIN_SCALE = """
 {x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
-{x}_scale = of_groups({x}_scale, {x}_amax, float("nan"))
+{x}_scale = of_groups({x}_scale, {x}_amax, 0.0, float("nan"))
 {x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale))[:, None]
 """
-# middle · (|x| / scale)^k likewise.
+# middle · (|x| / scale)^k likewise. The log of zero is in no minimum: it times zero is NaN.
 _EXPANSION = """
-{x}_high = log2({x}_amax)
-{x}_low = smallest_of(tl.where(tl.abs({x}) < {tiny!r}, float("inf"), tl.abs({x})))
-{x}_low = largest(log2({x}_low), {x}_high - {longest!r})
-{x}_scale = of_groups(exp2(({x}_high + {x}_low) * 0.5), {x}_amax, float("nan"))
+{x}_log = log2({x})
+{x}_high = tl.reduce({x}_log, 1, largest)
+{x}_finite = {x}_log * 0.0 + {x}_log
+{x}_low = largest(tl.min({x}_finite, 1), {x}_high - {longest!r})
+{x}_scale = exp2(({x}_high + {x}_low) * 0.5)
+{x}_scale = of_groups({x}_scale, {x}_high, float("-inf"), float("nan"))
 {x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
 {x}_center = log2({x}_scale)
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
-{x}_power = of_groups({x}_power, {x}_amax, 1.0)
-{x}_offset = {log2_middle!r} - {x}_power * {x}_center
-{x}_offset = tl.where({x}_amax == 0, float("-inf"), {x}_offset)
-{x}_coded = exp2(log2(tl.abs({x})) * {x}_power[:, None] + {x}_offset[:, None])
+{x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
+{x}_offset = ({log2_middle!r} - {x}_power * {x}_center)[:, None]
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
-_DRAW = """
-key = mix(mix(mix(seed) + tl.load(numbers + number)) + tl.load(steps + number).to(tl.int32))
-bits = mix(element.to(tl.int32) ^ key)
+_SIGNED_CODES = (
+    "{x}_coded = with_sign(exp2({x}_log * {x}_power[:, None] + {x}_offset), bits_of({x}))"
+)
+# Zero remains NaN, and nothing else becomes zero.
+_UNSIGNED_CODES = """
+{x}_coded = {x}_finite * {x}_power[:, None] + {x}_offset
+{x}_coded = exp2(largest({x}_coded, {log2_min!r}))
 """
 _SEARCH = """
 {x}_code = tl.zeros({x}_coded.shape, tl.int32)
@@ -198,6 +145,11 @@ for bit in tl.static_range(8):
     {x}_code = tl.where(tl.load({x}_bounds + {x}_probe - 1) < {x}_coded, {x}_probe, {x}_code)
 tl.store({x}_at, {x}_code.to(tl.uint8), there)
 """
+
+# What a state is multiplied with as it is read.
+_DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
+# What is added to roots at least: the product of two denominators is a normal number.
+SMALLEST_ADDEND = 2.0**-62
 
 
 class Writer:
@@ -210,6 +162,7 @@ class Writer:
         self.stochastic = storage.rounds_weights(parameter)
         self.draws = self.stochastic or storage.second.dithers
         self.group_size = storage.group_size
+        self.before: list[str] = []
         self.lines: list[str] = []
 
     def write(self) -> str:
@@ -222,104 +175,126 @@ class Writer:
             self._read(name, format)
         if weights == PARAMETER:
             self._load(PARAMETER)
+        self.before += _NUMBERS.format(least=SMALLEST_ADDEND).strip().splitlines()
         self._add(_UPDATE, weights=weights)
         if self.draws:
-            self._add(_DRAW)
-        for name, format in self.states.items():
-            self._write_state(name, format)
+            self.before += _KEY.strip().splitlines()
+            self.lines.append(_DRAW)
+        # In the order in which the fewest registers wait: random bits are not for first moments.
         self._store_parameter(weights)
-        helpers = _functions() + _HELPERS.format(first=FIRST_FACTOR, second=SECOND_FACTOR)
-        body = textwrap.indent("\n".join(self.lines), "    ")
-        rows = CHUNK // self.group_size
-        return prelude() + helpers + _KERNEL.format(rows=rows, group=self.group_size, body=body)
+        for name, format in reversed(self.states.items()):
+            self._write_state(name, format)
+        tile = max(TILE, self.group_size)
+        kernel = _KERNEL.format(
+            chunk=CHUNK,
+            tile=tile,
+            stages=STAGES,
+            rows=tile // self.group_size,
+            group=self.group_size,
+            columns=len(self.columns),
+            before=textwrap.indent("\n".join(self.before), " " * 4),
+            body=textwrap.indent("\n".join(self.lines), " " * 8),
+        )
+        return prelude() + functions() + kernel
 
     def _add(self, template: str, **names: Any) -> None:
         self.lines += template.format(**names).strip().splitlines()
 
     def _locate(self, name: str, dtype: torch.dtype) -> None:
-        where = f"table + {self.columns[name]} * count"
-        self.lines.append(f"{name}_at = address({where}, ALIGNED, {_TYPES[dtype]}) + element")
+        where = "gradients + number" if name == GRADIENT else f"table + {self.columns[name]}"
+        self.before.append(f"{name}_first = address({where}, ALIGNED, {_TYPES[dtype]}) + begin")
+        self.lines.append(f"{name}_at = {name}_first + place")
 
     def _load(self, name: str) -> None:
-        self.lines.append(f"{name} = tl.load({name}_at, there, other=0.0).to(tl.float32)")
+        value = f"tl.load({name}_at, there, other=0.0)"
+        bf16 = self.dtypes.get(name) == torch.bfloat16
+        value = f"widened({value})" if bf16 else f"{value}.to(tl.float32)"
+        self.lines.append(f"{name} = {value}")
 
     def _read(self, x: str, format: StateFormat) -> None:
-        self._locate(x, format.dtype)
+        """A state, and a moment times its beta."""
+        self._locate(x, format.stored)
+        decay = _DECAYS[x]
         if not format.grouped:
             self._load(x)
+            self.lines.append(f"{x} = {x}{decay}")
             return
-        if format.values:
-            codes = f"tl.load({x}_at, there, other=0).to(tl.int32)"
-            self.lines.append(f"{x} = tl.where(there, tl.load({x}_values + {codes}), 0.0)")
-        else:
-            self._load(x)
         for part in format.parts:
-            where = f"table + {self.columns[f'{x}_{part}']} * count"
-            self.lines.append(f"{x}_{part}_at = address({where}, False, tl.bfloat16) + row")
-        self._add(_READ_SCALE, x=x)
-        if format.expands:
-            self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
-            root = f"with_sign({x}_root, {x})" if format.signed else f"{x}_root"
-            self.lines.append(f"{x} = {root}")
+            where = f"table + {self.columns[f'{x}_{part}']}"
+            first = f"address({where}, False, tl.bfloat16) + begin // {self.group_size}"
+            self.before.append(f"{x}_{part}_first = {first}")
+            self.lines.append(f"{x}_{part}_at = {x}_{part}_first + group")
+        self._add(_READ_SCALE, x=x, decay=decay)
+        codes = f"tl.load({x}_at, there, other={format.zero})"
+        if format.values:
+            value = f"tl.load({x}_values + {codes}.to(tl.int32))"
         else:
+            value = f"{codes}.to({_TYPES[format.dtype]}, bitcast=True).to(tl.float32)"
+        self.lines.append(f"{x} = {value}")
+        if not format.expands:
             self.lines.append(f"{x} = {x} * {x}_scale[:, None]")
+            return
+        self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
+        root = f"with_sign({x}_root, bits_of({x}))" if format.signed else f"{x}_root"
+        self.lines.append(f"{x} = {root}")
 
     def _write_state(self, x: str, format: StateFormat) -> None:
         if not format.grouped:
             self._store(x, x, format.dtype)
             return
-        self._add(_AMAX, x=x, tiny=SMALLEST_SCALE)
         numbers = {
             "per_max": 1 / format.max,
             "tiny": SMALLEST_SCALE,
             "log2_middle": math.log2(format.middle),
-            "half_span": format.span / 2,
+            "log2_min": math.log2(format.min),
+            "half_span": format.span / 2 - SPARE,
             "longest": format.span / MIN_POWER,
             "max_power": MAX_POWER,
         }
-        self._add(_EXPANSION if format.expands else _PLAIN_SCALE, x=x, **numbers)
-        if format.expands and format.signed:
-            self.lines.append(f"{x}_coded = with_sign({x}_coded, {x})")
-        self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
-        if format.dithers:
-            widths = f"{2.0**-format.mantissa!r}, {format.min!r}"
-            self.lines.append(f"{x}_coded = dithered({x}_coded, bits, {widths})")
-            if format.dtype == torch.float16:  # conversions to FP8 saturate
+        if format.expands:
+            self._add(_EXPANSION, x=x, **numbers)
+            self._add(_SIGNED_CODES if format.signed else _UNSIGNED_CODES, x=x, **numbers)
+        else:
+            self._add(_AMAX + _PLAIN_SCALE, x=x, **numbers)
+            if not format.signed:
                 self.lines.append(f"{x}_coded = smallest({x}_coded, {format.max!r})")
-        elif not format.signed:
-            least = f"largest({x}_coded, {format.min!r})"
-            self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
+                least = f"largest({x}_coded, {format.min!r})"
+                self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
+        self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
         if format.values:
             self._add(_SEARCH, x=x)
-            return
-        # Nothing that is rounded to nearest exceeds the largest code.
-        self._store(x, f"{x}_coded", format.dtype)
+        elif format.dithers:
+            code = f"dithered({x}_coded, bits, {_alignment(format)})"
+            bits = f"tl.uint{8 * format.dtype.itemsize}"
+            self._store(x, f"{code}.to({bits})", format.stored, bitcast=True)
+        else:
+            # Nothing that is rounded to nearest exceeds the largest code.
+            code = f"{x}_coded.to({_TYPES[format.dtype]})"
+            self._store(x, code, format.stored, bitcast=True)
 
     def _store_parameter(self, weights: str) -> None:
-        if self.stochastic:
-            self.lines.append(f"{weights} = stochastic({weights}, bits)")
-        self._store(PARAMETER, weights, self.dtypes[PARAMETER])
+        value = f"stochastic({weights}, bits)" if self.stochastic else weights
+        self._store(PARAMETER, value, self.dtypes[PARAMETER])
 
-    def _store(self, name: str, value: str, dtype: torch.dtype) -> None:
-        self.lines.append(f"tl.store({name}_at, {value}.to({_TYPES[dtype]}), there)")
+    def _store(self, name: str, value: str, dtype: torch.dtype, *, bitcast: bool = False) -> None:
+        value = f"{value}.to({_TYPES[dtype]}, bitcast={bitcast})"
+        self.lines.append(f"tl.store({name}_at, {value}, there)")
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
     """What the table of pointers has of each parameter, and in which column."""
-    names = [PARAMETER, GRADIENT]
+    names = [PARAMETER]
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]
     return {name: i for i, name in enumerate(names)}
 
 
-def _functions() -> str:
-    """The functions of one number, as the GPU's instructions unless there is no GPU."""
-    import triton
-
-    values = {name: _ASSEMBLY.format(instruction) for name, instruction in _FAST.items()}
-    if triton.knobs.runtime.interpret:
-        values = _INTERPRETED
-    return "".join(_FUNCTION.format(name=name, value=value) for name, value in values.items())
+def _alignment(format: StateFormat) -> str:
+    """What makes codes of a float format the upper bits of fp32 numbers: a factor, and a shift."""
+    fp32 = torch.finfo(torch.float32)
+    smallest_normal = format.min * 2**format.mantissa
+    shift = -round(math.log2(fp32.eps)) - format.mantissa
+    return f"{fp32.tiny / smallest_normal!r}, {shift}"
 
 
 @cache

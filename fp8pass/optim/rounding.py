@@ -3,7 +3,7 @@
 A number is rounded up with the probability that keeps its expectation, so that updates far below
 its last bit add up: of BF16 weights, and of second moments in FP8. The random bits are a hash of
 seed, parameter, step and element: no state, the same on every run, whatever is updated together.
-All arithmetic is in int32, which wraps around.
+All arithmetic is in integers, which wrap around.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from fp8pass.ops import BF16_BITS
 
 # Of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# Of products of 64 bits that are folded to 32: digits of e, and a multiplier of Steele and Vigna's.
+FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
+SUCCESSOR_FACTOR = 0x915F77F5
+LOW_WORD = 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
@@ -31,8 +35,17 @@ def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
-    """Random int32 for int32 elements of parameters with a key (they broadcast)."""
-    return mix(element ^ key)
+    """Random int32 for int32 elements of parameters with a key (they broadcast).
+
+    Two neighbours share a hash: the second has it times a factor, with the halves exchanged, so
+    that the weaker lower half of the product is not for what the hash's own lower half is for.
+    """
+    x = (key ^ element >> 1).long() & LOW_WORD
+    for factor in FOLDED_FACTORS:
+        x = x * factor
+        x = (x >> 32 ^ x) & LOW_WORD
+    successor = x * SUCCESSOR_FACTOR & LOW_WORD
+    return torch.where(element & 1 == 0, x, successor >> 16 | successor << 16).int()
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:

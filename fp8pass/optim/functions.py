@@ -1,0 +1,138 @@
+"""Triton functions of the fused update, in as few instructions as the GPU has for them.
+
+What Triton makes of some takes care of denormals, is a library function, or takes numbers out of
+registers twice: two to twenty instructions for one, and the update would wait for them instead of
+for memory. The hardware's own approximations are off by 2^-22.
+"""
+
+from __future__ import annotations
+
+from fp8pass.ops import SMALLEST_SCALE
+from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR, SUCCESSOR_FACTOR
+
+# Of each: instructions, registers of results and operands, the type of results, and how many
+# elements it takes at a time.
+_ASSEMBLED = {
+    "log2": ("{ .reg .f32 y; abs.f32 y, $1; lg2.approx.ftz.f32 $0, y; }", "=f,f", "float32", 1),
+    "exp2": ("ex2.approx.ftz.f32 $0, $1;", "=f,f", "float32", 1),
+    "root": ("sqrt.approx.ftz.f32 $0, $1;", "=f,f", "float32", 1),
+    "reciprocal": ("rcp.approx.ftz.f32 $0, $1;", "=f,f", "float32", 1),
+    # Two by one, which takes as long as eight products.
+    "reciprocals": (
+        "{ .reg .f32 y; mul.f32 y, $2, $3; rcp.approx.ftz.f32 y, y;"
+        " mul.f32 $0, y, $3; mul.f32 $1, y, $2; }",
+        "=f,=f,f,f",
+        "float32",
+        2,
+    ),
+    # In [0, 1], and 0 where it is NaN.
+    "saturated": ("mul.sat.f32 $0, $1, 0f3F800000;", "=f,f", "float32", 1),
+    "with_sign": ("lop3.b32 $0, $1, $2, 0x80000000, 0xF8;", "=f,f,r", "float32", 1),
+    "widened": ("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", "float32", 2),
+}
+_ASSEMBLY = """tl.inline_asm_elementwise(
+        "{}", "{}", [{operands}], dtype=tl.{}, is_pure=True, pack={}
+    )"""
+# Triton's interpreter has no assembly.
+_INTERPRETED = {
+    "log2": f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
+    "exp2": "tl.exp2(x)",
+    "root": "tl.sqrt(x)",
+    "reciprocal": "1.0 / x",
+    "reciprocals": "1.0 / x",
+    "saturated": "tl.where(x > 0, x, 0.0)",
+    "with_sign": "(x.to(tl.int32, bitcast=True) | of & -2147483648).to(tl.float32, bitcast=True)",
+    "widened": "x.to(tl.float32)",
+}
+_FUNCTION = """
+@triton.jit
+def {name}({operands}):
+    return {value}
+
+"""
+
+_REST = """
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 16 & 0xFFFF)) * {first}
+    x = (x ^ (x >> 15 & 0x1FFFF)) * {second}
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+@triton.jit
+def folded(x, FACTOR: tl.constexpr):
+    product = x.to(tl.uint64) * FACTOR
+    return (product >> 32).to(tl.uint32) ^ product.to(tl.uint32)
+
+
+# Neighbours share a hash, also of the compiled instructions: one thread has both.
+@triton.jit
+def random_bits(key, element):
+    x = (key ^ (element >> 1)).to(tl.uint32, bitcast=True)
+    x = folded(folded(x, {folds[0]}), {folds[1]})
+    successor = x * {successor}
+    x = tl.where((element & 1) == 0, x, successor >> 16 | successor << 16)
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def stochastic(x, bits):
+    moved = bits_of(x) + (bits & 0xFFFF)
+    moved = tl.where(tl.abs(x) < float("inf"), moved, bits_of(x))
+    return (moved >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+# FACTOR makes the format's subnormal numbers those of fp32, so that codes are the upper bits of
+# numbers, and the others are what rounding decides about.
+@triton.jit
+def dithered(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+    noise = bits.to(tl.uint32, bitcast=True) >> (32 - SHIFT)
+    return (bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)) >> SHIFT
+
+
+# Positive numbers are ordered as their bits are, with NaN above infinity.
+@triton.jit
+def largest_of(x):
+    return tl.max(bits_of(x), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_up(x):
+    return (bits_of(x) + 0xFFFF & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def of_groups(x, amax, ZERO: tl.constexpr, not_finite):
+    return tl.where(amax == ZERO, 1.0, tl.where(amax < float("inf"), x, not_finite))
+
+
+@triton.jit
+def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
+    pointer = tl.load(table).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+"""
+
+
+def functions() -> str:
+    """The functions of elements, as the GPU's instructions unless there is no GPU."""
+    import triton
+
+    found = []
+    for name, instructions in _ASSEMBLED.items():
+        operands = "x, of" if name == "with_sign" else "x"
+        value = _INTERPRETED[name]
+        if not triton.knobs.runtime.interpret:
+            value = _ASSEMBLY.format(*instructions, operands=operands)
+        found.append(_FUNCTION.format(name=name, operands=operands, value=value))
+    return "".join(found) + _REST.format(
+        first=FIRST_FACTOR,
+        second=SECOND_FACTOR,
+        folds=FOLDED_FACTORS,
+        successor=SUCCESSOR_FACTOR,
+    )
