@@ -249,13 +249,15 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
-def measure_convergence(path: Path, seeds: list[int], *, tiny: bool, again: bool) -> dict[str, Any]:
-    """Train with all optimizers that are not in the results yet."""
+def measure_convergence(
+    path: Path, variants: list[str], seeds: list[int], *, tiny: bool, again: bool
+) -> dict[str, Any]:
+    """Train with the optimizers that are not in the results yet."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, data = TINY if tiny else MODEL, corpus(device)
     record = resume(path, asdict(size), again=again)
     done = {(r["variant"], r["seed"]) for r in record["results"]}
-    for name, seed in [(n, s) for s in seeds for n in TRAINED]:
+    for name, seed in [(n, s) for s in seeds for n in variants]:
         if (name, seed) in done:
             continue
         free_memory()
@@ -279,6 +281,7 @@ def main() -> None:
     speed = commands.add_parser("speed", help="time and memory of a step")
     speed.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     trained = commands.add_parser("convergence", help="losses of training with every storage")
+    trained.add_argument("--variants", nargs="+", choices=TRAINED, default=list(TRAINED))
     trained.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     trained.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
     trained.add_argument("--again", action="store_true", help="start the results anew")
@@ -292,7 +295,7 @@ def main() -> None:
         print(f"expansion of E4M3: {data['expansion_gain']:.2f}× less (COAT: 1.63×)")
         print(f"rank correlation with COAT's tables: {data['rank_correlation']:.3f}")
     elif args.command == "convergence":
-        data = measure_convergence(out, args.seeds, tiny=args.tiny, again=args.again)
+        data = measure_convergence(out, args.variants, args.seeds, tiny=args.tiny, again=args.again)
         print_rows("training a byte-level Llama", optimizer_convergence_table(data))
     else:
         if not torch.cuda.is_available():
