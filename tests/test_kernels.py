@@ -6,12 +6,17 @@ The interpreter runs where `TRITON_INTERPRET` is set when Triton is imported (se
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fp8pass
 from fp8pass.codegen import program as program_module
 from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.program import Load, Program, Step, Store, reference
@@ -370,14 +375,16 @@ def norm_backward(columns: int) -> Program:
 
 
 @both_devices
+@pytest.mark.parametrize("columns", [256, 384])
 @pytest.mark.parametrize("rows", [3, 1024, 1500])
-def test_norm_backward(device, rows, monkeypatch):
+def test_norm_backward(device, rows, columns, monkeypatch):
+    monkeypatch.setattr(row_kernel, "VECTOR", 2)  # chunks of 256
     if device == "cpu":  # which runs programs one by one
         for module in (program_module, row_kernel):
             monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
         rows = min(rows, 19)
-    program = norm_backward(256)
-    inputs = operands(program, rows, 256, device)
+    program = norm_backward(columns)
+    inputs = operands(program, rows, columns, device)
     sums = 1  # index of the result whose sums may be taken in another order
     wanted = reference(program, inputs)
     for i, (got, want) in enumerate(zip(run(row_kernel, program, inputs), wanted, strict=True)):
@@ -398,6 +405,53 @@ def test_amax_of_tiles(device, rows, columns):
     assert got.isnan().sum() == 1
 
 
+COMPILATION = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import test_kernels as t
+
+TYPES = {"e4m3": "fp8e4nv", "bfloat16": "bf16", "float32": "fp32"}
+
+def types(program):
+    operands = {"full": "bf16", "column": "bf16", "row": "fp32", "scalar": "fp32"}
+    for load in program.loads:
+        yield from ("fp8e4nv", "bf16") if load.operand == "groups" else (operands[load.operand],)
+    for store in program.stores:
+        for layout in store.layouts:
+            yield TYPES[store.format or store.dtype or "float32"]
+            if layout == "groups":
+                yield "bf16"
+
+def compiled(module, program, rows, columns):
+    launch = module.prepare(program, rows, columns)
+    pointers = [n for n in launch.kernel.arg_names if n.startswith(("in", "out"))]
+    signature = {n: f"*{t}" for n, t in zip(pointers, types(program), strict=True)}
+    signature |= dict.fromkeys(launch.sizes, "i32") | dict.fromkeys(launch.constants, "constexpr")
+    source = ASTSource(launch.kernel, signature, launch.constants)
+    options = {"num_warps": launch.num_warps}
+    return triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["ptx"]
+
+tiles = compiled(t.tile_kernel, t.swiglu_backward(128), 4096, 1024)
+print("cvt.rn.satfinite.e4m3x2" in tiles, "ex2.approx.ftz" in tiles)
+rows = compiled(t.row_kernel, t.swiglu(128), 4096, 1024)
+print("ex2.approx.ftz" in rows, "rcp.approx.ftz" in rows)
+print("e4m3" in compiled(t.row_kernel, t.norm_backward(384), 4096, 384))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
+def test_compiles_for_a_gpu(tmp_path):
+    """What the interpreter does not see: the GPU's own instructions."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parent), str(Path(fp8pass.__file__).parents[1])]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILATION]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == ["True"] * 5
+
+
 def test_values_that_are_used_twice_are_written_once():
     squares = [Step("v1", "aten.mul.Tensor", ("x", "x"))]
     squares += [Step(f"v{i}", "aten.mul.Tensor", (f"v{i - 1}",) * 2) for i in range(2, 60)]
@@ -408,15 +462,14 @@ def test_values_that_are_used_twice_are_written_once():
 
 
 @both_devices
-@pytest.mark.parametrize("columns", [96, 1024, 1100, 2400])
+@pytest.mark.parametrize("columns", [96, 1024, 1056, 1376])
 def test_rows_in_several_chunks(device, columns, monkeypatch):
     """Some full, one not."""
-    monkeypatch.setattr(row_kernel, "HELD", 2)
-    monkeypatch.setattr(row_kernel, "HELD_SUMMED", 2)
-    monkeypatch.setattr(row_kernel, "LONGEST_HELD", 1024)
-    monkeypatch.setattr(row_kernel, "CHUNK", 512)
-    size = math.gcd(columns, 32)
-    check(row_kernel, swiglu(size), operands(swiglu(size), 5, columns, device))
+    monkeypatch.setattr(row_kernel, "VECTOR", 1)
+    program = swiglu(32)
+    shape, _ = row_kernel._shape(program, columns)
+    assert len(shape.chunks) == -(-columns // 256)
+    check(row_kernel, program, operands(program, 5, columns, device))
 
 
 def spelled_out_silu() -> Program:
