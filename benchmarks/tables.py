@@ -246,8 +246,13 @@ def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def optimizer_convergence_table(data: dict[str, Any]) -> list[list[str]]:
-    """Training runs beside that with states and master weights in FP32."""
-    return convergence_table(data, baseline="fp32")
+    """Training runs beside that with states and master weights in FP32.
+
+    Without their speed, as runs may share a GPU.
+    """
+    rows = convergence_table(data, baseline="fp32")
+    speed = rows[0].index("tokens/s")
+    return [row[:speed] + row[speed + 1 :] for row in rows]
 
 
 def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:

@@ -80,7 +80,6 @@ of_second = tl.load(control) * root(complement2)
 decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
 correction = tl.load(factors + 2 * count + number)
-# What is divided by has a product of two that is not zero.
 least = tl.maximum(eps, {least!r})
 """
 _KEY = (
@@ -92,7 +91,7 @@ _UPDATE = """
 exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
-step = exp_avg * reciprocals(root(exp_avg_sq) * correction + least)
+step = exp_avg * one_over(root(exp_avg_sq) * correction + least)
 {weights} = {weights} * decay - rate * step
 """
 
@@ -148,8 +147,8 @@ tl.store({x}_at, {x}_code.to(tl.uint8), there)
 
 # What a state is multiplied with as it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
-# What is added to roots at least: the product of two denominators is a normal number.
-SMALLEST_ADDEND = 2.0**-62
+# What is added to roots at least: nothing is divided by zero.
+SMALLEST_ADDEND = 2.0**-100
 
 
 class Writer:
