@@ -108,7 +108,13 @@ def check(totals, expected):
         if field == "sqnr_db" and got > HIGH:
             assert value > HIGH
         else:
-            assert got == pytest.approx(value, rel=1e-5, nan_ok=True), field
+            allowed = fp32_rounding(got) if field == "sqnr_db" else None
+            assert got == pytest.approx(value, rel=1e-5, abs=allowed, nan_ok=True), field
+
+
+def fp32_rounding(sqnr_db):
+    """By how many dB the last bits of values may move it: noise is the smaller the higher it is."""
+    return 20 / math.log(10) * 2**-22 * 10 ** (sqnr_db / 20)
 
 
 @pytest.mark.parametrize("by_row", [True, False])
