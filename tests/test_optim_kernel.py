@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_optim import all_parameters, parameters, same_state, set_gradients, values_of
+from optim_helpers import all_parameters, parameters, same_state, set_gradients, values_of
 from torch import nn
 
 from fp8pass.optim import AdamW, fused

@@ -1,0 +1,141 @@
+"""What tests of the command line share: models to name on it, and running it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8pass
+from fp8pass.cli import main
+
+ROOT = Path(fp8pass.__file__).parents[1]
+
+FACTORIES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x, scale=1.0):
+        print("forward")
+        return self.down(F.gelu(self.up(x))) * scale
+
+
+class WithLoss(MLP):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+class Broken(MLP):
+    def forward(self, x):
+        raise RuntimeError("it broke\\nin two lines")
+
+
+def x():
+    return torch.randn(32, 64)
+
+
+def model():
+    return MLP()
+
+
+def with_args():
+    return MLP(), (x(), 2.0)
+
+
+def with_kwargs():
+    return MLP(), {"x": x()}
+
+
+def with_both():
+    return MLP(), [x()], {"scale": torch.tensor(2.0)}
+
+
+def with_tensor():
+    print("built")
+    return MLP(), x()
+
+
+def with_loss():
+    return MLP(), (x(),), lambda output: output.square().mean()
+
+
+def with_wrong_loss():
+    return MLP(), (x(),), lambda output: output.square()
+
+
+def compiled():
+    options = {"recipe": "linear", "skip": ("up",)}
+    return torch.compile(MLP(), backend="fp8pass", options=options), (x(),)
+
+
+def broken():
+    return Broken(), x()
+
+
+def fails():
+    return 1 / 0
+
+
+def with_argument(size):
+    return MLP()
+
+
+def number():
+    return 3
+
+
+ready = MLP()
+constant = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current directory, with a module `factories`."""
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("factories", "needs_more"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(here, capsys):
+    """Run a command line: (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        try:
+            code = main([str(word) for word in argv])
+        except SystemExit as stopped:
+            code = stopped.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def ok(result) -> str:
+    """stdout of a command that did what it should."""
+    code, out, err = result
+    assert code == 0, err
+    return out
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a fresh Python process prints; it must succeed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=True
+    )

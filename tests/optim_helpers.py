@@ -1,0 +1,90 @@
+"""What tests of the optimizer share: parameters, gradients, steps, and looking at states."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass.optim import groups
+from fp8pass.optim.formats import moment_format
+from fp8pass.optim.groups import decode
+from fp8pass.optim.slots import to_rows
+
+EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
+SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32, seed=0) -> list[nn.Parameter]:
+    """Parameters of all kinds of sizes, always the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def set_gradients(params, step: int, scale: float = 1e-3) -> None:
+    """Gradients of random size, always the same for the same step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        size = scale * torch.rand((), generator=generator)
+        p.grad = (torch.randn(p.shape, generator=generator) * size).to(p.dtype)
+
+
+def run(params, optimizer, steps: range) -> None:
+    """Take these steps, each with its own gradients."""
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Those of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
+    """Parameters and states agree bit for bit."""
+    for p, q in zip(all_parameters(a), all_parameters(b), strict=True):
+        assert torch.equal(p, q)
+        assert a.state[p].keys() == b.state[q].keys()
+        for key, x in a.state[p].items():
+            y = b.state[q][key]
+            assert x.dtype == y.dtype
+            assert x.shape == y.shape
+            assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
+    """A moment of the numbered parameter, decoded and flat."""
+    p = all_parameters(optimizer)[number]
+    (group,) = optimizer.param_groups
+    option = "first_moment" if signed else "second_moment"
+    format, size = moment_format(group[option], signed=signed), group["group_size"]
+    state = optimizer.state[p]
+    parts = [state[f"{name}_{part}"] for part in format.parts]
+    rows_ = to_rows(state[name], size, format.stored)
+    return decode(groups.Stored(rows_, *parts), format).reshape(-1)[: p.numel()]
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint saved and loaded."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@contextmanager
+def single_process(folder: Path) -> Iterator[None]:
+    """A process group of this process."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,75 @@
+"""`fp8pass env`: what is installed, and which FP8 paths are open and work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import textwrap
+
+import pytest
+import torch
+from cli_helpers import ok, python
+
+import fp8pass
+
+
+def test_env_as_a_process():
+    done = python("-m", "fp8pass", "env", "--json", TORCH_LOGS="dynamo", FP8PASS_CHECK="1")
+    found = json.loads(done.stdout)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["fp8pass"] == fp8pass.__version__
+    assert found["versions"]["torch_supported"] == fp8pass.compat.SUPPORTED
+    assert found["devices"]["cpu"]["fp8_product"] == "ok"
+    assert found["variables"]["TORCH_LOGS"] == "dynamo"
+    assert found["variables"]["FP8PASS_CHECK"] == "1"
+
+
+def test_env_without_pytorch():
+    """And without anything else that may be missing."""
+    missing = ("torch", "triton", "transformers", "torchao", "rich")
+    script = f"""
+        import sys
+        from fp8pass.cli import main
+        sys.modules.update(dict.fromkeys({missing}))
+        main(["env"])
+    """
+    out = python("-c", textwrap.dedent(script), PATH="").stdout
+    assert "fp8_product      ModuleNotFoundError" in out
+    assert "torch_supported  ModuleNotFoundError" in out
+
+
+def test_env_lists_why_not(run, monkeypatch):
+    monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: "too old")
+    monkeypatch.setattr("fp8pass.compat.get_cpp_compiler", lambda: 1 / 0)
+    out = ok(run("env"))
+    assert "fp8_gemms        too old" in out
+    assert "fp8_product      not run: too old" in out
+    assert "cpp_compiler     ZeroDivisionError" in out
+
+
+@pytest.mark.gpu
+def test_env_on_a_gpu(run):
+    gpu = json.loads(ok(run("env", "--json")))["devices"]["cuda:0"]
+    assert gpu["name"] == torch.cuda.get_device_name()
+    assert re.fullmatch(r"sm\d+", gpu["capability"])
+    assert re.fullmatch(r"\d+\.\d GiB", gpu["memory"])
+    paths = {"fp8_gemms", "fp8_casts", "triton_kernels", "fp8_product"}
+    assert {gpu[name] for name in paths} == {"yes", "ok"}
+
+
+def test_env_notices_a_wrong_product(run, monkeypatch):
+    lower = importlib.import_module("fp8pass.codegen.lowering").lower_dialect
+
+    def spoil(gm):
+        lower(gm)
+        output = next(iter(reversed(gm.graph.nodes)))
+        with gm.graph.inserting_before(output):
+            output.replace_input_with(
+                output.args[0],
+                gm.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0], 2)),
+            )
+        gm.recompile()
+
+    monkeypatch.setattr("fp8pass.codegen.lowering.lower_dialect", spoil)
+    assert "fp8_product      wrong by 100%" in ok(run("env"))

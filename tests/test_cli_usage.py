@@ -1,0 +1,146 @@
+"""The command line: its exit codes, its help, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+from cli_helpers import ok, python
+
+import fp8pass
+from fp8pass.cli import COMMANDS
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explian"], "Unknown command 'explian'. Did you mean 'explain'?"),
+        (["explain"], "required: TARGET"),
+        (["explain", "factories:model", "--recipee", "coat"], "Did you mean '--recipe'?"),
+        (["explain", "factories:model", "other"], "Unknown argument 'other'."),
+        (["explain", "factories:model", "--recipe", "coats"], "Did you mean 'coat'?"),
+        (["explain", "factories:model", "--option", "skp=up"], "Did you mean 'skip'?"),
+        (["explain", "factories:model", "--option", "name=1"], "Unknown option 'name'"),
+        (["explain", "factories:model", "--option", "skip"], "is not KEY=VALUE"),
+        (["explain", "factories:model", "--option", "group_size=17"], "multiple of 16"),
+        (["explain", "factories:model", "--option", "memory_budget=7GX"], "such as '24GiB'"),
+        (["explain", "factories:model", "--dtype", "bfloat"], "Did you mean 'bfloat16'?"),
+        (["explain", "factories:model", "--dtype", "int8"], "Unknown dtype"),
+        (["explain", "factories:model", "--device", "cud"], "Did you mean 'cuda'?"),
+        (["explain", "factories:model", "--device", "cuda:99"], "no such GPU"),
+        (["explain", "factories:model", "--input", "4,8"], "is not [NAME=]SHAPE[:DTYPE[:BELOW]]"),
+        (["explain", "factories:model", "--input", "4x8:int46:9"], "Did you mean 'int64'?"),
+        (["explain", "factories:model", "--input", "4x8:int64"], "integers need a bound"),
+        (["explain", "factories:model", "--input", "4x8:float16:3"], "only integers have a bound"),
+        (["explain", "factories:model", "--html", "no/where.html"], "no folder 'no' to write to"),
+        (["diagnose", "factories:model", "--plot", "."], "a file is needed"),
+        (["explain", "factories"], "TARGET is module:function"),
+        (["explain", "no.json"], "No file no.json"),
+        (["explain", "."], "No config.json in the folder ."),
+        (["explain", "no.py:build"], "No file 'no.py'"),
+        (["explain", "factories.py"], "Give factories.py:NAME"),
+        (["explain", "factory:model"], "Unknown module 'factory'. Did you mean 'factories'?"),
+        (["explain", "not/a.module:model"], "is no module"),
+        (["explain", "factories:modle"], "Did you mean 'model'?"),
+        (["explain", "factories:constant"], "is a int; it should be a function"),
+        (["explain", "factories:with_argument"], "missing a required argument: 'size'"),
+        (["explain", "factories:number"], "TARGET returned (int); it should return a model"),
+        (["explain", "factories:model"], "missing a required argument: 'x'; its forward takes x"),
+        (["explain", "factories:model", "--input", "y=4x64"], "its forward takes x, scale"),
+        (["demo", "--steps", "1"], "from 2 up"),
+        (["demo", "--recipe", "coats"], "Did you mean 'coat'?"),
+        (["env", "--jsn"], "Did you mean '--json'?"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(run, words, message):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["factories:fails"], "building factories:fails failed: ZeroDivisionError: division"),
+        (["needs_more:build"], "No module named 'no_such_dependency'"),
+        (["factories:broken"], "running the model without fp8pass failed: RuntimeError: it broke."),
+        (["factories:model", "--input", "3x5"], "Its inputs are float32 3x5; --input gives others"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_failures_take_one_line(run, words, message):
+    code, out, err = run("explain", *words)
+    assert (code, out) == (1, "")
+    (line,) = [x for x in err.splitlines() if x != "forward"]
+    assert line.startswith("fp8pass explain: error: ")
+    assert message in line
+
+
+def test_failures_of_fp8pass_say_how_to_report_them(run, monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "plan_saved_value")
+    code, _, err = run("explain", "factories:with_args")
+    assert code == 1
+    assert "fp8pass.explain failed: ConfigError: Unknown pass" in err
+    assert "'plan_saved_value'. Did you mean 'plan_saved_values'?" in err
+    assert "fp8pass env" in err
+
+
+def test_traceback(run):
+    code, _, err = run("explain", "factories:fails", "--traceback")
+    assert code == 1
+    assert "ZeroDivisionError" in err
+    assert "return 1 / 0" in err
+    assert err.splitlines()[-1].startswith("fp8pass explain: error: ")
+
+
+def test_interrupted(run, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fp8pass, "explain", interrupt)
+    assert run("explain", "factories:with_args")[0] == 130
+
+
+# --- help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_and_exit_codes(run, name):
+    out = ok(run(name, "--help"))
+    assert f"examples:\n  fp8pass {name}" in out
+    assert re.search(r"exit codes:\n  0 .*\n  1 .*\n  2 ", out)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_can_be_parsed(name):
+    from fp8pass.cli import _parsers
+
+    for example in COMMANDS[name].examples:
+        _, *words = example.split()
+        assert _parsers()[0].parse_args(words).command == name
+
+
+def test_help_without_a_command(run):
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert all(command.summary.split()[0] in err for command in COMMANDS.values())
+
+
+def test_help_and_version_do_not_load_pytorch():
+    script = f"""
+        import sys
+        from fp8pass.cli import main
+        for words in (["--version"], ["--help"], *([n, "--help"] for n in {list(COMMANDS)})):
+            try:
+                main(words)
+            except SystemExit as stopped:
+                assert stopped.code == 0
+        assert "torch" not in sys.modules
+    """
+    out = python("-c", textwrap.dedent(script)).stdout
+    assert out.startswith(f"fp8pass {fp8pass.__version__}\n")

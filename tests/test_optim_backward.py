@@ -1,0 +1,127 @@
+"""`fp8pass.optim.attach`: the optimizer in the backward."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from optim_helpers import EXACT_STATES, all_parameters, same_state, single_process
+from torch import nn
+
+import fp8pass
+from fp8pass.optim import AdamW, attach
+
+
+def small_model(dtype=torch.float32) -> nn.Module:
+    """With a weight that is used twice."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(40, 40), nn.Linear(40, 40)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), last).to(dtype)
+
+
+def losses(model: nn.Module, backwards: int):
+    for step in range(backwards):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 40, generator=generator).to(next(model.parameters()).dtype)
+        yield model(x).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_the_backward_equal_those_after_it(dtype, monkeypatch):
+    model, plain = small_model(dtype), small_model(dtype)
+    optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
+    alive = []
+    update = AdamW.update
+
+    def counting(self, group, parameters):
+        alive.append(sum(p.grad is not None for p in all_parameters(self)))
+        update(self, group, parameters)
+
+    attached = attach(model, optimizer)
+    for ours, theirs in zip(losses(model, 3), losses(plain, 3), strict=True):
+        theirs.backward()
+        after.step()
+        after.zero_grad()
+        with monkeypatch.context() as patch:
+            patch.setattr(AdamW, "update", counting)
+            ours.backward()
+    assert alive == [1] * 3 * 5
+    assert all(p.grad is None for p in model.parameters())
+    same_state(optimizer, after)
+    attached.detach()
+    next(losses(model, 1)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+@pytest.mark.parametrize("buffer", ["e4m3", "e5m2", "de8"])
+def test_gradients_add_up_in_bytes(buffer):
+    model, plain = small_model(), small_model()
+    optimizer = AdamW(model.parameters(), lr=0.01, **EXACT_STATES)
+    attached = attach(model, optimizer, accumulate=3, buffer=buffer)
+    for number, (ours, theirs) in enumerate(zip(losses(model, 3), losses(plain, 3), strict=True)):
+        theirs.backward()
+        ours.backward()
+        assert all(p.grad is None for p in model.parameters())
+        stored = [sum_.stored for sum_ in attached.accumulated.values()]
+        if number < 2:
+            assert all(x.codes.dtype == torch.uint8 for x in stored)
+            assert len(optimizer.state) == 0
+    assert all(x is None for x in stored)
+    error = {"e4m3": 0.04, "e5m2": 0.08, "de8": 0.03}[buffer]
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        total = optimizer.state[p]["exp_avg"] / 0.1
+        assert ((total - q.grad).norm() / q.grad.norm()).item() < error
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_attached_optimizers_live_as_long_as_their_models(accumulate):
+    """Nobody else need hold the optimizer, and nothing holds the parameters."""
+    model = nn.Linear(4, 4)
+    attach(model, AdamW(model.parameters(), lr=0.1), accumulate=accumulate)
+    before, alive = model.weight.detach().clone(), weakref.ref(model.weight)
+    gc.collect()
+    for _ in range(accumulate):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not torch.equal(model.weight, before)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_attached_optimizers_follow_schedules_and_checkpoints():
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    attach(model, optimizer)
+    next(losses(model, 1)).backward()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = [p.detach().clone() for p in model.parameters()]
+    next(losses(model, 1)).backward()
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+    assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_what_cannot_be_attached(tmp_path):
+    model = small_model()
+    optimizer = AdamW(model.parameters())
+    for accumulate in (0, True, 1.5):
+        with pytest.raises(fp8pass.ConfigError, match="positive int"):
+            attach(model, optimizer, accumulate=accumulate)
+    for buffer in ("fp32", "e4m3+expand"):
+        with pytest.raises(fp8pass.ConfigError, match="buffer is one of"):
+            attach(model, optimizer, buffer=buffer)
+    with pytest.raises(fp8pass.ConfigError, match=r"takes an fp8pass\.optim\.AdamW"):
+        attach(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(fp8pass.ConfigError, match=r"lacks parameters of the model: 2\.weight"):
+        attach(model, AdamW(model[0].parameters()))
+    with single_process(tmp_path):
+        parallel = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(fp8pass.ConfigError, match="reduces gradients over ranks"):
+            attach(parallel, optimizer)
