@@ -12,7 +12,7 @@ step are those of weights and states, read and written, and of gradients, read; 
 they take at the bandwidth that a large copy reaches in the same run.
 
 `convergence` trains the model of `convergence.py` in BF16, with states and weights kept
-in different ways, against states and master weights in FP32. Runs are written as they end.
+in different ways, against states and master weights in FP32. Results are written as they end.
 """
 
 from __future__ import annotations
@@ -224,15 +224,15 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
     )
 
 
-def measure_speed(shapes: list[str]) -> dict[str, Any]:
-    """Steps of all optimizers over all shapes."""
-    bandwidth = copy_bandwidth()
-    results = [
-        asdict(measure_step(shape, name, make, bandwidth))
-        for shape in shapes
-        for name, make in contenders().items()
-    ]
-    return {"bandwidth": bandwidth, "results": results}
+def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
+    """Steps of all optimizers over all shapes; written as they end."""
+    record: dict[str, Any] = {**environment(), "bandwidth": copy_bandwidth(), "results": []}
+    for shape in shapes:
+        for name, make in contenders().items():
+            result = measure_step(shape, name, make, record["bandwidth"])
+            record["results"].append(asdict(result))
+            write_json(path, record)
+    return record
 
 
 # --- convergence --------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             sys.exit("speed needs an NVIDIA GPU.")
         use_expandable_segments()
-        data = {**environment(), **measure_speed(args.shapes)}
+        data = measure_speed(out, args.shapes)
         print_rows("a step of AdamW", optimizer_speed_table(data))
     write_json(out, data)
 

@@ -214,6 +214,17 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
+def merged_table(data: dict[str, Any]) -> list[list[str]]:
+    """GEMMs of layers that share an input, apart and as one."""
+    rows = [["ms", "forward", "dgrad", "sums", "wgrad"]]
+    for r in data["results"]:
+        pairs = {k: f"{r[k][0]:.3f} → {r[k][1]:.3f}" for k in ("forward", "dgrad", "wgrad")}
+        rows.append(
+            [r["case"], pairs["forward"], pairs["dgrad"], f"{r['sums']:.3f}", pairs["wgrad"]]
+        )
+    return rows
+
+
 def monitor_table(data: dict[str, Any]) -> list[list[str]]:
     """A training step without a monitor, between its samples and sampled; overheads by interval."""
     (result,) = data["results"]
@@ -285,6 +296,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
+    "merged": merged_table,
     "monitor": monitor_table,
     "optimizer_errors": optimizer_errors_table,
     "optimizer_speed": optimizer_speed_table,
