@@ -24,8 +24,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -89,22 +89,11 @@ def fp8pass_adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
-@contextmanager
-def fp8pass_attached(model: nn.Module) -> Iterator[AdamW]:
-    """The same, in the backward: the step that follows it finds nothing to do."""
-    attached = attach(model, fp8pass_adamw(model))
-    try:
-        yield attached.optimizer
-    finally:
-        # Python does not see that parameters hold the hooks, which hold the parameters.
-        attached.detach()
-
-
 OPTIMIZERS: dict[str, Callable[[nn.Module], AbstractContextManager[torch.optim.Optimizer]]] = {
     "AdamW": lambda m: nullcontext(torch.optim.AdamW(m.parameters(), LEARNING_RATE, fused=True)),
     "torchao AdamW8bit": lambda m: nullcontext(torchao_adamw8bit(m)),
     "fp8pass AdamW": lambda m: nullcontext(fp8pass_adamw(m)),
-    "fp8pass attach": fp8pass_attached,
+    "fp8pass attach": lambda m: nullcontext(attach(m, fp8pass_adamw(m)).optimizer),
 }
 
 VARIANTS = {

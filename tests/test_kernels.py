@@ -470,6 +470,41 @@ def test_rows_in_several_chunks(device, columns, monkeypatch):
     check(row_kernel, program, operands(program, 5, columns, device))
 
 
+@both_devices
+@pytest.mark.parametrize("columns", [128, 130, 20480])
+def test_values_that_do_not_vary_along_a_row(device, columns):
+    """Reduced, and stored, as those that do."""
+    program = Program(
+        (Load("x", "full"), Load("r", "row")),
+        (
+            Step("total", "row_sum", ("r",)),
+            Step("amax", "row_amax", ("r",)),
+            Step("scale", "scale", ("amax", "e4m3")),
+            Step("y", "aten.mul.Tensor", ("x", "total")),
+        ),
+        (
+            Store("total", ("row",), dtype="float32"),
+            Store("r", ("full",), dtype="float32"),
+            Store("r", ("rows",), "scale", "e4m3"),
+            *[Store("r", ("groups",), format="e4m3", group_size=128)] * (columns % 128 == 0),
+            Store("y", ("full",), dtype="float32"),
+        ),
+    )
+    check(row_kernel, program, operands(program, 3, columns, device))
+
+
+@both_devices
+def test_equal_sums_are_stored_twice(device, monkeypatch):
+    for module in (program_module, row_kernel):
+        monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
+    program = Program(
+        (Load("x", "full"),),
+        (Step("total", "row_sum", ("x",)),),
+        (Store("x", ("sums",)), Store("x", ("sums",)), Store("total", ("row",), dtype="float32")),
+    )
+    check(row_kernel, program, operands(program, 6, 128, device))
+
+
 def spelled_out_silu() -> Program:
     """x / (1 + exp(-x)), its derivative's sigmoid, and a power that does nothing."""
     steps, store = by_row("y")
@@ -511,6 +546,21 @@ def test_what_is_stored_keeps_its_name():
     stores = tuple(Store(name, ("full",), dtype="float32") for name in ("a", "b"))
     program = Program((Load("x", "full"),), tuple(squares), stores)
     assert [step.name for step in simplify(program).steps] == ["a", "b"]
+
+
+def test_what_is_rounded_is_not_taken_for_what_is_not():
+    """A sum in bf16, and what it lacks."""
+    program = Program(
+        (Load("x", "full"), Load("y", "full")),
+        (
+            Step("a", "aten.add.Tensor", ("x", "y")),
+            Step("c", "aten.add.Tensor", ("x", "y")),
+            Step("d", "aten.sub.Tensor", ("c", "x")),
+        ),
+        (Store("a", ("full",), dtype="bfloat16"), Store("d", ("full",), dtype="float32")),
+    )
+    inputs = [torch.full((1, 16), x) for x in (256.0, 0.5)]
+    assert reference(simplify(program), inputs)[1][0, 0] == 0.5
 
 
 def test_a_program_is_its_text():

@@ -78,6 +78,26 @@ def test_gradients_add_up_in_bytes(buffer):
         assert ((total - q.grad).norm() / q.grad.norm()).item() < error
 
 
+def test_what_is_attached_to_may_be_a_wrapper():
+    """The optimizer lives as long as the module that owns the parameter."""
+    model = nn.Linear(4, 4)
+    attach(nn.Sequential(model), AdamW(model.parameters(), lr=0.1))
+    gc.collect()
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    assert not torch.equal(model.weight, before)
+
+
+def test_parameters_that_outlive_their_optimizer_say_so():
+    model = nn.Linear(4, 4)
+    weight = model.weight
+    attach(model, AdamW(model.parameters()))
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="keep the optimizer"):
+        weight.sum().backward()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_attached_optimizers_live_as_long_as_their_models(accumulate):
     """Nobody else need hold the optimizer, and nothing holds the parameters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+
 # NaN must reach the user: Triton's own reductions and comparisons drop it.
 _PRELUDE = """
 import triton
@@ -29,61 +31,79 @@ def truncated(x):
 
 """
 
-# What Triton makes of these takes care of denormals, or is a library function: three to twenty
-# instructions for one, and kernels would wait for them instead of for memory. The hardware's own
-# are off by 2^-22. Triton's interpreter has no assembly.
-_FAST = {
-    "log2": "lg2.approx.ftz.f32",
-    "exp2": "ex2.approx.ftz.f32",
-    "root": "sqrt.approx.ftz.f32",
-    "reciprocal": "rcp.approx.ftz.f32",
-}
-_ASSEMBLY = """tl.inline_asm_elementwise(
-        "{} $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )"""
-_INTERPRETED = {
-    "log2": "tl.log2(x)",
-    "exp2": "tl.exp2(x)",
-    "root": "tl.sqrt(x)",
-    "reciprocal": "1.0 / x",
-}
 _FUNCTION = """
 @triton.jit
-def {name}(x):
+def {name}({parameters}):
     return {value}
 
 """
+_ASSEMBLY = """tl.inline_asm_elementwise(
+        "{instructions}", "{registers}", [{parameters}], dtype=tl.{dtype}, is_pure=True, pack={pack}
+    )"""
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """A Triton function of elements that is a few of the GPU's instructions.
+
+    What Triton makes of functions takes care of denormals, is in a library, or takes numbers out of
+    registers twice: two to twenty instructions for one, for which kernels would wait instead of for
+    memory. The hardware's own approximations are off by 2^-22.
+
+    Attributes:
+        instructions: in PTX.
+        interpreted: the same in Triton, whose interpreter has no assembly.
+        parameters: the function's.
+        registers: of results, then of parameters, as constraints of inline assembly.
+        dtype: of results.
+        pack: elements at a time.
+    """
+
+    instructions: str
+    interpreted: str
+    parameters: str = "x"
+    registers: str = "=f,f"
+    dtype: str = "float32"
+    pack: int = 1
+
+
+def assembled(functions: dict[str, Instructions]) -> str:
+    """Triton functions by their names."""
+    import triton
+
+    found = []
+    for name, function in functions.items():
+        value = _ASSEMBLY.format(**asdict(function))
+        if triton.knobs.runtime.interpret:
+            value = function.interpreted
+        found.append(_FUNCTION.format(name=name, parameters=function.parameters, value=value))
+    return "".join(found)
+
+
+_INSTRUCTIONS = {
+    "exp2": Instructions("ex2.approx.ftz.f32 $0, $1;", "tl.exp2(x)"),
+    "reciprocal": Instructions("rcp.approx.ftz.f32 $0, $1;", "1.0 / x"),
+    # The E4M3 codes of four values in a word: the hardware converts two values at a time.
+    "word_of": Instructions(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+        " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        " | ".join(
+            f"{x}.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << {8 * i}"
+            for i, x in enumerate("abcd")
+        ),
+        parameters="a, b, c, d",
+        registers="=r,f,f,f,f",
+        dtype="int32",
+    ),
+}
 _SIGMOID = """
 @triton.jit
 def sigmoid(x):
     return reciprocal(1.0 + exp2(x * -1.4426950408889634))
 
 """
-# The codes of four values in a word: the hardware converts two values at a time.
-_WORD_OF = """
-@triton.jit
-def word_of(a, b, c, d):
-    return {value}
-
-"""
-_WORD_ASSEMBLY = """tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-        " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
-    )"""
-_WORD_INTERPRETED = " | ".join(
-    f"{x}.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << {8 * i}"
-    for i, x in enumerate("abcd")
-)
 
 
 def prelude() -> str:
     """What every kernel's module begins with."""
-    import triton
-
-    values = {name: _ASSEMBLY.format(instruction) for name, instruction in _FAST.items()}
-    word = _WORD_ASSEMBLY
-    if triton.knobs.runtime.interpret:
-        values, word = _INTERPRETED, _WORD_INTERPRETED
-    fast = "".join(_FUNCTION.format(name=name, value=value) for name, value in values.items())
-    return _PRELUDE + fast + _SIGMOID + _WORD_OF.format(value=word)
+    return _PRELUDE + assembled(_INSTRUCTIONS) + _SIGMOID

@@ -54,7 +54,7 @@ _OF_GROUPS = (
     "* {v}_scales.to(tl.float32)[:, None], ({chunk},))"
 )
 _GROUPS = [
-    "{v}_groups = tl.reshape({v}, ({chunk} // {size}, {size}))",
+    "{v}_groups = tl.reshape({value}, ({chunk} // {size}, {size}))",
     "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
     "{v}_scales = truncated(scale_of({v}_amax, {step}, {tiny}))",
     "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
@@ -147,10 +147,9 @@ class Writer:
             for i in self.shape.chunks:
                 self._write_columns(i)
             self._read("column")
-        for i, store in enumerate(self.program.stores):
-            if (i, "sums") in self.results:
-                zeros = f"tl.zeros(({self.shape.chunk},), tl.float32)"
-                self.lines += [f"{store.name}_sums_{j} = {zeros}" for j in self.shape.chunks]
+        zeros = f"tl.zeros(({self.shape.chunk},), tl.float32)"
+        for number, _ in self._sums():
+            self.lines += [f"sums_{number}_{i} = {zeros}" for i in self.shape.chunks]
         return self.lines
 
     def body(self) -> list[str]:
@@ -171,13 +170,16 @@ class Writer:
     def after(self) -> list[str]:
         """What is stored when all rows are done."""
         self.lines = []
-        for i, store in enumerate(self.program.stores):
-            for pointer in self.results.get((i, "sums"), []):
-                for j in self.shape.chunks:
-                    where = f"{pointer} + tl.program_id(0) * {self.shape.columns} + column_{j}"
-                    sums = f"{store.name}_sums_{j}{self._if_there(j)}"
-                    self.lines.append(f"tl.store({where}, {sums})")
+        for number, pointer in self._sums():
+            for i in self.shape.chunks:
+                where = f"{pointer} + tl.program_id(0) * {self.shape.columns} + column_{i}"
+                self.lines.append(f"tl.store({where}, sums_{number}_{i}{self._if_there(i)})")
         return self.lines
+
+    def _sums(self) -> list[tuple[int, str]]:
+        """Numbers and pointers of sums over rows."""
+        found = self.results.items()
+        return [(number, pointers_[0]) for (number, layout), pointers_ in found if layout == "sums"]
 
     # --- stages ---------------------------------------------------------------------------------
 
@@ -239,15 +241,15 @@ class Writer:
         self, i: int, reductions: list[Step], stores: list[tuple[int, str]], *, is_first: bool
     ) -> None:
         for number, layout in stores:
-            self._write_store(i, self.program.stores[number], layout, self.results[number, layout])
+            self._write_store(i, number, layout)
         for r in reductions:
-            value, chunk = self._only_there(self.define(str(r.args[0]), i), i), f"{r.name}_chunk"
+            value, so_far = self._only_there(self._along(r.args[0], i), i), f"{r.name}_chunk"
             if r.target == "row_amax":
                 value = f"tl.abs({value})"
             if not is_first:
                 sums = r.target == "row_sum"
-                value = f"{chunk} + {value}" if sums else f"largest({chunk}, {value})"
-            self.lines.append(f"{chunk} = {value}")
+                value = f"{so_far} + {value}" if sums else f"largest({so_far}, {value})"
+            self.lines.append(f"{so_far} = {value}")
 
     # --- chunks ---------------------------------------------------------------------------------
 
@@ -260,8 +262,9 @@ class Writer:
         if not self.shape.is_full(i):
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
-    def _if_there(self, i: int, condition: str = "there_{i}") -> str:
-        return "" if self.shape.is_full(i) else f", {condition.format(i=i)}"
+    def _if_there(self, i: int, condition: str = "") -> str:
+        """The last argument of a load or store, where not all elements of a chunk are there."""
+        return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int) -> str:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
@@ -269,6 +272,12 @@ class Writer:
     def name(self, value: str, i: int) -> str:
         """The name of a value in a chunk."""
         return f"{value}_{i}" if value in self.varying else value
+
+    def _along(self, value: str, i: int) -> str:
+        """A value in all elements of a chunk, whether it varies or not."""
+        name = self.define(value, i)
+        varies = value in self.varying
+        return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
         """Compute a value in a chunk, and what it needs, unless it is known; gives its name."""
@@ -300,7 +309,7 @@ class Writer:
         if f"{name}_read" in self.known:
             return
         kind = "full" if load.operand == "groups" else load.operand
-        or_zero = self._if_there(i, "there_{i}, other=0.0")
+        or_zero = self._if_there(i, f"there_{i}, other=0.0")
         read = _LOADS[kind].format(*where, column=f"column_{i}", or_zero=or_zero)
         self.lines.append(f"{name}_read = {read}")
         self.known.add(f"{name}_read")
@@ -326,29 +335,32 @@ class Writer:
             "N": self.shape.columns,
         }
 
-    def _write_store(self, i: int, store: Store, layout: str, pointers_: list[str]) -> None:
-        name, if_there = self.define(store.name, i), self._if_there(i)
+    def _write_store(self, i: int, number: int, layout: str) -> None:
+        store, pointers_ = self.program.stores[number], self.results[number, layout]
+        name, if_there = self._along(store.name, i), self._if_there(i)
         where = f"{pointers_[0]} + first + column_{i}"
         if layout == "sums":
-            self.lines.append(f"{store.name}_sums_{i} += {self._only_there(name, i)}")
+            self.lines.append(f"sums_{number}_{i} += {self._only_there(name, i)}")
         elif layout == "full":
             self.lines.append(f"tl.store({where}, {name}.to(tl.{store.dtype}){if_there})")
         elif layout == "rows":
-            scale = self.define(store.scale, i)
-            codes = f"{coded(name, scale)}.to({CODE_TYPES[store.format]})"
+            codes = f"{coded(name, self.define(store.scale, i))}.to({CODE_TYPES[store.format]})"
             self.lines.append(f"tl.store({where}, {codes}{if_there})")
         else:
-            size = store.group_size
-            names = {
-                **self._names(name, i),
-                "size": size,
-                "code": CODE_TYPES[store.format],
-                "step": repr(1 / FORMATS[store.format].max),
-                "tiny": repr(SMALLEST_SCALE),
-                "if_there": if_there,
-                "if_group": self._if_there(i, f"group < {self.shape.columns // size}"),
-            }
-            self.lines += [line.format(*pointers_, **names) for line in _GROUPS]
+            self._write_groups(i, store, name, pointers_)
+
+    def _write_groups(self, i: int, store: Store, value: str, pointers_: list[str]) -> None:
+        names = {
+            **self._names(f"{store.name}_{i}", i),
+            "value": value,
+            "size": store.group_size,
+            "code": CODE_TYPES[store.format],
+            "step": repr(1 / FORMATS[store.format].max),
+            "tiny": repr(SMALLEST_SCALE),
+            "if_there": self._if_there(i),
+            "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
+        }
+        self.lines += [line.format(*pointers_, **names) for line in _GROUPS]
 
 
 def _groups(load: Load) -> dict[str, int]:
@@ -367,6 +379,7 @@ def sums_rows(program: Program) -> bool:
 
 def source(program: Program, shape: Shape) -> str:
     """The Triton module of a program."""
+    assert shape.held or not sums_rows(program), "sums are held, and so are the rows they are of"
     writer = Writer(program, shape)
     deep = 8 if sums_rows(program) else 4
     parts = {

@@ -20,6 +20,7 @@ _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 def simplify(program: Program) -> Program:
     """An equal program; what differs is where its values are rounded."""
     stored = {name for store in program.stores for name in (store.name, store.scale)}
+    rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
     equal: dict[object, str] = {}
     renamed: dict[str, str] = {}
@@ -32,7 +33,8 @@ def simplify(program: Program) -> Program:
                 renamed[new.name] = same
             else:
                 steps[new.name] = new
-                equal.setdefault((new.target, new.args), new.name)
+                if new.name not in rounded:
+                    equal.setdefault((new.target, new.args), new.name)
     return replace(program, steps=tuple(_needed(steps, stored)))
 
 

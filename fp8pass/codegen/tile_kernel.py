@@ -48,10 +48,10 @@ there_{i} = row_there_{i}[:, None] & column_there[None, :]
 full_{i} = ({slices} * in_tile + {i})[:, None] * N + column_in_tile[None, :]
 """
 _TRANSPOSED = """
-word = column_in_tile[:, None] * (M_PADDED // 4) + in_tile[None, :]
-word += row_tile * (M_TILE // 4)
-first_word = (column_tile * N_TILE).to(tl.int64) * (M_PADDED // 4)
-word_there = column_there[:, None] & (FULL | (row_0 < M_PADDED))[None, :]
+in_column = row_tile * (M_TILE // {word}) + in_tile
+place = column_in_tile[:, None] * (M_PADDED // {word}) + in_column[None, :]
+first_word = (column_tile * N_TILE).to(tl.int64) * (M_PADDED // {word})
+place_there = column_there[:, None] & (FULL | (in_column < M_PADDED // {word}))[None, :]
 """
 
 _LOADS = {
@@ -68,7 +68,7 @@ def source(program: Program) -> str:
     transposes = any("columns" in store.layouts for store in program.stores)
     slices = WORD if transposes else 1
     body = [_SLICE.format(i=i, slices=slices) for i in range(slices)]
-    body += [_TRANSPOSED] * transposes
+    body += [_TRANSPOSED.format(word=WORD)] * transposes
     for i in range(slices):
         body += _slice_lines(program, i)
     remaining = iter(results)
@@ -134,14 +134,14 @@ def _store_lines(store: Store, pointers_: list[str], slices: int) -> Iterator[st
                 yield f"tl.store({pointer} + first + full_{i}, {codes}, there_{i})"
         else:
             words = f"word_of({', '.join(f'{name}_coded' for name in names)})"
-            where = f"{pointer}.to(tl.pointer_type(tl.int32)) + first_word + word"
-            yield f"tl.store({where}, tl.trans({words}), word_there)"
+            where = f"{pointer}.to(tl.pointer_type(tl.int32)) + first_word + place"
+            yield f"tl.store({where}, tl.trans({words}), place_there)"
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Launch:
     """The kernel of a program, with the tiles that were fastest on the H200.
 
-    A tile that stores many results is smaller, or their codes do not fit in registers.
+    One that is stored as rows, too, is smaller: the codes of all its stores are held at once.
     """
     m, n = AMAX_TILE
     if any("rows" in store.layouts for store in program.stores):

@@ -51,7 +51,7 @@ class Accumulated:
         self.stored, self.count = None, 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attached:
     """An optimizer that steps within the backward; `detach` ends that."""
 
@@ -65,13 +65,14 @@ class Attached:
             handle.remove()
         self._handles.clear()
         self.accumulated.clear()
-        for model in [m for m, attached in _ATTACHED.items() if attached is self]:
-            del _ATTACHED[model]
+        for attached in _ATTACHED.values():
+            if self in attached:
+                attached.remove(self)
 
 
-# Keeps optimizers as long as their models. Hooks cannot: the garbage collector does not see what
-# they hold, and a parameter whose hook leads back to it would never be freed.
-_ATTACHED: WeakKeyDictionary[nn.Module, Attached] = WeakKeyDictionary()
+# Keeps optimizers as long as a module that owns one of their parameters. Hooks cannot: the garbage
+# collector does not see what they hold, and a parameter whose hook leads back to it is never freed.
+_ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
 def attach(
@@ -125,7 +126,9 @@ def attach(
             hook = partial(_accumulate, hook, accumulated[parameter], accumulate)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
     attached = Attached(optimizer, accumulated, handles)
-    _ATTACHED[model] = attached
+    for module in model.modules():
+        if any(p in groups for p in module.parameters(recurse=False)):
+            _ATTACHED.setdefault(module, []).append(attached)
     return attached
 
 
@@ -143,10 +146,13 @@ def _check_nothing_reduces_later(model: nn.Module) -> None:
             )
 
 
-def _step(attached: ref[AdamW], group: int, parameter: Tensor) -> None:
-    optimizer = attached()
-    if optimizer is None:  # and so is the model
-        return
+def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
+    optimizer = reference()
+    if optimizer is None:
+        raise RuntimeError(
+            "A parameter outlived its module and the optimizer that was attached to it: keep the "
+            "optimizer, or detach it first."
+        )
     optimizer.update(optimizer.param_groups[group], [parameter])
     parameter.grad = None
 

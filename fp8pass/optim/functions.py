@@ -1,46 +1,32 @@
-"""Triton functions of the fused update, in as few instructions as the GPU has for them.
-
-What Triton makes of some takes care of denormals, is a library function, or takes numbers out of
-registers twice: two to twenty instructions for one, and the update would wait for them instead of
-for memory. The hardware's own approximations are off by 2^-22.
-"""
+"""Triton functions of the fused update, beside those of `codegen/prelude.py`."""
 
 from __future__ import annotations
 
+from fp8pass.codegen.prelude import Instructions, assembled
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR, SUCCESSOR_FACTOR
 
-# Of each: instructions, registers of results and operands, the type of results, and how many
-# elements it takes at a time.
-_ASSEMBLED = {
-    "log2": ("{ .reg .f32 y; abs.f32 y, $1; lg2.approx.ftz.f32 $0, y; }", "=f,f", "float32", 1),
-    "exp2": ("ex2.approx.ftz.f32 $0, $1;", "=f,f", "float32", 1),
-    "root": ("sqrt.approx.ftz.f32 $0, $1;", "=f,f", "float32", 1),
-    "reciprocal": ("rcp.approx.ftz.f32 $0, $1;", "=f,f", "float32", 1),
+_INSTRUCTIONS = {
+    "log2_of_magnitude": Instructions(
+        "{ .reg .f32 y; abs.f32 y, $1; lg2.approx.ftz.f32 $0, y; }",
+        f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
+    ),
+    "root": Instructions("sqrt.approx.ftz.f32 $0, $1;", "tl.sqrt(x)"),
     # In [0, 1], and 0 where it is NaN.
-    "saturated": ("mul.sat.f32 $0, $1, 0f3F800000;", "=f,f", "float32", 1),
-    "with_sign": ("lop3.b32 $0, $1, $2, 0x80000000, 0xF8;", "=f,f,r", "float32", 1),
-    "widened": ("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", "float32", 2),
+    "saturated": Instructions("mul.sat.f32 $0, $1, 0f3F800000;", "tl.where(x > 0, x, 0.0)"),
+    "with_sign": Instructions(
+        "lop3.b32 $0, $1, $2, 0x80000000, 0xF8;",
+        "(x.to(tl.int32, bitcast=True) | of & -2147483648).to(tl.float32, bitcast=True)",
+        parameters="x, of",
+        registers="=f,f,r",
+    ),
+    "widened": Instructions(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+        "x.to(tl.float32)",
+        registers="=r,=r,r",
+        pack=2,
+    ),
 }
-_ASSEMBLY = """tl.inline_asm_elementwise(
-        "{}", "{}", [{operands}], dtype=tl.{}, is_pure=True, pack={}
-    )"""
-# Triton's interpreter has no assembly.
-_INTERPRETED = {
-    "log2": f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
-    "exp2": "tl.exp2(x)",
-    "root": "tl.sqrt(x)",
-    "reciprocal": "1.0 / x",
-    "saturated": "tl.where(x > 0, x, 0.0)",
-    "with_sign": "(x.to(tl.int32, bitcast=True) | of & -2147483648).to(tl.float32, bitcast=True)",
-    "widened": "x.to(tl.float32)",
-}
-_FUNCTION = """
-@triton.jit
-def {name}({operands}):
-    return {value}
-
-"""
 
 _REST = """
 @triton.jit
@@ -86,14 +72,14 @@ def dithered(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     return (bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)) >> SHIFT
 
 
-# Newton's iteration from what the exponent alone says, off by an eighth: three leave 1e-7. The unit
-# for reciprocals is the one that the update waits for.
+# Newton's iteration from what the exponent alone says, off by an eighth: three leave 1e-7 of normal
+# numbers up to 2^126. The unit for reciprocals is the one that the update waits for.
 @triton.jit
 def one_over(x):
     y = (0x7EF311C7 - bits_of(x)).to(tl.float32, bitcast=True)
     for _ in tl.static_range(3):
         y = y * (2.0 - x * y)
-    return y
+    return tl.where(x > {largest_divisor!r}, 0.0, y)
 
 
 # Positive numbers are ordered as their bits are, with NaN above infinity.
@@ -121,19 +107,11 @@ def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 def functions() -> str:
-    """The functions of elements, as the GPU's instructions unless there is no GPU."""
-    import triton
-
-    found = []
-    for name, instructions in _ASSEMBLED.items():
-        operands = "x, of" if name == "with_sign" else "x"
-        value = _INTERPRETED[name]
-        if not triton.knobs.runtime.interpret:
-            value = _ASSEMBLY.format(*instructions, operands=operands)
-        found.append(_FUNCTION.format(name=name, operands=operands, value=value))
-    return "".join(found) + _REST.format(
+    """The source of all."""
+    return assembled(_INSTRUCTIONS) + _REST.format(
         first=FIRST_FACTOR,
         second=SECOND_FACTOR,
         folds=FOLDED_FACTORS,
         successor=SUCCESSOR_FACTOR,
+        largest_divisor=2.0**126,
     )

@@ -91,7 +91,7 @@ class FusedUpdate:
         self._look_at(gradients)
         self.steps.add_(1 - control[1])
         table = torch.stack(factors(group, self.steps))
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])  # Triton compiles for each int there is
         with self._device():
             for launch in self.launches:
                 launch.kernel[(len(launch.parameter_of),)](
@@ -111,7 +111,7 @@ class FusedUpdate:
                     1 - beta1,
                     beta2,
                     1 - beta2,
-                    group["eps"],
+                    float(group["eps"]),
                     ALIGNED=launch.aligned and self.gradients_aligned,
                     **LAUNCH,
                 )

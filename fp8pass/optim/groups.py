@@ -30,7 +30,7 @@ EXPONENT_BITS = 0x7F800000
 MIN_POWER = 0.5
 # Groups of nearly equal values need no finer codes, and larger powers amplify fp32's own errors.
 MAX_POWER = 64.0
-# Of half a format's binades, so that errors of fp32's logarithms exceed neither of its ends.
+# Binades left free at each end of a format: errors of fp32's logarithms exceed neither.
 SPARE = 2.0**-9
 
 

@@ -24,6 +24,7 @@ from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.functions import functions
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
 from fp8pass.optim.options import Storage
+from fp8pass.optim.update import SMALLEST_EPS
 
 # Elements of a program and of a tile, which has at least a group; tiles that are on their way.
 CHUNK = 8192
@@ -99,8 +100,8 @@ _READ_SCALE = "{x}_scale = tl.load({x}_scale_at, any_there, other=1.0).to(tl.flo
 # scale · (code / middle)^(1/k), with all that a group shares in the exponent.
 _ROOT = """
 {x}_inverse = reciprocal(tl.load({x}_power_at, any_there, other=1.0).to(tl.float32))
-{x}_offset = log2({x}_scale) - {x}_inverse * {log2_middle!r}
-{x}_root = exp2(log2({x}) * {x}_inverse[:, None] + {x}_offset[:, None])
+{x}_offset = log2_of_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
+{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse[:, None] + {x}_offset[:, None])
 """
 
 # Numbers below fp32's normal ones do not count, and are zero in a group of their like.
@@ -115,14 +116,14 @@ _PLAIN_SCALE = """
 """
 # middle · (|x| / scale)^k likewise. The log of zero is in no minimum: it times zero is NaN.
 _EXPANSION = """
-{x}_log = log2({x})
+{x}_log = log2_of_magnitude({x})
 {x}_high = tl.reduce({x}_log, 1, largest)
 {x}_finite = {x}_log * 0.0 + {x}_log
 {x}_low = largest(tl.min({x}_finite, 1), {x}_high - {longest!r})
 {x}_scale = exp2(({x}_high + {x}_low) * 0.5)
 {x}_scale = of_groups({x}_scale, {x}_high, float("-inf"), float("nan"))
 {x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
-{x}_center = log2({x}_scale)
+{x}_center = log2_of_magnitude({x}_scale)
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
 {x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
@@ -147,8 +148,6 @@ tl.store({x}_at, {x}_code.to(tl.uint8), there)
 
 # What a state is multiplied with as it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
-# What is added to roots at least: nothing is divided by zero.
-SMALLEST_ADDEND = 2.0**-100
 
 
 class Writer:
@@ -174,7 +173,7 @@ class Writer:
             self._read(name, format)
         if weights == PARAMETER:
             self._load(PARAMETER)
-        self.before += _NUMBERS.format(least=SMALLEST_ADDEND).strip().splitlines()
+        self.before += _NUMBERS.format(least=SMALLEST_EPS).strip().splitlines()
         self._add(_UPDATE, weights=weights)
         if self.draws:
             self.before += _KEY.strip().splitlines()
@@ -184,10 +183,12 @@ class Writer:
         for name, format in reversed(self.states.items()):
             self._write_state(name, format)
         tile = max(TILE, self.group_size)
+        # Loads of what codes stand for depend on other loads, and would be sent ahead, too.
+        looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
             tile=tile,
-            stages=STAGES,
+            stages=1 if looks_up else STAGES,
             rows=tile // self.group_size,
             group=self.group_size,
             columns=len(self.columns),

@@ -27,6 +27,8 @@ from fp8pass.optim.slots import Slot, group_count
 # states elsewhere. Larger parameters are updated in pieces.
 CPU_BATCH = 1 << 17
 BATCH = 1 << 24
+# A smaller ε is this one: what has seen no gradient is not divided by zero.
+SMALLEST_EPS = 2.0**-100
 
 
 class Factors(NamedTuple):
@@ -165,7 +167,7 @@ def _update_batch(
     rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
     steps = torch.stack([s.step for s in slots])
     decay, rate, correction = (rows.spread(x) for x in factors(group, steps))
-    beta1, beta2 = group["betas"]
+    (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
     master = storage.master(slots[0].parameter.dtype)
 
     gradient = rows.join(gradients, torch.float32) * factor
@@ -176,7 +178,7 @@ def _update_batch(
         weights = _read(rows, slots, "master", master)
     else:
         weights = rows.join((s.parameter for s in slots), torch.float32)
-    weights = weights * decay - rate * (m / (v.sqrt() * correction + group["eps"]))
+    weights = weights * decay - rate * (m / (v.sqrt() * correction + eps))
 
     stochastic = storage.rounds_weights(slots[0].parameter.dtype)
     bits = None
