@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -142,6 +142,18 @@ def _is_swap(node: fx.Node) -> bool:
     if is_call(node, aten.permute.default):
         return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
     return is_call(node, aten.transpose.int) and len(tensor(node).shape) == 2
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes`, and all that they are computed from."""
+    found = set(nodes)
+    pending = list(found)
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                pending.append(operand)
+    return found
 
 
 def tangent_dependent(graph: fx.Graph) -> set[fx.Node]:

@@ -8,6 +8,7 @@ from helpers import capture_joint, compiled, relative
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8pass import graph
 from fp8pass.codegen.buffers import buffer, buffer_residual_sums
 from fp8pass.config import Config
 from fp8pass.passes.regions import is_residual_sum
@@ -96,19 +97,9 @@ class Residual(nn.Module):
 def test_gradients_of_a_residual_stream_are_sums_of_one():
     joint = capture_joint(Residual(), torch.randn(32, 64).requires_grad_() * 1)
     sums = [n for n in joint.gm.graph.nodes if is_residual_sum(n)]
-    backward = [n for n in sums if any("tangents" in m.name for m in ancestors(n))]
+    backward = [n for n in sums if any("tangents" in m.name for m in graph.ancestors([n]))]
     assert len(sums) - len(backward) == 2
     assert len(backward) == 2
-
-
-def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
-    found, pending = {node}, [node]
-    while pending:
-        for operand in pending.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                pending.append(operand)
-    return found
 
 
 @pytest.mark.parametrize("recipe", ["coat", "linear", "exact"])

@@ -107,18 +107,7 @@ def forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
     """What runs in the forward: all that its outputs and what is kept are computed from."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
-    return ancestors([*_forward_outputs(compiled), *compiled.ctx.saved])
-
-
-def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    """`nodes`, and all that they are computed from."""
-    pending, found = list(nodes), set(nodes)
-    while pending:
-        for operand in pending.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                pending.append(operand)
-    return found
+    return graph.ancestors([*_forward_outputs(compiled), *compiled.ctx.saved])
 
 
 def _forward_outputs(compiled: CompiledGraph) -> list[fx.Node]:
@@ -163,7 +152,7 @@ class _Drawing:
         self.crossing = set(self.ctx.saved)
         self.forward = forward_nodes(compiled)
         self.drawn = [n for n in compiled.gm.graph.nodes if self._is_drawn(n)]
-        computed = ancestors(_forward_outputs(compiled))
+        computed = graph.ancestors(_forward_outputs(compiled))
         self.columns = _Columns([n for n in self.drawn if n in computed])
         self.decisions = {n.name: d for n, d in self.ctx.decisions.items()}
         self.saved = {s.name: s for s in plan.saved}

@@ -1,0 +1,193 @@
+"""What tests of kernels share: programs, their inputs, launching them, and comparing results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8pass.codegen.program import Load, Program, Step, Store, reference
+
+F8 = torch.float8_e4m3fn
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+both_devices = pytest.mark.parametrize("device", DEVICES)
+
+# Operators of which the hardware's, or Triton's, differ from PyTorch's in the last bits.
+INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt", "sqrt", "div")
+
+
+def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Launch the Triton kernel of `program`, with its results poisoned first."""
+    outputs = program.empty_outputs(inputs)
+    for x in outputs:
+        x.view(torch.uint8).fill_(0x55)
+    launch = module.prepare(program, *program.sizes(inputs))
+    arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+    launch.kernel[launch.grid](*inputs, *outputs, **arguments)
+    return outputs
+
+
+def operands(program: Program, rows: int, columns: int, device: str, scale: float = 1.0):
+    """Random inputs of a program."""
+    inputs: list[torch.Tensor] = []
+    shapes = {"full": (rows, columns), "row": (rows, 1), "column": (columns,), "scalar": ()}
+    for load in program.loads:
+        if load.operand == "groups":
+            codes = (torch.randn(rows, columns) * 100).clamp(-448, 448).to(F8)
+            scales = torch.rand(rows, columns // load.group_size) * scale / 50 + 1e-3
+            inputs += [codes, scales.bfloat16()]
+        elif load.operand == "scalar":
+            inputs.append(torch.rand(()) * scale / 50 + 1e-3)
+        elif load.operand == "row":
+            inputs.append(torch.rand(shapes["row"]) + 0.5)
+        else:
+            inputs.append((torch.randn(shapes[load.operand]) * scale).bfloat16())
+    return [x.to(device) for x in inputs]
+
+
+def values(codes: torch.Tensor) -> torch.Tensor:
+    return codes.double()
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> None:
+    """Equal bits, or codes that differ by one step, and few of them: last bits round two ways."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    nan = values(want).isnan()
+    assert torch.equal(values(got).isnan(), nan)
+    a, b = (values(x).masked_fill(nan, 0.0) for x in (got, want))
+    if exact:
+        assert torch.equal(a, b)
+        return
+    mantissa = {F8: 3, torch.bfloat16: 7, torch.float32: 18}[got.dtype]
+    step = torch.maximum(a.abs(), b.abs()) * 2.0**-mantissa + 2.0**-9 * (got.dtype == F8)
+    finite = b.isfinite()
+    assert torch.equal(a[~finite], b[~finite])
+    assert ((a - b).abs()[finite] <= step[finite] + 1e-30).all()
+    if got.dtype == F8 and a.numel() > 1000:
+        assert (a != b).double().mean() < 0.02
+
+
+def check(module, program: Program, inputs: list[torch.Tensor], *, exact: bool = False) -> None:
+    """The kernel of a program computes what its reference does."""
+    wanted = reference(program, inputs)
+    for got, want in zip(run(module, program, inputs), wanted, strict=True):
+        assert_same(got, want, exact=exact)
+
+
+CAST = Program(
+    (Load("s", "scalar"), Load("x", "full")), (), (Store("x", ("rows", "columns"), "s", "e4m3"),)
+)
+
+
+def swiglu_backward(group: int) -> Program:
+    """Down's input again, and the gradients of gate and up, in three stores."""
+    return Program(
+        (
+            Load("s", "scalar"),
+            Load("r", "scalar"),
+            Load("t", "scalar"),
+            Load("d", "full"),
+            Load("g", "groups", group),
+            Load("u", "groups", group),
+        ),
+        (
+            Step("p", "aten.sigmoid.default", ("g",)),
+            Step("a", "aten.mul.Tensor", ("g", "p")),
+            Step("h", "aten.mul.Tensor", ("a", "u")),
+            Step("du", "aten.mul.Tensor", ("d", "a")),
+            Step("dh", "aten.mul.Tensor", ("d", "u")),
+            Step("dg", "aten.silu_backward.default", ("dh", "g")),
+        ),
+        (
+            Store("h", ("columns",), "s", "e4m3"),
+            Store("du", ("rows", "columns"), "r", "e4m3"),
+            Store("dg", ("rows", "columns"), "t", "e4m3"),
+        ),
+    )
+
+
+def by_row(x: str) -> tuple[tuple[Step, ...], Store]:
+    """`x` quantized by row."""
+    steps = Step("amax", "row_amax", (x,)), Step("scale", "scale", ("amax", "e4m3"))
+    return steps, Store(x, ("rows",), "scale", "e4m3")
+
+
+ROW_CAST = Program((Load("x", "full"),), by_row("x")[0], (by_row("x")[1],))
+
+
+def norm(columns: int, group: int) -> Program:
+    """Residual sum, kept in groups; its RMS norm, quantized by row."""
+    steps, store = by_row("h")
+    return Program(
+        (Load("w", "column"), Load("x", "full"), Load("y", "full")),
+        (
+            Step("sum", "aten.add.Tensor", ("x", "y")),
+            Step("square", "aten.mul.Tensor", ("sum", "sum")),
+            Step("total", "row_sum", ("square",)),
+            Step("mean", "aten.mul.Scalar", ("total", 1 / columns)),
+            Step("shifted", "aten.add.Scalar", ("mean", 1e-5)),
+            Step("rstd", "aten.rsqrt.default", ("shifted",)),
+            Step("n", "aten.mul.Tensor", ("sum", "rstd")),
+            Step("h", "aten.mul.Tensor", ("n", "w")),
+            *steps,
+        ),
+        (
+            Store("sum", ("full",), dtype="bfloat16"),
+            Store("sum", ("groups",), format="e4m3", group_size=group),
+            Store("rstd", ("row",), dtype="float32"),
+            Store("amax", ("row",), dtype="float32"),
+            Store("scale", ("row",), dtype="float32"),
+            store,
+        ),
+    )
+
+
+def swiglu(group: int) -> Program:
+    """Gate and up kept in groups; their product, quantized by row."""
+    steps, store = by_row("h")
+    return Program(
+        (Load("g", "full"), Load("u", "full")),
+        (Step("a", "aten.silu.default", ("g",)), Step("h", "aten.mul.Tensor", ("a", "u")), *steps),
+        (
+            Store("scale", ("row",), dtype="float32"),
+            Store("g", ("groups",), format="e4m3", group_size=group),
+            Store("u", ("groups",), format="e4m3", group_size=group),
+            store,
+        ),
+    )
+
+
+def norm_backward(columns: int) -> Program:
+    """Gradient of a residual stream through a norm, with that of the norm's weight."""
+    return Program(
+        (
+            Load("w", "column"),
+            Load("rstd", "row"),
+            Load("dy", "full"),
+            Load("residual", "full"),
+            Load("x", "groups", 128),
+        ),
+        (
+            Step("xhat", "aten.mul.Tensor", ("x", "rstd")),
+            Step("dw", "aten.mul.Tensor", ("dy", "xhat")),
+            Step("n", "aten.mul.Tensor", ("dy", "w")),
+            Step("nx", "aten.mul.Tensor", ("n", "x")),
+            Step("dot", "row_sum", ("nx",)),
+            Step("mean", "aten.mul.Scalar", ("dot", 1 / columns)),
+            Step("cube", "aten.pow.Tensor_Scalar", ("rstd", 3.0)),
+            Step("factor", "aten.mul.Tensor", ("mean", "cube")),
+            Step("along", "aten.mul.Tensor", ("x", "factor")),
+            Step("scaled", "aten.mul.Tensor", ("n", "rstd")),
+            Step("d", "aten.sub.Tensor", ("scaled", "along")),
+            Step("sum", "aten.add.Tensor", ("residual", "d")),
+            Step("amax", "row_amax", ("sum",)),
+        ),
+        (
+            Store("sum", ("full",), dtype="bfloat16"),
+            Store("dw", ("sums",)),
+            Store("amax", ("row",), dtype="float32"),
+        ),
+    )

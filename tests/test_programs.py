@@ -1,0 +1,76 @@
+"""Programs: simpler ones are equal, and all are their texts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_helpers import assert_same, by_row, norm, operands, swiglu
+
+from fp8pass.codegen.program import Load, Program, Step, Store, reference
+from fp8pass.codegen.simplify import simplify
+
+
+def spelled_out_silu() -> Program:
+    """x / (1 + exp(-x)), its derivative's sigmoid, and a power that does nothing."""
+    steps, store = by_row("y")
+    return Program(
+        (Load("x", "full"),),
+        (
+            Step("n", "aten.neg.default", ("x",)),
+            Step("e", "aten.exp.default", ("n",)),
+            Step("d", "aten.add.Tensor", ("e", 1)),
+            Step("a", "aten.div.Tensor", ("x", "d")),
+            Step("b", "aten.pow.Tensor_Scalar", ("a", 1.0)),
+            Step("p", "aten.sigmoid.default", ("x",)),
+            Step("y", "aten.mul.Tensor", ("b", "p")),
+            *steps,
+        ),
+        (store,),
+    )
+
+
+def test_what_is_spelled_out_is_computed_once():
+    targets = [step.target for step in simplify(spelled_out_silu()).steps]
+    assert targets[:3] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
+    assert targets[3:] == ["row_amax", "scale"]
+
+
+@pytest.mark.parametrize("make", [spelled_out_silu, lambda: norm(96, 32), lambda: swiglu(32)])
+def test_simpler_programs_are_equal(make):
+    program = make()
+    inputs = operands(program, 11, 96, "cpu")
+    inputs[0][3], inputs[-1][4, :3] = -200.0, torch.tensor([math.nan, math.inf, -math.inf])
+    wanted = reference(program, inputs)
+    for got, want in zip(reference(simplify(program), inputs), wanted, strict=True):
+        assert_same(got, want, exact=False)
+
+
+def test_what_is_stored_keeps_its_name():
+    """Of two equal values that are stored, each is."""
+    squares = [Step(name, "aten.mul.Tensor", ("x", "x")) for name in ("a", "b", "c")]
+    stores = tuple(Store(name, ("full",), dtype="float32") for name in ("a", "b"))
+    program = Program((Load("x", "full"),), tuple(squares), stores)
+    assert [step.name for step in simplify(program).steps] == ["a", "b"]
+
+
+def test_what_is_rounded_is_not_taken_for_what_is_not():
+    """A sum in bf16, and what it lacks."""
+    program = Program(
+        (Load("x", "full"), Load("y", "full")),
+        (
+            Step("a", "aten.add.Tensor", ("x", "y")),
+            Step("c", "aten.add.Tensor", ("x", "y")),
+            Step("d", "aten.sub.Tensor", ("c", "x")),
+        ),
+        (Store("a", ("full",), dtype="bfloat16"), Store("d", ("full",), dtype="float32")),
+    )
+    inputs = [torch.full((1, 16), x) for x in (256.0, 0.5)]
+    assert reference(simplify(program), inputs)[1][0, 0] == 0.5
+
+
+def test_a_program_is_its_text():
+    program = norm(640, 128).canonical()
+    assert Program.parse(program.dumps()) == program
+    assert program.canonical() == program

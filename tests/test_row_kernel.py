@@ -1,0 +1,146 @@
+"""Row kernels against the references of their programs: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_helpers import (
+    ROW_CAST,
+    assert_same,
+    both_devices,
+    by_row,
+    check,
+    norm,
+    norm_backward,
+    operands,
+    run,
+    swiglu,
+    values,
+)
+
+from fp8pass.codegen import program as program_module
+from fp8pass.codegen import row_kernel
+from fp8pass.codegen.program import Load, Program, Step, Store, reference
+from fp8pass.codegen.row_source import Shape, source
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(params=["held", "loop"])
+def reading(request, monkeypatch):
+    """Rows held in registers, or read in a loop."""
+    if request.param == "loop":
+        monkeypatch.setattr(row_kernel, "LONGEST_HELD", 64)
+        monkeypatch.setattr(row_kernel, "CHUNK", 128)
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [16, 128, 272, 640])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_codes_by_row(device, reading, columns, scale):
+    inputs = operands(ROW_CAST, 21, columns, device, scale)
+    x = inputs[0]
+    x[3, 5], x[4, 6], x[5] = math.nan, math.inf, 0.0
+    (got,), (want,) = run(row_kernel, ROW_CAST, inputs), reference(ROW_CAST, inputs)
+    assert_same(got, want, exact=scale == 1.0 and device == "cpu")
+    assert values(got)[3].isnan().all()
+
+
+@both_devices
+@pytest.mark.parametrize(("columns", "group"), [(128, 128), (640, 128), (768, 64), (96, 32)])
+def test_norm(device, reading, columns, group):
+    program = norm(columns, group)
+    inputs = operands(program, 19, columns, device)
+    check(row_kernel, program, inputs)
+
+
+@both_devices
+@pytest.mark.parametrize(("columns", "group"), [(384, 128), (352, 32)])
+def test_gated_activation(device, reading, columns, group):
+    program = swiglu(group)
+    inputs = operands(program, 19, columns, device)
+    check(row_kernel, program, inputs)
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [256, 384])
+@pytest.mark.parametrize("rows", [3, 1024, 1500])
+def test_norm_backward(device, rows, columns, monkeypatch):
+    monkeypatch.setattr(row_kernel, "VECTOR", 2)  # chunks of 256
+    if device == "cpu":  # which runs programs one by one
+        for module in (program_module, row_kernel):
+            monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
+        rows = min(rows, 19)
+    program = norm_backward(columns)
+    inputs = operands(program, rows, columns, device)
+    gradient, sums, amax = run(row_kernel, program, inputs)
+    wanted = reference(program, inputs)
+    assert_same(gradient, wanted[0], exact=False)
+    assert torch.allclose(sums, wanted[1], rtol=1e-4, atol=1e-3)  # taken in another order
+    assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # of what is rounded to it
+
+
+@both_devices
+@pytest.mark.parametrize("group", [16, 17, 20, 128])
+def test_reading_groups_of_any_size(device, reading, group):
+    """Where several neighbours share a load of their scale, and where they do not."""
+    steps, store = by_row("x")
+    program = Program((Load("x", "groups", group),), steps, (store,))
+    check(row_kernel, program, operands(program, 3, 6 * group, device))
+
+
+def test_values_that_are_used_twice_are_written_once():
+    squares = [Step("v1", "aten.mul.Tensor", ("x", "x"))]
+    squares += [Step(f"v{i}", "aten.mul.Tensor", (f"v{i - 1}",) * 2) for i in range(2, 60)]
+    steps, store = by_row("v59")
+    program = Program((Load("x", "full"),), (*squares, *steps), (store,))
+    shape = Shape(columns=96, chunk=128, held=True)
+    assert source(program, shape).count(" * v58_0") == 1
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [96, 1024, 1056, 1376])
+def test_rows_in_several_chunks(device, columns, monkeypatch):
+    """Some full, one not."""
+    monkeypatch.setattr(row_kernel, "VECTOR", 1)
+    program = swiglu(32)
+    shape, _ = row_kernel._shape(program, columns)
+    assert len(shape.chunks) == -(-columns // 256)
+    check(row_kernel, program, operands(program, 5, columns, device))
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [128, 130, 20480])
+def test_values_that_do_not_vary_along_a_row(device, columns):
+    """Reduced, and stored, as those that do."""
+    program = Program(
+        (Load("x", "full"), Load("r", "row")),
+        (
+            Step("total", "row_sum", ("r",)),
+            Step("amax", "row_amax", ("r",)),
+            Step("scale", "scale", ("amax", "e4m3")),
+            Step("y", "aten.mul.Tensor", ("x", "total")),
+        ),
+        (
+            Store("total", ("row",), dtype="float32"),
+            Store("r", ("full",), dtype="float32"),
+            Store("r", ("rows",), "scale", "e4m3"),
+            *[Store("r", ("groups",), format="e4m3", group_size=128)] * (columns % 128 == 0),
+            Store("y", ("full",), dtype="float32"),
+        ),
+    )
+    check(row_kernel, program, operands(program, 3, columns, device))
+
+
+@both_devices
+def test_equal_sums_are_stored_twice(device, monkeypatch):
+    for module in (program_module, row_kernel):
+        monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
+    program = Program(
+        (Load("x", "full"),),
+        (Step("total", "row_sum", ("x",)),),
+        (Store("x", ("sums",)), Store("x", ("sums",)), Store("total", ("row",), dtype="float32")),
+    )
+    check(row_kernel, program, operands(program, 6, 128, device))

@@ -1,0 +1,161 @@
+"""Tile kernels against the references of their programs: on a GPU, or in Triton's interpreter.
+
+The interpreter runs where `TRITON_INTERPRET` is set when Triton is imported (see conftest.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_helpers import (
+    CAST,
+    INEXACT,
+    assert_same,
+    both_devices,
+    check,
+    operands,
+    run,
+    swiglu_backward,
+)
+
+from fp8pass.codegen import tile_kernel
+from fp8pass.codegen.program import Load, Program, Step, Store, reference
+from fp8pass.codegen.triton_ops import EXPRESSIONS, POWERS
+
+pytest.importorskip("triton")
+
+
+@both_devices
+@given(rows=st.integers(1, 150), columns=st.integers(1, 20).map(lambda n: 16 * n))
+def test_codes_in_both_layouts(device, rows, columns):
+    inputs = operands(CAST, rows, columns, device)
+    by_rows, by_columns = run(tile_kernel, CAST, inputs)
+    want = reference(CAST, inputs)
+    assert_same(by_rows, want[0], exact=True)
+    assert_same(by_columns, want[1], exact=True)
+
+
+@both_devices
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_what_is_tiny_huge_or_not_finite(device, scale):
+    _, x = operands(CAST, 70, 48, device, scale)
+    x[3, 5], x[4, 6], x[5, 7], x[6] = math.nan, math.inf, -math.inf, 0.0
+    for amax in (x[:3].abs().amax().float(), torch.tensor(math.inf, device=device)):
+        s = amax / 448
+        for got, want in zip(run(tile_kernel, CAST, [s, x]), reference(CAST, [s, x]), strict=True):
+            assert_same(got, want, exact=True)
+
+
+@both_devices
+@pytest.mark.parametrize("group", [16, 48, 128, 256])
+@given(rows=st.integers(1, 100))
+def test_several_matrices_out_of_groups(device, group, rows):
+    program = swiglu_backward(group)
+    inputs = operands(program, rows, 3 * group, device)
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=False)
+
+
+def _arity(target: str) -> int:
+    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in EXPRESSIONS[target])
+
+
+@both_devices
+@pytest.mark.parametrize("target", sorted(EXPRESSIONS))
+def test_every_operator(device, target):
+    """What a kernel makes of an operator is what PyTorch does."""
+    arity = _arity(target)
+    takes_scalar = target.endswith(".Scalar") or "clamp_m" in target or "threshold" in target
+    names = ["x", "y", "z"][: arity - takes_scalar]
+    compares = target.split(".")[1] in ("gt", "ge", "lt", "le", "eq", "ne")
+    condition = (Step("c", "aten.gt.Scalar", ("x", 0.1)),)
+    args = ("c", "x", "y") if target == "aten.where.self" else (*names, *[0.25] * takes_scalar)
+    steps = condition * (target == "aten.where.self") + (Step("v", target, args),)
+    if compares:
+        steps += (Step("w", "aten.where.self", ("v", "x", "y")),)
+    program = Program(
+        (Load("s", "scalar"), *(Load(n, "full") for n in ("x", "y", "z"))),
+        steps,
+        (Store("w" if compares else "v", ("rows", "columns"), "s", "e4m3"),),
+    )
+    inputs = operands(program, 37, 96, device)
+    if any(name in target for name in ("log", "sqrt", "rsqrt")):
+        inputs[1] = inputs[1].abs() + 0.1
+    exact = not any(name in target for name in INEXACT) and "addcmul" not in target
+    exact &= "backward" not in target and "reciprocal" not in target
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=exact)
+
+
+@both_devices
+@pytest.mark.parametrize("power", sorted(POWERS))
+def test_powers(device, power):
+    program = Program(
+        (Load("s", "scalar"), Load("x", "full")),
+        (Step("v", "aten.pow.Tensor_Scalar", ("x", power)),),
+        (Store("v", ("columns",), "s", "e4m3"),),
+    )
+    inputs = operands(program, 37, 96, device)
+    inputs[1] = inputs[1].abs() + 0.1
+    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    assert_same(got, want, exact=False)
+
+
+@both_devices
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 3, -0.5])
+def test_constants(device, number):
+    program = Program(
+        (Load("s", "scalar"), Load("x", "full")),
+        (
+            Step("c", "aten.eq.Scalar", ("x", number)),
+            Step("y", "aten.add.Scalar", ("x", number)),
+            Step("v", "aten.where.self", ("c", "x", "y")),
+        ),
+        (Store("v", ("rows",), "s", "e4m3"),),
+    )
+    inputs = operands(program, 37, 96, device)
+    inputs[1][3, 4] = number
+    check(tile_kernel, program, inputs)
+
+
+@both_devices
+def test_rows_columns_and_groups_are_broadcast(device):
+    program = Program(
+        (
+            Load("s", "scalar"),
+            Load("w", "column"),
+            Load("r", "row"),
+            Load("x", "full"),
+            Load("g", "groups", 64),
+        ),
+        (
+            Step("a", "aten.mul.Tensor", ("x", "r")),
+            Step("b", "aten.mul.Tensor", ("a", "w")),
+            Step("c", "aten.add.Tensor", ("b", "g")),
+        ),
+        (Store("c", ("rows", "columns"), "s", "e4m3"), Store("b", ("columns",), "s", "e4m3")),
+    )
+    inputs = operands(program, 67, 192, device)
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=False)
+
+
+@both_devices
+@given(rows=st.integers(1, 200), columns=st.integers(1, 20).map(lambda n: 16 * n))
+def test_amax_of_tiles(device, rows, columns):
+    program = Program((Load("x", "full"),), (), (Store("x", ("amax",)),))
+    inputs = operands(program, rows, columns, device)
+    inputs[0][rows // 2, columns // 3] = math.nan
+    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    assert_same(got, want, exact=True)
+    assert got.isnan().sum() == 1
