@@ -77,8 +77,9 @@ def test_norm_backward(device, rows, columns, monkeypatch):
     inputs = operands(program, rows, columns, device)
     gradient, sums, amax = run(row_kernel, program, inputs)
     wanted = reference(program, inputs)
-    assert_same(gradient, wanted[0], exact=False)
-    assert torch.allclose(sums, wanted[1], rtol=1e-4, atol=1e-3)  # taken in another order
+    # Sums are taken in another order, and little may be left of a gradient after one is subtracted.
+    torch.testing.assert_close(gradient, wanted[0], rtol=2**-7, atol=1e-5)
+    assert torch.allclose(sums, wanted[1], rtol=1e-4, atol=1e-3)
     assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # of what is rounded to it
 
 

@@ -59,19 +59,22 @@ def adamw(
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     begin = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {chunk}
+    # Halves of groups: eight numbers of each in a thread are 16 bytes in BF16, and of one group.
     row = tl.arange(0, {rows})
-    in_tile = row[:, None] * {group} + tl.arange(0, {group})[None, :]
+    half = tl.arange(0, 2)[None, :, None]
+    in_tile = row[:, None, None] * {group} + half * {half} + tl.arange(0, {half})[None, None, :]
     table = tables + number * {columns}
     beta1 = 1.0 - complement1
-{before}
     left = tl.minimum(size - begin, {chunk}).to(tl.int32)
     if ALIGNED:
         left = tl.multiple_of(left, 16)
+{before}
     for first in tl.range(0, left, {tile}, num_stages={stages}):
         place = first + in_tile
         there = place < left
         group = first // {group} + row
         any_there = group * {group} < left
+        any_next = (group + {rows}) * {group} < left
 {body}
 """
 
@@ -80,47 +83,56 @@ of_first = tl.load(control) * complement1
 of_second = tl.load(control) * root(complement2)
 decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
-correction = tl.load(factors + 2 * count + number)
-least = tl.maximum(eps, {least!r})
+# The root of the second moment is not corrected, but all that it is compared with.
+uncorrected = 1.0 / tl.load(factors + 2 * count + number)
+rate = rate * uncorrected
+least = tl.maximum(eps, {least!r}) * uncorrected
 """
 _KEY = """
 key = mix(mix(seed) + tl.load(numbers + number))
-key = mix(key + tl.load(steps + number).to(tl.int32))
+key = mix(key + tl.load(steps + number).to(tl.int32)) + (begin // 2).to(tl.int32)
+pair_in_tile = (row[:, None, None] * 2 + half) * {quarter} + tl.arange(0, {quarter})[None, None, :]
 """
-_DRAW = "bits = random_bits(key, begin.to(tl.int32) + place)"
+_DRAW = "bits = random_bits(key, (first // 2) + pair_in_tile)"
 
 _UPDATE = """
 exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
-step = exp_avg * one_over(root(exp_avg_sq) * correction + least)
+step = exp_avg * one_over(root(exp_avg_sq) + least)
 {weights} = {weights} * decay - rate * step
 """
 
-_READ_SCALE = "{x}_scale = tl.load({x}_scale_at, any_there, other=1.0).to(tl.float32){decay}"
+# What groups of two bytes have is not among what Triton itself asks for ahead of time.
+_ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
+_READ = """
+{x}_at = {x}_first + group
+{x} = {x}_next.to(tl.float32)
+{x}_next = tl.load({x}_at + {rows}, any_next, other=1.0)
+"""
 # scale · (code / middle)^(1/k), with all that a group shares in the exponent.
 _ROOT = """
-{x}_inverse = reciprocal(tl.load({x}_power_at, any_there, other=1.0).to(tl.float32))
+{x}_inverse = reciprocal({x}_power)
 {x}_offset = log2_of_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
-{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse[:, None] + {x}_offset[:, None])
+{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse[:, None, None] + {x}_offset[:, None, None])
 """
 
 # Numbers below fp32's normal ones do not count, and are zero in a group of their like.
 _AMAX = """
-{x}_amax = largest_of(tl.abs({x}))
+{x}_amax = highest(tl.abs({x}))
 {x}_amax = tl.where({x}_amax < {tiny!r}, 0.0, {x}_amax)
 """
 _PLAIN_SCALE = """
 {x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
 {x}_scale = of_groups({x}_scale, {x}_amax, 0.0, float("nan"))
-{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale))[:, None]
+{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale))[:, None, None]
 """
 # middle · (|x| / scale)^k likewise. The log of zero is in no minimum: it times zero is NaN.
 _EXPANSION = """
 {x}_log = log2_of_magnitude({x})
-{x}_high = tl.reduce({x}_log, 1, largest)
+{x}_high = highest({x}_log)
 {x}_finite = {x}_log * 0.0 + {x}_log
-{x}_low = largest(tl.min({x}_finite, 1), {x}_high - {longest!r})
+{x}_low = largest(lowest({x}_finite), {x}_high - {longest!r})
 {x}_scale = exp2(({x}_high + {x}_low) * 0.5)
 {x}_scale = of_groups({x}_scale, {x}_high, float("-inf"), float("nan"))
 {x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
@@ -128,15 +140,16 @@ _EXPANSION = """
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
 {x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
-{x}_offset = ({log2_middle!r} - {x}_power * {x}_center)[:, None]
+{x}_offset = ({log2_middle!r} - {x}_power * {x}_center)[:, None, None]
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
-_SIGNED_CODES = (
-    "{x}_coded = with_sign(exp2({x}_log * {x}_power[:, None] + {x}_offset), bits_of({x}))"
-)
+_SIGNED_CODES = """
+{x}_coded = exp2({x}_log * {x}_power[:, None, None] + {x}_offset)
+{x}_coded = with_sign({x}_coded, bits_of({x}))
+"""
 # Zero remains NaN, and nothing else becomes zero.
 _UNSIGNED_CODES = """
-{x}_coded = {x}_finite * {x}_power[:, None] + {x}_offset
+{x}_coded = {x}_finite * {x}_power[:, None, None] + {x}_offset
 {x}_coded = exp2(largest({x}_coded, {log2_min!r}))
 """
 _SEARCH = """
@@ -161,6 +174,7 @@ class Writer:
         self.stochastic = storage.rounds_weights(parameter)
         self.draws = self.stochastic or storage.second.dithers
         self.group_size = storage.group_size
+        self.rows = max(1, TILE // self.group_size)
         self.before: list[str] = []
         self.lines: list[str] = []
 
@@ -177,21 +191,21 @@ class Writer:
         self.before += _NUMBERS.format(least=SMALLEST_EPS).strip().splitlines()
         self._add(_UPDATE, weights=weights)
         if self.draws:
-            self.before += _KEY.strip().splitlines()
+            self.before += _KEY.format(quarter=self.group_size // 4).strip().splitlines()
             self.lines.append(_DRAW)
         # In the order in which the fewest registers wait: random bits are not for first moments.
         self._store_parameter(weights)
         for name, format in reversed(self.states.items()):
             self._write_state(name, format)
-        tile = max(TILE, self.group_size)
         # Loads of what codes stand for depend on other loads, and would be sent ahead, too.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
-            tile=tile,
+            tile=self.rows * self.group_size,
             stages=1 if looks_up else STAGES,
-            rows=tile // self.group_size,
+            rows=self.rows,
             group=self.group_size,
+            half=self.group_size // 2,
             columns=len(self.columns),
             before=textwrap.indent("\n".join(self.before), " " * 4),
             body=textwrap.indent("\n".join(self.lines), " " * 8),
@@ -224,8 +238,10 @@ class Writer:
             where = f"table + {self.columns[f'{x}_{part}']}"
             first = f"address({where}, False, tl.bfloat16) + begin // {self.group_size}"
             self.before.append(f"{x}_{part}_first = {first}")
-            self.lines.append(f"{x}_{part}_at = {x}_{part}_first + group")
-        self._add(_READ_SCALE, x=x, decay=decay)
+            self.before.append(_ASK.format(x=f"{x}_{part}", group=self.group_size))
+            self._add(_READ, x=f"{x}_{part}", rows=self.rows)
+        if decay:
+            self.lines.append(f"{x}_scale = {x}_scale{decay}")
         codes = f"tl.load({x}_at, there, other={format.zero})"
         if format.values:
             value = f"tl.load({x}_values + {codes}.to(tl.int32))"
@@ -233,7 +249,7 @@ class Writer:
             value = f"{codes}.to({_TYPES[format.dtype]}, bitcast=True).to(tl.float32)"
         self.lines.append(f"{x} = {value}")
         if not format.expands:
-            self.lines.append(f"{x} = {x} * {x}_scale[:, None]")
+            self.lines.append(f"{x} = {x} * {x}_scale[:, None, None]")
             return
         self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
         root = f"with_sign({x}_root, bits_of({x}))" if format.signed else f"{x}_root"

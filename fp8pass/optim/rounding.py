@@ -15,9 +15,8 @@ from fp8pass.ops import BF16_BITS
 
 # Of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
-# Of products of 64 bits that are folded to 32: digits of e, and a multiplier of Steele and Vigna's.
+# Of products of 64 bits that are folded to 32: digits of e.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
-SUCCESSOR_FACTOR = 0x915F77F5
 LOW_WORD = 0xFFFFFFFF
 
 
@@ -37,15 +36,14 @@ def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
     """Random int32 for int32 elements of parameters with a key (they broadcast).
 
-    Two neighbours share a hash: the second has it times a factor, with the halves exchanged, so
-    that the weaker lower half of the product is not for what the hash's own lower half is for.
+    Two neighbours have the same ones, but that their halves are exchanged: a weight is rounded by
+    the lower half, and its second moment by the upper one, for the most part.
     """
-    x = (key ^ element >> 1).long() & LOW_WORD
+    x = (key + (element >> 1)).long() & LOW_WORD
     for factor in FOLDED_FACTORS:
         x = x * factor
         x = (x >> 32 ^ x) & LOW_WORD
-    successor = x * SUCCESSOR_FACTOR & LOW_WORD
-    return torch.where(element & 1 == 0, x, successor >> 16 | successor << 16).int()
+    return torch.where(element & 1 == 0, x, x >> 16 | x << 16).int()
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
