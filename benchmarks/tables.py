@@ -225,6 +225,22 @@ def merged_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def gemms_table(data: dict[str, Any]) -> list[list[str]]:
+    """GEMMs with a scale for each operand and for each row: cuBLASLt, and Triton beside it."""
+    versus = "× cuBLASLt"
+    header = ["ms", "M × N × K", "cuBLASLt", "TFLOP/s", "by row"]
+    header += ["Triton", versus, "by row", versus]
+    rows = [header]
+    for r in data["results"]:
+        (m, n, k), cublaslt, triton = r["size"], r["cublaslt_ms"], r["triton_ms"]
+        row = [f"{r['case']}, {r['product']}", f"{m} × {n} × {k}", f"{cublaslt[0]:.3f}"]
+        row += [f"{2 * m * n * k / cublaslt[0] / 1e9:.0f}", f"{cublaslt[1]:.3f}"]
+        for theirs, library in zip(triton, cublaslt, strict=True):
+            row += [f"{theirs:.3f}", f"{theirs / library:.3f}"]
+        rows.append(row)
+    return rows
+
+
 def monitor_table(data: dict[str, Any]) -> list[list[str]]:
     """A training step without a monitor, between its samples and sampled; overheads by interval."""
     (result,) = data["results"]
@@ -297,6 +313,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "formats": formats_table,
     "kernels": kernels_table,
     "merged": merged_table,
+    "gemms": gemms_table,
     "monitor": monitor_table,
     "optimizer_errors": optimizer_errors_table,
     "optimizer_speed": optimizer_speed_table,
