@@ -214,6 +214,20 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
+def sweeps_table(data: dict[str, Any]) -> list[list[str]]:
+    """Settings of the largest kernels, the fastest first; what fp8pass uses is bold."""
+    rows = [["", "elements a thread", "ms", "of a copy"]]
+    for program in dict.fromkeys(r["program"] for r in data["results"]):
+        results = [r for r in data["results"] if r["program"] == program]
+        (m, n), kernel = results[0]["size"], results[0]["kernel"]
+        rows.append([f"**{program}**, `{kernel}`, {m} × {n}", "", "", ""])
+        for r in sorted(results, key=lambda r: r["ms"]):
+            share = r["bytes"] / data["copy_bandwidth"] * 1e3 / r["ms"]
+            row = [r["setting"], str(r["held"]), f"{r['ms']:.3f}", f"{share:.0%}"]
+            rows.append([f"**{cell}**" for cell in row] if r["shipped"] else row)
+    return rows
+
+
 def merged_table(data: dict[str, Any]) -> list[list[str]]:
     """GEMMs of layers that share an input, apart and as one."""
     rows = [["ms", "forward", "dgrad", "sums", "wgrad"]]
@@ -312,6 +326,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
+    "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,
     "monitor": monitor_table,
