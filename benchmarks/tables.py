@@ -214,6 +214,20 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
+def sweeps_table(data: dict[str, Any]) -> list[list[str]]:
+    """Settings of the largest kernels, the fastest first; what fp8pass uses is bold."""
+    rows = [["", "elements a thread", "ms", "of a copy"]]
+    for program in dict.fromkeys(r["program"] for r in data["results"]):
+        results = [r for r in data["results"] if r["program"] == program]
+        (m, n), kernel = results[0]["size"], results[0]["kernel"]
+        rows.append([f"**{program}**, `{kernel}`, {m} × {n}", "", "", ""])
+        for r in sorted(results, key=lambda r: r["ms"]):
+            share = r["bytes"] / data["copy_bandwidth"] * 1e3 / r["ms"]
+            row = [r["setting"], str(r["held"]), f"{r['ms']:.3f}", f"{share:.0%}"]
+            rows.append([f"**{cell}**" for cell in row] if r["shipped"] else row)
+    return rows
+
+
 def merged_table(data: dict[str, Any]) -> list[list[str]]:
     """GEMMs of layers that share an input, apart and as one."""
     rows = [["ms", "forward", "dgrad", "sums", "wgrad"]]
@@ -222,6 +236,22 @@ def merged_table(data: dict[str, Any]) -> list[list[str]]:
         rows.append(
             [r["case"], pairs["forward"], pairs["dgrad"], f"{r['sums']:.3f}", pairs["wgrad"]]
         )
+    return rows
+
+
+def gemms_table(data: dict[str, Any]) -> list[list[str]]:
+    """GEMMs with a scale for each operand and for each row: cuBLASLt, and Triton beside it."""
+    versus = "× cuBLASLt"
+    header = ["ms", "M × N × K", "cuBLASLt", "TFLOP/s", "by row"]
+    header += ["Triton", versus, "by row", versus]
+    rows = [header]
+    for r in data["results"]:
+        (m, n, k), cublaslt, triton = r["size"], r["cublaslt_ms"], r["triton_ms"]
+        row = [f"{r['case']}, {r['product']}", f"{m} × {n} × {k}", f"{cublaslt[0]:.3f}"]
+        row += [f"{2 * m * n * k / cublaslt[0] / 1e9:.0f}", f"{cublaslt[1]:.3f}"]
+        for theirs, library in zip(triton, cublaslt, strict=True):
+            row += [f"{theirs:.3f}", f"{theirs / library:.3f}"]
+        rows.append(row)
     return rows
 
 
@@ -296,7 +326,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
+    "sweeps": sweeps_table,
     "merged": merged_table,
+    "gemms": gemms_table,
     "monitor": monitor_table,
     "optimizer_errors": optimizer_errors_table,
     "optimizer_speed": optimizer_speed_table,

@@ -1,4 +1,7 @@
-"""The benchmark of whole models runs, small and on the CPU, and its table says what it found."""
+"""The benchmark of whole models runs, small and on the CPU, and its table says what it found.
+
+Of those that only a GPU can run: that they find what they are to measure.
+"""
 
 import importlib
 import json
@@ -10,16 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8pass import hardware
+
 OURS = "fp8pass coat + fp8pass attach"
 PEERS = "torchao tensorwise + torchao AdamW8bit"
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    """The module benchmarks/model.py, where torchao is not installed."""
+def load(monkeypatch):
+    """Imports a module of benchmarks/."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    return importlib.import_module
+
+
+@pytest.fixture
+def benchmark(load, monkeypatch):
+    """The module benchmarks/model.py, where torchao is not installed."""
     monkeypatch.setitem(sys.modules, "torchao", None)
-    module = importlib.import_module("model")
+    module = load("model")
     # Inductor would take most of the time, and is not what is tested.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setitem(module.COMPILED, "fp8pass coat", module.with_fp8pass(compiler="eager"))
@@ -107,3 +118,31 @@ def test_table_compares_with_torchao_of_the_same_model(benchmark):
         ["torchao tensorwise", "AdamW", "10,000", "1.000", "40.0", "1.000", "0.5000"],
         ["fp8pass coat", "AdamW", "12,000", "1.200", "30.0", "0.750", "0.5000"],
     ]
+
+
+def test_every_shape_is_one_product(load):
+    gemms = load("gemms")
+    products = gemms.distinct_products()
+    assert len(products) == 9
+    assert products[16384, 4096, 11008] == ("h4096 gate", "dgrad")  # and down's forward
+
+
+@pytest.mark.parametrize(
+    "code", ["buf0 = extern_kernels._scaled_mm(", "triton_tem_0; extern_kernels._scaled_mm(", ""]
+)
+def test_what_is_no_template_is_not_timed(load, code):
+    with pytest.raises(SystemExit, match="no Triton template"):
+        load("gemms").template_of(code)
+
+
+def test_the_shipped_setting_of_every_hot_kernel_is_swept(load, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    sweeps, layer = load("sweeps"), load("layer")
+    calls = sweeps.kernel_calls(layer.Case("", 1, 256, 2, 768, 512, 4), "cpu")
+    tasks = sweeps.hot_tasks(calls)
+    for name, task in tasks.items():
+        rows, columns = (16384, 11008 if "SwiGLU" in sweeps.HOT[name] else 4096)
+        found = sweeps.variants_of(task.kind, task.program, rows, columns)
+        assert sum(v.shipped for v in found) == 1, name
+    assert tasks["tiles_cast"].program.stores[0].layouts == ("rows", "columns")

@@ -20,7 +20,8 @@ from fp8pass.codegen.triton_ops import kernel_name
 # Longer rows are read in a loop; a kernel that sums over rows needs registers for its sums.
 LONGEST_HELD = 16384
 LONGEST_SUMMED = 8192
-# Elements that a thread holds: with more, too few threads fit on the GPU to hide its latency.
+# Elements that a thread holds: with more, too few threads fit on the GPU to hide its latency
+# (`benchmarks/sweeps.py`).
 HELD = 44
 HELD_SUMMED = 32
 # Elements of a chunk in a loop.

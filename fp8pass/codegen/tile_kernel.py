@@ -137,7 +137,7 @@ def _store_lines(store: Store, pointers_: list[str], slices: int) -> Iterator[st
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Launch:
-    """The kernel of a program, with the tiles that were fastest on the H200.
+    """The kernel of a program, with the tiles that were fastest (`benchmarks/sweeps.py`).
 
     One that is stored as rows, too, is smaller: the codes of all its stores are held at once.
     """
