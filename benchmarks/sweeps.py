@@ -31,6 +31,7 @@ from torch import Tensor, fx
 import fp8pass
 from fp8pass.codegen import kernels as fusion
 from fp8pass.codegen import row_kernel, tile_kernel
+from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.kernel_op import Launch
 from fp8pass.codegen.program import Program
 from fp8pass.codegen.row_source import Shape, sums_rows
@@ -119,16 +120,17 @@ def hot_tasks(calls: list[fx.Node]) -> dict[str, Task]:
     found: dict[str, Task] = {}
     for node in calls:
         operands, text = node.args
-        program, kind = Program.parse(str(text)), OPERATORS[node.target]
-        name = kernel_name(kind, program)
-        if name not in HOT:
-            continue
-        # Kernels take as long whatever the numbers are; of these all can be scales, too.
-        fakes = [x.meta["val"] for x in operands]  # type: ignore[union-attr]
-        inputs = [torch.rand(x.shape, device=x.device).add(0.5).to(x.dtype) for x in fakes]
-        task = Task(kind, program, inputs, program.empty_outputs(inputs))
-        if name not in found or task.bytes > found[name].bytes:
-            found[name] = task
+        kind = OPERATORS[node.target]
+        for program, read, _ in Batch.parse(str(text)).parts(operands):  # type: ignore[arg-type]
+            name = kernel_name(kind, program)
+            if name not in HOT:
+                continue
+            # Kernels take as long whatever the numbers are; of these all can be scales, too.
+            fakes = [x.meta["val"] for x in read]  # type: ignore[union-attr]
+            inputs = [torch.rand(x.shape, device=x.device).add(0.5).to(x.dtype) for x in fakes]
+            task = Task(kind, program, inputs, program.empty_outputs(inputs))
+            if name not in found or task.bytes > found[name].bytes:
+                found[name] = task
     return {name: found[name] for name in HOT}
 
 

@@ -114,33 +114,39 @@ def lower_to_buffer(op: Any) -> None:
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
-def lower_to_triton(op: Any, prepare: Callable[[str, list[Sequence[Any]]], Any]) -> None:
-    """Have Inductor run `op(inputs, program)` on a GPU as the Triton kernel that `prepare` gives.
+def lower_to_triton(op: Any, prepare: Callable[[str, list[Any]], Iterable[Any]]) -> None:
+    """Have Inductor run `op(inputs, programs)` on a GPU as the Triton kernels of `prepare`.
 
-    `prepare` gets the program and the inputs' shapes, in Inductor's sizes.
+    `prepare` gets the programs and Inductor's inputs; it gives each launch with its inputs and the
+    numbers of its results.
     """
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
-    def lowering(inputs: Sequence[Any], program: str) -> Any:
+    def lowering(inputs: Sequence[Any], programs: str) -> Any:
         results = V.graph.current_node.meta["val"]
         if results[0].device.type != "cuda":
-            return fallback(inputs, program)
+            return fallback(inputs, programs)
         tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
-        launch = prepare(program, [x.get_size() for x in tensors])
         outputs = [_empty(convert_shape_to_inductor(x.shape), x) for x in results]
-        pointers = {f"in{i}": x for i, x in enumerate(tensors)}
-        pointers |= {f"out{i}": x for i, x in enumerate(outputs)}
-        kernel = _with_warps(launch.kernel, launch.num_warps)
-        with _each_kernel_analysed_once():
-            inductor_ir.UserDefinedTritonKernel(
-                kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(kernel),
-                grid=[(*launch.grid, 1, 1)],
-                tma_descriptor_metadata={},
-                kernel_args={**pointers, **launch.sizes, **launch.constants},
-            )
+        for launch, operands, numbers in prepare(programs, tensors):
+            _launch(launch, operands, [outputs[number] for number in numbers])
         return outputs
 
     register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Add a launch to what Inductor compiles."""
+    pointers = {f"in{i}": x for i, x in enumerate(inputs)}
+    pointers |= {f"out{i}": x for i, x in enumerate(outputs)}
+    kernel = _with_warps(launch.kernel, launch.num_warps)
+    with _each_kernel_analysed_once():
+        inductor_ir.UserDefinedTritonKernel(
+            kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(kernel),
+            grid=[(*launch.grid, 1, 1)],
+            tma_descriptor_metadata={},
+            kernel_args={**pointers, **launch.sizes, **launch.constants},
+        )
 
 
 def _empty(size: Sequence[Any], like: torch.Tensor) -> Any:

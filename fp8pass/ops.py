@@ -71,6 +71,10 @@ def _fake_transpose(data: Tensor) -> Tensor:
     return data.new_empty((columns, padded(rows)))
 
 
+def _fake_joined(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty((parts[0].shape[0], sum(part.shape[1] for part in parts)))
+
+
 def _fake_scaled_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -158,6 +162,12 @@ def transpose(data: Tensor) -> Tensor:
     padding = padded(data.shape[0]) - data.shape[0]
     codes = torch.nn.functional.pad(data.view(torch.uint8).t(), (0, padding))
     return codes.contiguous().view(data.dtype)
+
+
+@_dialect("joined(Tensor[] parts) -> Tensor", _fake_joined)
+def joined(parts: list[Tensor]) -> Tensor:
+    """FP8 matrices [M, K₁], [M, K₂], ... side by side: [M, K₁ + K₂ + ...], contiguous."""
+    return torch.cat([part.view(torch.uint8) for part in parts], 1).view(parts[0].dtype)
 
 
 @_dialect(

@@ -143,7 +143,8 @@ class Plan:
 
     `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
     `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
-    error rules that it follows. Where somebody observes: `stock_bytes` is what PyTorch's own
+    error rules that it follows; `merged` names the layers that share a GEMM for the gradient of
+    their common input. Where somebody observes: `stock_bytes` is what PyTorch's own
     partitioner would keep for the same graph, `flops` counts the operations of all GEMMs,
     convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the
     forward and one for the backward.
@@ -159,6 +160,7 @@ class Plan:
     point: FrontierPoint | None = None
     rules: list[RuleSummary] = field(default_factory=list)
     kernels: list[KernelUse] = field(default_factory=list)
+    merged: list[tuple[str, ...]] = field(default_factory=list)
     note: str = ""
 
     @property

@@ -108,7 +108,7 @@ class RecordingPartitioner(Partitioner):
         """The forward and the backward module."""
         ctx = self.context(gm, **kwargs)
         exact, copies = copy_of(gm), dict[fx.Node, fx.Node]()
-        debug.run_passes([p for p in JOINT_PASSES if p is not materialize_plan], gm, ctx)
+        debug.run_passes(JOINT_PASSES[: JOINT_PASSES.index(materialize_plan)], gm, ctx)
         planned = copy_of(gm, copies)
         decisions = {copies[n]: d for n, d in ctx.decisions.items()}
         planned_ctx = replace(

@@ -26,7 +26,7 @@ def verify(g: fx.Graph) -> None:
     - Nodes come after what they use, and every one that is used has a fake value.
     - No FP8 tensor reaches an operator outside the dialect.
     - Every `scaled_mm` scales an operand by the scale it was quantized with, both by row or
-      neither, and contracts lengths that agree.
+      neither, and contracts lengths that agree. Joined operands share a product of scales.
     - Every `dequantize_groups` gets all planes of one tensor and the scales they were made with.
     """
     g.lint()
@@ -50,6 +50,9 @@ def _verify_scaled_mm(node: fx.Node) -> None:
     a, a_scale, b, b_scale = node.args[:4]
     for data, scale in ((a, a_scale), (b, b_scale)):
         assert isinstance(data, fx.Node)
+        if data.target is fp8.joined.default:
+            _verify_joined(node, data)
+            continue
         quantized = data.args[0] if data.target is fp8.transpose.default else data
         if isinstance(quantized, fx.Node) and quantized.op == "call_function":
             _require(
@@ -66,6 +69,18 @@ def _verify_scaled_mm(node: fx.Node) -> None:
     _require(len(ranks) == 1, node, "one operand has a scale, the other one for each row")
     lengths = graph.tensor(a).shape[-1], graph.tensor(b).shape[-1]
     _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
+
+
+def _verify_joined(node: fx.Node, data: fx.Node) -> None:
+    (parts,) = data.args
+    assert isinstance(parts, (list, tuple))
+    for part in parts:
+        assert isinstance(part, fx.Node)
+        quantized = part.args[0] if part.target is fp8.transpose.default else part
+        assert isinstance(quantized, fx.Node)
+        _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
+        one = graph.tensor(quantized.args[1]).ndim == 0  # type: ignore[arg-type]
+        _require(one, node, f"{part} has a scale for each row")
 
 
 def _verify_dequantize(node: fx.Node) -> None:

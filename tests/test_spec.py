@@ -11,9 +11,11 @@ from fp8pass import spec
 from fp8pass.config import Config
 from fp8pass.graph import aten, emit
 from fp8pass.passes import JOINT_PASSES
+from fp8pass.passes.linear import ROLE
 from fp8pass.spec import MalformedGraph
 
 fp8 = torch.ops.fp8pass
+JOINED = fp8.joined.default
 
 
 @pytest.fixture
@@ -35,8 +37,9 @@ def rejected(joint: Joint, node: torch.fx.Node, problem: str) -> None:
 
 @pytest.mark.parametrize("operand", [1, 3])
 def test_wrong_scale(joint, operand):
-    gemm = joint.calls(fp8.scaled_mm.default)[-1]
-    other = next(n for n in joint.calls(fp8.scale.default) if n not in gemm.args)
+    gemm = next(n for n in joint.calls(fp8.scaled_mm.default) if n.meta[ROLE] == "wgrad")
+    scales = [n for n in joint.calls(fp8.scale.default) if not n.meta["val"].ndim]
+    other = next(n for n in scales if n not in gemm.args)
     gemm.update_arg(operand, other)
     rejected(joint, gemm, "quantized with another scale")
 
@@ -46,6 +49,15 @@ def test_swapped_scales(joint):
     a, a_scale, b, b_scale, *rest = gemm.args
     gemm.args = (a, b_scale, b, a_scale, *rest)
     rejected(joint, gemm, "quantized with another scale")
+
+
+def test_joined_operands_that_are_not_quantized(joint):
+    (gemm,) = (n for n in joint.calls(fp8.scaled_mm.default) if n.args[0].target is JOINED)
+    first, second = gemm.args[0].args[0]
+    gemm.args[0].args = ([first, gemm.args[1]],)
+    rejected(joint, gemm, "is not quantized")
+    gemm.args[0].args = ([first, second],)
+    spec.verify(joint.gm.graph)
 
 
 def test_fp8_outside_the_dialect(joint):

@@ -68,7 +68,7 @@ def fuse(node: fx.Node) -> bool:
         largest = f"{node.name}_row_amax"
         reader.steps[node] = [*reader.steps[node], Step(largest, "row_amax", (node.name,))]
         stores.append(Store(largest, ("row",), dtype="float32"))
-    results = list(emit_kernel(rows, [reader], stores, like=node))
+    results = emit_kernel(rows, [([reader], stores)], like=node)
     for amax in amaxes:
         amax.update_arg(0, results[-1])
     replace(node, results[0])

@@ -53,7 +53,7 @@ def fuse(codes: fx.Node) -> bool:
     plan = _plan(codes, compute=True) or _plan(codes, compute=False)
     if plan is None:
         return False
-    results = list(emit_kernel(rows, [plan.reader], plan.stores, like=codes))
+    results = emit_kernel(rows, [([plan.reader], plan.stores)], like=codes)
     for node, result in zip(plan.replaced, results, strict=True):
         replace(node, result)
     return True

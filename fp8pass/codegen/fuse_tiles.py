@@ -11,13 +11,18 @@ operators that lead to it, down to what has to be in memory anyway. Matrices tha
 tensors share a kernel, so that each is read once. Operators that others use, too, stay where they
 are: computing them again costs less than writing and reading them.
 
+Codes that `joined` puts side by side are stored there, each by its own kernel:
+
+    before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
+    after    c = tiles([s, x, t, y], [program, program])
+
 What a kernel does not take stays as it is, for `lowering.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -35,20 +40,20 @@ fp8 = torch.ops.fp8pass
 LARGEST_INPUTS = 2.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Matrix:
     """What one kernel may store of a matrix.
 
     Attributes:
         reader: the operators behind it.
-        store: what is stored.
-        replaced: nodes that each result stands for.
+        store: what is stored, but for the layouts.
+        replaced: by layout, the nodes that a result stands for.
         measured: `amax` operators that take the result in place of the matrix.
     """
 
     reader: Reader
     store: Store
-    replaced: list[list[fx.Node]] = field(default_factory=list)
+    replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
     measured: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -59,7 +64,27 @@ class Matrix:
     @property
     def results(self) -> list[fx.Node]:
         """The nodes that come from the kernel."""
-        return [*(n for nodes in self.replaced for n in nodes), *self.measured]
+        return [*(n for nodes in self.replaced.values() for n in nodes), *self.measured]
+
+    def stores(self, joined: fx.Node | None) -> Iterator[Store]:
+        """What is stored, with what lies in `joined` apart."""
+        apart = {x: self.offset(joined, x) for x in self.replaced} if joined else {}
+        alone = tuple(x for x in self.replaced if apart.get(x) is None)
+        if alone or self.measured:
+            yield replace(self.store, layouts=alone or ("amax",))
+        for layout, offset in apart.items():
+            if offset is not None and joined is not None:
+                width = tensor(joined).shape[1]
+                yield replace(self.store, layouts=(layout,), width=width, offset=offset)
+
+    def offset(self, joined: fx.Node, layout: str) -> int | None:
+        """The column of `joined` in which the codes of a layout begin, None if they do not."""
+        offset = 0
+        for part in joined.args[0]:  # type: ignore[union-attr]
+            if part in self.replaced[layout]:
+                return offset
+            offset += tensor(part).shape[1]  # type: ignore[arg-type]
+        return None
 
 
 def fuse_tiles(gm: fx.GraphModule) -> bool:
@@ -67,8 +92,13 @@ def fuse_tiles(gm: fx.GraphModule) -> bool:
     changed = False
     for read in (read_codes, read_measured):
         matrices = [m for n in gm.graph.nodes if (m := read(n)) is not None]
-        for group in grouped(matrices):
-            fuse(group)
+        groups = grouped(matrices)
+        for joined in gm.graph.find_nodes(op="call_function", target=fp8.joined.default):
+            if parts := parts_of(joined, groups):
+                groups = [group for group in groups if group not in parts]
+                fuse(parts, joined)
+        for group in groups:
+            fuse([group])
         changed |= bool(matrices)
     return changed
 
@@ -95,8 +125,8 @@ def read_codes(codes: fx.Node) -> Matrix | None:
     if len(codes.users) == len(by_layout["columns"]):
         del by_layout["rows"]
     names = reader.names
-    store = Store(names[x], tuple(by_layout), scale=names[scale], format=str(format))
-    return Matrix(reader, store, list(by_layout.values()))
+    store = Store(names[x], (), scale=names[scale], format=str(format))
+    return Matrix(reader, store, by_layout)
 
 
 def why_no_tiles(codes: fx.Node) -> str | None:
@@ -140,7 +170,7 @@ def read_measured(x: fx.Node) -> Matrix | None:
         return None
     if not any(load.operand == "groups" for load in reader.loads.values()):
         return None
-    return Matrix(reader, Store(reader.names[x], ("amax",)), measured=amaxes)
+    return Matrix(reader, Store(reader.names[x], ()), measured=amaxes)
 
 
 def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
@@ -156,29 +186,47 @@ def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     return groups
 
 
-def needs_itself(group: list[Matrix]) -> bool:
-    """Whether what a kernel reads depends on what it stores.
+def parts_of(joined: fx.Node, groups: list[list[Matrix]]) -> list[list[Matrix]]:
+    """The groups whose kernels store all of `joined`, none if there are no such."""
+    parts = list(joined.args[0])  # type: ignore[arg-type]
+    if any(set(part.users) - {joined, *transposes(part)} for part in parts):
+        return []
+    found = [g for g in groups if any(part in m.results for m in g for part in parts)]
+    stored = {n for group in found for m in group for n in m.results}
+    complete = stored.issuperset(parts) and not needs_itself([m for g in found for m in g])
+    return found if complete else []
+
+
+def needs_itself(matrices: list[Matrix]) -> bool:
+    """Whether what kernels read depends on what they store.
 
     A single matrix is computed from what is read for it, so only several can.
     """
-    reads = {n for m in group for n in m.reader.loads}
-    return len(group) > 1 and depends(reads, [n for m in group for n in m.results])
+    reads = {n for m in matrices for n in m.reader.loads}
+    return len(matrices) > 1 and depends(reads, [n for m in matrices for n in m.results])
 
 
-def fuse(group: list[Matrix]) -> None:
-    """Put one kernel in place of a group."""
-    if needs_itself(group):  # by way of a kernel that was put in place meanwhile
-        for matrix in group:
-            fuse([matrix])
+def fuse(groups: list[list[Matrix]], joined: fx.Node | None = None) -> None:
+    """Put one operator in place of groups, with a kernel for each."""
+    matrices = [matrix for group in groups for matrix in group]
+    if needs_itself(matrices):  # by way of a kernel that was put in place meanwhile
+        for matrix in matrices:
+            fuse([[matrix]])
         return
-    readers, stores = [m.reader for m in group], [m.store for m in group]
-    results = iter(list(emit_kernel(tiles, readers, stores, like=group[0].reader.matrix)))
-    for matrix in group:
-        for nodes in matrix.replaced:
+    stores = [(matrix, store) for matrix in matrices for store in matrix.stores(joined)]
+    parts = [
+        ([m.reader for m in group], [store for m, store in stores if m in group])
+        for group in groups
+    ]
+    results = iter(emit_kernel(tiles, parts, like=matrices[0].reader.matrix))
+    for matrix, store in stores:
+        for layout in store.layouts:
             result = next(results)
-            for node in nodes:
-                node.replace_all_uses_with(result)
-        if matrix.measured:
-            result = next(results)
-            for amax in matrix.measured:
-                amax.update_arg(0, result)
+            if store.width and joined is not None:
+                joined.replace_all_uses_with(result)
+            elif layout == "amax":
+                for amax in matrix.measured:
+                    amax.update_arg(0, result)
+            else:
+                for node in matrix.replaced[layout]:
+                    node.replace_all_uses_with(result)

@@ -1,14 +1,14 @@
-"""Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str program) -> Tensor[]`.
+"""Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-Called eagerly on a GPU they run a Triton kernel generated for the program, elsewhere its reference.
-Inductor allocates the results and launches the kernel as it does its own. The program is an
+Called eagerly on a GPU they run Triton kernels generated for the programs, elsewhere references.
+Inductor allocates the results and launches the kernels as it does its own. Programs are an
 argument, so that graphs can be cached.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fp8pass import compat
+from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.buffers import library
-from fp8pass.codegen.program import Program, reference
+from fp8pass.codegen.program import Program
 
 
 @dataclass(frozen=True)
@@ -44,35 +45,39 @@ Prepare = Callable[[Program, Any, int], Launch]
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """The operator that runs programs with the kernels that `prepare` makes for them."""
+    """The operator that runs batches of programs with the kernels that `prepare` makes for them."""
 
-    def on_gpu(inputs: list[Tensor], program: str) -> list[Tensor]:
-        parsed = Program.parse(program)
-        rows, columns = parsed.sizes(inputs)
-        outputs = parsed.empty_outputs(inputs)
-        if not rows:
-            return [x.zero_() for x in outputs]
-        launch = prepare(parsed, rows, columns)
-        arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
-        launch.kernel[launch.grid](*(x.contiguous() for x in inputs), *outputs, **arguments)
-        return outputs
+    def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
+        batch = Batch.parse(programs)
+        results = batch.empty_outputs(inputs)
+        for program, operands, numbers in batch.parts(inputs):
+            rows, columns = program.sizes(operands)
+            outputs = [results[number] for number in numbers]
+            if not rows:
+                for x in outputs:
+                    x.zero_()
+                continue
+            launch = prepare(program, rows, columns)
+            arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+            launch.kernel[launch.grid](*(x.contiguous() for x in operands), *outputs, **arguments)
+        return results
 
-    def elsewhere(inputs: list[Tensor], program: str) -> list[Tensor]:
-        return reference(Program.parse(program), inputs)
+    def elsewhere(inputs: list[Tensor], programs: str) -> list[Tensor]:
+        return Batch.parse(programs).reference(inputs)
 
-    def fake(inputs: list[Tensor], program: str) -> list[Tensor]:
-        return Program.parse(program).empty_outputs(inputs)
+    def fake(inputs: list[Tensor], programs: str) -> list[Tensor]:
+        return Batch.parse(programs).empty_outputs(inputs)
 
-    library.define(f"{name}(Tensor[] inputs, str program) -> Tensor[]")
+    library.define(f"{name}(Tensor[] inputs, str programs) -> Tensor[]")
     library.impl(name, on_gpu, "CUDA")
     library.impl(name, elsewhere, "CPU")
     torch.library.register_fake(f"fp8pass_codegen::{name}", fake, lib=library)
     op = getattr(torch.ops.fp8pass_codegen, name).default
 
-    def prepare_shapes(text: str, shapes: list[Sequence[Any]]) -> Launch:
-        parsed = Program.parse(text)
-        *leading, columns = shapes[parsed.matrix_input]
-        return prepare(parsed, math.prod(leading), int(columns))
+    def prepare_each(programs: str, inputs: list[Any]) -> Iterator[tuple[Launch, list, list[int]]]:
+        for program, operands, numbers in Batch.parse(programs).parts(inputs):
+            *leading, columns = operands[program.matrix_input].get_size()
+            yield prepare(program, math.prod(leading), int(columns)), operands, numbers
 
-    compat.lower_to_triton(op, prepare_shapes)
+    compat.lower_to_triton(op, prepare_each)
     return op

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fp8pass import debug, graph
+from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.fuse_norms import fuse_norms
 from fp8pass.codegen.fuse_rows import fuse_rows, why_no_rows
 from fp8pass.codegen.fuse_tiles import fuse_tiles, why_no_tiles
@@ -41,9 +42,13 @@ def kernel_use(gm: fx.GraphModule) -> KernelUse:
     """What `use_kernels` makes of a graph; the graph is changed."""
     use_kernels(gm)
     names = {rows: "rows", tiles: "tiles"}
+    launches: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        if node.target in names:
+            launches[names[node.target]] += len(Batch.parse(str(node.args[1])).programs)
     left = [n for n in gm.graph.nodes if graph.is_call(n, fp8.quantize.default)]
     return KernelUse(
-        launches=dict(Counter(names[n.target] for n in gm.graph.nodes if n.target in names)),
+        launches=dict(launches),
         generated=dict(Counter(map(_why_generated, left))),
     )
 

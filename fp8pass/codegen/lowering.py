@@ -165,6 +165,13 @@ def _row_major(x: fx.Node) -> fx.Node:
     return emit_buffer(x, [0, 1])
 
 
+@_lowers(fp8.joined.default)
+def _joined(emit: Emitter, parts: list[fx.Node]) -> fx.Node:
+    codes = [emit(aten.view.dtype, part, torch.uint8) for part in parts]  # FP8 has no copy kernel
+    whole = emit(aten.cat.default, codes, 1)
+    return _row_major(emit(aten.view.dtype, whole, tensor(parts[0]).dtype))
+
+
 @_lowers(fp8.scaled_mm.default)
 def _scaled_mm(
     emit: Emitter,

@@ -62,6 +62,9 @@ class Store:
     `full`     the value, [M, N] in `dtype`; what follows uses the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
+
+    Codes in `rows` or `columns` may lie in a matrix of `width` columns, from column `offset` on,
+    beside what other programs store there (`batch.py`).
     """
 
     name: str
@@ -70,6 +73,13 @@ class Store:
     format: str = ""
     group_size: int = 0
     dtype: str = ""
+    width: int = 0
+    offset: int = 0
+
+    @property
+    def result_count(self) -> int:
+        """How many tensors are stored."""
+        return len(self.layouts) + ("groups" in self.layouts)
 
 
 @dataclass(frozen=True)
@@ -130,8 +140,8 @@ class Program:
             value = getattr(torch, store.dtype) if store.dtype else None
             for layout in store.layouts:
                 shapes: dict[str, list[tuple[Any, Any]]] = {
-                    "rows": [((rows, columns), code)],
-                    "columns": [((columns, padded(rows)), code)],
+                    "rows": [((rows, store.width or columns), code)],
+                    "columns": [((columns, store.width or padded(rows)), code)],
                     "sums": [((PARTIAL_SUMS, columns), torch.float32)],
                     "amax": [(amax_shape(rows, columns), torch.float32)],
                     "full": [((rows, columns), value)],

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.buffers import emit_buffer, is_buffer
 from fp8pass.codegen.program import OPERANDS, Load, Program, Step, Store
 from fp8pass.codegen.simplify import simplify
@@ -214,10 +215,30 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
     return dims in ([-1], [last]) and keeps is True
 
 
-def emit_kernel(
-    target: Any, readers: Iterable[Reader], stores: list[Store], *, like: fx.Node
-) -> Iterator[fx.Node]:
-    """Add the kernel that computes `stores` from what the readers have read; gives its results."""
+# The readers of a program, and what it stores.
+Part = tuple[Iterable[Reader], Iterable[Store]]
+
+
+def emit_kernel(target: Any, parts: Iterable[Part], *, like: fx.Node) -> list[fx.Node]:
+    """Add the kernels that compute what programs store from what their readers have read.
+
+    Gives the results in the order of the stores; those that are joined are all the same node.
+    """
+    programs, inputs = zip(*(_program(readers, stores) for readers, stores in parts), strict=True)
+    batch = Batch(programs)
+    with like.graph.inserting_before(like):
+        operands = [x for tensors in inputs for x in tensors]
+        kernel = graph.emit(like.graph, target, operands, batch.dumps(), like=like)
+        results = [
+            graph.emit(like.graph, operator.getitem, kernel, i, like=like)
+            for i in range(len(kernel.meta["val"]))
+        ]
+    return [results[i] for _, _, numbers in batch.parts(operands) for i in numbers]
+
+
+def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Program, list[fx.Node]]:
+    """A program, and the nodes whose tensors it reads."""
+    readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
     steps = {n: x for reader in readers for n, x in reader.steps.items() if n not in loads}
     read = sorted(loads, key=lambda n: (OPERANDS.index(loads[n].operand), n))
@@ -227,12 +248,7 @@ def emit_kernel(
         tuple(stores),
     )
     inputs = [_in_memory(t) for n in read for t in tensors_of(n, loads[n])]
-    with like.graph.inserting_before(like):
-        kernel = graph.emit(
-            like.graph, target, inputs, simplify(program).canonical().dumps(), like=like
-        )
-        for i in range(len(kernel.meta["val"])):
-            yield graph.emit(like.graph, operator.getitem, kernel, i, like=like)
+    return simplify(program).canonical(), inputs
 
 
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:

@@ -49,8 +49,6 @@ full_{i} = ({slices} * in_tile + {i})[:, None] * N + column_in_tile[None, :]
 """
 _TRANSPOSED = """
 in_column = row_tile * (M_TILE // {word}) + in_tile
-place = column_in_tile[:, None] * (M_PADDED // {word}) + in_column[None, :]
-first_word = (column_tile * N_TILE).to(tl.int64) * (M_PADDED // {word})
 place_there = column_there[:, None] & (FULL | (in_column < M_PADDED // {word}))[None, :]
 """
 
@@ -127,13 +125,32 @@ def _store_lines(store: Store, pointers_: list[str], slices: int) -> Iterator[st
         yield f"{name}_coded = tl.where(there_{i}, {coded(name, scale)}, 0.0)"
     for layout, pointer in zip(store.layouts, pointers_, strict=True):
         if layout == "rows":
-            for i, name in enumerate(names):
-                codes = f"{name}_coded.to({CODE_TYPES[store.format]})"
-                yield f"tl.store({pointer} + first + full_{i}, {codes}, there_{i})"
+            yield from _row_lines(store, pointer, names)
         else:
-            words = f"word_of({', '.join(f'{name}_coded' for name in names)})"
-            where = f"{pointer}.to(tl.pointer_type(tl.int32)) + first_word + place"
-            yield f"tl.store({where}, tl.trans({words}), place_there)"
+            yield from _column_lines(store, pointer, names)
+
+
+def _row_lines(store: Store, pointer: str, names: list[str]) -> Iterator[str]:
+    first = f"{pointer} + first"
+    if store.width:
+        row = f"(row_tile * M_TILE).to(tl.int64) * {store.width}"
+        first = f"{pointer} + {row} + column_tile * N_TILE + {store.offset}"
+    for i, name in enumerate(names):
+        place = f"full_{i}"
+        if store.width:
+            row = f"({len(names)} * in_tile + {i})[:, None]"
+            place = f"{row} * {store.width} + column_in_tile[None, :]"
+        codes = f"{name}_coded.to({CODE_TYPES[store.format]})"
+        yield f"tl.store({first} + {place}, {codes}, there_{i})"
+
+
+def _column_lines(store: Store, pointer: str, names: list[str]) -> Iterator[str]:
+    width = f"({store.width or 'M_PADDED'} // {WORD})"
+    words = f"word_of({', '.join(f'{name}_coded' for name in names)})"
+    first = f"(column_tile * N_TILE).to(tl.int64) * {width} + {store.offset // WORD}"
+    place = f"column_in_tile[:, None] * {width} + in_column[None, :]"
+    where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
+    yield f"tl.store({where}, tl.trans({words}), place_there)"
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Launch:

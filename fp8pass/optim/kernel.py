@@ -27,7 +27,7 @@ from fp8pass.optim.options import Storage
 from fp8pass.optim.update import SMALLEST_EPS
 
 # Elements of a program and of a tile, which has at least a group; tiles that are on their way.
-CHUNK = 8192
+CHUNK = 16384
 TILE = 512
 STAGES = 3
 # What was fastest on the H200, of one to eight warps and tiles of 512 to 4096 (docs/optimizer.md).

@@ -6,6 +6,7 @@ adds to `ctx`. Where it does not apply it leaves the graph as it was.
     linear.py        mm, addmm of a parameter -> quantize + scaled_mm
     save_plan.py     which forward values the backward keeps, in which format
     materialize.py   the plan -> quantize, dequantize and recompute nodes
+    merge_dgrads.py  gradients of an input that layers share -> one GEMM
 
 `classify.py` says what an operator is. What may be inexact is derived: `regions.py` (what belongs
 together), `expressions.py` (its maths), `perturbation.py` (bounds), `amplification.py` and
@@ -25,12 +26,18 @@ from torch import fx
 from fp8pass.passes.context import Context
 from fp8pass.passes.linear import quantize_linears
 from fp8pass.passes.materialize import materialize_plan
+from fp8pass.passes.merge_dgrads import merge_dgrads
 from fp8pass.passes.save_plan import plan_saved_values
 
 Pass = Callable[[fx.GraphModule, Context], None]
 
 # For graphs with a backward.
-JOINT_PASSES: tuple[Pass, ...] = (quantize_linears, plan_saved_values, materialize_plan)
+JOINT_PASSES: tuple[Pass, ...] = (
+    quantize_linears,
+    plan_saved_values,
+    materialize_plan,
+    merge_dgrads,
+)
 
 # For graphs without one: evaluation gives the values that training would.
 INFERENCE_PASSES: tuple[Pass, ...] = (quantize_linears,)

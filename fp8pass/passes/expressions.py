@@ -7,6 +7,7 @@ here once; derivatives, bounds and error estimates follow from it (`error_rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -321,6 +322,8 @@ class Operand:
 def _number(x: Operand | float | int) -> Expr:
     if isinstance(x, Operand):
         return x.symbol
+    if not math.isfinite(x):
+        raise Underivable(f"computes with the constant {x}")
     if isinstance(x, bool) or int(x) == x:
         return sympy.Integer(int(x))
     exact = sympy.Rational(x)

@@ -1,0 +1,174 @@
+"""Compute the gradient of an input that several linear layers share by one GEMM.
+
+    before   dq = scaled_mm(q(dQ), s₁, qᵀ(Wq, t₁), t₁)
+             dk = scaled_mm(q(dK), s₂, qᵀ(Wk, t₂), t₂)
+             dx = add(dq, dk)
+    after    c  = max(s₁·t₁, s₂·t₂)
+             dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
+
+The sum is taken within the GEMM, in fp32, and not written and read in parts. All of one GEMM has
+one product of scales. Gradients, whose range is wide, keep theirs, and their codes; weights are
+coded a little coarser. What that loses is small beside the sum, whose largest part is as it was.
+
+After the plan: `diagnose`, which looks at layers one by one, sees the graph without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.graph import RESHAPES, aten, emit, tensor
+from fp8pass.passes.context import Context
+from fp8pass.passes.costs import is_fp8_gemm
+from fp8pass.passes.linear import OPERAND_OF, ROLE
+
+fp8 = torch.ops.fp8pass
+
+# Beyond, two GEMMs are faster than one (`benchmarks/merged.py`: on an H200 12% at 22016, and 6%
+# slower at 16384).
+LONGEST_CONTRACTION = 16384
+
+
+@dataclass
+class Term:
+    """A GEMM, as it enters a sum."""
+
+    gemm: fx.Node
+    top: fx.Node
+    sum: fx.Node
+
+    @property
+    def length(self) -> int:
+        """What the GEMM contracts over."""
+        return int(tensor(self.gemm.args[0]).shape[-1])  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> fx.Node:
+        """The quantized weight."""
+        codes = self.gemm.args[2]
+        return codes.args[0] if _is_transposed(codes) else codes  # type: ignore
+
+    def remove(self) -> None:
+        """Take the term out of its sum, whose other terms remain."""
+        (add,) = self.top.users
+        add.replace_all_uses_with(next(x for x in add.all_input_nodes if x is not self.top))
+        add.graph.erase_node(add)
+
+
+def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
+    """Merge the FP8 GEMMs whose results are only added to one another."""
+    sums: dict[fx.Node, list[Term]] = {}
+    for node in gm.graph.nodes:
+        if (term := _term(node)) is not None:
+            sums.setdefault(term.sum, []).append(term)
+    for terms in sums.values():
+        for some in _mergeable(terms):
+            ctx.plan.merged.append(tuple(graph.module_path(term.gemm) for term in some))
+            _merge(gm.graph, some)
+
+
+def _term(gemm: fx.Node) -> Term | None:
+    """A dgrad in FP8 that is only added to something, and whose weight is quantized for it."""
+    if not is_fp8_gemm(gemm) or gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
+        return None
+    top = gemm
+    while (user := _only_user(top)) is not None and user.target in RESHAPES:
+        top = user
+    found = Term(gemm, top, top)
+    codes = gemm.args[2]
+    if not isinstance(codes, fx.Node) or not graph.is_call(found.weight, fp8.quantize.default):
+        return None
+    if _only_user(codes) is None or _only_user(found.weight) is None:
+        return None
+    while (user := _only_user(found.sum)) is not None and _adds_alike(user):
+        found.sum = user
+    return found if found.sum is not top else None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_transposed(codes: Any) -> bool:
+    return graph.is_call(codes, fp8.transpose.default)
+
+
+def _adds_alike(node: fx.Node) -> bool:
+    """Whether a node adds two different tensors of its own shape and dtype."""
+    if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    total = tensor(node)
+    operands = [graph.value(x) for x in node.all_input_nodes]
+    return all(
+        x is not None and x.shape == total.shape and x.dtype == total.dtype for x in operands
+    )
+
+
+def _mergeable(terms: list[Term]) -> Iterator[list[Term]]:
+    """Terms of one GEMM each, in the order of the graph: as many as it contracts over at best."""
+    group: list[Term] = []
+    for term in terms:
+        if group and not _fits(group, term):
+            yield from [group] * (len(group) > 1)
+            group = []
+        group.append(term)
+    yield from [group] * (len(group) > 1)
+
+
+def _fits(group: list[Term], term: Term) -> bool:
+    first, other = group[0].gemm, term.gemm
+    return (
+        sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
+        and tensor(first).shape == tensor(other).shape
+        and tensor(first).dtype == tensor(other).dtype
+        and all(tensor(first.args[i]).dtype == tensor(other.args[i]).dtype for i in (0, 2))  # type: ignore[arg-type]
+    )
+
+
+def _merge(g: fx.Graph, terms: list[Term]) -> None:
+    """Put one GEMM in the place of the last."""
+    *others, last = terms
+    gemm = last.gemm
+    with g.inserting_before(gemm):
+        add = partial(emit, g, like=gemm)
+        scale = reduce(partial(add, aten.maximum.default), (_product(add, t) for t in terms))
+        gradients = [t.gemm.args[0] for t in terms]
+        weights = [_requantized(add, t, scale) for t in terms]
+        merged = add(
+            fp8.scaled_mm.default,
+            *(add(fp8.joined.default, gradients), scale),
+            *(add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)),
+            *(None, gemm.args[5]),
+        )
+    merged.meta[ROLE] = "dgrad"
+    merged.meta[graph.REPLACED] = gemm.meta[graph.REPLACED]
+    gemm.replace_all_uses_with(merged)
+    for term in others:
+        term.remove()
+    g.eliminate_dead_code()
+
+
+def _product(add: Any, term: Term) -> fx.Node:
+    """What the codes of a term are multiplied by; nothing if its gradient is zero."""
+    _, scale, _, weight_scale = term.gemm.args[:4]
+    amax = scale.args[0]  # type: ignore[union-attr]
+    product = add(aten.mul.Tensor, scale, weight_scale)
+    return add(aten.mul.Tensor, product, add(aten.ne.Scalar, amax, 0))
+
+
+def _requantized(add: Any, term: Term, scale: fx.Node) -> fx.Node:
+    """The codes of a term's weight, which with those of its gradient are to have `scale`."""
+    _, of_gradient, codes, of_weight = term.gemm.args[:4]
+    needed = add(aten.div.Tensor, scale, of_gradient)
+    weight = term.weight
+    largest = add(aten.maximum.default, needed, of_weight)
+    quantized = add(fp8.quantize.default, weight.args[0], largest, weight.args[2])
+    quantized.meta[OPERAND_OF] = weight.meta[OPERAND_OF]
+    return add(fp8.transpose.default, quantized) if _is_transposed(codes) else quantized

@@ -1,0 +1,168 @@
+"""Layers with a common input get its gradient from one GEMM."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from helpers import capture_joint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_helpers import both_devices
+from torch import nn
+
+import fp8pass
+from fp8pass import backend as make_backend
+from fp8pass.codegen.batch import Batch
+from fp8pass.codegen.program import Load, Program, Store
+from fp8pass.codegen.tile_kernel import prepare, tiles
+from fp8pass.config import Config
+from fp8pass.passes import JOINT_PASSES
+
+fp8 = torch.ops.fp8pass
+
+
+class Parallel(nn.Module):
+    """Layers of several widths that read the same; their outputs are weighted."""
+
+    def __init__(self, widths=(64, 32, 32), factors=None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, width, bias=False) for width in widths)
+        self.factors = factors or [1.0] * len(widths)
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        return [f * torch.sin(layer(x)) for f, layer in zip(self.factors, self.layers, strict=True)]
+
+
+def dgrads(model, x, config=None) -> list[int]:
+    """The contractions of the GEMMs that give gradients of inputs."""
+    joint = capture_joint(model, x, config=config or Config())
+    for pass_ in JOINT_PASSES:
+        pass_(joint.gm, joint.ctx)
+    gemms = [n for n in joint.calls(fp8.scaled_mm.default) if n.meta["fp8pass_role"] == "dgrad"]
+    return [n.args[0].meta["val"].shape[1] for n in gemms]
+
+
+def input_gradient(model, x, config, compiler="eager") -> torch.Tensor:
+    torch._dynamo.reset()
+    x = x.clone().requires_grad_()
+    program = torch.compile(model, backend=make_backend(config), options={"compiler": compiler})
+    sum(y.sum() for y in program(x)).backward()
+    return x.grad
+
+
+def relative(a, b) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def inputs() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 8, 48, requires_grad=True)
+
+
+def test_one_gemm_for_all():
+    assert dgrads(Parallel(), inputs()) == [128]
+
+
+def test_what_is_not_rounded_is_not_merged():
+    assert sorted(dgrads(Parallel(), inputs(), Config.recipe("exact"))) == [32, 32, 64]
+
+
+def test_other_terms_of_the_sum_remain():
+    class Residual(Parallel):
+        def forward(self, x):
+            x = torch.tanh(x)
+            return [x.sin(), *(layer(x) for layer in self.layers)]
+
+    model, x = Residual(), inputs().detach().requires_grad_()
+    want = torch.autograd.grad(sum(y.sum() for y in model(x)), x)[0]
+    assert dgrads(model, x) == [128]
+    assert relative(input_gradient(model, x.detach(), Config()), want) < 0.06
+
+
+def test_long_contractions_are_not_merged(monkeypatch):
+    module = import_module("fp8pass.passes.merge_dgrads")
+    monkeypatch.setattr(module, "LONGEST_CONTRACTION", 100)
+    assert dgrads(Parallel(), inputs()) == [64, 64]  # two of three
+
+
+def test_explain_counts_them():
+    explanation = fp8pass.explain(Parallel(), inputs())
+    (merged,) = explanation.graphs[0].plan.merged
+    assert [path.split(".")[-1] for path in merged] == ["2", "1", "0"] or len(merged) == 3
+    assert "1 GEMMs give the input gradients of 3 layers" in str(explanation)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))
+def test_gradients_of_any_magnitudes(exponents):
+    """The sum is as exact as its largest part, however much smaller the others are."""
+    torch.manual_seed(1)
+    model, x = Parallel(factors=[2.0**e for e in exponents]), inputs().detach()
+    x.requires_grad_()
+    want = torch.autograd.grad(sum(y.sum() for y in model(x)), x)[0]
+    assert relative(input_gradient(model, x.detach(), Config()), want) < 0.06
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_gradient_of_zeros(zero):
+    factors = [1.0, 1e-3, 1e-3]
+    factors[zero] = 0.0
+    model, x = Parallel(factors=factors), inputs().detach().requires_grad_()
+    want = torch.autograd.grad(sum(y.sum() for y in model(x)), x)[0]
+    assert relative(input_gradient(model, x.detach(), Config()), want) < 0.06
+    nothing = Parallel(factors=[0.0] * 3)
+    assert not input_gradient(nothing, x.detach(), Config()).any()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_the_user(value):
+    model = Parallel(factors=[1.0, value, 1.0])
+    assert not input_gradient(model, inputs().detach(), Config()).isfinite().all()
+
+
+def test_compiled_as_interpreted():
+    model, x = Parallel().bfloat16(), inputs().detach().bfloat16()
+    a, b = (input_gradient(model, x, Config(), compiler) for compiler in ("inductor", "eager"))
+    assert relative(a.float(), b.float()) < 0.01
+
+
+@both_devices
+@pytest.mark.parametrize(("rows", "widths"), [(32, (128, 256)), (48, (64, 16, 208))])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_kernels_that_write_side_by_side(device, layout, rows, widths):
+    """Matrices of one height, whose codes lie beside one another."""
+    torch.manual_seed(0)
+    programs, operands, offset = [], [], 0
+    for width in widths:
+        size = (rows, width) if layout == "rows" else (width, rows)
+        loads = Load("s", "scalar"), Load("x", "full")
+        joined = Store("x", (layout,), "s", "e4m3", width=sum(widths), offset=offset)
+        other = "columns" if layout == "rows" else "rows"
+        programs.append(Program(loads, (), (Store("x", (other,), "s", "e4m3"), joined)))
+        operands += [torch.rand(()).add(0.1).to(device), torch.randn(size, device=device)]
+        offset += width
+    batch = Batch(tuple(programs))
+    got = run(batch, operands)
+    want = batch.reference(operands)
+    assert got[0].shape == (rows, sum(widths))
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b.float()).abs().amax() <= 2.0**-3 * b.float().abs().amax()
+        assert (a.float() != b.float()).float().mean() < 0.01
+    if device == "cuda":
+        for a, b in zip(tiles(operands, batch.dumps()), got, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def run(batch: Batch, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Launch the kernels of a batch, with their results poisoned first."""
+    results = batch.empty_outputs(operands)
+    for x in results:
+        x.view(torch.uint8).fill_(0x55)
+    for program, read, numbers in batch.parts(operands):
+        launch = prepare(program, *program.sizes(read))
+        arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+        launch.kernel[launch.grid](*read, *(results[n] for n in numbers), **arguments)
+    return results
