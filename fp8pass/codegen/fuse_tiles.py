@@ -133,6 +133,8 @@ def why_no_tiles(codes: fx.Node) -> str | None:
     """Why no tile kernel quantizes a matrix, if that can be told from the matrix alone."""
     if tensor(codes.args[1]).ndim:  # type: ignore[arg-type]
         return "scales by row"
+    if hardware.takes_every_layout(tensor(codes).device):
+        return "GEMMs take every layout"
     return why_no_kernel(codes) or (None if transposes(codes) else "not needed transposed")
 
 

@@ -73,7 +73,7 @@ CODE_TYPES = {"e4m3": "tl.float8e4nv"}
 def expression(step: Step) -> str | None:
     """What computes a step that is no reduction, None if nothing here does.
 
-    Such as NaN for all of a matrix: of codes that are known to be equal, CUDA 13 packs half wrongly.
+    Such as NaN for all of a matrix: of codes known to be equal, CUDA 13 packs half wrongly.
     """
     if any(x != x for x in step.args):
         return None
