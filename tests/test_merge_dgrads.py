@@ -70,6 +70,19 @@ def test_what_is_not_rounded_is_not_merged():
     assert sorted(dgrads(Parallel(), inputs(), Config.recipe("exact"))) == [32, 32, 64]
 
 
+def test_codes_that_the_plan_keeps_are_used():
+    joint = capture_joint(Parallel(), inputs())
+    *passes, merge = JOINT_PASSES
+    for pass_ in passes:
+        pass_(joint.gm, joint.ctx)
+    gemms = [n for n in joint.calls(fp8.scaled_mm.default) if n.meta["fp8pass_role"] == "dgrad"]
+    joint.ctx.saved.append(gemms[0].args[2])
+    merge(joint.gm, joint.ctx)
+    assert gemms[0] in joint.calls(fp8.scaled_mm.default)
+    (merged,) = joint.ctx.plan.merged
+    assert len(merged) == 2
+
+
 def test_other_terms_of_the_sum_remain():
     class Residual(Parallel):
         def forward(self, x):

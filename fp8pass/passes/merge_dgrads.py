@@ -63,10 +63,14 @@ class Term:
 
 
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
-    """Merge the FP8 GEMMs whose results are only added to one another."""
+    """Merge the FP8 GEMMs whose results are only added to one another.
+
+    Codes of weights that the plan keeps from the forward are used as they are.
+    """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
-        if (term := _term(node)) is not None:
+        term = _term(node)
+        if term is not None and not {term.weight, term.gemm.args[2]}.intersection(ctx.saved):
             sums.setdefault(term.sum, []).append(term)
     for terms in sums.values():
         for some in _mergeable(terms):
