@@ -70,6 +70,17 @@ def test_what_is_not_rounded_is_not_merged():
     assert sorted(dgrads(Parallel(), inputs(), Config.recipe("exact"))) == [32, 32, 64]
 
 
+def test_sizes_that_vary_stay_so():
+    model, x = Parallel(), inputs().detach()
+    torch._dynamo.reset()
+    program = torch.compile(model, backend="fp8pass", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for batch in (4, 3, 2):
+        y = x[:batch].clone().requires_grad_()
+        sum(out.sum() for out in program(y)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_codes_that_the_plan_keeps_are_used():
     joint = capture_joint(Parallel(), inputs())
     *passes, merge = JOINT_PASSES

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.graph import RESHAPES, aten, emit, tensor
 from fp8pass.passes.context import Context
 from fp8pass.passes.costs import is_fp8_gemm
@@ -108,11 +108,15 @@ def _adds_alike(node: fx.Node) -> bool:
     """Whether a node adds two different tensors of its own shape and dtype."""
     if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
-    total = tensor(node)
-    operands = [graph.value(x) for x in node.all_input_nodes]
-    return all(
-        x is not None and x.shape == total.shape and x.dtype == total.dtype for x in operands
-    )
+    return all(graph.value(x) is not None and _alike(x, node) for x in node.all_input_nodes)
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether shapes and dtypes are the same, as far as sizes that vary tell."""
+    x, y = tensor(a), tensor(b)
+    if x.dtype != y.dtype or x.ndim != y.ndim:
+        return False
+    return all(compat.statically_known_true(m == n) for m, n in zip(x.shape, y.shape, strict=True))
 
 
 def _mergeable(terms: list[Term]) -> Iterator[list[Term]]:
@@ -130,8 +134,7 @@ def _fits(group: list[Term], term: Term) -> bool:
     first, other = group[0].gemm, term.gemm
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
-        and tensor(first).shape == tensor(other).shape
-        and tensor(first).dtype == tensor(other).dtype
+        and _alike(first, other)
         and all(tensor(first.args[i]).dtype == tensor(other.args[i]).dtype for i in (0, 2))  # type: ignore[arg-type]
     )
 
