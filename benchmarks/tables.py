@@ -214,14 +214,20 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
+# Of the settings of a kernel, how many are shown.
+FASTEST = 5
+
+
 def sweeps_table(data: dict[str, Any]) -> list[list[str]]:
-    """Settings of the largest kernels, the fastest first; what fp8pass uses is bold."""
+    """The fastest settings of the largest kernels, and the slowest; what fp8pass uses is bold."""
     rows = [["", "elements a thread", "ms", "of a copy"]]
     for program in dict.fromkeys(r["program"] for r in data["results"]):
         results = [r for r in data["results"] if r["program"] == program]
         (m, n), kernel = results[0]["size"], results[0]["kernel"]
         rows.append([f"**{program}**, `{kernel}`, {m} × {n}", "", "", ""])
-        for r in sorted(results, key=lambda r: r["ms"]):
+        ordered = sorted(results, key=lambda r: r["ms"])
+        shown = [r for i, r in enumerate(ordered) if i < FASTEST or r["shipped"]]
+        for r in [*shown, *ordered[-1:]]:
             share = r["bytes"] / data["copy_bandwidth"] * 1e3 / r["ms"]
             row = [r["setting"], str(r["held"]), f"{r['ms']:.3f}", f"{share:.0%}"]
             rows.append([f"**{cell}**" for cell in row] if r["shipped"] else row)

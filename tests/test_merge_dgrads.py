@@ -115,8 +115,8 @@ def test_long_contractions_are_not_merged(monkeypatch):
 def test_explain_counts_them():
     explanation = fp8pass.explain(Parallel(), inputs())
     (merged,) = explanation.graphs[0].plan.merged
-    assert [path.split(".")[-1] for path in merged] == ["2", "1", "0"] or len(merged) == 3
-    assert "1 GEMMs give the input gradients of 3 layers" in str(explanation)
+    assert sorted(merged) == ["layers.0", "layers.1", "layers.2"]
+    assert "Input gradients of 3 layers in 1 GEMMs" in str(explanation)
 
 
 @settings(max_examples=10)

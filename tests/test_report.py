@@ -54,7 +54,9 @@ def test_kinds(of_llama, picture):
     kinds = Counter(y.kind for y in picture.operators)
     plan = of_llama.graphs[0].plan
     assert set(kinds) <= set(KINDS)
-    assert kinds["fp8"] == sum(len(y.fp8) for y in plan.linears)
+    merged = sum(len(layers) - 1 for layers in plan.merged)
+    assert merged == 5 * 3  # q, k and v; gate and up
+    assert kinds["fp8"] == sum(len(y.fp8) for y in plan.linears) - merged
     assert kinds["attention"] == (2 + 2) * 5  # forward, backward, output and statistics kept
     assert kinds["dequantize"] == sum(1 for s in plan.saved if s.expected_error)
     assert kinds["recomputed"] > 0
