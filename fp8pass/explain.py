@@ -336,7 +336,8 @@ def _totals(explanation: Explanation) -> str:
     uses = [use for g in explanation.graphs for use in g.plan.kernels]
     launches, generated = (_summed(u.launches for u in uses), _summed(u.generated for u in uses))
     merged = [layers for g in explanation.graphs for layers in g.plan.merged]
-    shared = f" Input gradients of {sum(map(len, merged))} layers in {len(merged)} GEMMs."
+    gemms = "one GEMM" if len(merged) == 1 else f"{len(merged)} GEMMs"
+    shared = f" Input gradients of {sum(map(len, merged))} layers come from {gemms}."
     return (
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
         f"; stock torch.compile would keep {mib(stock)} MiB{share}."

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import product
-
 import torch
-from torch import Tensor
-
-from fp8pass import compat
 
 FP8_CAPABILITY = (8, 9)
 
@@ -34,34 +28,6 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
         name = torch.cuda.get_device_name(device)
         return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
     return None
-
-
-@cache
-def takes_every_layout(device: torch.device) -> bool:
-    """Whether FP8 GEMMs on `device` read operands in any layout, so that none has to be transposed.
-
-    Hopper's tensor cores contract the last dimension of both; what others do is tried.
-    """
-    if device.type != "cuda" or why_no_fp8_gemm(device):
-        return False
-    with compat.real_tensors():
-        codes = torch.arange(32 * 32, device=device).remainder(7).float().reshape(32, 32)
-        a, b = codes, codes.flip(0)
-        wanted, unit = a @ b, torch.ones((), device=device)
-        for by_column in product((False, True), repeat=2):
-            x, y = _laid_out(a, by_column[0]), _laid_out(b, by_column[1])
-            try:
-                found = torch.ops.aten._scaled_mm(x, y, unit, unit, out_dtype=torch.bfloat16)
-            except (RuntimeError, ValueError):
-                return False
-            if not torch.equal(found.float(), wanted.bfloat16().float()):
-                return False
-    return True
-
-
-def _laid_out(x: Tensor, by_column: bool) -> Tensor:
-    codes = (x.t() if by_column else x).contiguous().to(torch.float8_e4m3fn)
-    return codes.t() if by_column else codes
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:

@@ -26,7 +26,7 @@ def verify(g: fx.Graph) -> None:
     - Nodes come after what they use, and every one that is used has a fake value.
     - No FP8 tensor reaches an operator outside the dialect.
     - Every `scaled_mm` scales an operand by the scale it was quantized with, both by row or
-      neither, and contracts lengths that agree. Joined operands share a product of scales.
+      neither, and contracts lengths that agree. Operands are joined both, part by part.
     - Every `dequantize_groups` gets all planes of one tensor and the scales they were made with.
     """
     g.lint()
@@ -48,17 +48,19 @@ def verify(g: fx.Graph) -> None:
 
 def _verify_scaled_mm(node: fx.Node) -> None:
     a, a_scale, b, b_scale = node.args[:4]
+    joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
+    if joined:
+        _verify_joined(node, joined)
+        return
     for data, scale in ((a, a_scale), (b, b_scale)):
         assert isinstance(data, fx.Node)
-        if data.target is fp8.joined.default:
-            _verify_joined(node, data)
-            continue
         quantized = data.args[0] if data.target is fp8.transpose.default else data
         if isinstance(quantized, fx.Node) and quantized.op == "call_function":
             _require(
                 quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized"
             )
-            _require(quantized.args[1] is scale, node, f"{data} was quantized with another scale")
+            same = _is_same_scale(quantized.args[1], scale)
+            _require(same, node, f"{data} was quantized with another scale")
             by_row = graph.tensor(scale).ndim > 0  # type: ignore[arg-type]
             _require(
                 not (by_row and data is not quantized), node, f"{data} has no scale for each row"
@@ -71,16 +73,23 @@ def _verify_scaled_mm(node: fx.Node) -> None:
     _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
 
 
-def _verify_joined(node: fx.Node, data: fx.Node) -> None:
-    (parts,) = data.args
-    assert isinstance(parts, (list, tuple))
-    for part in parts:
-        assert isinstance(part, fx.Node)
+def _is_same_scale(x: object, y: object) -> bool:
+    """Whether two scales are one node, or copies that a recomputation made."""
+    if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
+        return False
+    return x is y or (x.target is fp8.scale.default is y.target and x.args == y.args)
+
+
+def _verify_joined(node: fx.Node, operands: list[fx.Node]) -> None:
+    _require(len(operands) == 2, node, "one operand is joined, the other one is not")
+    parts = [list(x.args[0]) for x in operands]  # type: ignore[arg-type]
+    for part in (*parts[0], *parts[1]):
         quantized = part.args[0] if part.target is fp8.transpose.default else part
-        assert isinstance(quantized, fx.Node)
         _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
-        one = graph.tensor(quantized.args[1]).ndim == 0  # type: ignore[arg-type]
+        one = graph.tensor(quantized.args[1]).ndim == 0
         _require(one, node, f"{part} has a scale for each row")
+    widths = [[graph.tensor(part).shape[1] for part in side] for side in parts]
+    _require(widths[0] == widths[1], node, f"contracts {widths[0]} with {widths[1]}")
 
 
 def _verify_dequantize(node: fx.Node) -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 from helpers import MLP, benchmark_models, cosine, gpt2, leaves, llama, step, tokens
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
 from fp8pass import backend as make_backend
 from fp8pass import hardware
 from fp8pass.codegen import kernels
 from fp8pass.codegen.batch import Batch
+from fp8pass.codegen.fuse_tiles import fuse_tiles
 from fp8pass.codegen.reader import sort_topologically
 from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
@@ -218,6 +220,12 @@ def masked(m, x):
 
 
 AWKWARD = {
+    # The codes of a gradient, for two layers.
+    "a sum of layers": (
+        lambda m, x: m.l(torch.tanh(x)) + m.b(torch.tanh(x)),
+        {"b": lambda: nn.Linear(64, 96, bias=False)},
+        (32, 64),
+    ),
     # With as many rows as columns, a value for each row has the shape of one for each column.
     "square, rows": (
         lambda m, x: m.l(torch.relu(x * m.r[:, None])),
@@ -282,6 +290,28 @@ def test_kernels_do_not_need_each_other():
     first.args, second.args = (second,), (first,)
     with pytest.raises(AssertionError, match="needs what it computes"):
         sort_topologically(g)
+
+
+@pytest.mark.parametrize("parts", ["ab", "aa", "aba"])
+def test_codes_side_by_side(parts, monkeypatch):
+    """Stored there by the kernels, or copied where one part is two."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+    def function(x, y, scale):
+        codes = {"a": fp8.quantize(x, scale, "e4m3"), "b": fp8.quantize(y, scale, "e4m3")}
+        turned = [fp8.transpose(codes[name]).view(torch.uint8) for name in "ab"]
+        return fp8.joined([codes[name] for name in parts]).view(torch.uint8), *turned
+
+    args = torch.randn(32, 64), torch.randn(32, 48), torch.tensor(0.01)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    assert fuse_tiles(gm)
+    sort_topologically(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    joined = fp8.joined.default in {n.target for n in gm.graph.nodes}
+    assert joined == (len(set(parts)) < len(parts))
+    for got, want in zip(gm(*args), function(*args), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_explain_counts_kernels(graphs):

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8pass import compat, hardware
+from fp8pass import compat
 from fp8pass.codegen.lowering import lower_dialect
 from fp8pass.formats import FORMATS
 
@@ -123,20 +123,6 @@ def test_transpose_pads_rows(format, rows, tracing):
 
     others = tuple((data(r),) for r in (2, 15, 16, 17, 31, 33) if rows > 1)
     check(lambda x: fp8.transpose(x), data(rows), tracing=tracing, others=others)
-
-
-def test_nothing_is_transposed_where_gemms_take_every_layout(monkeypatch):
-    monkeypatch.setattr(hardware, "takes_every_layout", lambda device: True)
-    data = torch.randn(32, 48).to(torch.float8_e4m3fn)
-    gm = lowered(lambda x: fp8.transpose(x), data, tracing="fake")
-    assert torch.ops.aten.clone.default not in {n.target for n in gm.graph.nodes}
-    assert same_bits(gm(data).contiguous(), fp8.transpose(data))
-
-
-@pytest.mark.gpu
-def test_hopper_takes_one_layout():
-    if torch.cuda.get_device_capability()[0] <= 9:
-        assert not hardware.takes_every_layout(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("out", DTYPES)

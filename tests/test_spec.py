@@ -58,6 +58,8 @@ def test_joined_operands_that_are_not_quantized(joint):
     rejected(joint, gemm, "is not quantized")
     gemm.args[0].args = ([first, second],)
     spec.verify(joint.gm.graph)
+    gemm.update_arg(2, gemm.args[2].args[0][0])
+    rejected(joint, gemm, "one operand is joined")
 
 
 def test_fp8_outside_the_dialect(joint):

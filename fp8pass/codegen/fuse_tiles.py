@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -66,25 +67,47 @@ class Matrix:
         """The nodes that come from the kernel."""
         return [*(n for nodes in self.replaced.values() for n in nodes), *self.measured]
 
-    def stores(self, joined: fx.Node | None) -> Iterator[Store]:
-        """What is stored, with what lies in `joined` apart."""
-        apart = {x: self.offset(joined, x) for x in self.replaced} if joined else {}
-        alone = tuple(x for x in self.replaced if apart.get(x) is None)
+    def stores(self, joint: Joint | None) -> Iterator[Store]:
+        """What is stored, with what lies in a joint result apart."""
+        apart = {x for x, nodes in self.replaced.items() if joint and joint.has(nodes)}
+        alone = tuple(x for x in self.replaced if x not in apart)
         if alone or self.measured:
             yield replace(self.store, layouts=alone or ("amax",))
-        for layout, offset in apart.items():
-            if offset is not None and joined is not None:
-                width = tensor(joined).shape[1]
-                yield replace(self.store, layouts=(layout,), width=width, offset=offset)
+        for layout in self.replaced:
+            if joint and layout in apart:
+                (offset,) = (joint.offsets[n] for n in self.replaced[layout] if n in joint.offsets)
+                yield replace(self.store, layouts=(layout,), width=joint.width, offset=offset)
 
-    def offset(self, joined: fx.Node, layout: str) -> int | None:
-        """The column of `joined` in which the codes of a layout begin, None if they do not."""
-        offset = 0
-        for part in joined.args[0]:  # type: ignore[union-attr]
-            if part in self.replaced[layout]:
-                return offset
-            offset += tensor(part).shape[1]  # type: ignore[arg-type]
-        return None
+
+@dataclass(eq=False)
+class Joint:
+    """What `joined` puts side by side.
+
+    Attributes:
+        node: the `joined`.
+        offsets: in which of its columns each part begins.
+    """
+
+    node: fx.Node
+    offsets: dict[fx.Node, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        widths = [tensor(part).shape[1] for part in self.parts]
+        self.offsets = dict(zip(self.parts, accumulate(widths, initial=0), strict=False))
+
+    @property
+    def parts(self) -> list[fx.Node]:
+        """The codes, from left to right."""
+        return list(self.node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def width(self) -> int:
+        """Columns of all."""
+        return int(tensor(self.node).shape[1])
+
+    def has(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether one of `nodes` is a part."""
+        return any(node in self.offsets for node in nodes)
 
 
 def fuse_tiles(gm: fx.GraphModule) -> bool:
@@ -93,10 +116,11 @@ def fuse_tiles(gm: fx.GraphModule) -> bool:
     for read in (read_codes, read_measured):
         matrices = [m for n in gm.graph.nodes if (m := read(n)) is not None]
         groups = grouped(matrices)
-        for joined in gm.graph.find_nodes(op="call_function", target=fp8.joined.default):
-            if parts := parts_of(joined, groups):
+        for node in gm.graph.find_nodes(op="call_function", target=fp8.joined.default):
+            joint = Joint(node)
+            if parts := groups_behind(joint, groups):
                 groups = [group for group in groups if group not in parts]
-                fuse(parts, joined)
+                fuse(parts, joint)
         for group in groups:
             fuse([group])
         changed |= bool(matrices)
@@ -133,8 +157,6 @@ def why_no_tiles(codes: fx.Node) -> str | None:
     """Why no tile kernel quantizes a matrix, if that can be told from the matrix alone."""
     if tensor(codes.args[1]).ndim:  # type: ignore[arg-type]
         return "scales by row"
-    if hardware.takes_every_layout(tensor(codes).device):
-        return "GEMMs take every layout"
     return why_no_kernel(codes) or (None if transposes(codes) else "not needed transposed")
 
 
@@ -188,15 +210,19 @@ def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     return groups
 
 
-def parts_of(joined: fx.Node, groups: list[list[Matrix]]) -> list[list[Matrix]]:
-    """The groups whose kernels store all of `joined`, none if there are no such."""
-    parts = list(joined.args[0])  # type: ignore[arg-type]
-    if any(set(part.users) - {joined, *transposes(part)} for part in parts):
+def groups_behind(joint: Joint, groups: list[list[Matrix]]) -> list[list[Matrix]]:
+    """The groups whose kernels store all of a joint result, none if there are no such.
+
+    Each part is stored once, and for nothing else.
+    """
+    if len(joint.offsets) < len(joint.parts):
         return []
-    found = [g for g in groups if any(part in m.results for m in g for part in parts)]
-    stored = {n for group in found for m in group for n in m.results}
-    complete = stored.issuperset(parts) and not needs_itself([m for g in found for m in g])
-    return found if complete else []
+    if any(set(part.users) - {joint.node, *transposes(part)} for part in joint.parts):
+        return []
+    found = [group for group in groups if any(joint.has(m.results) for m in group)]
+    matrices = [m for group in found for m in group]
+    stored = {n for m in matrices for n in m.results}
+    return [] if set(joint.parts) - stored or needs_itself(matrices) else found
 
 
 def needs_itself(matrices: list[Matrix]) -> bool:
@@ -208,14 +234,14 @@ def needs_itself(matrices: list[Matrix]) -> bool:
     return len(matrices) > 1 and depends(reads, [n for m in matrices for n in m.results])
 
 
-def fuse(groups: list[list[Matrix]], joined: fx.Node | None = None) -> None:
+def fuse(groups: list[list[Matrix]], joint: Joint | None = None) -> None:
     """Put one operator in place of groups, with a kernel for each."""
     matrices = [matrix for group in groups for matrix in group]
     if needs_itself(matrices):  # by way of a kernel that was put in place meanwhile
         for matrix in matrices:
             fuse([[matrix]])
         return
-    stores = [(matrix, store) for matrix in matrices for store in matrix.stores(joined)]
+    stores = [(matrix, store) for matrix in matrices for store in matrix.stores(joint)]
     parts = [
         ([m.reader for m in group], [store for m, store in stores if m in group])
         for group in groups
@@ -224,8 +250,8 @@ def fuse(groups: list[list[Matrix]], joined: fx.Node | None = None) -> None:
     for matrix, store in stores:
         for layout in store.layouts:
             result = next(results)
-            if store.width and joined is not None:
-                joined.replace_all_uses_with(result)
+            if store.width and joint:
+                joint.node.replace_all_uses_with(result)
             elif layout == "amax":
                 for amax in matrix.measured:
                     amax.update_arg(0, result)

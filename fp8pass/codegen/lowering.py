@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import compat, graph, hardware
+from fp8pass import compat, graph
 from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
 from fp8pass.graph import aten, prims, tensor
@@ -139,7 +139,7 @@ def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node
 @_lowers(fp8.transpose.default)
 def _transpose(emit: Emitter, data: fx.Node) -> fx.Node:
     swapped = emit(aten.permute.default, _pad_rows(emit, data), [1, 0])
-    if not is_fp8(tensor(data).dtype) or hardware.takes_every_layout(tensor(data).device):
+    if not is_fp8(tensor(data).dtype):
         return swapped
     return _row_major(emit(aten.clone.default, swapped, memory_format=torch.contiguous_format))
 

@@ -8,7 +8,8 @@
 
 The sum is taken within the GEMM, in fp32, and not written and read in parts. All of one GEMM has
 one product of scales. Gradients, whose range is wide, keep theirs, and their codes; weights are
-coded a little coarser. What that loses is small beside the sum, whose largest part is as it was.
+coded coarser where their gradient is small. What that loses is small beside the largest entries of
+the sum, which are as they were.
 
 After the plan: `diagnose`, which looks at layers one by one, sees the graph without this.
 """
@@ -31,18 +32,18 @@ from fp8pass.passes.linear import OPERAND_OF, ROLE
 
 fp8 = torch.ops.fp8pass
 
-# Beyond, two GEMMs are faster than one (`benchmarks/merged.py`: on an H200 12% at 22016, and 6%
-# slower at 16384).
+# Beyond, two GEMMs are faster than one: on an H200 by 12% at 22016, while at 16384 they take 6%
+# longer (`benchmarks/merged.py`).
 LONGEST_CONTRACTION = 16384
 
 
 @dataclass
 class Term:
-    """A GEMM, as it enters a sum."""
+    """A GEMM, as it enters a sum: `top` is its result, or a view of it, that is added."""
 
     gemm: fx.Node
     top: fx.Node
-    sum: fx.Node
+    total: fx.Node
 
     @property
     def length(self) -> int:
@@ -56,7 +57,7 @@ class Term:
         return codes.args[0] if _is_transposed(codes) else codes  # type: ignore
 
     def remove(self) -> None:
-        """Take the term out of its sum, whose other terms remain."""
+        """Take the term out of its sum, of which at least one other term remains."""
         (add,) = self.top.users
         add.replace_all_uses_with(next(x for x in add.all_input_nodes if x is not self.top))
         add.graph.erase_node(add)
@@ -71,7 +72,7 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
     for node in gm.graph.nodes:
         term = _term(node)
         if term is not None and not {term.weight, term.gemm.args[2]}.intersection(ctx.saved):
-            sums.setdefault(term.sum, []).append(term)
+            sums.setdefault(term.total, []).append(term)
     for terms in sums.values():
         for some in _mergeable(terms):
             ctx.plan.merged.append(tuple(graph.module_path(term.gemm) for term in some))
@@ -91,9 +92,9 @@ def _term(gemm: fx.Node) -> Term | None:
         return None
     if _only_user(codes) is None or _only_user(found.weight) is None:
         return None
-    while (user := _only_user(found.sum)) is not None and _adds_alike(user):
-        found.sum = user
-    return found if found.sum is not top else None
+    while (user := _only_user(found.total)) is not None and _adds_alike(user):
+        found.total = user
+    return found if found.total is not top else None
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -132,6 +133,8 @@ def _mergeable(terms: list[Term]) -> Iterator[list[Term]]:
 
 def _fits(group: list[Term], term: Term) -> bool:
     first, other = group[0].gemm, term.gemm
+    if any(t.gemm.args[0] is other.args[0] for t in group):
+        return False  # the same gradient, which kernels store once
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
         and _alike(first, other)
@@ -173,9 +176,10 @@ def _product(add: Any, term: Term) -> fx.Node:
 def _requantized(add: Any, term: Term, scale: fx.Node) -> fx.Node:
     """The codes of a term's weight, which with those of its gradient are to have `scale`."""
     _, of_gradient, codes, of_weight = term.gemm.args[:4]
-    needed = add(aten.div.Tensor, scale, of_gradient)
     weight = term.weight
-    largest = add(aten.maximum.default, needed, of_weight)
-    quantized = add(fp8.quantize.default, weight.args[0], largest, weight.args[2])
+    left = add(aten.div.Tensor, scale, of_gradient)
+    # Never finer than before, be it by rounding or because the gradient is zero.
+    left = add(aten.maximum.default, left, of_weight)
+    quantized = add(fp8.quantize.default, weight.args[0], left, weight.args[2])
     quantized.meta[OPERAND_OF] = weight.meta[OPERAND_OF]
     return add(fp8.transpose.default, quantized) if _is_transposed(codes) else quantized
