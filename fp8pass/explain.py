@@ -335,15 +335,20 @@ def _totals(explanation: Explanation) -> str:
     share = f" ({kept / stock:.0%})" if stock else ""
     uses = [use for g in explanation.graphs for use in g.plan.kernels]
     launches, generated = (_summed(u.launches for u in uses), _summed(u.generated for u in uses))
-    merged = [layers for g in explanation.graphs for layers in g.plan.merged]
-    gemms = "one GEMM" if len(merged) == 1 else f"{len(merged)} GEMMs"
-    shared = f" Input gradients of {sum(map(len, merged))} layers come from {gemms}."
     return (
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
         f"; stock torch.compile would keep {mib(stock)} MiB{share}."
         f"\nKernels: {_counted(launches, ', ') or 'none'}. Matrices quantized by generated code: "
-        f"{_counted(generated, '; ') or 'none'}.{shared if merged else ''}"
+        f"{_counted(generated, '; ') or 'none'}.{_merged(explanation)}"
     )
+
+
+def _merged(explanation: Explanation) -> str:
+    merged = [layers for g in explanation.graphs for layers in g.plan.merged]
+    if not merged:
+        return ""
+    gemms = "one GEMM" if len(merged) == 1 else f"{len(merged)} GEMMs"
+    return f" Input gradients of {sum(map(len, merged))} layers come from {gemms}."
 
 
 def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:

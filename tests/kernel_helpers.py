@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.program import Load, Program, Step, Store, reference
 
 F8 = torch.float8_e4m3fn
@@ -20,13 +21,19 @@ INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt"
 
 def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Launch the Triton kernel of `program`, with its results poisoned first."""
-    outputs = program.empty_outputs(inputs)
-    for x in outputs:
+    return run_batch(module, Batch((program,)), inputs)
+
+
+def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Launch the Triton kernels of a batch, with their results poisoned first."""
+    results = batch.empty_outputs(inputs)
+    for x in results:
         x.view(torch.uint8).fill_(0x55)
-    launch = module.prepare(program, *program.sizes(inputs))
-    arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
-    launch.kernel[launch.grid](*inputs, *outputs, **arguments)
-    return outputs
+    for program, read, numbers in batch.parts(inputs):
+        launch = module.prepare(program, *program.sizes(read))
+        arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+        launch.kernel[launch.grid](*read, *(results[n] for n in numbers), **arguments)
+    return results
 
 
 def operands(program: Program, rows: int, columns: int, device: str, scale: float = 1.0):

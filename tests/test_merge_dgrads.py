@@ -9,14 +9,14 @@ import torch
 from helpers import capture_joint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_helpers import both_devices
+from kernel_helpers import both_devices, run_batch
 from torch import nn
 
 import fp8pass
 from fp8pass import backend as make_backend
+from fp8pass.codegen import tile_kernel
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.program import Load, Program, Store
-from fp8pass.codegen.tile_kernel import prepare, tiles
 from fp8pass.config import Config
 from fp8pass.passes import JOINT_PASSES
 
@@ -198,24 +198,12 @@ def test_kernels_that_write_side_by_side(device, layout, rows, widths):
         operands += [torch.rand(()).add(0.1).to(device), torch.randn(size, device=device)]
         offset += width
     batch = Batch(tuple(programs))
-    got = run(batch, operands)
+    got = run_batch(tile_kernel, batch, operands)
     want = batch.reference(operands)
     assert got[0].shape == (rows, sum(widths))
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b.float()).abs().amax() <= 2.0**-3 * b.float().abs().amax()
         assert (a.float() != b.float()).float().mean() < 0.01
     if device == "cuda":
-        for a, b in zip(tiles(operands, batch.dumps()), got, strict=True):
+        for a, b in zip(tile_kernel.tiles(operands, batch.dumps()), got, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def run(batch: Batch, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Launch the kernels of a batch, with their results poisoned first."""
-    results = batch.empty_outputs(operands)
-    for x in results:
-        x.view(torch.uint8).fill_(0x55)
-    for program, read, numbers in batch.parts(operands):
-        launch = prepare(program, *program.sizes(read))
-        arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
-        launch.kernel[launch.grid](*read, *(results[n] for n in numbers), **arguments)
-    return results

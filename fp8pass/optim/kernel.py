@@ -103,7 +103,7 @@ step = exp_avg * one_over(root(exp_avg_sq) + least)
 {weights} = {weights} * decay - rate * step
 """
 
-# What groups of two bytes have is not among what Triton itself asks for ahead of time.
+# Triton copies tiles ahead of time, but nothing of less than four bytes, as scales and powers are.
 _ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
 _READ = """
 {x}_at = {x}_first + group

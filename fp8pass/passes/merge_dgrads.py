@@ -77,6 +77,8 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
         for some in _mergeable(terms):
             ctx.plan.merged.append(tuple(graph.module_path(term.gemm) for term in some))
             _merge(gm.graph, some)
+    if ctx.plan.merged:
+        gm.graph.eliminate_dead_code()
 
 
 def _term(gemm: fx.Node) -> Term | None:
@@ -162,7 +164,6 @@ def _merge(g: fx.Graph, terms: list[Term]) -> None:
     gemm.replace_all_uses_with(merged)
     for term in others:
         term.remove()
-    g.eliminate_dead_code()
 
 
 def _product(add: Any, term: Term) -> fx.Node:
