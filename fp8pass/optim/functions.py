@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fp8pass.codegen.prelude import Instructions, assembled
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
+
+
+class Quotient(NamedTuple):
+    """Constants of `quotient`, and its first guess at the reciprocal of one."""
+
+    magic: int
+    linear: float
+    constant: float
+    of_one: float
+
+
+QUOTIENT = Quotient(0x7EF34000, 1.500971, 0.7490293, 0.9501953125)
 
 _INSTRUCTIONS = {
     "log2_of_magnitude": Instructions(
@@ -30,19 +44,32 @@ _INSTRUCTIONS = {
         registers="=r,r,r",
         dtype="int32",
     ),
-    # NaN would wrap around: nothing is added to it.
+    # Rounded by the upper halves of bits. NaN would wrap around: what is rounded together with one is
+    # truncated.
     "stochastic": Instructions(
-        "{ .reg .pred p, q; .reg .b32 a, b, c, d;"
-        " setp.num.f32 p, $1, $1; setp.num.f32 q, $2, $2;"
-        " mov.b32 a, $1; mov.b32 b, $2; and.b32 c, $3, 0xFFFF; and.b32 d, $4, 0xFFFF;"
-        " @p add.u32 a, a, c; @q add.u32 b, b, d; prmt.b32 $0, a, b, 0x7632; }",
-        "((bits_of(x) + tl.where(x == x, bits & 0xFFFF, 0)) >> 16)"
+        "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
+        " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
+        " add.u32 e, a, c; add.u32 f, b, d; prmt.b32 $0, e, f, 0x7632;"
+        " @nan prmt.b32 $0, a, b, 0x7632; }",
+        "((bits_of(x) + tl.where(x == x, bits >> 16 & 0xFFFF, 0)) >> 16)"
         ".to(tl.int16).to(tl.bfloat16, bitcast=True)",
         parameters="x, bits",
         registers="=r,f,f,r,r",
         dtype="bfloat16",
         pack=2,
     ),
+    # Of each number the byte at `shift` of its upper half.
+    "upper_bytes": Instructions(
+        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
+        " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
+        "(x >> 16 + shift).to(tl.uint8)",
+        parameters="x, shift",
+        registers="=r,r,r,r,r,r,r,r,r",
+        dtype="uint8",
+        pack=4,
+    ),
+    # What the compiler believes to be another number.
+    "unknown": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widened": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
         "x.to(tl.float32)",
@@ -64,34 +91,39 @@ def mix(x):
     return x ^ (x >> 16 & 0xFFFF)
 
 
-# A hash for two neighbours, as it is and with its halves exchanged; joined, it is taken once.
+# A hash for two neighbours: as it is for one, with its halves exchanged for the other, and these
+# again with their halves exchanged. Joined, it is taken once.
 @triton.jit
 def random_bits(key, pair):
     x = key + pair
     x = folded(folded(x, {folds[0]}), {folds[1]})
     exchanged = x << 16 | x >> 16 & 0xFFFF
-    return tl.reshape(tl.join(x, exchanged), (x.shape[0], x.shape[1], 2 * x.shape[2]))
+    return neighbours(x, exchanged), neighbours(exchanged, x)
+
+
+@triton.jit
+def neighbours(a, b):
+    return tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * a.shape[2]))
 
 
 # FACTOR makes the format's subnormal numbers those of fp32, so that codes are the upper bits of
-# numbers, and the others are what rounding decides about.
+# numbers, from SHIFT on, and the others are what rounding decides about.
 @triton.jit
 def dithered(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     noise = bits.to(tl.uint32, bitcast=True) >> (32 - SHIFT)
-    return (bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)) >> SHIFT
+    return bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)
 
 
-# From what the exponent alone says, off by a sixteenth, two of Newton's steps, with constants that
-# make the largest error small: 1.1e-6. The unit for reciprocals is what the update waits for.
+# The exponent alone says what the reciprocal is, but for a twentieth; with these constants 3.3e-5
+# are left of it. The unit for reciprocals is what the update waits for.
 @triton.jit
-def one_over(x):
-    x = smallest(x, {largest_divisor!r})
-    y = (0x7EF311D5 - bits_of(x)).to(tl.float32, bitcast=True)
-    y = y * (2.0013129 - x * y)
-    return y * (2.0000009 - x * y)
+def quotient(x, y, linear, constant):
+    inverse = ({magic} - bits_of(y)).to(tl.float32, bitcast=True)
+    error = linear - y * inverse
+    return x * inverse * (error * error + constant)
 
 
-# Of the groups of a tile, [rows, 2, half of a group].
+# Of the groups of a tile, [rows, parts, elements of a part].
 @triton.jit
 def highest(x):
     return tl.reduce(tl.reduce(x, 1, largest), 1, largest)
@@ -127,5 +159,5 @@ def functions() -> str:
         first=FIRST_FACTOR,
         second=SECOND_FACTOR,
         folds=FOLDED_FACTORS,
-        largest_divisor=2.0**126,
+        magic=QUOTIENT.magic,
     )

@@ -21,17 +21,21 @@ from fp8pass import compat
 from fp8pass.codegen.prelude import prelude
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.formats import StateFormat
-from fp8pass.optim.functions import functions
+from fp8pass.optim.functions import QUOTIENT, functions
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
 from fp8pass.optim.options import Storage
 from fp8pass.optim.update import SMALLEST_EPS
 
 # Elements of a program and of a tile, which has at least a group; tiles that are on their way.
 CHUNK = 16384
-TILE = 512
+TILE = 1024
 STAGES = 3
+# Of a group: each thread has elements of all.
+MAX_PARTS = 4
 # What was fastest on the H200, of one to eight warps and tiles of 512 to 4096 (docs/optimizer.md).
-LAUNCH = {"num_warps": 1, "maxnreg": 128}
+LAUNCH = {"num_warps": 1, "maxnreg": 168}
+# What is divided by is at most 2^126 then, whatever the gradient.
+SMALLEST_RATE = 2.0**-61
 # Columns of the table of pointers, beside those of states.
 PARAMETER, GRADIENT = "parameter", "gradient"
 
@@ -59,10 +63,11 @@ def adamw(
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     begin = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {chunk}
-    # Halves of groups: eight numbers of each in a thread are 16 bytes in BF16, and of one group.
+    # A thread has eight numbers of each part of a group, 16 bytes in BF16.
     row = tl.arange(0, {rows})
-    half = tl.arange(0, 2)[None, :, None]
-    in_tile = row[:, None, None] * {group} + half * {half} + tl.arange(0, {half})[None, None, :]
+    part = tl.arange(0, {parts})[None, :, None]
+    of_part = part * {length}
+    in_tile = row[:, None, None] * {group} + tl.arange(0, {length})[None, None, :]
     table = tables + number * {columns}
     beta1 = 1.0 - complement1
     left = tl.minimum(size - begin, {chunk}).to(tl.int32)
@@ -71,7 +76,10 @@ def adamw(
 {before}
     for first in tl.range(0, left, {tile}, num_stages={stages}):
         place = first + in_tile
-        there = place < left
+        there = place < left - of_part
+        # Results are located anew, or pointers of all tiles on their way would wait in registers.
+        result = unknown(first // {tile}) * {tile} + in_tile
+        result_there = result < left - of_part
         group = first // {group} + row
         any_there = group * {group} < left
         any_next = (group + {rows}) * {group} < left
@@ -88,20 +96,33 @@ uncorrected = 1.0 / tl.load(factors + 2 * count + number)
 rate = rate * uncorrected
 least = tl.maximum(eps, {least!r}) * uncorrected
 """
+# A rate of zero divides nothing: one is the divisor, and the quotient zero.
+_INVERSE_RATE = """
+moves = tl.abs(rate) > {smallest_rate!r}
+inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
+least = tl.where(moves, least * inverse_rate, 1.0)
+linear = tl.where(moves, {linear!r}, {of_one!r})
+constant = tl.where(moves, {constant!r}, 0.0)
+"""
 _KEY = """
 key = mix(mix(seed) + tl.load(numbers + number))
 key = mix(key + tl.load(steps + number).to(tl.int32)) + (begin // 2).to(tl.int32)
-pair_in_tile = (row[:, None, None] * 2 + half) * {quarter} + tl.arange(0, {quarter})[None, None, :]
+pair_in_tile = (row[:, None, None] * {parts} + part) * {pairs}
+pair_in_tile += tl.arange(0, {pairs})[None, None, :]
 """
-_DRAW = "bits = random_bits(key, (first // 2) + pair_in_tile)"
+_DRAW = "bits, exchanged_bits = random_bits(key, (first // 2) + pair_in_tile)"
 
 _UPDATE = """
 exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
-step = exp_avg * one_over(root(exp_avg_sq) + least)
-{weights} = {weights} * decay - rate * step
 """
+# A code is off by more than this quotient, whose divisor has the rate in it.
+_STEP = """
+divisor = root(exp_avg_sq) * inverse_rate + least
+{weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
+"""
+_EXACT_STEP = "{weights} = {weights} * decay - rate * (exp_avg / (root(exp_avg_sq) + least))"
 
 # Triton copies tiles ahead of time, but nothing of less than four bytes, as scales and powers are.
 _ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
@@ -157,7 +178,7 @@ _SEARCH = """
 for bit in tl.static_range(8):
     {x}_probe = {x}_code + (128 >> bit)
     {x}_code = tl.where(tl.load({x}_bounds + {x}_probe - 1) < {x}_coded, {x}_probe, {x}_code)
-tl.store({x}_at, {x}_code.to(tl.uint8), there)
+tl.store({x}_first + result + of_part, {x}_code.to(tl.uint8), result_there)
 """
 
 # What a state is multiplied with as it is read.
@@ -175,6 +196,7 @@ class Writer:
         self.draws = self.stochastic or storage.second.dithers
         self.group_size = storage.group_size
         self.rows = max(1, TILE // self.group_size)
+        self.parts = min(MAX_PARTS, self.group_size // 8)
         self.before: list[str] = []
         self.lines: list[str] = []
 
@@ -188,10 +210,10 @@ class Writer:
             self._read(name, format)
         if weights == PARAMETER:
             self._load(PARAMETER)
-        self.before += _NUMBERS.format(least=SMALLEST_EPS).strip().splitlines()
-        self._add(_UPDATE, weights=weights)
+        self._update(weights)
         if self.draws:
-            self.before += _KEY.format(quarter=self.group_size // 4).strip().splitlines()
+            pairs = self.group_size // self.parts // 2
+            self.before += _KEY.format(parts=self.parts, pairs=pairs).strip().splitlines()
             self.lines.append(_DRAW)
         # In the order in which the fewest registers wait: random bits are not for first moments.
         self._store_parameter(weights)
@@ -205,12 +227,23 @@ class Writer:
             stages=1 if looks_up else STAGES,
             rows=self.rows,
             group=self.group_size,
-            half=self.group_size // 2,
+            parts=self.parts,
+            length=self.group_size // self.parts,
             columns=len(self.columns),
             before=textwrap.indent("\n".join(self.before), " " * 4),
             body=textwrap.indent("\n".join(self.lines), " " * 8),
         )
         return prelude() + functions() + kernel
+
+    def _update(self, weights: str) -> None:
+        self.before += _NUMBERS.format(least=SMALLEST_EPS).strip().splitlines()
+        self._add(_UPDATE)
+        if not self.states["exp_avg_sq"].grouped:
+            self._add(_EXACT_STEP, weights=weights)
+            return
+        inverse = _INVERSE_RATE.format(smallest_rate=SMALLEST_RATE, **QUOTIENT._asdict())
+        self.before += inverse.strip().splitlines()
+        self._add(_STEP, weights=weights)
 
     def _add(self, template: str, **names: Any) -> None:
         self.lines += template.format(**names).strip().splitlines()
@@ -218,10 +251,9 @@ class Writer:
     def _locate(self, name: str, dtype: torch.dtype) -> None:
         where = "gradients + number" if name == GRADIENT else f"table + {self.columns[name]}"
         self.before.append(f"{name}_first = address({where}, ALIGNED, {_TYPES[dtype]}) + begin")
-        self.lines.append(f"{name}_at = {name}_first + place")
 
     def _load(self, name: str) -> None:
-        value = f"tl.load({name}_at, there, other=0.0)"
+        value = f"tl.load({name}_first + place + of_part, there, other=0.0)"
         bf16 = self.dtypes.get(name) == torch.bfloat16
         value = f"widened({value})" if bf16 else f"{value}.to(tl.float32)"
         self.lines.append(f"{name} = {value}")
@@ -242,7 +274,7 @@ class Writer:
             self._add(_READ, x=f"{x}_{part}", rows=self.rows)
         if decay:
             self.lines.append(f"{x}_scale = {x}_scale{decay}")
-        codes = f"tl.load({x}_at, there, other={format.zero})"
+        codes = f"tl.load({x}_first + place + of_part, there, other={format.zero})"
         if format.values:
             value = f"tl.load({x}_values + {codes}.to(tl.int32))"
         else:
@@ -281,21 +313,20 @@ class Writer:
         if format.values:
             self._add(_SEARCH, x=x)
         elif format.dithers:
-            code = f"dithered({x}_coded, bits, {_alignment(format)})"
-            bits = f"tl.uint{8 * format.dtype.itemsize}"
-            self._store(x, f"{code}.to({bits})", format.stored, bitcast=True)
+            dithered = f"dithered({x}_coded, bits, {_factor(format)!r}, {_shift(format)})"
+            self._store(x, _upper_bits(dithered, format), format.stored, bitcast=True)
         else:
             # Nothing that is rounded to nearest exceeds the largest code.
             code = f"{x}_coded.to({_TYPES[format.dtype]})"
             self._store(x, code, format.stored, bitcast=True)
 
     def _store_parameter(self, weights: str) -> None:
-        value = f"stochastic({weights}, bits)" if self.stochastic else weights
+        value = f"stochastic({weights}, exchanged_bits)" if self.stochastic else weights
         self._store(PARAMETER, value, self.dtypes[PARAMETER])
 
     def _store(self, name: str, value: str, dtype: torch.dtype, *, bitcast: bool = False) -> None:
         value = f"{value}.to({_TYPES[dtype]}, bitcast={bitcast})"
-        self.lines.append(f"tl.store({name}_at, {value}, there)")
+        self.lines.append(f"tl.store({name}_first + result + of_part, {value}, result_there)")
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
@@ -306,12 +337,20 @@ def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
     return {name: i for i, name in enumerate(names)}
 
 
-def _alignment(format: StateFormat) -> str:
-    """What makes codes of a float format the upper bits of fp32 numbers: a factor, and a shift."""
-    fp32 = torch.finfo(torch.float32)
-    smallest_normal = format.min * 2**format.mantissa
-    shift = -round(math.log2(fp32.eps)) - format.mantissa
-    return f"{fp32.tiny / smallest_normal!r}, {shift}"
+def _shift(format: StateFormat) -> int:
+    """From which bit on fp32 numbers are codes of a float format, if they are small enough."""
+    return -round(math.log2(torch.finfo(torch.float32).eps)) - format.mantissa
+
+
+def _factor(format: StateFormat) -> float:
+    """What makes them small enough: their smallest normal number is that of fp32."""
+    return torch.finfo(torch.float32).tiny / (format.min * 2**format.mantissa)
+
+
+def _upper_bits(numbers: str, format: StateFormat) -> str:
+    if format.dtype.itemsize == 1:
+        return f"upper_bytes({numbers}, {_shift(format) - 16})"
+    return f"({numbers} >> {_shift(format)}).to(tl.uint16)"
 
 
 @cache
