@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from models import Stack, init_weights, rope_tables
@@ -103,7 +105,7 @@ class Subject:
         output.backward(self.grad)
         found = {"output": output.detach(), "x": self.inputs[0].grad}
         for name, parameter in self.model.named_parameters():
-            found[name.replace("_orig_mod.", "")] = parameter.grad
+            found[name.removeprefix("model.").replace("_orig_mod.", "")] = parameter.grad
         return {name: t.detach().clone() for name, t in found.items() if t is not None}
 
 
@@ -127,6 +129,18 @@ def with_fp8pass(**options: Any) -> Variant:
     return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]
 
 
+class WithoutPass(nn.Module):
+    """A compiled model that a pass of fp8pass's pipeline is left out of."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = torch.compile(model, backend="fp8pass"), name
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=self.name):
+            return self.model(*inputs)
+
+
 def variants(extra: bool) -> dict[str, Variant]:
     """Everything that is compared; the first is the reference."""
     table: dict[str, Variant] = {
@@ -140,6 +154,7 @@ def variants(extra: bool) -> dict[str, Variant]:
     if extra:
         table["fp8pass linear"] = with_fp8pass(recipe="linear")
         table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
+        table["fp8pass coat, dgrads apart"] = lambda m: WithoutPass(m, "merge_dgrads")
     return table
 
 
