@@ -324,6 +324,15 @@ def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
+    """A step with other constants, from the fastest on; what fp8pass uses is bold."""
+    rows = [["changed", "ms", "× limit"]]
+    for r in sorted(data["results"], key=lambda r: r["ms"]):
+        row = [r["setting"] or "nothing", f"{r['ms']:.2f}", f"{r['ms'] / r['limit_ms']:.3f}"]
+        rows.append(row if r["setting"] else [f"**{cell}**" for cell in row])
+    return rows
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
@@ -338,6 +347,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "monitor": monitor_table,
     "optimizer_errors": optimizer_errors_table,
     "optimizer_speed": optimizer_speed_table,
+    "optimizer_sweep": optimizer_sweep_table,
     "optimizer_convergence": optimizer_convergence_table,
 }
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from fp8pass import hardware
+from fp8pass.optim import fused, kernel
+from fp8pass.optim.options import PRESETS, Storage
 
 OURS = "fp8pass coat + fp8pass attach"
 PEERS = "torchao tensorwise + torchao AdamW8bit"
@@ -147,3 +149,21 @@ def test_the_shipped_setting_of_every_hot_kernel_is_swept(load, monkeypatch):
         assert sum(v.shipped for v in found) == 1, name
     stores = tasks["tiles_cast"].program.stores
     assert {layout for store in stores for layout in store.layouts} == {"rows", "columns"}
+
+
+def test_a_sweep_leaves_the_constants_as_they_are(load):
+    pytest.importorskip("triton")
+    sweep = load("optimizer_sweep")
+    settings = [sweep.Setting(**changes) for changes in sweep.CHANGES]
+    assert len(set(settings)) == len(settings)
+    assert [s.changes for s in settings[:3]] == ["", "tile 512", "tile 512, parts 2"]
+    storage = Storage.of(PRESETS["coat"] | {"group_size": 128})
+    chunk = fused.CHUNK
+    with sweep.used(sweep.Setting(chunk=2 * chunk, parts=2)):
+        changed = fused.CHUNK
+        source = kernel.Writer(storage, torch.bfloat16, torch.bfloat16).write()
+    assert f"tl.minimum(size - begin, {2 * chunk})" in source
+    assert "of_part = part * 64" in source
+    assert changed == 2 * chunk
+    restored = fused.CHUNK, kernel.CHUNK, kernel.MAX_PARTS
+    assert restored == (chunk, chunk, 4)

@@ -170,6 +170,49 @@ def test_gradients_whose_squares_are_infinite(device, monkeypatch):
     assert torch.equal(*found)
 
 
+def test_squares_that_no_code_has_end_training(device, monkeypatch):
+    """A group whose second moment is infinite has the scale NaN, and so have its weights then."""
+    for why_not in (None, "for comparison"):
+        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        (p,) = on(device, parameters(((256,),)))
+        p.grad = torch.zeros_like(p)
+        p.grad[:128] = 1e25
+        optimizer = AdamW([p])
+        optimizer.step()
+        optimizer.step()
+        assert not p[:128].isfinite().any()
+        assert p[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-20])
+def test_a_rate_of_zero_moves_no_weight(device, rate):
+    """Nor does one whose steps are below any weight's last bit; states go on."""
+    params = on(device, parameters(((300,), (2, 64))))
+    params[0].data[::3] = 0.0
+    before = [p.detach().clone() for p in params]
+    optimizer = AdamW(params, lr=rate, weight_decay=0.0)
+    for step in range(2):
+        move_gradients(params, step)
+        optimizer.step()
+    for p, q in zip(params, before, strict=True):
+        assert torch.equal(p, q)
+        assert (optimizer.state[p]["exp_avg_sq"] != 0).any()
+
+
+@pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3])
+def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
+    """Zeros become what the step is, to its last digits but two."""
+    steps = []
+    for why_not in (None, "for comparison"):
+        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        params = on(device, parameters(((256,),)))
+        params[0].data.zero_()
+        move_gradients(params, 0)
+        AdamW(params, lr=rate).step()
+        steps.append(params[0].detach())
+    torch.testing.assert_close(*steps, rtol=5e-5, atol=0.0)
+
+
 def test_what_is_not_finite_is_not_hidden(device):
     (p,) = on(device, parameters(((300,),)))
     optimizer = AdamW([p])
