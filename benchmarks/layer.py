@@ -16,6 +16,7 @@ import argparse
 import copy
 import gc
 import os
+import random
 import statistics
 import sys
 import time
@@ -159,11 +160,16 @@ def variants(extra: bool) -> dict[str, Variant]:
 
 
 def median_ms(subjects: dict[str, Subject], rounds: int) -> dict[str, float]:
-    """Median time of a step of each subject, taking turns."""
+    """Median time of a step of each subject, taking turns.
+
+    In another order every round: a GPU at its power limit is slower after what took more of it.
+    """
+    order, shuffle = list(subjects), random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(rounds):
-        for name, subject in subjects.items():
-            times[name].append(_time_ms(subject))
+        shuffle(order)
+        for name in order:
+            times[name].append(_time_ms(subjects[name]))
     return {name: statistics.median(t) for name, t in times.items()}
 
 

@@ -44,8 +44,8 @@ _INSTRUCTIONS = {
         registers="=r,r,r",
         dtype="int32",
     ),
-    # Rounded by the upper halves of bits. NaN would wrap around: what is rounded together with one is
-    # truncated.
+    # Rounded by the upper halves of bits. NaN would wrap around: what is rounded together with one
+    # is truncated.
     "stochastic": Instructions(
         "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
         " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
