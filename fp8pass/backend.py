@@ -161,9 +161,6 @@ def inductor_defaults(config: Config) -> dict[str, Any]:
         # activations, in 16 bits, which cost more to write and read than to compute again.
         "realize_reads_threshold": 8,
     }
-    if compat.STATIC_LAUNCH in compat.list_options():
-        # Our kernels are launched as Inductor's own, without Triton's Python.
-        options[compat.STATIC_LAUNCH] = True
     if config.packs:
         # Unpacking a code takes some 15 operators. With Inductor's limit of 30 an expression of two
         # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.

@@ -20,9 +20,6 @@ from torch import fx
 SUPPORTED = ">=2.11,<2.14"
 _MINIMUM, _BELOW = (2, 11), (2, 14)
 
-# An option of Inductor, where it has it.
-STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
-
 
 def check_version(version: str) -> None:
     """Raise ImportError unless `version` of PyTorch is one fp8pass supports."""

@@ -25,6 +25,7 @@ from helpers import (
     vit,
 )
 from torch import nn
+from torch._inductor.fx_passes import pad_mm
 from torch.nn import functional as F
 
 from fp8pass.config import Config
@@ -264,6 +265,59 @@ def test_awkward_row_counts(rows, compiler):
     x = torch.randn(rows, 64, requires_grad=True)
     _, _, spy = agrees_with_eager(FFN(64, 128), x, config=Config(compiler=compiler))
     assert all(bool(y.fp8) == (rows > 0) for y in spy.plan.linears)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 1000])
+def test_rows_that_inductor_pads(monkeypatch, rows):
+    """Where that makes a GEMM in BF16 faster, as it may on a GPU."""
+    for check in ("can_pad", "_should_pad"):
+        monkeypatch.setattr(pad_mm, check, lambda *args, **kwargs: True)
+    x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+    _, _, spy = agrees_with_eager(MLP((64, 128, 64)).bfloat16(), x)
+    assert all(y.fp8 == ("forward", "dgrad", "wgrad") for y in spy.plan.linears)
+    assert {y.rows for y in spy.plan.linears} == {str(-(-rows // 8) * 8 if rows > 1 else 1)}
+
+
+class OwnGradient(torch.autograd.Function):
+    """A linear layer that prepares its own way what its wgrad contracts."""
+
+    @staticmethod
+    def forward(ctx, x, weight, prepare):
+        ctx.save_for_backward(x, weight)
+        ctx.prepare = prepare
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        a, b = ctx.prepare(gradient.t(), x)
+        return gradient @ weight, a @ b, None
+
+
+def pad_both(a, b, *, value=0.0):
+    return F.pad(a, (0, 7), value=value), F.pad(b, (0, 0, 0, 7), value=value)
+
+
+PREPARATIONS = {
+    "copied": lambda a, b: (a.contiguous(), b),
+    "padded": pad_both,
+    "padded with ones": lambda a, b: pad_both(a, b, value=1.0),
+    "padded at the start": lambda a, b: (F.pad(a, (7, 0)), F.pad(b, (0, 0, 7, 0))),
+    "padded by two lengths": lambda a, b: (F.pad(a[:, :15], (0, 9)), F.pad(b, (0, 0, 0, 7))),
+}
+
+
+@pytest.mark.parametrize("name", PREPARATIONS)
+def test_wgrads_that_are_prepared(name):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(128, 64) / 8)
+
+        def forward(self, x):
+            return OwnGradient.apply(x, self.weight, PREPARATIONS[name])
+
+    agrees_with_eager(Model(), torch.randn(17, 64, requires_grad=True))
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

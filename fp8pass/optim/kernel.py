@@ -27,7 +27,7 @@ from fp8pass.optim.options import Storage
 from fp8pass.optim.update import SMALLEST_EPS
 
 # Elements of a program and of a tile, which has at least a group; tiles that are on their way.
-CHUNK = 32768
+CHUNK = 16384
 TILE = 1024
 STAGES = 3
 # Of a group: each thread has elements of all.

@@ -142,8 +142,28 @@ def find_layers(g: fx.Graph, parameters: frozenset[fx.Node]) -> list[Layer]:
 
 
 def _operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What a GEMM multiplies, without zeros that Inductor's pad_mm has it contract over."""
     first = 1 if gemm.target in (aten.addmm.default, aten.baddbmm.default) else 0
-    return gemm.args[first], gemm.args[first + 1]  # type: ignore[return-value]
+    a, b = gemm.args[first], gemm.args[first + 1]
+    assert isinstance(a, fx.Node)
+    assert isinstance(b, fx.Node)
+    x, y = _unpadded(a, dim=1), _unpadded(b, dim=0)
+    stripped = tensor(x).shape[-1] == tensor(y).shape[-2]
+    return (x, y) if stripped else (a, b)
+
+
+def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
+    """A matrix without zeros after its last elements along `dim`, if it has none elsewhere."""
+    if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(matrix.args[2:]):
+        return matrix
+    x, pad = matrix.args[:2]
+    assert isinstance(x, fx.Node)
+    assert isinstance(pad, (list, tuple))
+    if not all(isinstance(length, int) for length in pad):
+        return matrix
+    # Before and after the elements of the last dimension, then of the first.
+    ends = {1: pad[1], 0: pad[3] if len(pad) > 2 else 0}
+    return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
 def _split_parameter(
@@ -166,7 +186,9 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
 
 
 def _same_matrix(x: fx.Node, y: fx.Node) -> bool:
-    return graph.root(graph.untransposed(x)[0]) is graph.root(graph.untransposed(y)[0])
+    """Whether two matrices hold the same elements, rows of zeros at the end not counted."""
+    x, y = (_unpadded(graph.untransposed(matrix)[0], dim=0) for matrix in (x, y))
+    return graph.root(x) is graph.root(y)
 
 
 def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
@@ -288,6 +310,10 @@ class Quantizer:
         that each row has a scale of its own.
         """
         base, flipped = graph.untransposed(matrix)
+        if contract_rows == flipped and not _is_multiple(tensor(base).shape[-1]):
+            # Codes are filled up with zeros where they are transposed.
+            base = self._emit(aten.permute.default, base, [1, 0], like=like)
+            flipped = not flipped
         format = (
             self.config.gradient_format if base in self.backward else self.config.forward_format
         )
@@ -330,6 +356,11 @@ class Quantizer:
         if compat.must_save(node):
             del node.meta["recompute"]
         return node
+
+
+def _is_multiple(length: Any) -> bool:
+    """Whether FP8 tensor cores take contractions of such a length, as far as is known."""
+    return compat.statically_known_true(length % CONTRACTION_MULTIPLE == 0)
 
 
 def scales_by_row(gemm: fx.Node, config: Config) -> bool:
