@@ -13,6 +13,7 @@ from helpers import (
     MLP,
     Step,
     benchmark_models,
+    capture_joint,
     compiled,
     cosine,
     gpt2,
@@ -29,6 +30,7 @@ from torch._inductor.fx_passes import pad_mm
 from torch.nn import functional as F
 
 from fp8pass.config import Config
+from fp8pass.passes.linear import OPERAND_OF, quantize_linears
 
 SAVE_ONLY = Config(forward_format="exact", gradient_format="exact", compiler="eager")
 COMPILERS = ["eager", "inductor"]
@@ -307,17 +309,55 @@ PREPARATIONS = {
 }
 
 
+class OneWeight(nn.Module):
+    """`run(x, weight)` with a weight of its own."""
+
+    def __init__(self, run, *shape, dtype=torch.float32) -> None:
+        super().__init__()
+        self.run, self.weight = run, nn.Parameter(torch.randn(shape, dtype=dtype) / 8)
+
+    def forward(self, x):
+        return self.run(x, self.weight)
+
+
+def prepared(name):
+    return OneWeight(lambda x, w: OwnGradient.apply(x, w, PREPARATIONS[name]), 128, 64)
+
+
 @pytest.mark.parametrize("name", PREPARATIONS)
 def test_wgrads_that_are_prepared(name):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(128, 64) / 8)
+    agrees_with_eager(prepared(name), torch.randn(17, 64, requires_grad=True))
 
-        def forward(self, x):
-            return OwnGradient.apply(x, self.weight, PREPARATIONS[name])
 
-    agrees_with_eager(Model(), torch.randn(17, 64, requires_grad=True))
+def test_a_copied_gradient_is_one_still():
+    """It has the format of gradients, whatever the number of rows."""
+    config = Config(gradient_format="e5m2", compiler="eager")
+    formats = []
+    for rows in (16, 17):
+        x = torch.randn(rows, 64, requires_grad=True)
+        joint = capture_joint(prepared("copied"), x, config=config)
+        quantize_linears(joint.gm, joint.ctx)
+        quantized = joint.calls(torch.ops.fp8pass.quantize.default)
+        formats.append(sorted(node.args[2] for node in quantized))
+        operands = {name for node in quantized for _, name in node.meta[OPERAND_OF]}
+        assert operands == {"input", "weight", "gradient"}
+    assert formats[0] == formats[1]
+    assert formats[0].count("e5m2") == 2
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_view_of_a_weight_that_contracts_too_little(compiler):
+    model = OneWeight(lambda x, w: x @ w.view(512, 8).t(), 256, 16, dtype=torch.bfloat16)
+    x = torch.randn(32, 8, dtype=torch.bfloat16, requires_grad=True)
+    _, _, spy = agrees_with_eager(model, x, config=Config(compiler=compiler))
+    (layer,) = spy.plan.linears
+    assert layer.reason == "contracts 8 elements: must be a multiple of 16"
+
+
+def test_features_that_a_model_pads_are_no_padding_of_rows():
+    model = OneWeight(lambda x, w: F.pad(x, (0, 16)) @ F.pad(w, (0, 0, 0, 16)), 48, 32)
+    _, _, spy = agrees_with_eager(model, torch.randn(32, 48, requires_grad=True))
+    assert not any(y.fp8 for y in spy.plan.linears)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

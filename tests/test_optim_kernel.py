@@ -12,7 +12,7 @@ import torch
 from optim_helpers import all_parameters, parameters, same_state, set_gradients, values_of
 from torch import nn
 
-from fp8pass.optim import AdamW, fused
+from fp8pass.optim import AdamW, functions, fused, kernel
 from fp8pass.optim.formats import MOMENT_FORMATS
 from fp8pass.optim.kernel import CHUNK
 
@@ -74,7 +74,8 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             # The coarsest step is that of E5M2.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
             # Where a group's smallest value is what is left of two, its range is another one.
-            assert off.sum() <= 1 + 0.05 * off.numel()
+            group = got.param_groups[0]["group_size"] if off.numel() > 1024 else 1
+            assert off.sum() <= max(group, 1 + 0.05 * off.numel())
 
 
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
@@ -171,7 +172,8 @@ def test_gradients_whose_squares_are_infinite(device, monkeypatch):
 
 
 def test_squares_that_no_code_has_end_training(device, monkeypatch):
-    """A group whose second moment is infinite has the scale NaN, and so have its weights then."""
+    """A group whose second moment is infinite has the scale NaN, so that its weights are lost: in
+    the next step, or, where updates are fused, in this one."""
     for why_not in (None, "for comparison"):
         monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
         (p,) = on(device, parameters(((256,),)))
@@ -179,6 +181,7 @@ def test_squares_that_no_code_has_end_training(device, monkeypatch):
         p.grad[:128] = 1e25
         optimizer = AdamW([p])
         optimizer.step()
+        assert p[:128].isinf().all() == (why_not is None)
         optimizer.step()
         assert not p[:128].isfinite().any()
         assert p[128:].isfinite().all()
@@ -199,16 +202,16 @@ def test_a_rate_of_zero_moves_no_weight(device, rate):
         assert (optimizer.state[p]["exp_avg_sq"] != 0).any()
 
 
-@pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3])
+@pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3, -1e-3])
 def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
-    """Zeros become what the step is, to its last digits but two."""
+    """Zeros become what the step is, to its last digits but two. Schedulers may set any rate."""
     steps = []
     for why_not in (None, "for comparison"):
         monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
         params = on(device, parameters(((256,),)))
         params[0].data.zero_()
         move_gradients(params, 0)
-        AdamW(params, lr=rate).step()
+        AdamW(params, lr=torch.tensor(rate, device=device)).step()
         steps.append(params[0].detach())
     torch.testing.assert_close(*steps, rtol=5e-5, atol=0.0)
 
@@ -286,6 +289,28 @@ def test_replays_of_cuda_graphs(device):
     same_state(captured, plain)
 
 
+@pytest.mark.parametrize("group_size", [16, 1024])
+def test_groups_of_any_size(device, monkeypatch, group_size):
+    options = {"group_size": group_size, "lr": 0.01}
+    assert_alike(*both(device, monkeypatch, torch.bfloat16, **options), torch.bfloat16)
+
+
+def test_the_order_of_axes_does_not_matter(device, monkeypatch):
+    """It is another one for another Triton."""
+    results = []
+    for part in (0, 1):
+        orders = ["[:, None, None]", "[None, :, None]"]
+        order = functions.Axes(orders[1 - part], orders[part], part)
+        for module in (functions, kernel):
+            monkeypatch.setattr(module, "axes", lambda order=order: order)
+        kernel.kernel.cache_clear()
+        params = on(device, parameters(((CHUNK // 50 + 3, 50),), torch.bfloat16))
+        results.append(AdamW(params))
+        run_on(params, results[-1], range(2))
+    kernel.kernel.cache_clear()
+    same_state(*results)
+
+
 def test_what_is_updated_together_does_not_matter(device):
     """Updating all at once, or one at a time, gives the same."""
     together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
@@ -310,21 +335,25 @@ POINTERS = {"tables": "i64", "gradients": "i64", "sizes": "i64", "numbers": "i32
             "parameter_of": "i32", "first_chunk": "i32"}
 NUMBERS = {"count": "i32", "seed": "i32", "complement1": "fp32", "beta2": "fp32",
            "complement2": "fp32", "eps": "fp32", "ALIGNED": "constexpr"}
-for first, second, weights in [
-    ("e4m3+expand", "e4m3+expand", "stochastic"),
-    ("e5m2", "fp16", "fp16"),
-    ("de8+expand", "bf16", "fp32"),
+for first, second, weights, group_size, aligned in [
+    ("e4m3+expand", "e4m3+expand", "stochastic", 128, True),
+    ("e5m2", "fp16", "fp16", 16, True),
+    ("e4m3+expand", "e4m3+expand", "stochastic", 1024, False),
+    ("de8+expand", "bf16", "fp32", 128, True),
 ]:
     storage = Storage.of({"first_moment": first, "second_moment": second, "weights": weights,
-                          "group_size": 128})
+                          "group_size": group_size})
     function = kernel(storage, torch.bfloat16, torch.bfloat16)
     signature = {
         name: NUMBERS.get(name) or "*" + POINTERS.get(name, "fp32") for name in function.arg_names
     }
-    source = ASTSource(function, signature, {"ALIGNED": True})
+    source = ASTSource(function, signature, {"ALIGNED": aligned})
     compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
     assert compiled.metadata.shared < 16384, (first, compiled.metadata.shared)
-    print(first, "cp.async.cg" in compiled.asm["ptx"], "lg2.approx.ftz" in compiled.asm["ptx"])
+    ptx = compiled.asm["ptx"]
+    # Two exchanges within four threads for each of the extremes of both moments.
+    exchanges = ptx.count("shfl.sync.bfly") if aligned and group_size == 128 else None
+    print(first, "cp.async.cg" in ptx, "lg2.approx.ftz" in ptx, exchanges)
 """
 
 
@@ -340,5 +369,10 @@ def test_compiles_for_a_gpu(device, tmp_path):
         text=True,
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    lines = ["e4m3+expand True True", "e5m2 True False", "de8+expand False True"]
+    lines = [
+        "e4m3+expand True True 8",
+        "e5m2 True False None",
+        "e4m3+expand False True None",
+        "de8+expand False True 4",
+    ]
     assert found.stdout.splitlines() == lines

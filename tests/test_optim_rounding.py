@@ -14,7 +14,7 @@ from fp8pass.optim import AdamW, rounding
 
 def test_stochastic_rounding_is_unbiased_and_uncorrelated():
     x = torch.full((1 << 16,), 1 + 0.3 * 2**-7)
-    element = torch.arange(len(x), dtype=torch.int32)
+    element = torch.arange(len(x))
     key = rounding.keys(0, torch.tensor([3], dtype=torch.int32), torch.tensor([7.0]))
     up = rounding.round_to_bf16(x, rounding.random_bits(key, element)).float() > 1
     assert up.double().mean().item() == pytest.approx(0.3, abs=0.01)
@@ -36,6 +36,15 @@ def test_stochastic_rounding_keeps_what_bf16_holds(seed):
     bits = rounding.random_bits(key, torch.arange(len(x), dtype=torch.int32))
     rounded = rounding.round_to_bf16(x, bits).float()
     assert torch.equal(rounded.nan_to_num(7), x.nan_to_num(7))
+
+
+def test_elements_are_numbered_beyond_32_bits():
+    """As the kernel does it, which adds the number of a pair to the key: one of 2^32 keys."""
+    key = torch.tensor([5], dtype=torch.int32)
+    element = torch.arange(100)
+    far = rounding.random_bits(key, element + 2**31)
+    assert torch.equal(far, rounding.random_bits(key + 2**30, element))
+    assert not torch.equal(far, rounding.random_bits(key, element))
 
 
 @given(st.integers(-(2**31), 2**31 - 1))

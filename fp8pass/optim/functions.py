@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from fp8pass.codegen.prelude import Instructions, assembled
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
+
+
+class Axes(NamedTuple):
+    """Which axes of a tile are its rows, groups each, and which the parts of groups.
+
+    Attributes:
+        each_row, each_part: what makes a tile of what each row or part has, in Triton.
+        part: the number of the axis.
+    """
+
+    each_row: str
+    each_part: str
+    part: int
+
+
+@cache
+def axes() -> Axes:
+    """Those for which each thread has elements of all parts.
+
+    Threads lie along the axis with the longest vectors first. Of the others, which have none,
+    Triton takes the first one next until 3.6, and since then the last one.
+    """
+    import triton
+
+    first, second = "[:, None, None]", "[None, :, None]"
+    until_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
 
 
 class Quotient(NamedTuple):
@@ -123,15 +151,15 @@ def quotient(x, y, linear, constant):
     return x * inverse * (error * error + constant)
 
 
-# Of the groups of a tile, [rows, parts, elements of a part].
+# Of the groups of a tile.
 @triton.jit
 def highest(x):
-    return tl.reduce(tl.reduce(x, 1, largest), 1, largest)
+    return tl.reduce(tl.reduce(x, {part}, largest), 1, largest)
 
 
 @triton.jit
 def lowest(x):
-    return tl.min(tl.min(x, 1), 1)
+    return tl.min(tl.min(x, {part}), 1)
 
 
 @triton.jit
@@ -160,4 +188,5 @@ def functions() -> str:
         second=SECOND_FACTOR,
         folds=FOLDED_FACTORS,
         magic=QUOTIENT.magic,
+        part=axes().part,
     )

@@ -21,7 +21,7 @@ from fp8pass import compat
 from fp8pass.codegen.prelude import prelude
 from fp8pass.ops import SMALLEST_SCALE
 from fp8pass.optim.formats import StateFormat
-from fp8pass.optim.functions import QUOTIENT, functions
+from fp8pass.optim.functions import QUOTIENT, axes, functions
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
 from fp8pass.optim.options import Storage
 from fp8pass.optim.update import SMALLEST_EPS
@@ -32,9 +32,11 @@ TILE = 1024
 STAGES = 3
 # Of a group: each thread has elements of all.
 MAX_PARTS = 4
-# What was fastest on the H200, of one to eight warps and tiles of 512 to 4096 (docs/optimizer.md).
+# The fastest on an H200, but for longer chunks: 1% for 7B, and fewer programs for a small model
+# (benchmarks/optimizer_sweep.py).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# What is divided by is at most 2^126 then, whatever the gradient.
+# Smaller ones count as zero: no finite second moment makes a divisor beyond 2^126 then. Where it is
+# infinite the quotient is not finite, as its group is from the next step on.
 SMALLEST_RATE = 2.0**-61
 # Columns of the table of pointers, beside those of states.
 PARAMETER, GRADIENT = "parameter", "gradient"
@@ -65,9 +67,9 @@ def adamw(
     begin = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {chunk}
     # A thread has eight numbers of each part of a group, 16 bytes in BF16.
     row = tl.arange(0, {rows})
-    part = tl.arange(0, {parts})[None, :, None]
+    part = tl.arange(0, {parts}){each_part}
     of_part = part * {length}
-    in_tile = row[:, None, None] * {group} + tl.arange(0, {length})[None, None, :]
+    in_tile = row{each_row} * {group} + tl.arange(0, {length})[None, None, :]
     table = tables + number * {columns}
     beta1 = 1.0 - complement1
     left = tl.minimum(size - begin, {chunk}).to(tl.int32)
@@ -96,7 +98,7 @@ uncorrected = 1.0 / tl.load(factors + 2 * count + number)
 rate = rate * uncorrected
 least = tl.maximum(eps, {least!r}) * uncorrected
 """
-# A rate of zero divides nothing: one is the divisor, and the quotient zero.
+# A rate of zero divides nothing: one is the divisor, and of what is finite the quotient is zero.
 _INVERSE_RATE = """
 moves = tl.abs(rate) > {smallest_rate!r}
 inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
@@ -107,7 +109,7 @@ constant = tl.where(moves, {constant!r}, 0.0)
 _KEY = """
 key = mix(mix(seed) + tl.load(numbers + number))
 key = mix(key + tl.load(steps + number).to(tl.int32)) + (begin // 2).to(tl.int32)
-pair_in_tile = (row[:, None, None] * {parts} + part) * {pairs}
+pair_in_tile = (row{each_row} * {parts} + part) * {pairs}
 pair_in_tile += tl.arange(0, {pairs})[None, None, :]
 """
 _DRAW = "bits, exchanged_bits = random_bits(key, (first // 2) + pair_in_tile)"
@@ -135,7 +137,7 @@ _READ = """
 _ROOT = """
 {x}_inverse = reciprocal({x}_power)
 {x}_offset = log2_of_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
-{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse[:, None, None] + {x}_offset[:, None, None])
+{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse{each_row} + {x}_offset{each_row})
 """
 
 # Numbers below fp32's normal ones do not count, and are zero in a group of their like.
@@ -146,7 +148,7 @@ _AMAX = """
 _PLAIN_SCALE = """
 {x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
 {x}_scale = of_groups({x}_scale, {x}_amax, 0.0, float("nan"))
-{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale))[:, None, None]
+{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
 """
 # middle · (|x| / scale)^k likewise. The log of zero is in no minimum: it times zero is NaN.
 _EXPANSION = """
@@ -161,16 +163,16 @@ _EXPANSION = """
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
 {x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
-{x}_offset = ({log2_middle!r} - {x}_power * {x}_center)[:, None, None]
+{x}_offset = ({log2_middle!r} - {x}_power * {x}_center){each_row}
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
 _SIGNED_CODES = """
-{x}_coded = exp2({x}_log * {x}_power[:, None, None] + {x}_offset)
+{x}_coded = exp2({x}_log * {x}_power{each_row} + {x}_offset)
 {x}_coded = with_sign({x}_coded, bits_of({x}))
 """
 # Zero remains NaN, and nothing else becomes zero.
 _UNSIGNED_CODES = """
-{x}_coded = {x}_finite * {x}_power[:, None, None] + {x}_offset
+{x}_coded = {x}_finite * {x}_power{each_row} + {x}_offset
 {x}_coded = exp2(largest({x}_coded, {log2_min!r}))
 """
 _SEARCH = """
@@ -213,7 +215,8 @@ class Writer:
         self._update(weights)
         if self.draws:
             pairs = self.group_size // self.parts // 2
-            self.before += _KEY.format(parts=self.parts, pairs=pairs).strip().splitlines()
+            key = _KEY.format(each_row=axes().each_row, parts=self.parts, pairs=pairs)
+            self.before += key.strip().splitlines()
             self.lines.append(_DRAW)
         # In the order in which the fewest registers wait: random bits are not for first moments.
         self._store_parameter(weights)
@@ -228,6 +231,8 @@ class Writer:
             rows=self.rows,
             group=self.group_size,
             parts=self.parts,
+            each_row=axes().each_row,
+            each_part=axes().each_part,
             length=self.group_size // self.parts,
             columns=len(self.columns),
             before=textwrap.indent("\n".join(self.before), " " * 4),
@@ -246,7 +251,7 @@ class Writer:
         self._add(_STEP, weights=weights)
 
     def _add(self, template: str, **names: Any) -> None:
-        self.lines += template.format(**names).strip().splitlines()
+        self.lines += template.format(each_row=axes().each_row, **names).strip().splitlines()
 
     def _locate(self, name: str, dtype: torch.dtype) -> None:
         where = "gradients + number" if name == GRADIENT else f"table + {self.columns[name]}"
@@ -281,7 +286,7 @@ class Writer:
             value = f"{codes}.to({_TYPES[format.dtype]}, bitcast=True).to(tl.float32)"
         self.lines.append(f"{x} = {value}")
         if not format.expands:
-            self.lines.append(f"{x} = {x} * {x}_scale[:, None, None]")
+            self._add("{x} = {x} * {x}_scale{each_row}", x=x)
             return
         self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
         root = f"with_sign({x}_root, bits_of({x}))" if format.signed else f"{x}_root"

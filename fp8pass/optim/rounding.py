@@ -34,12 +34,12 @@ def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
-    """Random int32 for int32 elements of parameters with a key (they broadcast).
+    """Random int32 for elements of parameters with a key, int32 (they broadcast).
 
     Two neighbours have the same ones, but that their halves are exchanged: a weight is rounded by
     the lower half, and its second moment by the upper one, for the most part.
     """
-    x = (key + (element >> 1)).long() & LOW_WORD
+    x = key.long() + (element >> 1) & LOW_WORD
     for factor in FOLDED_FACTORS:
         x = x * factor
         x = (x >> 32 ^ x) & LOW_WORD

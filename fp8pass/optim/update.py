@@ -99,13 +99,13 @@ class Rows:
         return x.repeat_interleave(counts).unsqueeze(-1)
 
     def elements(self, firsts: Iterable[int], device: torch.device) -> Tensor:
-        """The number of each element in its parameter, int32 [R, G], from the first ones on."""
+        """The number of each element in its parameter, int64 [R, G], from the first ones on."""
         rows = [
             torch.arange(count, device=device) * self.group_size + first
             for count, first in zip(self.counts, firsts, strict=True)
         ]
         columns = torch.arange(self.group_size, device=device)
-        return (torch.cat(rows).unsqueeze(-1) + columns).int()
+        return torch.cat(rows).unsqueeze(-1) + columns
 
     def _parts(self, joined: Tensor) -> list[Tensor]:
         parts = joined.split(self.counts)

@@ -14,7 +14,8 @@ Scales are just in time (COAT 5.2, LLMQ 3). In the backward there is one for eac
 used in two layouts, and no scale may vary along what a GEMM contracts. The forward needs one
 layout: there each row of `x` and `W` has a scale of its own (torchao calls that rowwise), so that a
 kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
-per layout and kind of scale, however many GEMMs share it.
+per layout and kind of scale, however many GEMMs share it; what Inductor pads for one of them counts
+as another tensor.
 """
 
 from __future__ import annotations
@@ -142,19 +143,21 @@ def find_layers(g: fx.Graph, parameters: frozenset[fx.Node]) -> list[Layer]:
 
 
 def _operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What a GEMM multiplies, without zeros that Inductor's pad_mm has it contract over."""
+    """What a GEMM multiplies, without zeros that Inductor's pad_mm fills a contraction up with."""
     first = 1 if gemm.target in (aten.addmm.default, aten.baddbmm.default) else 0
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
     x, y = _unpadded(a, dim=1), _unpadded(b, dim=0)
-    stripped = tensor(x).shape[-1] == tensor(y).shape[-2]
+    length = tensor(x).shape[-1]
+    stripped = length == tensor(y).shape[-2] and not _is_multiple(length)
     return (x, y) if stripped else (a, b)
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     """A matrix without zeros after its last elements along `dim`, if it has none elsewhere."""
-    if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(matrix.args[2:]):
+    filled = [*matrix.args[2:], *matrix.kwargs.values()]
+    if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(filled):
         return matrix
     x, pad = matrix.args[:2]
     assert isinstance(x, fx.Node)
@@ -225,7 +228,9 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
     if any(size % CONTRACTION_MULTIPLE for size in weight.shape):
         return Reason(f"weight {graph.shape_text(weight)}: both sizes must be multiples of 16")
-    rows = tensor(gemm).shape[0]
+    rows, contracted = tensor(gemm).shape[0], tensor(_operands(gemm)[0]).shape[-1]
+    if not _is_multiple(contracted):
+        return Reason(f"contracts {contracted} elements: must be a multiple of 16")
     if compat.has_unbacked(rows):
         return Reason("the number of rows depends on data")
     if compat.statically_known_true(rows == 0):
@@ -312,8 +317,7 @@ class Quantizer:
         base, flipped = graph.untransposed(matrix)
         if contract_rows == flipped and not _is_multiple(tensor(base).shape[-1]):
             # Codes are filled up with zeros where they are transposed.
-            base = self._emit(aten.permute.default, base, [1, 0], like=like)
-            flipped = not flipped
+            base, flipped = self._permuted(base, like), not flipped
         format = (
             self.config.gradient_format if base in self.backward else self.config.forward_format
         )
@@ -333,6 +337,14 @@ class Quantizer:
         if data not in self._transposed:
             self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
         return self._transposed[data], scale
+
+    def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
+        if base not in self._transposed:
+            permuted = self._emit(aten.permute.default, base, [1, 0], like=like)
+            self._transposed[base] = permuted
+            if base in self.backward:
+                self.backward.add(permuted)
+        return self._transposed[base]
 
     def _operand_name(self, base: fx.Node, layer: Layer) -> str:
         if base in self.backward:
