@@ -19,6 +19,7 @@ from helpers import (
     step,
 )
 from torch import nn
+from torch._inductor.fx_passes import pad_mm
 
 from fp8pass import compat, hardware
 from fp8pass.codegen.lowering import lower_dialect
@@ -310,8 +311,12 @@ def test_bias(bias_dtype):
     agree(step(compiled(model, Config())[0], model, (x,)), want, 0.12)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("rows", [1, 17, 1000])
-def test_rows_that_are_not_multiples_of_16(rows):
+def test_rows_that_are_not_multiples_of_16(monkeypatch, rows, padded):
+    """Whether Inductor pads them, which it decides by timing, or not."""
+    for check in ("can_pad", "_should_pad"):
+        monkeypatch.setattr(pad_mm, check, lambda *args, **kwargs: padded)
     model = MLP((64, 128, 64)).cuda().bfloat16()
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     want = step(model, model, (x,))
