@@ -86,7 +86,7 @@ def sweep(shape: str) -> dict[str, Any]:
     for changes in CHANGES:
         setting = replace(Setting(), **changes)
         with used(setting):
-            step = measure_step(shape, "fp8pass coat", lambda params: AdamW(params), bandwidth)
+            step = measure_step(shape, "fp8pass coat", AdamW, bandwidth)
         results.append({"setting": setting.changes, "ms": step.ms, "limit_ms": step.limit_ms})
     settings = {"shape": shape, "shipped": asdict(Setting())}
     return {**environment(), "settings": settings, "bandwidth": bandwidth, "results": results}

@@ -184,8 +184,8 @@ def kernels_table(data: dict[str, Any]) -> list[list[str]]:
         ms = {k: sum(x["ms"] for x in kernels if x["kind"] == k) for k in KERNEL_KINDS}
         moved = sum(x["bytes"] for x in kernels)
         floor = ms["gemm"] + ms["attention"] + moved / bandwidth * 1e3
-        peer = steps[r["case"].split(",")[0] + ", torchao tensorwise"]
-        shares = f"{r['step_ms'] / peer:.3f}, floor {floor / peer:.3f} × torchao"
+        peer = steps.get(r["case"].split(",")[0] + ", torchao tensorwise")
+        shares = f"{r['step_ms'] / peer:.3f}, floor {floor / peer:.3f} × torchao" if peer else ""
         rate = r["gemm_flops"] / ms["gemm"] * 1e3 / fp8
         attention = r["attention_flops"] / ms["attention"] / 1e9
         rest = ms["ours"] + ms["generated"] + ms["other"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.fx_passes import pad_mm
 
 from fp8pass import compat
 from fp8pass.backend import Backend
@@ -54,6 +55,12 @@ def compiled(
     """`model` compiled with fp8pass, and what it decided."""
     spy = Spy()
     return torch.compile(model, backend=Backend(config, spy), **kwargs), spy
+
+
+def pad_gemms(monkeypatch: Any, padded: bool = True) -> None:
+    """Inductor pads every GEMM, or none: it decides by timing, and on GPUs only."""
+    for check in ("can_pad", "_should_pad"):
+        monkeypatch.setattr(pad_mm, check, lambda *args, **kwargs: padded)
 
 
 @dataclass

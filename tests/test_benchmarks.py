@@ -122,6 +122,30 @@ def test_table_compares_with_torchao_of_the_same_model(benchmark):
     ]
 
 
+@pytest.mark.parametrize("compared", [True, False])
+def test_steps_and_floors_beside_those_of_torchao(load, compared):
+    """Which is not installed everywhere."""
+
+    def breakdown(case, ms):
+        kernels = [("gemm", 4.0, 0.0), ("attention", 1.0, 0.0), ("ours", 2.0, 1e9)]
+        named = [dict(zip(("kind", "ms", "bytes"), k, strict=True)) for k in kernels]
+        return {
+            "case": case,
+            "step_ms": ms,
+            "idle_ms": 0.5,
+            "gemm_flops": 1e12,
+            "attention_flops": 1e12,
+            "kernels": [{**k, "name": k["kind"], "calls": 1.0} for k in named],
+        }
+
+    results = [breakdown("a", 8.0), breakdown("a, torchao tensorwise", 10.0)]
+    limits = {"copy_bandwidth": 1e12, "fp8_flops": 1e15}
+    data = {"limits": limits, "results": results[: 2 if compared else 1]}
+    rows = {row[0]: row[1:] for row in load("tables").kernels_table(data)}
+    assert rows["**a**"][-1] == ("0.800, floor 0.600 × torchao" if compared else "")
+    assert rows["floor"][1] == "6.00"
+
+
 def test_every_shape_is_one_product(load):
     gemms = load("gemms")
     products = gemms.distinct_products()

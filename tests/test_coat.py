@@ -13,7 +13,6 @@ from helpers import (
     MLP,
     Step,
     benchmark_models,
-    capture_joint,
     compiled,
     cosine,
     gpt2,
@@ -26,11 +25,9 @@ from helpers import (
     vit,
 )
 from torch import nn
-from torch._inductor.fx_passes import pad_mm
 from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.passes.linear import OPERAND_OF, quantize_linears
 
 SAVE_ONLY = Config(forward_format="exact", gradient_format="exact", compiler="eager")
 COMPILERS = ["eager", "inductor"]
@@ -236,193 +233,6 @@ def test_zeros_stay_zeros(what):
         assert y.any()
     else:
         assert not y.any()
-
-
-# --- awkward sizes and layouts ------------------------------------------------------------------
-
-
-def agrees_with_eager(model, x, tolerance=0.12, config=COAT_EAGER):
-    """Output and gradients are within FP8's error of plain PyTorch's."""
-    want = step(model, model, (x,))
-    program, spy = compiled(model, config)
-    got = step(program, model, (x,))
-    for a, b in zip(got.outputs, want.outputs, strict=True):
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        assert b.numel() == 0 or relative(a, b) < tolerance
-    for name, b in want.gradients.items():
-        a = got.gradients[name]
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        if not b.any():
-            assert not a.any(), name
-        else:
-            assert relative(a, b) < tolerance, f"{name}: {relative(a, b)}"
-    return got, want, spy
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("rows", [0, 1, 17])
-def test_awkward_row_counts(rows, compiler):
-    x = torch.randn(rows, 64, requires_grad=True)
-    _, _, spy = agrees_with_eager(FFN(64, 128), x, config=Config(compiler=compiler))
-    assert all(bool(y.fp8) == (rows > 0) for y in spy.plan.linears)
-
-
-@pytest.mark.parametrize("rows", [1, 17, 1000])
-def test_rows_that_inductor_pads(monkeypatch, rows):
-    """Where that makes a GEMM in BF16 faster, as it may on a GPU."""
-    for check in ("can_pad", "_should_pad"):
-        monkeypatch.setattr(pad_mm, check, lambda *args, **kwargs: True)
-    x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
-    _, _, spy = agrees_with_eager(MLP((64, 128, 64)).bfloat16(), x)
-    assert all(y.fp8 == ("forward", "dgrad", "wgrad") for y in spy.plan.linears)
-    assert {y.rows for y in spy.plan.linears} == {str(-(-rows // 8) * 8 if rows > 1 else 1)}
-
-
-class OwnGradient(torch.autograd.Function):
-    """A linear layer that prepares its own way what its wgrad contracts."""
-
-    @staticmethod
-    def forward(ctx, x, weight, prepare):
-        ctx.save_for_backward(x, weight)
-        ctx.prepare = prepare
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        a, b = ctx.prepare(gradient.t(), x)
-        return gradient @ weight, a @ b, None
-
-
-def pad_both(a, b, *, value=0.0):
-    return F.pad(a, (0, 7), value=value), F.pad(b, (0, 0, 0, 7), value=value)
-
-
-PREPARATIONS = {
-    "copied": lambda a, b: (a.contiguous(), b),
-    "padded": pad_both,
-    "padded with ones": lambda a, b: pad_both(a, b, value=1.0),
-    "padded at the start": lambda a, b: (F.pad(a, (7, 0)), F.pad(b, (0, 0, 7, 0))),
-    "padded by two lengths": lambda a, b: (F.pad(a[:, :15], (0, 9)), F.pad(b, (0, 0, 0, 7))),
-}
-
-
-class OneWeight(nn.Module):
-    """`run(x, weight)` with a weight of its own."""
-
-    def __init__(self, run, *shape, dtype=torch.float32) -> None:
-        super().__init__()
-        self.run, self.weight = run, nn.Parameter(torch.randn(shape, dtype=dtype) / 8)
-
-    def forward(self, x):
-        return self.run(x, self.weight)
-
-
-def prepared(name):
-    return OneWeight(lambda x, w: OwnGradient.apply(x, w, PREPARATIONS[name]), 128, 64)
-
-
-@pytest.mark.parametrize("name", PREPARATIONS)
-def test_wgrads_that_are_prepared(name):
-    agrees_with_eager(prepared(name), torch.randn(17, 64, requires_grad=True))
-
-
-def test_a_copied_gradient_is_one_still():
-    """It has the format of gradients, whatever the number of rows."""
-    config = Config(gradient_format="e5m2", compiler="eager")
-    formats = []
-    for rows in (16, 17):
-        x = torch.randn(rows, 64, requires_grad=True)
-        joint = capture_joint(prepared("copied"), x, config=config)
-        quantize_linears(joint.gm, joint.ctx)
-        quantized = joint.calls(torch.ops.fp8pass.quantize.default)
-        formats.append(sorted(node.args[2] for node in quantized))
-        operands = {name for node in quantized for _, name in node.meta[OPERAND_OF]}
-        assert operands == {"input", "weight", "gradient"}
-    assert formats[0] == formats[1]
-    assert formats[0].count("e5m2") == 2
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_view_of_a_weight_that_contracts_too_little(compiler):
-    model = OneWeight(lambda x, w: x @ w.view(512, 8).t(), 256, 16, dtype=torch.bfloat16)
-    x = torch.randn(32, 8, dtype=torch.bfloat16, requires_grad=True)
-    _, _, spy = agrees_with_eager(model, x, config=Config(compiler=compiler))
-    (layer,) = spy.plan.linears
-    assert layer.reason == "contracts 8 elements: must be a multiple of 16"
-
-
-def test_features_that_a_model_pads_are_no_padding_of_rows():
-    model = OneWeight(lambda x, w: F.pad(x, (0, 16)) @ F.pad(w, (0, 0, 0, 16)), 48, 32)
-    _, _, spy = agrees_with_eager(model, torch.randn(32, 48, requires_grad=True))
-    assert not any(y.fp8 for y in spy.plan.linears)
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_features_that_are_not_multiples_of_16(compiler):
-    x = torch.randn(32, 24, requires_grad=True)
-    config = Config(compiler=compiler)
-    _, _, spy = agrees_with_eager(MLP((24, 48, 32)), x, config=config)
-    assert [bool(y.fp8) for y in spy.plan.linears] == [False, True]
-
-
-LAYOUTS = {
-    "transposed": lambda: torch.randn(64, 40).t(),
-    "expanded rows": lambda: torch.randn(1, 64).expand(40, 64),
-    "expanded columns": lambda: torch.randn(40, 1).expand(40, 64),
-    "sliced": lambda: torch.randn(80, 128)[::2, ::2],
-    "three dimensions": lambda: torch.randn(5, 64, 8).transpose(1, 2),
-    "expanded batch": lambda: torch.randn(1, 8, 64).expand(5, 8, 64),
-}
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_layouts_of_the_input(layout, compiler):
-    x = LAYOUTS[layout]().requires_grad_()
-    agrees_with_eager(FFN(64, 128), x, config=Config(compiler=compiler))
-
-
-@pytest.mark.parametrize("layout", ["expanded", "transposed"])
-def test_layouts_of_the_incoming_gradient(layout):
-    model, x = FFN(64, 128), torch.randn(32, 64, requires_grad=True)
-    incoming = torch.randn(64).expand(32, 64) if layout == "expanded" else torch.randn(64, 32).t()
-    results = []
-    for program in (model, compiled(model)[0]):
-        results.append(torch.autograd.grad(program(x), [x, *model.parameters()], incoming))
-    for want, got in zip(*results, strict=True):
-        assert relative(got, want) < 0.12
-
-
-@pytest.mark.parametrize("gradient_format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(dtype, gradient_format):
-    x = torch.randn(32, 64).to(dtype).requires_grad_()
-    config = Config(gradient_format=gradient_format, compiler="eager")
-    agrees_with_eager(FFN(64, 128).to(dtype), x, tolerance=0.15, config=config)
-
-
-@pytest.mark.parametrize("group_size", [16, 64, 128])
-def test_group_size_is_used_and_small_columns_survive(group_size):
-    """Columns of very different size: one scale for all would lose the small ones."""
-
-    class Gate(nn.Module):
-        def forward(self, x):
-            return F.silu(x * 2) * x
-
-    x = (torch.randn(64, 256) * 10.0 ** torch.linspace(-6, 2, 256)).requires_grad_()
-    config = Config(compiler="eager", group_size=group_size)
-    h = x * 1  # no leaf: it has to be kept
-    program, spy = compiled(Gate(), config)
-    (got,) = torch.autograd.grad(program(h).sum(), h)
-    (want,) = torch.autograd.grad(Gate()(h).sum(), h)
-    assert f"e4m3 1×{group_size}" in [s.kept_as for s in spy.plan.saved]
-    small = slice(0, 32)
-    if group_size == 16:
-        assert relative(got[:, small], want[:, small]) < 0.1
-    assert relative(got, want) < 0.1
 
 
 # --- code generation ----------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from helpers import (
     benchmark_models,
     compiled,
     identical,
+    pad_gemms,
     relative,
     sqnr,
     step,
 )
 from torch import nn
-from torch._inductor.fx_passes import pad_mm
 
 from fp8pass import compat, hardware
 from fp8pass.codegen.lowering import lower_dialect
@@ -315,8 +315,7 @@ def test_bias(bias_dtype):
 @pytest.mark.parametrize("rows", [1, 17, 1000])
 def test_rows_that_are_not_multiples_of_16(monkeypatch, rows, padded):
     """Whether Inductor pads them, which it decides by timing, or not."""
-    for check in ("can_pad", "_should_pad"):
-        monkeypatch.setattr(pad_mm, check, lambda *args, **kwargs: padded)
+    pad_gemms(monkeypatch, padded)
     model = MLP((64, 128, 64)).cuda().bfloat16()
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     want = step(model, model, (x,))
