@@ -79,9 +79,10 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
             # The coarsest step is that of E5M2.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
-            # Where a group's smallest value is what is left of two, its range is another one.
+            # Where a group's smallest value is what is left of two, its range is another one: the
+            # larger groups are, the smaller that value, and the more of them this happens to.
             group = got.param_groups[0]["group_size"] if off.numel() > 1024 else 1
-            assert off.sum() <= max(group, 1 + 0.05 * off.numel())
+            assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
 
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
