@@ -33,16 +33,20 @@ from fp8pass.codegen import kernels as fusion
 from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.kernel_op import Launch
-from fp8pass.codegen.program import Program
+from fp8pass.codegen.program import AMAX_TILE, Program
 from fp8pass.codegen.row_source import Shape, sums_rows
 from fp8pass.codegen.triton_ops import kernel_name
 
-# By the names that profilers show; of several programs of one name the one that moves most.
+# By the names that profilers show, with `amax` if that is what a program stores. Of several of one
+# name the one that moves most.
 HOT = {
     "rows_sigmoid_mul": "SwiGLU forward",
     "tiles_sigmoid_mul_sub_add": "SwiGLU backward",
+    "tiles_sigmoid_mul_sub_add amax": "SwiGLU backward, amaxes",
     "rows_add_pow_mul_rsqrt": "norm forward",
     "rows_mul_add_pow_div": "norm backward",
+    "tiles_mul_neg_where_add": "RoPE backward",
+    "tiles_mul_neg_where_add amax": "RoPE backward, amax",
     "tiles_cast": "cast in both layouts",
 }
 OPERATORS = {row_kernel.rows: "rows", tile_kernel.tiles: "tiles"}
@@ -56,6 +60,8 @@ FEWEST, MOST = 8, 90
 MOST_CHUNKS = 12
 MOST_PADDED = 1.34
 TILES = tuple(product((32, 64, 128), (64, 128, 256), (4, 8)))
+# Amaxes are of tiles of one size.
+MEASURED_TILES = tuple((*AMAX_TILE, warps) for warps in (4, 8, 16))
 
 
 @dataclass
@@ -123,6 +129,8 @@ def hot_tasks(calls: list[fx.Node]) -> dict[str, Task]:
         kind = OPERATORS[node.target]
         for program, read, _ in Batch.parse(str(text)).parts(operands):  # type: ignore[arg-type]
             name = kernel_name(kind, program)
+            if kind == "tiles" and tile_kernel.measures(program):
+                name += " amax"
             if name not in HOT:
                 continue
             # Kernels take as long whatever the numbers are; of these all can be scales, too.
@@ -158,7 +166,7 @@ def row_variants(program: Program, rows: int, columns: int) -> Iterator[Variant]
 def tile_variants(program: Program, rows: int, columns: int) -> Iterator[Variant]:
     """A tile kernel with every tile that a thread can hold."""
     launch = tile_kernel.prepare(program, rows, columns)
-    for m, n, warps in TILES:
+    for m, n, warps in MEASURED_TILES if tile_kernel.measures(program) else TILES:
         held = m * n // (32 * warps)
         if held > MOST:
             continue

@@ -19,9 +19,8 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.codegen.fuse_rows import has_shape, replace
 from fp8pass.codegen.fuse_tiles import why_not_a_matrix
-from fp8pass.codegen.program import Step, Store
+from fp8pass.codegen.program import NotAMatrix, Step, Store
 from fp8pass.codegen.reader import (
-    NotAMatrix,
     Reader,
     depends,
     emit_kernel,

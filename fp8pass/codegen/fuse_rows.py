@@ -22,10 +22,9 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.fuse_tiles import LARGEST_INPUTS, why_no_kernel
-from fp8pass.codegen.program import Store
+from fp8pass.codegen.program import NotAMatrix, Store
 from fp8pass.codegen.reader import (
     TRANSPARENT,
-    NotAMatrix,
     Reader,
     depends,
     emit_kernel,

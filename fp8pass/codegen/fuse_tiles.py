@@ -29,8 +29,8 @@ import torch
 from torch import fx
 
 from fp8pass import graph, hardware
-from fp8pass.codegen.program import Store
-from fp8pass.codegen.reader import NotAMatrix, Reader, depends, emit_kernel
+from fp8pass.codegen.program import NotAMatrix, Store
+from fp8pass.codegen.reader import Reader, depends, emit_kernel
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.codegen.triton_ops import CODE_TYPES
 from fp8pass.graph import tensor
@@ -66,6 +66,10 @@ class Matrix:
     def results(self) -> list[fx.Node]:
         """The nodes that come from the kernel."""
         return [*(n for nodes in self.replaced.values() for n in nodes), *self.measured]
+
+    def agrees(self, other: Matrix) -> bool:
+        """Whether what both read lies in both alike."""
+        return self.reader.agrees(other.reader)
 
     def stores(self, joint: Joint | None) -> Iterator[Store]:
         """What is stored, with what lies in a joint result apart."""
@@ -180,7 +184,7 @@ def transposes(codes: fx.Node) -> list[fx.Node]:
 
 
 def read_measured(x: fx.Node) -> Matrix | None:
-    """A matrix of which `amax` is taken, if it is computed from groups.
+    """A matrix of which `amax` is taken, if it is computed from groups or out of heads.
 
     What is computed otherwise has its amax taken by the kernel that computes it.
     """
@@ -192,7 +196,7 @@ def read_measured(x: fx.Node) -> Matrix | None:
         reader.read(x)
     except NotAMatrix:
         return None
-    if not any(load.operand == "groups" for load in reader.loads.values()):
+    if not any(load.operand in ("groups", "table") for load in reader.loads.values()):
         return None
     return Matrix(reader, Store(reader.names[x], ()), measured=amaxes)
 
@@ -202,7 +206,8 @@ def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     groups: list[list[Matrix]] = []
     for matrix in sorted(matrices, key=lambda m: -len(m.large)):
         for group in groups:
-            if matrix.large <= group[0].large and not needs_itself([*group, matrix]):
+            fits = matrix.large <= group[0].large and all(m.agrees(matrix) for m in group)
+            if fits and not needs_itself([*group, matrix]):
                 group.append(matrix)
                 break
         else:

@@ -22,28 +22,40 @@ from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE
 from fp8pass.ops import encode, group_scale, padded, quantize_groups, scale_of, transpose
 
 # How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
-# along its rows, [M, N / G].
-OPERANDS = ("scalar", "column", "row", "full", "groups")
+# along its rows, [M, N / G]. `table` is [P, D]: the same for every D columns, which are a head of
+# attention, and for every P rows, which are a sequence.
+OPERANDS = ("scalar", "column", "row", "table", "full", "groups")
 # Rows and columns over which the first stage of an amax goes.
 AMAX_TILE = 64, 128
 # Programs that sum over rows, each over its own, so that the order of the sum is always the same.
 PARTIAL_SUMS = 1024
 
 
+class NotAMatrix(Exception):
+    """A value does not lie in the matrix that a kernel works on."""
+
+
 @dataclass(frozen=True)
 class Load:
-    """An operand of one of `OPERANDS`, value `name`; `group_size` only of `groups`."""
+    """An operand of one of `OPERANDS`, value `name`.
+
+    `group_size` is only of `groups`, `head` and `period` of `table`: its columns, and its rows if
+    there are fewer than the matrix has.
+    """
 
     name: str
     operand: str
     group_size: int = 0
+    head: int = 0
+    period: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
     """`name = target(*args)`: an operator on values (their names) and constants.
 
-    An aten operator, or one of `ROW_OPERATORS`, whose result is a value for each row.
+    An aten operator, one of `ROW_OPERATORS`, whose result is a value for each row, or one of
+    `HEAD_OPERATORS`.
     """
 
     name: str
@@ -172,6 +184,21 @@ ROW_OPERATORS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def _rolled(x: Tensor, head: int, shift: int) -> Tensor:
+    return x.unflatten(-1, (-1, head)).roll(-shift, -1).flatten(-2)
+
+
+def _in_head(x: Tensor, head: int, shift: int, start: int, end: int) -> Tensor:
+    column = (torch.arange(x.shape[-1], device=x.device)[None] + shift) % head
+    return (column >= start) & (column < end)
+
+
+# Columns lie in heads of D. `rolled(x, D, s)`, x being an operand, has in column c of a head what x
+# has in column (c + s) mod D; `in_head(x, D, s, a, b)` is whether a <= (c + s) mod D < b.
+HEAD_OPERATORS: dict[str, Callable[..., Tensor]] = {"rolled": _rolled, "in_head": _in_head}
+_OPERATORS = ROW_OPERATORS | HEAD_OPERATORS
+
+
 def operator_named(target: str) -> Any:
     """`aten.mul.Tensor` -> torch.ops.aten.mul.Tensor."""
     found: Any = torch.ops
@@ -183,15 +210,15 @@ def operator_named(target: str) -> Any:
 def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results of a program, computed operator by operator."""
     rows, columns = program.sizes(inputs)
-    values = _loaded(program, inputs, columns)
+    values = _loaded(program, inputs, (rows, columns))
     rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}
     for name in set(rounded) & set(values):
         values[name] = values[name].to(rounded[name]).float()
     for step in program.steps:
         args: list[Any] = [values.get(x, x) if isinstance(x, str) else x for x in step.args]
-        if step.target in REDUCTIONS:
+        if step.target in (*REDUCTIONS, *HEAD_OPERATORS):
             args[0] = args[0].expand(rows, columns)
-        found = (ROW_OPERATORS.get(step.target) or operator_named(step.target))(*args)
+        found = (_OPERATORS.get(step.target) or operator_named(step.target))(*args)
         name = step.name
         values[name] = found.to(rounded[name]).float() if name in rounded else found
     results: list[Tensor] = []
@@ -231,8 +258,9 @@ def _amax_of_tiles(value: Tensor) -> Tensor:
     return tiles.amax(dim=(1, 3))
 
 
-def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
+def _loaded(program: Program, inputs: Sequence[Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
     values = {}
+    rows, columns = size
     tensors = iter(inputs)
     for load in program.loads:
         x = next(tensors).float()
@@ -240,6 +268,10 @@ def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[st
             groups = x.reshape(-1, columns).unflatten(-1, (-1, load.group_size))
             scales = next(tensors).float().reshape(*groups.shape[:2], 1)
             values[load.name] = (groups * scales).flatten(-2)
+        elif load.operand == "table":
+            x = x.reshape(-1, load.head)
+            row = torch.arange(rows, device=x.device) % (load.period or rows)
+            values[load.name] = x[row].repeat(1, columns // load.head)
         else:
             shape = {"full": (-1, columns), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
             values[load.name] = x.reshape(shape[load.operand])

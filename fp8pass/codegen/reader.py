@@ -14,9 +14,10 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.buffers import emit_buffer, is_buffer
-from fp8pass.codegen.program import OPERANDS, Load, Program, Step, Store
+from fp8pass.codegen.heads import HeadReader, heads_behind
+from fp8pass.codegen.program import OPERANDS, Load, NotAMatrix, Program, Step, Store
 from fp8pass.codegen.simplify import simplify
-from fp8pass.codegen.triton_ops import expression
+from fp8pass.codegen.triton_ops import is_pointwise
 from fp8pass.formats import FORMATS
 from fp8pass.graph import CASTS, RESHAPES, aten, tensor
 from fp8pass.ops import is_fp8
@@ -28,10 +29,6 @@ fp8 = torch.ops.fp8pass
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
 
-class NotAMatrix(Exception):
-    """A value does not lie in the matrix that a kernel works on."""
-
-
 @dataclass
 class Reader:
     """The operators behind one matrix.
@@ -41,6 +38,7 @@ class Reader:
         by_row: whether a kernel holds whole rows: it can reduce over them, and computes a sum of
             the residual stream for others to use, too.
         names: of the value of each node; a cast or view has that of its operand.
+        orders: of operands that lie in heads, their dimensions as the matrix has them.
     """
 
     matrix: fx.Node
@@ -48,6 +46,7 @@ class Reader:
     loads: dict[fx.Node, Load] = field(default_factory=dict)
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
+    orders: dict[fx.Node, list[int]] = field(default_factory=dict)
 
     @property
     def large(self) -> set[fx.Node]:
@@ -98,15 +97,44 @@ class Reader:
             return False
         if node.target is fp8.dequantize_groups.default:
             return self._load_groups(node)
-        before = dict(self.loads), dict(self.steps), dict(self.names)
+        before = dict(self.loads), dict(self.steps), dict(self.names), dict(self.orders)
         try:
             self.operand(node)
             if self._add(node):
                 return True
         except NotAMatrix:
             pass
-        self.loads, self.steps, self.names = before
-        return False
+        self.loads, self.steps, self.names, self.orders = before
+        return self._add_heads(node)
+
+    def _add_heads(self, node: fx.Node) -> bool:
+        """Add what computes a matrix of heads; False if it is not computed, or by what is not here.
+
+        Row kernels have no such operators: what is quantized by row is seldom made of heads.
+        """
+        source = None if self.by_row else heads_behind(node)
+        if source is None:
+            return False
+        heads = HeadReader(source)
+        try:
+            name = heads.read()
+        except NotAMatrix:
+            return False
+        if not heads.steps or not self.agrees(heads):
+            return False
+        self.loads |= heads.loads
+        self.orders |= heads.orders
+        self.steps |= _merged(self.steps, heads.steps)
+        self.names[node] = name
+        return True
+
+    def agrees(self, other: Reader | HeadReader) -> bool:
+        """Whether what both read lies in both of their matrices alike."""
+        return all(
+            self.loads[n] == load and self.orders.get(n) == other.orders.get(n)
+            for n, load in other.loads.items()
+            if n in self.loads
+        )
 
     def _load_groups(self, node: fx.Node) -> bool:
         format, size = FORMATS[str(node.args[2])], node.args[3]
@@ -139,10 +167,7 @@ class Reader:
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
         """The step of a pointwise operator, none if the kernels have no such."""
-        if node.kwargs or not all(isinstance(x, (fx.Node, int, float)) for x in node.args):
-            return []
-        placeholders = tuple("" if isinstance(x, fx.Node) else x for x in node.args)
-        if expression(Step("", str(node.target), placeholders)) is None:
+        if not is_pointwise(node):
             return []
         for x in node.args:
             if isinstance(x, fx.Node):
@@ -240,15 +265,45 @@ def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Progra
     """A program, and the nodes whose tensors it reads."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
-    steps = {n: x for reader in readers for n, x in reader.steps.items() if n not in loads}
+    orders = {n: x for reader in readers for n, x in reader.orders.items()}
+    steps: dict[fx.Node, list[Step]] = {}
+    for reader in readers:
+        steps |= _merged(steps, reader.steps)
+    loaded = {load.name for load in loads.values()}
     read = sorted(loads, key=lambda n: (OPERANDS.index(loads[n].operand), n))
     program = Program(
         tuple(loads[n] for n in read),
-        tuple(step for n in sorted(steps) for step in steps[n]),
+        tuple(step for n in sorted(steps) for step in steps[n] if step.name not in loaded),
         tuple(stores),
     )
-    inputs = [_in_memory(t) for n in read for t in tensors_of(n, loads[n])]
+    inputs = [
+        _matrix_of_heads(t, orders[n], loads[n]) if n in orders else _in_memory(t)
+        for n in read
+        for t in tensors_of(n, loads[n])
+    ]
     return simplify(program).canonical(), inputs
+
+
+def _merged(
+    steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
+) -> dict[fx.Node, list[Step]]:
+    """The steps of `others`' nodes: those in `steps`, and of what is computed elsewhere."""
+    found = {}
+    for node, more in others.items():
+        known = steps.get(node, [])
+        found[node] = [*known, *(step for step in more if step not in known)]
+    return found
+
+
+def _matrix_of_heads(node: fx.Node, order: list[int], load: Load) -> fx.Node:
+    """`node` as a matrix of all columns of all heads, or a table of those of one."""
+    shape = tensor(node).shape
+    width = load.head or shape[order[-2]] * shape[order[-1]]
+    held = _in_memory(node, order)
+    with node.graph.inserting_after(held):
+        ordered = graph.emit(node.graph, aten.permute.default, held, order, like=node)
+    with node.graph.inserting_after(ordered):
+        return graph.emit(node.graph, aten.reshape.default, ordered, [-1, width], like=node)
 
 
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
@@ -261,12 +316,14 @@ def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
         yield node
 
 
-def _in_memory(node: fx.Node) -> fx.Node:
+def _in_memory(node: fx.Node, order: list[int] | None = None) -> fx.Node:
     """`node`, or its buffer if a generated kernel computes it: laid out as the matrix, for all."""
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
         return node
-    order = list(range(val.ndim))
+    order = order or list(range(val.ndim))
+    if is_buffer(node, order):
+        return node
     if held := next((u for u in node.users if is_buffer(u, order)), None):
         return held
     with node.graph.inserting_after(node):

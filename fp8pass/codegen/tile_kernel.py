@@ -19,7 +19,14 @@ from fp8pass import compat
 from fp8pass.codegen.kernel_op import Launch, define_kernel
 from fp8pass.codegen.prelude import prelude
 from fp8pass.codegen.program import AMAX_TILE, Load, Program, Store
-from fp8pass.codegen.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
+from fp8pass.codegen.triton_ops import (
+    CODE_TYPES,
+    coded,
+    column_in_head,
+    expression,
+    kernel_name,
+    pointers,
+)
 from fp8pass.ops import padded
 
 # Codes in a word.
@@ -37,15 +44,17 @@ def {name}({parameters}, M, M_PADDED, N,
     column = column_tile * N_TILE + column_in_tile
     column_there = FULL | (column < N)
     # A matrix may have more elements than 32 bits count, a tile has not.
-    first = (row_tile * M_TILE).to(tl.int64) * N + column_tile * N_TILE
+    first_row = (row_tile * M_TILE).to(tl.int64) * N
+    first = first_row + column_tile * N_TILE
 {body}
 """
 
 _SLICE = """
-row_{i} = row_tile * M_TILE + {slices} * in_tile + {i}
+in_tile_{i} = {slices} * in_tile + {i}
+row_{i} = row_tile * M_TILE + in_tile_{i}
 row_there_{i} = FULL | (row_{i} < M)
 there_{i} = row_there_{i}[:, None] & column_there[None, :]
-full_{i} = ({slices} * in_tile + {i})[:, None] * N + column_in_tile[None, :]
+full_{i} = in_tile_{i}[:, None] * N + column_in_tile[None, :]
 """
 _TRANSPOSED = """
 in_column = row_tile * (M_TILE // {word}) + in_tile
@@ -57,6 +66,13 @@ _LOADS = {
     "row": "{name} = tl.load({0} + row_{i}, row_there_{i}, other=0.0).to(tl.float32)[:, None]",
     "column": "{name} = tl.load({0} + column, column_there, other=0.0).to(tl.float32)[None, :]",
     "scalar": "{name} = tl.load({0}).to(tl.float32)",
+}
+# Operands of which column c of a head is read from column (c + shift) mod head.
+_ROLLED = {
+    "full": "{name} = tl.load({0} + first_row + (in_tile_{i}[:, None] * N"
+    " + (column // {head} * {head} + {column})[None, :]), there_{i}, other=0.0).to(tl.float32)",
+    "table": "{name} = tl.load({0} + (row_{i}{repeats})[:, None] * {head}"
+    " + {column}[None, :], there_{i}, other=0.0).to(tl.float32)",
 }
 
 
@@ -85,15 +101,34 @@ def source(program: Program) -> str:
 def _slice_lines(program: Program, i: int) -> Iterator[str]:
     """Loads and steps of a slice, whose values are called `{name}_{i}`."""
     where = pointers(program)
+    loads = {load.name: load for load in program.loads}
     for load in program.loads:
         yield from _load_lines(load, where[load], i)
     for step in program.steps:
-        args = tuple(f"{x}_{i}" if isinstance(x, str) else x for x in step.args)
-        yield f"{step.name}_{i} = {expression(replace(step, args=args))}"
+        if step.target == "rolled":
+            load = loads[step.args[0]]
+            yield _rolled_line(replace(load, name=step.name), where[load], step.args[1:], i)
+        else:
+            args = tuple(f"{x}_{i}" if isinstance(x, str) else x for x in step.args)
+            yield f"{step.name}_{i} = {expression(replace(step, args=args))}"
+
+
+def _rolled_line(load: Load, where: list[str], roll: tuple[int, int], i: int) -> str:
+    """Reads an operand with the columns of each head rolled."""
+    return _ROLLED[load.operand].format(
+        *where,
+        name=f"{load.name}_{i}",
+        head=roll[0],
+        column=column_in_head(*roll),
+        repeats=f" % {load.period}" if load.period else "",
+        i=i,
+    )
 
 
 def _load_lines(load: Load, where: list[str], i: int) -> list[str]:
     name, size = f"{load.name}_{i}", load.group_size
+    if load.operand == "table":
+        return [_rolled_line(load, where, (load.head, 0), i)]
     if load.operand != "groups":
         return [_LOADS[load.operand].format(*where, name=name, i=i)]
     codes, scales = where
@@ -168,8 +203,13 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
         grid=(tiles,),
         sizes={"M": rows, "M_PADDED": padded(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
-        num_warps=8 if len(program.stores) > 2 else 4,
+        num_warps=8 if len(program.stores) > 2 and not measures(program) else 4,
     )
+
+
+def measures(program: Program) -> bool:
+    """Whether a program takes amaxes: of tiles of one size, and in a kernel of its own."""
+    return any("amax" in store.layouts for store in program.stores)
 
 
 @cache

@@ -1,0 +1,347 @@
+"""Rotary embeddings in tile kernels: what is read out of heads, and that nothing changes by it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import benchmark_models, llama, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_helpers import (
+    AMAX,
+    CODES,
+    assert_same,
+    both_devices,
+    operands,
+    rotary,
+    run,
+    run_batch,
+)
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass import hardware
+from fp8pass.codegen import kernels, tile_kernel
+from fp8pass.codegen.batch import Batch
+from fp8pass.codegen.fuse_tiles import fuse_tiles
+from fp8pass.codegen.program import Load, Program, Step, reference
+from fp8pass.codegen.reader import sort_topologically
+from fp8pass.codegen.simplify import simplify
+from fp8pass.codegen.tile_kernel import tiles
+from fp8pass.partition import copy_of
+
+aten, fp8 = torch.ops.aten, torch.ops.fp8pass
+BATCH, HEADS, SEQ, HEAD = 2, 3, 8, 16
+MOVES = {aten.cat.default, aten.slice.Tensor, aten.slice_scatter.default}
+
+
+@pytest.fixture(autouse=True)
+def _kernels_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+
+@both_devices
+@pytest.mark.parametrize("store", [CODES, AMAX], ids=["codes", "amax"])
+@settings(max_examples=12)
+@given(
+    rows=st.integers(1, 70),
+    size=st.sampled_from([(16, 1), (16, 3), (48, 3), (64, 2), (128, 5), (256, 2)]),
+    period=st.sampled_from([0, 1, 16, 37]),
+)
+def test_kernels(device, store, rows, size, period):
+    """Heads of which a tile holds several, or one, or that lie in several, or are cut by them."""
+    head, heads = size
+    program = rotary(head, period, store)
+    inputs = operands(program, rows, heads * head, device)
+    for got, want in zip(
+        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+    ):
+        assert_same(got, want, exact=False)
+
+
+@both_devices
+def test_what_is_not_finite_stays_in_its_place(device):
+    """What is not a number may be in the half that is not chosen."""
+    program = rotary(16, 0, CODES)
+    inputs = operands(program, 40, 64, device)
+    inputs[3][3, 5], inputs[3][4, 20], inputs[3][5] = math.nan, math.nan, 0.0
+    (got, turned), want = run(tile_kernel, program, inputs), reference(program, inputs)
+    assert_same(got, want[0], exact=False)
+    assert_same(turned, want[1], exact=False)
+    assert got.double().isnan().nonzero().tolist() == [[3, 5], [3, 13], [4, 20], [4, 28]]
+
+
+def test_two_spellings_are_one():
+    """Zero where it is not, and then added, is put together."""
+    apart = simplify(rotary(16, 8, CODES, scattered=True))
+    assert [s.target for s in apart.steps].count("aten.where.self") == 1
+    inputs = operands(apart, 24, 48, "cpu")
+    together = reference(rotary(16, 8, CODES), inputs)
+    for got, want in zip(reference(apart, inputs), together, strict=True):
+        assert torch.equal(got.double(), want.double())
+
+
+@pytest.mark.parametrize("change", ["head", "gap", "fill"])
+def test_other_sums_stay(change):
+    """Of columns that overlap, or lie in other heads, or that have something else beside."""
+    program = rotary(16, 8, CODES, scattered=True)
+    changed = {
+        "head": Step("high", "in_head", ("m", 8, 0, 4, 8)),
+        "gap": Step("high", "in_head", ("m", 16, 0, 9, 16)),
+        "fill": Step("right", "aten.where.self", ("high", "n", 1.0)),
+    }[change]
+    steps = tuple(changed if step.name == changed.name else step for step in program.steps)
+    program = Program(program.loads, steps, program.stores)
+    assert simplify(program).steps == program.steps
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+def quantized(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    codes = fp8.quantize(x, scale, "e4m3")
+    return codes.view(torch.uint8), fp8.transpose(codes).view(torch.uint8), fp8.amax(x)
+
+
+def fused(function: Callable, args: tuple) -> fx.GraphModule:
+    """The graph of a function with tile kernels."""
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    gm.graph.eliminate_dead_code()
+    assert fuse_tiles(gm)
+    sort_topologically(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def batches(g: fx.Graph) -> list[Batch]:
+    return [Batch.parse(n.args[1]) for n in g.nodes if n.target is tiles]
+
+
+def tables_read(g: fx.Graph) -> list[Load]:
+    programs = [program for batch in batches(g) for program in batch.programs]
+    return [load for program in programs for load in program.loads if load.operand == "table"]
+
+
+def assert_equal(got: tuple, want: tuple) -> None:
+    for a, b in zip(got, want, strict=True):
+        if a.dtype == torch.uint8:  # zeros may have signs
+            a, b = (x.view(torch.float8_e4m3fn).double() for x in (a, b))
+        assert torch.equal(a, b)
+
+
+def in_heads(order: tuple[int, ...] = (0, 2, 1, 3), seed: int = 0) -> Tensor:
+    """Random [B, H, S, D], in memory as `order` says."""
+    sizes = BATCH, HEADS, SEQ, HEAD
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn([sizes[i] for i in order], generator=generator)
+    return x.permute([order.index(i) for i in range(4)])
+
+
+def columns(x: Tensor) -> Tensor:
+    """[B, H, S, D] as a matrix."""
+    return x.permute(0, 2, 1, 3).reshape(BATCH * SEQ, HEADS * HEAD)
+
+
+def rotated(x: Tensor, table: Tensor) -> Tensor:
+    m = x * table
+    return torch.cat([m[..., HEAD // 2 :], -m[..., : HEAD // 2]], -1)
+
+
+def scattered(x: Tensor, table: Tensor) -> Tensor:
+    m, zeros = x * table, torch.full(x.shape, 0.0)
+    right = aten.slice_scatter(zeros, -m[..., : HEAD // 2], 3, HEAD // 2, sys.maxsize)
+    return aten.slice_scatter(zeros, m[..., HEAD // 2 :], 3, 0, HEAD // 2) + right
+
+
+def interleaved(x: Tensor, table: Tensor) -> Tensor:
+    """Thirds of a head, moved around, into what else is there."""
+    moved = torch.cat([x[..., 9:], -x[..., :5], x[..., 5:9]], dim=3)
+    return aten.slice_scatter(moved * table, x[..., 3:7] * 2.0, -1, 9, 13)
+
+
+def transposed(x: Tensor, table: Tensor) -> Tensor:
+    """Columns elsewhere than last."""
+    turned = x.permute(0, 1, 3, 2)
+    moved = torch.cat([turned[:, :, 4:], turned[:, :, :4]], dim=2)
+    return moved.permute(0, 1, 3, 2) + table
+
+
+OPERATORS = [rotated, scattered, interleaved, transposed, torch.mul, torch.add]
+TABLES = [(SEQ, HEAD), (1, 1, SEQ, HEAD), (BATCH, 1, SEQ, HEAD), (HEAD,), ()]
+
+
+@given(
+    operators=st.lists(st.sampled_from(OPERATORS), min_size=1, max_size=4),
+    shapes=st.lists(st.sampled_from(TABLES), min_size=4, max_size=4),
+    order=st.permutations(range(4)).map(tuple),
+)
+def test_what_moves_columns_is_read(operators, shapes, order):
+    """Random operators on heads: nothing of them is left, and their results are the same."""
+    tables = [torch.randn(shape) for shape in shapes]
+
+    def function(x, scale, *tables):
+        y = x
+        for operator, table in zip(operators, tables, strict=False):
+            y = operator(y, table)
+        return quantized(columns(y + x), scale)
+
+    args = in_heads(order), torch.tensor(0.02), *tables
+    gm = fused(function, args)
+    if any(table.ndim for table, _ in zip(tables, operators, strict=False)):
+        assert not MOVES & {n.target for n in gm.graph.nodes}
+        assert tables_read(gm.graph)
+    assert_equal(gm(*args), function(*args))
+
+
+def test_sums_of_what_is_read_twice_are_not_taken_for_one():
+    """A value and its transpose, where there are as many rows as heads."""
+    x = torch.randn(BATCH, SEQ, SEQ, HEAD)
+    table = torch.randn(SEQ, HEAD)
+
+    def function(x, scale, table):
+        y = (x + x.transpose(1, 2)) * table
+        return quantized(y.transpose(1, 2).reshape(BATCH * SEQ, SEQ * HEAD), scale)
+
+    args = x, torch.tensor(0.02), table
+    assert_equal(fused(function, args)(*args), function(*args))
+
+
+def narrow(x: Tensor, table: Tensor) -> Tensor:
+    """A rotary embedding of the first half of a head, whose tables are narrower than it."""
+    half = x[..., : HEAD // 2]
+    return torch.cat([half * table[..., : HEAD // 2], x[..., HEAD // 2 :]], -1)
+
+
+UNREAD: dict[str, Callable] = {
+    "a narrower table": narrow,
+    "a table of each head": lambda x, table: x * torch.ones(HEADS, 1, HEAD),
+    "a table of each sequence": lambda x, table: x * torch.ones(BATCH, 1, 1, HEAD),
+    "a norm of heads": lambda x, table: x * x.square().mean(-1, keepdim=True),
+    "every other column": lambda x, table: torch.cat([x[..., ::2], x[..., 1::2]], -1),
+    "other rows": lambda x, table: torch.cat([x[:, :, 1:], x[:, :, :1]], 2),
+    "nothing but the order": lambda x, table: x,
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_is_left_to_generated_code(case):
+    def function(x, scale, table):
+        return quantized(columns(UNREAD[case](x, table)), scale)
+
+    args = in_heads(), torch.tensor(0.02), torch.randn(SEQ, HEAD)
+    gm = fused(function, args)
+    assert not tables_read(gm.graph)
+    assert_equal(gm(*args), function(*args))
+
+
+def test_matrices_of_one_kernel_read_alike():
+    """Two that read the same heads, rotated and not."""
+
+    def function(x, scale, table):
+        a = quantized(columns(rotated(x, table) + x), scale)
+        return *a, *quantized(columns(x * table), scale)
+
+    args = in_heads(), torch.tensor(0.02), torch.randn(SEQ, HEAD)
+    gm = fused(function, args)
+    assert max(len(p.stores) for batch in batches(gm.graph) for p in batch.programs) == 2
+    assert_equal(gm(*args), function(*args))
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backward(monkeypatch) -> list[fx.Graph]:
+    """The graphs after kernels took what they take, the backward's last."""
+    found: list[fx.Graph] = []
+    original = kernels.use_kernels
+
+    def record(gm: fx.GraphModule) -> None:
+        original(gm)
+        found.append(copy_of(gm).graph)
+
+    monkeypatch.setattr(sys.modules["fp8pass.backend"], "use_kernels", record)
+    return found
+
+
+def moves_of_gradients(g: fx.Graph) -> list[fx.Node]:
+    """What moves columns of four-dimensional values, as generated code would."""
+    return [n for n in g.nodes if n.target in MOVES and n.meta["val"].ndim == 4]
+
+
+class Layer(nn.Module):
+    """A decoder layer of the benchmarks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        models = benchmark_models()
+        self.layer = models.DecoderLayer(64, 2, 128)
+        self.tables = models.rope_tables(16, 32, torch.device("cpu"))
+
+    def forward(self, x):
+        return self.layer(x, *self.tables)
+
+
+def test_a_decoder_layer_stores_no_rotated_gradients(backward):
+    x = torch.randn(2, 16, 64).bfloat16().requires_grad_()
+    torch.compile(Layer().bfloat16(), backend="fp8pass")(x).sum().backward()
+    assert not moves_of_gradients(backward[-1])
+    assert len(tables_read(backward[-1])) == 8  # two of each of q and k, for amax and for codes
+
+
+@pytest.mark.parametrize(("batch", "count"), [(1, 8), (2, 0)])
+def test_lengths_that_vary(batch, count, backward):
+    """A table that is shorter than the matrix repeats after a length that a kernel is not told."""
+    models = benchmark_models()
+    layer = models.DecoderLayer(64, 2, 128).bfloat16()
+    x = torch.randn(batch, 16, 64).bfloat16().requires_grad_()
+    tables = models.rope_tables(16, 32, torch.device("cpu"))
+    for tensor, dim in ((x, 1), (tables[0], 0), (tables[1], 0)):
+        torch._dynamo.mark_dynamic(tensor, dim)
+    torch.compile(layer, backend="fp8pass")(x, *tables).sum().backward()
+    assert len(tables_read(backward[-1])) == count
+    assert x.grad.isfinite().all()
+
+
+def test_a_hugging_face_llama_stores_no_rotated_gradients(backward):
+    model, ids = llama().bfloat16(), tokens()
+    torch.compile(model, backend="fp8pass")(input_ids=ids, labels=ids).loss.backward()
+    assert not moves_of_gradients(backward[-1])
+    assert len(tables_read(backward[-1])) == 8 * len(model.model.layers)
+
+
+@both_devices
+def test_the_kernels_of_a_graph(device):
+    """As launched, with what the graph hands them: tables and heads in the order of the matrix."""
+
+    def function(x, scale, table):
+        return quantized(columns(rotated(x, table) + x * table), scale)
+
+    args = in_heads((0, 1, 2, 3)), torch.tensor(0.02), torch.randn(1, 1, SEQ, HEAD)
+    args = tuple(x.to(device) for x in args)
+    gm = fused(function, args)
+    seen: list = []
+
+    class Recorder(fx.Interpreter):
+        def call_function(self, target, operands, options):
+            if target is tiles:
+                batch = Batch.parse(operands[1])
+                seen.append((batch, [x.contiguous() for x in operands[0]]))
+            return super().call_function(target, operands, options)
+
+    Recorder(gm).run(*args)
+    assert seen
+    for batch, inputs in seen:
+        for got, want in zip(
+            run_batch(tile_kernel, batch, inputs), batch.reference(inputs), strict=True
+        ):
+            assert_same(got, want, exact=False)
