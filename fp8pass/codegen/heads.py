@@ -7,8 +7,8 @@
              m' = rolled(x, D / 2) * rolled(sin, D / 2)    x a matrix of H * D columns, cos a table
 
 The gradients of queries and keys come so from attention to the linear layers that made them. What
-moves columns within a head becomes operands read at other columns, and conditions that say where
-each holds; a kernel then rotates while it quantizes, and the rotated gradient is never stored.
+moves columns within a head becomes operands with rolled columns, and conditions that say where each
+holds; a kernel then rotates while it quantizes, and the rotated gradient is never stored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.codegen.program import Load, NotAMatrix, Step
+from fp8pass.codegen.program import Load, NotAMatrix, Step, pieces_of_heads
 from fp8pass.codegen.triton_ops import is_pointwise
 from fp8pass.graph import CASTS, RESHAPES, aten, tensor
 
 # Operators that change how a value lies in memory, but neither shape nor value.
 _COPIES = CASTS | {aten.clone.default, aten.alias.default, aten.detach.default}
+# Into how many pieces kernels cut heads: each is computed by code of its own.
+PIECES = 1, 2, 4
 _true = compat.statically_known_true
 
 
@@ -79,7 +81,11 @@ class HeadReader:
 
     def read(self) -> str:
         """The name of the matrix's value; raises NotAMatrix."""
-        return self._read(self.matrix, Place(tuple(range(-len(self.sizes), 0)), 0))
+        name = self._read(self.matrix, Place(tuple(range(-len(self.sizes), 0)), 0))
+        steps = (step for steps in self.steps.values() for step in steps)
+        if pieces_of_heads(self.loads.values(), steps)[1] not in PIECES:
+            raise NotAMatrix
+        return name
 
     def _read(self, node: fx.Node, place: Place) -> str:
         key = node, place

@@ -9,7 +9,8 @@ rounded in between, as in Inductor's kernels, unless they are stored.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -69,7 +70,8 @@ class Store:
 
     `rows`     codes [M, N], `scale` being a scalar or a value for each row
     `columns`  their transpose [N, M'], M' being M padded with zeros to what GEMMs contract
-    `amax`     the largest magnitude in each tile of `AMAX_TILE`, fp32 [M / 64, N / 128]
+    `amax`     largest magnitudes, fp32 [M / 64, N / 128]: of tiles of `AMAX_TILE`, or of as many
+               elements of the same heads
     `groups`   codes [M, N] and bf16 scales [M, N / G] of groups: two tensors
     `full`     the value, [M, N] in `dtype`; what follows uses the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
@@ -164,6 +166,22 @@ class Program:
                     shapes["groups"] = [((rows, columns), code), (scales, GROUP_SCALE_DTYPE)]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
         return outputs
+
+
+def pieces_of_heads(loads: Iterable[Load], steps: Iterable[Step]) -> tuple[int, int]:
+    """Columns of a head, 0 if there are none, and the pieces into which heads are cut.
+
+    Whole pieces move, and conditions are true of whole pieces.
+    """
+    heads = {load.head for load in loads if load.head}
+    numbers: list[int] = []
+    for step in steps:
+        if step.target in HEAD_OPERATORS:
+            heads.add(step.args[1])
+            numbers += step.args[2:]
+    head = max(heads, default=0)
+    assert heads <= {head}, f"heads of several sizes: {heads}"
+    return head, head // math.gcd(head, *numbers) if numbers else 1
 
 
 def amax_shape(rows: Any, columns: int) -> tuple[Any, int]:

@@ -39,6 +39,7 @@ class Reader:
             the residual stream for others to use, too.
         names: of the value of each node; a cast or view has that of its operand.
         orders: of operands that lie in heads, their dimensions as the matrix has them.
+        head: columns of a head, 0 without any.
     """
 
     matrix: fx.Node
@@ -47,6 +48,7 @@ class Reader:
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
     orders: dict[fx.Node, list[int]] = field(default_factory=dict)
+    head: int = 0
 
     @property
     def large(self) -> set[fx.Node]:
@@ -124,13 +126,14 @@ class Reader:
             return False
         self.loads |= heads.loads
         self.orders |= heads.orders
+        self.head = heads.head
         self.steps |= _merged(self.steps, heads.steps)
         self.names[node] = name
         return True
 
     def agrees(self, other: Reader | HeadReader) -> bool:
-        """Whether what both read lies in both of their matrices alike."""
-        return all(
+        """Whether what both read lies in both of their matrices alike, and their heads do."""
+        return len({self.head, other.head} - {0}) <= 1 and all(
             self.loads[n] == load and self.orders.get(n) == other.orders.get(n)
             for n, load in other.loads.items()
             if n in self.loads

@@ -82,10 +82,6 @@ def expression(step: Step) -> str | None:
     if step.target == "scale":
         amax, format = step.args
         return f"scale_of({amax}, {1 / FORMATS[format].max!r}, {SMALLEST_SCALE!r})"
-    if step.target == "in_head":
-        _, head, shift, start, end = step.args
-        column = column_in_head(head, shift)
-        return f"(({column} >= {start}) & ({column} < {end}))[None, :]"
     if step.target == "aten.pow.Tensor_Scalar":
         template = POWERS.get(float(step.args[1]))
     else:
@@ -93,12 +89,6 @@ def expression(step: Step) -> str | None:
         if template is None or f"{{{len(step.args) - 1}}}" not in template:
             return None  # a default is not the default
     return template and template.format(*map(_literal, step.args))
-
-
-def column_in_head(head: int, shift: int) -> str:
-    """In which column of its head a column lies, moved to the right."""
-    # All tiles are alike in this, and the compiler told so, where they hold whole heads.
-    return f"(((column_in_tile if N_TILE % {head} == 0 else column) + {shift}) % {head})"
 
 
 def is_pointwise(node: fx.Node) -> bool:
