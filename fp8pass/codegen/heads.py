@@ -13,9 +13,9 @@ holds; a kernel then rotates while it quantizes, and the rotated gradient is nev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,23 +25,26 @@ from fp8pass import compat, graph
 from fp8pass.codegen.program import Load, NotAMatrix, Step, pieces_of_heads
 from fp8pass.codegen.triton_ops import is_pointwise
 from fp8pass.graph import CASTS, RESHAPES, aten, tensor
+from fp8pass.passes.classify import Kind, kind
 
 # Operators that change how a value lies in memory, but neither shape nor value.
 _COPIES = CASTS | {aten.clone.default, aten.alias.default, aten.detach.default}
+# Operators that take columns, or put them together.
+_MOVES = {aten.slice.Tensor, aten.cat.default, aten.slice_scatter.default}
+# What generated code computes where it is used, and does not store.
+_INLINED = {Kind.POINTWISE, Kind.MOVEMENT, Kind.CREATION, Kind.QUANTIZE, Kind.RANDOM}
 # Into how many pieces kernels cut heads: each is computed by code of its own.
 PIECES = 1, 2, 4
 _true = compat.statically_known_true
 
 
 class Place(NamedTuple):
-    """Which element of a node a value has in column c of a head: that of column (c + shift) mod D.
-
-    Where a node has fewer columns than that, the value is not used.
+    """Where the elements of a node lie in the matrix.
 
     Attributes:
         axes: the node's dimensions in the order of the matrix: rows, heads, columns of a head. They
             are counted from the last, so that a table of fewer dimensions has the same.
-        shift: see above.
+        shift: column c of a head has the node's element (c + shift) mod D, if it has so many.
     """
 
     axes: tuple[int, ...]
@@ -55,6 +58,9 @@ class Place(NamedTuple):
 @dataclass
 class HeadReader:
     """The operators behind one matrix of heads.
+
+    Steps are named by node and shift. That is enough, although a node may lie in the matrix in two
+    orders: what it is computed from would be read in two, and that is refused.
 
     Attributes:
         matrix: what is read, [..., H, D] with as many elements and as many columns as the matrix
@@ -90,34 +96,23 @@ class HeadReader:
     def _read(self, node: fx.Node, place: Place) -> str:
         key = node, place
         if key not in self._names:
-            self._names[key] = self._computed(node, place) or self._loaded(node, place)
+            computed = self._compute(node, place) if self._is_full(node, place) else None
+            self._names[key] = computed or self._loaded(node, place)
         return self._names[key]
 
-    def _computed(self, node: fx.Node, place: Place) -> str | None:
-        """The value of an operator that moves columns, or is pointwise; None if it is neither."""
-        if node.op != "call_function" or not self._is_full(node, place):
-            return None
-        before = dict(self.loads), dict(self.steps), dict(self.orders), dict(self._names)
-        try:
-            return self._compute(node, place)
-        except NotAMatrix:
-            self.loads, self.steps, self.orders, self._names = before
-            return None
-
     def _compute(self, node: fx.Node, place: Place) -> str | None:
+        """The value of an operator that moves columns, or is pointwise; None if it is neither."""
         args: Any = node.args
-        if node.target in _COPIES and _is_float(args[0]):
+        if node.target in _COPIES and _is_float(node) and _is_float(args[0]):
+            return self._read(args[0], place)
+        if node.target is aten.expand.default and self._width(args[0], place) != 1:
             return self._read(args[0], place)
         if node.target is aten.permute.default:
             ndim = len(place.axes)
             moved = [dim % ndim - ndim for dim in args[1]]
             return self._read(args[0], place._replace(axes=tuple(moved[a] for a in place.axes)))
-        if node.target is aten.slice.Tensor:
-            return self._slice(place, *args)
-        if node.target is aten.cat.default:
-            return self._cat(node, place, *args)
-        if node.target is aten.slice_scatter.default:
-            return self._slice_scatter(node, place, *args)
+        if node.target in _MOVES:
+            return self._compute_move(node, place)
         if is_pointwise(node):
             values = [self._operand(x, node, place) for x in args]
             return self._step(node, place, str(node.target), *values)
@@ -127,20 +122,30 @@ class HeadReader:
         """An operand of a pointwise operator; raises NotAMatrix if it has one column for all."""
         if not isinstance(x, fx.Node):
             return float(x)
-        if not _is_scalar(x) and _width(x, place) != _width(node, place):
+        if not _is_scalar(x) and self._width(x, place) != self._width(node, place):
             raise NotAMatrix
         return self._read(x, place)
 
+    def _compute_move(self, node: fx.Node, place: Place) -> str:
+        args: Any = node.args
+        if node.kwargs:
+            raise NotAMatrix
+        if node.target is aten.slice.Tensor:
+            return self._slice(place, *args)
+        if node.target is aten.cat.default:
+            return self._cat(node, place, *args)
+        return self._slice_scatter(node, place, *args)
+
     def _slice(self, place: Place, x: fx.Node, dim: int = 0, *bounds: Any) -> str:
         _check_columns(dim, place)
-        start, _ = _bounds(bounds, _width(x, place))
+        start, _ = _bounds(bounds, self._width(x, place))
         return self._read(x, place.moved(start, self.head))
 
     def _cat(self, node: fx.Node, place: Place, pieces: list[fx.Node], dim: int = 0) -> str:
         _check_columns(dim, place)
         found, start = [], 0
         for piece in pieces:
-            end = start + _width(piece, place)
+            end = start + self._width(piece, place)
             found.append((self._read(piece, place.moved(-start, self.head)), start, end))
             start = end
         result = found.pop()[0]
@@ -152,15 +157,18 @@ class HeadReader:
         self, node: fx.Node, place: Place, base: fx.Node, x: fx.Node, dim: int = 0, *bounds: Any
     ) -> str:
         _check_columns(dim, place)
-        start, end = _bounds(bounds, _width(node, place))
+        start, end = _bounds(bounds, self._width(node, place))
         inside = self._read(x, place.moved(-start, self.head))
         return self._where(node, place, (inside, start, end), self._fill(base, place))
 
-    def _fill(self, base: Any, place: Place) -> str | float:
-        """What `slice_scatter` leaves as it was: a constant or a value."""
-        if graph.is_call(base, aten.full.default):
-            return float(base.args[1])
-        return self._read(base, place)
+    def _fill(self, base: fx.Node, place: Place) -> str | float:
+        """What `slice_scatter` leaves as it was: a constant or a value; raises NotAMatrix."""
+        if not graph.is_call(base, aten.full.default):
+            return self._read(base, place)
+        number = base.args[1]
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise NotAMatrix
+        return float(number)
 
     def _where(
         self,
@@ -188,13 +196,7 @@ class HeadReader:
             raise NotAMatrix
         load = self._load(node, place)
         self.loads[node] = load
-        if load.operand == "scalar":
-            return load.name
-        ndim = tensor(node).ndim
-        order = [axis + ndim for axis in place.axes if axis >= -ndim]
-        if self.orders.setdefault(node, order) != order:
-            raise NotAMatrix  # it is read in two orders
-        if not place.shift:
+        if load.operand == "scalar" or not place.shift:
             return load.name
         rolled = Step(f"{node.name}@{place.shift}", "rolled", (load.name, self.head, place.shift))
         self.steps[node] = [*self.steps.get(node, []), rolled]
@@ -204,38 +206,50 @@ class HeadReader:
         """How `node` lies in the matrix; raises NotAMatrix if it does not."""
         if _is_scalar(node):
             return Load(node.name, "scalar")
+        ndim = tensor(node).ndim
+        order = [axis + ndim for axis in place.axes if axis >= -ndim]
+        if self.orders.setdefault(node, order) != order:
+            raise NotAMatrix  # it is read in two orders
         *rows, heads, columns = self._sizes_of(node, place)
-        if columns != self.head:
+        if not _true(columns == self.head):
             raise NotAMatrix
         if self._is_full(node, place):
+            if not _is_in_memory(node, order):
+                raise NotAMatrix
             return Load(node.name, "full")
-        if heads != 1:
+        if not _true(heads == 1):
             raise NotAMatrix
         return Load(node.name, "table", head=self.head, period=self._period(rows))
 
     def _period(self, rows: list[Any]) -> int:
         """After how many rows a table of such rows repeats, 0 if after all; raises NotAMatrix."""
-        while rows and rows[0] == 1:
+        while rows and _true(rows[0] == 1):
             rows = rows[1:]
         matrix = self.sizes[:-2]
         if not all(_true(a == b) for a, b in zip(rows[::-1], matrix[::-1], strict=False)):
             raise NotAMatrix
-        if _true(prod(rows) == prod(matrix)):
+        if _true(math.prod(rows) == math.prod(matrix)):
             return 0
         if not all(isinstance(size, int) for size in rows):
             raise NotAMatrix
-        return prod(rows)
+        return math.prod(rows)
 
     def _is_full(self, node: fx.Node, place: Place) -> bool:
         """Whether `node` has all rows and heads, of which it may have fewer columns."""
         if graph.value(node) is None or tensor(node).ndim != len(place.axes):
             return False
-        return all(
-            _true(a == b)
-            for a, b in zip(self._sizes_of(node, place)[:-1], self.sizes[:-1], strict=True)
-        )
+        sizes = zip(self._sizes_of(node, place)[:-1], self.sizes[:-1], strict=True)
+        return all(_true(a == b) for a, b in sizes)
+
+    def _width(self, node: fx.Node, place: Place) -> int:
+        """Columns of a head that a node has; raises NotAMatrix if they vary, or are too many."""
+        width = self._sizes_of(node, place)[-1]
+        if not isinstance(width, int) or width > self.head:
+            raise NotAMatrix
+        return width
 
     def _sizes_of(self, node: fx.Node, place: Place) -> list[Any]:
+        """A node's sizes in the order of the matrix, 1 where it has no such dimension."""
         shape = tensor(node).shape
         if len(shape) > len(place.axes):
             raise NotAMatrix
@@ -254,15 +268,20 @@ def heads_behind(view: fx.Node) -> fx.Node | None:
     return source if heads > 1 and width > 1 and heads * width == columns else None
 
 
+def _is_in_memory(node: fx.Node, order: list[int]) -> bool:
+    """Whether a kernel can read `node` as a matrix without having it stored, or copied, before."""
+    base: Any = node
+    while kind(base) is Kind.VIEW and not graph.is_getitem(base):
+        base = base.args[0]
+    if kind(base) is Kind.REDUCTION:  # stored in any order that is asked for
+        return True
+    return kind(base) not in _INLINED and tensor(node).permute(order).is_contiguous()
+
+
 def _check_columns(dim: int, place: Place) -> None:
     """Raise NotAMatrix unless `dim` is that of the columns of a head."""
     if dim not in (place.axes[-1], place.axes[-1] + len(place.axes)):
         raise NotAMatrix
-
-
-def _width(node: fx.Node, place: Place) -> Any:
-    """Columns of a head that a node has."""
-    return tensor(node).shape[place.axes[-1]]
 
 
 def _bounds(args: Sequence[Any], size: int) -> tuple[int, int]:

@@ -214,7 +214,12 @@ def _in_head(x: Tensor, head: int, shift: int, start: int, end: int) -> Tensor:
 # Columns lie in heads of D. `rolled(x, D, s)`, x being an operand, has in column c of a head what x
 # has in column (c + s) mod D; `in_head(x, D, s, a, b)` is whether a <= (c + s) mod D < b.
 HEAD_OPERATORS: dict[str, Callable[..., Tensor]] = {"rolled": _rolled, "in_head": _in_head}
-_OPERATORS = ROW_OPERATORS | HEAD_OPERATORS
+# `aten.where.self` takes no numbers.
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    **ROW_OPERATORS,
+    **HEAD_OPERATORS,
+    "aten.where.self": torch.where,
+}
 
 
 def operator_named(target: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -99,29 +99,30 @@ class Reader:
             return False
         if node.target is fp8.dequantize_groups.default:
             return self._load_groups(node)
+        return self._try(self._add, node) or self._try(self._add_heads, node)
+
+    def _try(self, add: Callable[[fx.Node], bool], node: fx.Node) -> bool:
+        """Whether `add` adds what computes a node that lies in the matrix; nothing if not."""
         before = dict(self.loads), dict(self.steps), dict(self.names), dict(self.orders)
         try:
             self.operand(node)
-            if self._add(node):
+            if add(node):
                 return True
         except NotAMatrix:
             pass
         self.loads, self.steps, self.names, self.orders = before
-        return self._add_heads(node)
+        return False
 
     def _add_heads(self, node: fx.Node) -> bool:
-        """Add what computes a matrix of heads; False if it is not computed, or by what is not here.
+        """Add what computes a matrix of heads; False if nothing does, or nothing known here.
 
         Row kernels have no such operators: what is quantized by row is seldom made of heads.
         """
         source = None if self.by_row else heads_behind(node)
-        if source is None:
+        if source is None or self.operand(node) != "full":
             return False
         heads = HeadReader(source)
-        try:
-            name = heads.read()
-        except NotAMatrix:
-            return False
+        name = heads.read()
         if not heads.steps or not self.agrees(heads):
             return False
         self.loads |= heads.loads

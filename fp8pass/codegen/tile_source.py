@@ -156,7 +156,7 @@ class Writer:
         name, i, p = f"{load.name}{part}", part.slice, part.piece
         if load.operand == "groups":
             return self._load_groups(load.group_size, where, name, part)
-        repeats = f" % {load.period}" if load.period else ""
+        repeats = f" % {load.period}" if load.period else ".to(tl.int64)"
         value = _LOADS[load.operand].format(*where, i=i, p=p, head=load.head, repeats=repeats)
         return [f"{name} = {value}"]
 
