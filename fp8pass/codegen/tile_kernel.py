@@ -25,11 +25,9 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
     """The kernel of a program, with the tiles that were fastest (`benchmarks/sweeps.py`).
 
     One that is stored as rows, too, is smaller: the codes of all its stores are held at once.
-    Pieces of heads are small by themselves.
     """
     m, n = AMAX_TILE
-    in_rows = any("rows" in store.layouts for store in program.stores)
-    if in_rows and Writer(program).pieces == 1:
+    if any("rows" in store.layouts for store in program.stores):
         m = 32
     is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
     tiles = compat.ceil_div(padded(rows), m) * compat.ceil_div(columns, n)
