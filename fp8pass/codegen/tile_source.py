@@ -38,7 +38,8 @@ in_row_0 = tl.arange(0, N_TILE)
 column_0 = first_column + in_row_0
 column_there = FULL | (column_0 < N)
 """
-# The columns of a piece side by side are its positions.
+# The columns of a piece, side by side, are its positions. Both are counted from the matrix's first:
+# from the tile's, Triton does not see which columns are neighbours, and reads them one by one.
 _POSITIONS = """
 first_column = column_tile * 0
 position = column_tile * (N_TILE // {pieces}) + tl.arange(0, N_TILE // {pieces})
@@ -237,8 +238,9 @@ class Writer:
     def _store_columns(self, store: Store, pointer: str) -> Iterator[str]:
         width = f"({store.width or 'M_PADDED'} // {WORD})"
         first = f"first_column.to(tl.int64) * {width} + {store.offset // WORD}"
+        wide = ".to(tl.int64)" if self.pieces > 1 else ""  # which may be any column of the matrix
         for p in range(self.pieces):
             codes = (f"{store.name}{Part(i, p)}_coded" for i in range(self.slices))
-            place = f"in_row_{p}[:, None] * {width} + in_column[None, :]"
+            place = f"in_row_{p}{wide}[:, None] * {width} + in_column[None, :]"
             where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
             yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"
