@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():  # the kernels' tests run them in Triton's interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Fixtures of the tests of the command line.
+# Fixtures of the tests of the command line, and of what kernels take over.
 from cli_helpers import here as here
 from cli_helpers import run as run
 from interpreter import round_to_nearest_even
+from kernel_helpers import graphs as graphs
 
 from fp8pass import compat
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from torch import fx
 
+from fp8pass import hardware
+from fp8pass.codegen import kernels
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.program import Load, Program, Step, Store, reference
+from fp8pass.partition import copy_of
 
 F8 = torch.float8_e4m3fn
 DEVICES = [
@@ -17,6 +23,22 @@ both_devices = pytest.mark.parametrize("device", DEVICES)
 
 # Operators of which the hardware's, or Triton's, differ from PyTorch's in the last bits.
 INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt", "sqrt", "div")
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[fx.Graph]:
+    """Kernels work on the CPU; the graphs after they took what they take."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    found: list[fx.Graph] = []
+    original = kernels.use_kernels
+
+    def record(gm: fx.GraphModule) -> None:
+        original(gm)
+        gm.graph.lint()
+        found.append(copy_of(gm).graph)
+
+    monkeypatch.setattr(importlib.import_module("fp8pass.backend"), "use_kernels", record)
+    return found
 
 
 def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

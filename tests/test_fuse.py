@@ -6,7 +6,6 @@ On the CPU the kernels' references run in their place, called by Inductor.
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 
 import pytest
@@ -18,32 +17,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8pass
 from fp8pass import backend as make_backend
 from fp8pass import hardware
-from fp8pass.codegen import kernels
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.fuse_tiles import fuse_tiles
 from fp8pass.codegen.reader import sort_topologically
 from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.config import Config, ConfigError
-from fp8pass.partition import copy_of
 
 fp8 = torch.ops.fp8pass
-
-
-@pytest.fixture
-def graphs(monkeypatch) -> list[fx.Graph]:
-    """Kernels work on the CPU; the graphs after they took what they take."""
-    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
-    found: list[fx.Graph] = []
-    original = kernels.use_kernels
-
-    def record(gm: fx.GraphModule) -> None:
-        original(gm)
-        gm.graph.lint()
-        found.append(copy_of(gm).graph)
-
-    monkeypatch.setattr(sys.modules["fp8pass.backend"], "use_kernels", record)
-    return found
 
 
 def counts(graphs: list[fx.Graph]) -> Counter[str]:

@@ -114,7 +114,7 @@ class Reader:
         return False
 
     def _add_heads(self, node: fx.Node) -> bool:
-        """Add what computes a matrix of heads; False if nothing does, or nothing known here.
+        """Add what computes a matrix of heads; False, and nothing added, if no operator here does.
 
         Row kernels have no such operators: what is quantized by row is seldom made of heads.
         """
