@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from layer import TINY, Case, Subject, Variant, median_ms, with_fp8pass
+from layer import TINY, Case, Subject, Variant, median_times, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import merge, print_rows, resume, write_json
 from tables import frontier_table
@@ -100,7 +100,7 @@ class Bench:
                 return
             self._synchronize()
             point.compile_s = time.perf_counter() - start
-            point.ms = median_ms({"": subject}, self.rounds)[""]
+            point.ms = median_times({"": subject}, self.rounds)[""].ms
             point.activation_bytes = subject.activation_bytes()
             point.peak_bytes = self._peak_bytes(subject)
         subject.clear()

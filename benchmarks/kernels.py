@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from layer import CASES, Case, Subject, Variant, median_ms, torchao, with_fp8pass
+from layer import CASES, Case, Subject, Variant, median_times, torchao, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import environment, print_rows, write_json
 from tables import kernels_table
@@ -156,7 +156,7 @@ def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
     for _ in range(3):
         subject.step()
         subject.clear()
-    step_ms = median_ms({"": subject}, rounds)[""]
+    step_ms = median_times({"": subject}, rounds)[""].ms
     with counted_bytes() as counted:
         subject.step()
     subject.clear()

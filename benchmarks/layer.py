@@ -5,9 +5,10 @@
     python benchmarks/layer.py --tiny          a CPU-sized case, to check that the script works
 
 Per case and variant: compile seconds (cold), milliseconds for forward + backward (CUDA events,
-median; variants take turns, so that drift hits all alike), bytes allocated by the forward and held
-for the backward, without the output, and relative L2 errors against eager BF16: output, input
-gradient, worst weight gradient. `kept` is what the plan of fp8pass predicts.
+median; variants take turns, so that drift hits all alike), milliseconds in which the CPU launches
+that, bytes allocated by the forward and held for the backward, without the output, and relative L2
+errors against eager BF16: output, input gradient, worst weight gradient. `kept` is what the plan of
+fp8pass predicts.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from models import Stack, init_weights, rope_tables
 from report import environment, print_table, write_json
-from torch import Tensor, nn
+from tables import BASELINE, GRAPHED
+from torch import Tensor, fx, nn
 
 import fp8pass
 
@@ -53,6 +56,16 @@ CASES = (
     Case("h4096x4", 4, 4096, 32, 11008, 4096),
 )
 TINY = Case("tiny", 1, 128, 2, 384, 64)
+# How long a variant's turn is, if more than one step fits.
+TURN_MS = 20.0
+
+
+@dataclass
+class Times:
+    """Milliseconds of a step, and until the CPU has launched all of it."""
+
+    ms: float = 0.0
+    cpu_ms: float = 0.0
 
 
 @dataclass
@@ -63,6 +76,7 @@ class Result:
     variant: str
     compile_s: float = 0.0
     ms: float = 0.0
+    cpu_ms: float = 0.0
     activation_bytes: int = 0
     kept_bytes: int | None = None
     output_error: float = 0.0
@@ -113,14 +127,14 @@ class Subject:
 Variant = Callable[[nn.Module], nn.Module]
 
 
-def torchao(recipe: str) -> Variant:
+def torchao(recipe: str, **how: Any) -> Variant:
     """torchao's float8 training recipe, compiled."""
 
     def make(model: nn.Module) -> nn.Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-        return torch.compile(model)  # type: ignore[return-value]
+        return torch.compile(model, **how)  # type: ignore[return-value]
 
     return make
 
@@ -130,16 +144,14 @@ def with_fp8pass(**options: Any) -> Variant:
     return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]
 
 
-class WithoutPass(nn.Module):
-    """A compiled model that a pass of fp8pass's pipeline is left out of."""
+def without_pass(name: str) -> Variant:
+    """fp8pass without a pass of its pipeline."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.model, self.name = torch.compile(model, backend="fp8pass"), name
+    def compile_graph(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=name):
+            return fp8pass.backend(fp8pass.Config())(gm, inputs, **kwargs)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=self.name):
-            return self.model(*inputs)
+    return lambda m: torch.compile(m, backend=compile_graph)  # type: ignore[return-value]
 
 
 def variants(extra: bool) -> dict[str, Variant]:
@@ -155,38 +167,67 @@ def variants(extra: bool) -> dict[str, Variant]:
     if extra:
         table["fp8pass linear"] = with_fp8pass(recipe="linear")
         table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
-        table["fp8pass coat, dgrads apart"] = lambda m: WithoutPass(m, "merge_dgrads")
+        table["fp8pass coat, dgrads apart"] = without_pass("merge_dgrads")
+        graphed = {"mode": "reduce-overhead"}
+        table["bf16 compile" + GRAPHED] = lambda m: torch.compile(m, **graphed)  # type: ignore[call-overload]
+        table[BASELINE + GRAPHED] = torchao("tensorwise", **graphed)
+        table["fp8pass coat" + GRAPHED] = lambda m: torch.compile(m, backend="fp8pass", **graphed)  # type: ignore[call-overload]
     return table
 
 
-def median_ms(subjects: dict[str, Subject], rounds: int) -> dict[str, float]:
-    """Median time of a step of each subject, taking turns.
+def with_own_code(model: nn.Module) -> nn.Module:
+    """`model`, with a copy of its forward's code.
+
+    Dynamo keeps what it compiles with the code, and at a call checks the guards of all that it
+    finds there: a variant would wait for the others, as no program with one model does.
+    """
+    kind = type(model)
+    forward = FunctionType(kind.forward.__code__.replace(), kind.forward.__globals__)
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return model
+
+
+def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
+    """Median times of each subject, taking turns.
 
     In another order every round: a GPU at its power limit is slower after what took more of it.
     """
+    steps = {
+        name: max(1, round(TURN_MS / _turn(subject, 1).ms)) for name, subject in subjects.items()
+    }
     order, shuffle = list(subjects), random.Random(0).shuffle
-    times: dict[str, list[float]] = {name: [] for name in subjects}
+    times: dict[str, list[Times]] = {name: [] for name in subjects}
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            times[name].append(_time_ms(subjects[name]))
-    return {name: statistics.median(t) for name, t in times.items()}
+            times[name].append(_turn(subjects[name], steps[name]))
+    median = statistics.median
+    return {
+        name: Times(median(t.ms for t in turns), median(t.cpu_ms for t in turns))
+        for name, turns in times.items()
+    }
 
 
-def _time_ms(subject: Subject) -> float:
+def _turn(subject: Subject, steps: int) -> Times:
+    """Times of a number of steps, one right after the other, as in training."""
     subject.clear()
     if subject.inputs[0].device.type != "cuda":
         start = time.perf_counter()
         subject.step()
-        return (time.perf_counter() - start) * 1e3
-    subject.step()  # the GPU is busy, and its clocks up, when the timed step starts
-    subject.clear()
+        ms = (time.perf_counter() - start) * 1e3
+        return Times(ms, ms)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    subject.step()  # the GPU is busy, and its clocks up, when the timed steps start
+    cpu_ms = (time.perf_counter() - start) * 1e3
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start_event.record()
-    subject.step()
+    for _ in range(steps):
+        subject.clear()
+        subject.step()
     end_event.record()
     torch.cuda.synchronize()
-    return start_event.elapsed_time(end_event)
+    return Times(start_event.elapsed_time(end_event) / steps, cpu_ms)
 
 
 def run_case(
@@ -202,15 +243,18 @@ def run_case(
     subjects, results = {}, {}
     reference: dict[str, Tensor] = {}
     for name, make in chosen.items():
-        torch._dynamo.reset()
-        subject = Subject(make(copy.deepcopy(base)), (x.clone().requires_grad_(), *tables), grad)
+        model = make(with_own_code(copy.deepcopy(base)))
+        subject = Subject(model, (x.clone().requires_grad_(), *tables), grad)
         start = time.perf_counter()
         subject.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         result = Result(case.name, name, compile_s=time.perf_counter() - start)
+        subject.clear()  # CUDA graphs overwrite what a step before gave
         subject.step()
-        result.activation_bytes = subject.activation_bytes()
+        subject.clear()
+        if not name.endswith(GRAPHED):
+            result.activation_bytes = subject.activation_bytes()
         found = subject.gradients()
         if not reference:
             reference = found
@@ -224,8 +268,8 @@ def run_case(
         subject.clear()
         subjects[name], results[name] = subject, result
         print(f"{case.name} {name}: {asdict(result)}", file=sys.stderr, flush=True)
-    for name, ms in median_ms(subjects, rounds).items():
-        results[name].ms = ms
+    for name, times in median_times(subjects, rounds).items():
+        results[name].ms, results[name].cpu_ms = times.ms, times.cpu_ms
     return list(results.values())
 
 
@@ -238,14 +282,14 @@ def table(results: list[Result]) -> list[dict[str, str]]:
     """Rows for people, with ratios to torchao tensorwise."""
     rows = []
     for r in results:
-        base = next(
-            (b for b in results if b.case == r.case and b.variant == "torchao tensorwise"), r
-        )
+        baseline = BASELINE + GRAPHED * r.variant.endswith(GRAPHED)
+        base = next((b for b in results if b.case == r.case and b.variant == baseline), r)
         rows.append(
             {
                 "case": r.case,
                 "variant": r.variant,
                 "ms": f"{r.ms:.2f}",
+                "CPU ms": f"{r.cpu_ms:.2f}",
                 "× torchao": f"{r.ms / base.ms:.3f}" if base.ms else "",
                 "activations MiB": f"{r.activation_bytes / 2**20:.0f}",
                 "× torchao ": f"{r.activation_bytes / max(base.activation_bytes, 1):.3f}",

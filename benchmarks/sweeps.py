@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,7 +31,7 @@ import fp8pass
 from fp8pass.codegen import kernels as fusion
 from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.batch import Batch
-from fp8pass.codegen.kernel_op import Launch
+from fp8pass.codegen.launch import Launch, Part, launch
 from fp8pass.codegen.program import AMAX_TILE, Program
 from fp8pass.codegen.row_source import Shape, sums_rows
 from fp8pass.codegen.triton_ops import kernel_name
@@ -144,7 +143,7 @@ def hot_tasks(calls: list[fx.Node]) -> dict[str, Task]:
 
 def row_variants(program: Program, rows: int, columns: int) -> Iterator[Variant]:
     """A row kernel with its chunks held, and read in a loop where it can."""
-    launch = row_kernel.prepare(program, rows, columns)
+    part = row_kernel.prepare(program, rows, columns)
     shipped = row_kernel._shape(program, columns)
     shapes = [(Shape(columns, 32 * w * v, held=True), w) for w, v in product(WARPS, VECTORS)]
     if not sums_rows(program):
@@ -158,25 +157,25 @@ def row_variants(program: Program, rows: int, columns: int) -> Iterator[Variant]
         ):
             continue
         how = "chunks" if shape.held else "a loop over chunks"
-        variant = replace(launch, kernel=row_kernel._kernel(program, shape), num_warps=warps)
+        variant = replace(part, function=row_kernel.function(program, shape), num_warps=warps)
         setting = f"{warps} warps, {how} of {shape.chunk}"
-        yield Variant(setting, held, variant, (shape, warps) == shipped)
+        yield Variant(setting, held, alone(variant), (shape, warps) == shipped)
 
 
 def tile_variants(program: Program, rows: int, columns: int) -> Iterator[Variant]:
     """A tile kernel with every tile that a thread can hold."""
-    launch = tile_kernel.prepare(program, rows, columns)
+    part = tile_kernel.prepare(program, rows, columns)
     for m, n, warps in MEASURED_TILES if tile_kernel.measures(program) else TILES:
         held = m * n // (32 * warps)
         if held > MOST:
             continue
         variant = replace(
-            launch,
-            grid=(-(-rows // m) * -(-columns // n),),
+            part,
+            grid=-(-rows // m) * -(-columns // n),
             constants={"M_TILE": m, "N_TILE": n, "FULL": rows % m == 0 and columns % n == 0},
             num_warps=warps,
         )
-        yield Variant(f"{m} × {n}, {warps} warps", held, variant, variant == launch)
+        yield Variant(f"{m} × {n}, {warps} warps", held, alone(variant), variant == part)
 
 
 def variants_of(kind: str, program: Program, rows: int, columns: int) -> list[Variant]:
@@ -185,9 +184,11 @@ def variants_of(kind: str, program: Program, rows: int, columns: int) -> list[Va
     return list(make(program, rows, columns))
 
 
-def options(launch: Launch) -> dict[str, Any]:
-    """What a kernel is launched with besides tensors."""
-    return {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
+def alone(part: Part) -> Launch:
+    """A launch of nothing else, which reads all of a task's inputs and writes all its outputs."""
+    count = sum(name.startswith("in") for name in part.function.pointers)
+    outputs = range(len(part.function.pointers) - count)
+    return launch([replace(part, inputs=tuple(range(count)), outputs=tuple(outputs))])
 
 
 def compile_all(tasks: list[tuple[Task, Variant]]) -> None:
@@ -196,7 +197,8 @@ def compile_all(tasks: list[tuple[Task, Variant]]) -> None:
     def warm_up(pair: tuple[Task, Variant]) -> None:
         task, launch = pair[0], pair[1].launch
         tensors = (*task.inputs, *task.outputs)
-        launch.kernel.warmup(*tensors, grid=launch.grid, **options(launch))
+        options = {**launch.sizes, "num_warps": launch.num_warps}
+        launch.kernel.warmup(*tensors, grid=(launch.grid,), **options)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(warm_up, tasks))
@@ -204,8 +206,7 @@ def compile_all(tasks: list[tuple[Task, Variant]]) -> None:
 
 def measure(name: str, task: Task, variant: Variant) -> Result:
     """The time of one setting."""
-    launch = variant.launch
-    run = partial(launch.kernel[launch.grid], *task.inputs, *task.outputs, **options(launch))
+    run = partial(variant.launch.run, task.inputs, task.outputs)
     size = task.program.sizes(task.inputs)
     return Result(
         HOT[name],

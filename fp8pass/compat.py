@@ -114,12 +114,8 @@ def lower_to_buffer(op: Any) -> None:
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
-def lower_to_triton(op: Any, prepare: Callable[[str, list[Any]], Iterable[Any]]) -> None:
-    """Have Inductor run `op(inputs, programs)` on a GPU as the Triton kernels of `prepare`.
-
-    `prepare` gets the programs and Inductor's inputs; it gives each launch with its inputs and the
-    numbers of its results.
-    """
+def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
+    """Have Inductor run `op(inputs, programs)` on a GPU as the launches that `prepare` gives."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lowering(inputs: Sequence[Any], programs: str) -> Any:
@@ -128,8 +124,8 @@ def lower_to_triton(op: Any, prepare: Callable[[str, list[Any]], Iterable[Any]])
             return fallback(inputs, programs)
         tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
         outputs = [_empty(convert_shape_to_inductor(x.shape), x) for x in results]
-        for launch, operands, numbers in prepare(programs, tensors):
-            _launch(launch, operands, [outputs[number] for number in numbers])
+        for launch in prepare(tensors, programs):
+            _launch(launch, tensors, outputs)
         return outputs
 
     register_lowering(op, type_promotion_kind=None)(lowering)
@@ -137,15 +133,15 @@ def lower_to_triton(op: Any, prepare: Callable[[str, list[Any]], Iterable[Any]])
 
 def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Add a launch to what Inductor compiles."""
-    pointers = {f"in{i}": x for i, x in enumerate(inputs)}
-    pointers |= {f"out{i}": x for i, x in enumerate(outputs)}
+    pointers = {f"in{i}": inputs[number] for i, number in enumerate(launch.inputs)}
+    pointers |= {f"out{i}": outputs[number] for i, number in enumerate(launch.outputs)}
     kernel = _with_warps(launch.kernel, launch.num_warps)
     with _each_kernel_analysed_once():
         inductor_ir.UserDefinedTritonKernel(
             kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(kernel),
-            grid=[(*launch.grid, 1, 1)],
+            grid=[(launch.grid, 1, 1)],
             tma_descriptor_metadata={},
-            kernel_args={**pointers, **launch.sizes, **launch.constants},
+            kernel_args={**pointers, **launch.sizes},
         )
 
 

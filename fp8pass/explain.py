@@ -334,11 +334,12 @@ def _totals(explanation: Explanation) -> str:
     kept, stock = explanation.saved_bytes, explanation.stock_bytes
     share = f" ({kept / stock:.0%})" if stock else ""
     uses = [use for g in explanation.graphs for use in g.plan.kernels]
-    launches, generated = (_summed(u.launches for u in uses), _summed(u.generated for u in uses))
+    programs, generated = (_summed(u.programs for u in uses), _summed(u.generated for u in uses))
+    kernels = f"{_counted(programs, ', ')}, in {sum(u.launches for u in uses)} launches"
     return (
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
         f"; stock torch.compile would keep {mib(stock)} MiB{share}."
-        f"\nKernels: {_counted(launches, ', ') or 'none'}. Matrices quantized by generated code: "
+        f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
         f"{_counted(generated, '; ') or 'none'}.{_merged(explanation)}"
     )
 

@@ -86,8 +86,13 @@ def nbytes(node: fx.Node) -> int:
     """Bytes of a node's value; sizes that vary count as they were when traced."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
-        return numel(val) * val.element_size()
+        return bytes_of(val)
     return 8 if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else 0
+
+
+def bytes_of(val: torch.Tensor) -> int:
+    """Bytes of a fake tensor; sizes that vary count as they were when traced."""
+    return numel(val) * val.element_size()
 
 
 def numel(val: torch.Tensor) -> int:

@@ -11,11 +11,13 @@ class KernelUse:
     """What quantizes the matrices of one graph.
 
     Attributes:
-        launches: how often each hand-written kernel runs.
+        programs: what the hand-written kernels compute, by the kernel.
+        launches: how often they are launched for that.
         generated: how many matrices Inductor's generated code quantizes instead, by the reason.
     """
 
-    launches: dict[str, int] = field(default_factory=dict)
+    programs: dict[str, int] = field(default_factory=dict)
+    launches: int = 0
     generated: dict[str, int] = field(default_factory=dict)
 
 

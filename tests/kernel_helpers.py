@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fp8pass import hardware
-from fp8pass.codegen import kernels
+from fp8pass.codegen import kernel_op, kernels
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.program import Load, Program, Step, Store, reference
 from fp8pass.partition import copy_of
@@ -51,10 +51,7 @@ def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Te
     results = batch.empty_outputs(inputs)
     for x in results:
         x.view(torch.uint8).fill_(0x55)
-    for program, read, numbers in batch.parts(inputs):
-        launch = module.prepare(program, *program.sizes(read))
-        arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
-        launch.kernel[launch.grid](*read, *(results[n] for n in numbers), **arguments)
+    kernel_op.run(module.prepare, batch, inputs, results)
     return results
 
 

@@ -17,10 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8pass
 from fp8pass import backend as make_backend
 from fp8pass import hardware
+from fp8pass.codegen import kernels
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.fuse_tiles import fuse_tiles
 from fp8pass.codegen.reader import sort_topologically
-from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.config import Config, ConfigError
 
@@ -28,13 +28,14 @@ fp8 = torch.ops.fp8pass
 
 
 def counts(graphs: list[fx.Graph]) -> Counter[str]:
-    """How often each kernel is called, and matrices are quantized without one."""
-    counted = {rows: "rows", tiles: "tiles", fp8.quantize.default: "quantize"}
+    """How many programs each kernel runs, and matrices are quantized without one."""
     found: Counter[str] = Counter()
-    for node in (n for g in graphs for n in g.nodes if n.target in counted):
-        kernel = node.target is not fp8.quantize.default
-        found[counted[node.target]] += len(Batch.parse(node.args[1]).programs) if kernel else 1
-    return found
+    for node in (n for g in graphs for n in g.nodes):
+        if node.target in kernels.PREPARE:
+            programs = Batch.parse(node.args[1]).programs
+            found.update(kernels.kind_of(node, program) for program in programs)
+        found["quantize"] += node.target is fp8.quantize.default
+    return +found
 
 
 class Layers(nn.Module):
@@ -80,12 +81,12 @@ def test_what_a_decoder_layer_launches(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     torch.compile(model, backend="fp8pass")(x).sum().backward()
     forward, backward = (counts([g]) for g in graphs)
-    # Seven weights; inputs of q/k/v, of o, of gate/up, of down.
-    assert forward == {"rows": 2 * 11}
+    # Seven weights; inputs of q/k/v, of o, of gate/up, of down: of each a scale for the backward.
+    assert forward == {"rows": 2 * 11, "scales": 2 * 11}
     # Norms with a residual stream before them: all but the first. Of a layer: seven weights, four
     # gradients and three inputs again, gate's and up's gradient and down's input together. The
     # latter, and gradients of rotated queries and keys, are measured before that.
-    assert backward == {"rows": 3, "tiles": 2 * 19}
+    assert backward == {"rows": 3, "tiles": 2 * 19, "scales": 2 * 4}
 
 
 def test_recipe_exact_uses_none(graphs):
@@ -167,8 +168,13 @@ def test_any_activation_gets_the_kernels(activation, graphs, monkeypatch):
     for parameter, gradient in want.gradients.items():
         assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
     # Both gradients by rows, in one matrix, and all three by columns.
-    (fused,) = [n for n in graphs[1].nodes if n.target is tiles and len(n.meta["val"]) == 4]
-    assert len(fused.args[0]) >= 5
+    layouts = [
+        sorted(layout for store in program.stores for layout in store.layouts)
+        for node in graphs[1].nodes
+        if node.target is tiles
+        for program in Batch.parse(node.args[1]).programs
+    ]
+    assert ["columns"] * 3 + ["rows"] * 2 in layouts
 
 
 class Made(nn.Module):
@@ -299,9 +305,10 @@ def test_explain_counts_kernels(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     explanation = fp8pass.explain(model, x)
     forward, backward = explanation.graphs[0].plan.kernels
-    assert forward.launches == {"rows": 22}
-    assert backward.launches == {"rows": 3, "tiles": 38}
-    assert "Kernels: 25 × rows, 38 × tiles" in str(explanation)
+    assert forward.programs == {"rows": 22, "scales": 22}
+    assert backward.programs == {"rows": 3, "tiles": 38, "scales": 8}
+    assert (forward.launches, backward.launches) == (11, 25)
+    assert "Kernels: 25 × rows, 30 × scales, 38 × tiles, in" in str(explanation)
 
 
 def test_explain_says_why_there_are_no_kernels():

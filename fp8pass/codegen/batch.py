@@ -36,10 +36,14 @@ class Batch:
         """What `dumps` wrote."""
         return Batch(tuple(map(Program.parse, json.loads(text))))
 
+    @property
+    def joins(self) -> bool:
+        """Whether programs store side by side."""
+        return any(store.width for program in self.programs for store in program.stores)
+
     def parts(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
         """Each program with its inputs, and with the numbers of its results."""
-        joins = any(store.width for program in self.programs for store in program.stores)
-        first, number = 0, int(joins)
+        first, number = 0, int(self.joins)
         for program in self.programs:
             numbers = []
             for store in program.stores:

@@ -8,8 +8,8 @@ argument, so that graphs can be cached.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,30 +18,11 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.buffers import library
+from fp8pass.codegen.launch import Launch, Part, launches
 from fp8pass.codegen.program import Program
 
-
-@dataclass(frozen=True)
-class Launch:
-    """How to run a kernel on a matrix.
-
-    Attributes:
-        kernel: the Triton function, of inputs `in0`, ..., results `out0`, ..., sizes and constants.
-        grid: how many programs.
-        sizes: run-time arguments.
-        constants: compile-time arguments.
-        num_warps: of a program.
-    """
-
-    kernel: Any
-    grid: tuple[Any]
-    sizes: dict[str, Any]
-    constants: dict[str, Any]
-    num_warps: int
-
-
 # From a program and the sizes M and N of its matrix, of which M may be symbolic.
-Prepare = Callable[[Program, Any, int], Launch]
+Prepare = Callable[[Program, Any, int], Part]
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
@@ -50,16 +31,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
         results = batch.empty_outputs(inputs)
-        for program, operands, numbers in batch.parts(inputs):
-            rows, columns = program.sizes(operands)
-            outputs = [results[number] for number in numbers]
-            if not rows:
-                for x in outputs:
-                    x.zero_()
-                continue
-            launch = prepare(program, rows, columns)
-            arguments = {**launch.sizes, **launch.constants, "num_warps": launch.num_warps}
-            launch.kernel[launch.grid](*(x.contiguous() for x in operands), *outputs, **arguments)
+        run(prepare, batch, inputs, results)
         return results
 
     def elsewhere(inputs: list[Tensor], programs: str) -> list[Tensor]:
@@ -74,10 +46,29 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
     torch.library.register_fake(f"fp8pass_codegen::{name}", fake, lib=library)
     op = getattr(torch.ops.fp8pass_codegen, name).default
 
-    def prepare_each(programs: str, inputs: list[Any]) -> Iterator[tuple[Launch, list, list[int]]]:
-        for program, operands, numbers in Batch.parse(programs).parts(inputs):
-            *leading, columns = operands[program.matrix_input].get_size()
-            yield prepare(program, math.prod(leading), int(columns)), operands, numbers
+    def prepare_all(inputs: Sequence[Any], programs: str) -> list[Launch]:
+        sizes = [x.get_size() for x in inputs]
+        return launches(parts_of(prepare, Batch.parse(programs), sizes))
 
-    compat.lower_to_triton(op, prepare_each)
+    compat.lower_to_triton(op, prepare_all)
     return op
+
+
+def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
+    """Run a batch's kernels on the device of its inputs, into `results`."""
+    operands = [x.contiguous() for x in inputs]
+    parts = list(parts_of(prepare, batch, [x.shape for x in operands]))
+    for part in parts:
+        if not part.grid:
+            for number in part.outputs:
+                results[number].zero_()
+    for launch in launches(part for part in parts if part.grid):
+        launch.run(operands, results)
+
+
+def parts_of(prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]) -> Iterator[Part]:
+    """What each program of a batch is in a launch, with inputs of these sizes."""
+    for program, read, numbers in batch.parts(range(len(sizes))):
+        *leading, columns = sizes[read[program.matrix_input]]
+        part = prepare(program, math.prod(leading), int(columns))
+        yield replace(part, inputs=tuple(read), outputs=tuple(numbers))

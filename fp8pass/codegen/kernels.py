@@ -9,13 +9,20 @@ import torch
 from torch import fx
 
 from fp8pass import debug, graph
+from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.batch import Batch
+from fp8pass.codegen.fuse_launches import fuse_launches
 from fp8pass.codegen.fuse_norms import fuse_norms
 from fp8pass.codegen.fuse_rows import fuse_rows, why_no_rows
+from fp8pass.codegen.fuse_scales import fuse_scales
 from fp8pass.codegen.fuse_tiles import fuse_tiles, why_no_tiles
+from fp8pass.codegen.kernel_op import Prepare, parts_of
+from fp8pass.codegen.launch import grouped
+from fp8pass.codegen.program import Program
 from fp8pass.codegen.reader import sort_topologically
 from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
+from fp8pass.graph import tensor
 from fp8pass.plan import KernelUse
 
 fp8 = torch.ops.fp8pass
@@ -25,7 +32,11 @@ KERNELS: dict[str, Callable[[fx.GraphModule], bool]] = {
     "rows": fuse_rows,
     "norms": fuse_norms,
     "tiles": fuse_tiles,
+    "scales": fuse_scales,
+    "launches": fuse_launches,
 }
+# What the operators of kernels launch.
+PREPARE: dict[object, Prepare] = {rows: row_kernel.prepare, tiles: tile_kernel.prepare}
 
 
 def use_kernels(gm: fx.GraphModule) -> None:
@@ -41,16 +52,22 @@ def use_kernels(gm: fx.GraphModule) -> None:
 def kernel_use(gm: fx.GraphModule) -> KernelUse:
     """What `use_kernels` makes of a graph; the graph is changed."""
     use_kernels(gm)
-    names = {rows: "rows", tiles: "tiles"}
-    launches: Counter[str] = Counter()
+    programs: Counter[str] = Counter()
+    launches = 0
     for node in gm.graph.nodes:
-        if node.target in names:
-            launches[names[node.target]] += len(Batch.parse(str(node.args[1])).programs)
+        if node.target in PREPARE:
+            batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
+            programs.update(kind_of(node, program) for program in batch.programs)
+            launches += len(grouped(parts_of(PREPARE[node.target], batch, sizes)))
     left = [n for n in gm.graph.nodes if graph.is_call(n, fp8.quantize.default)]
-    return KernelUse(
-        launches=dict(launches),
-        generated=dict(Counter(map(_why_generated, left))),
-    )
+    return KernelUse(dict(programs), launches, dict(Counter(map(_why_generated, left))))
+
+
+def kind_of(node: fx.Node, program: Program) -> str:
+    """The kernel of a program, in the words of `KERNELS`."""
+    if all(store.layouts == ("row",) for store in program.stores):
+        return "scales"
+    return "rows" if node.target is rows else "tiles"
 
 
 def _why_generated(codes: fx.Node) -> str:

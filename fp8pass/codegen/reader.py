@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -254,15 +254,21 @@ def emit_kernel(target: Any, parts: Iterable[Part], *, like: fx.Node) -> list[fx
     Gives the results in the order of the stores; those that are joined are all the same node.
     """
     programs, inputs = zip(*(_program(readers, stores) for readers, stores in parts), strict=True)
-    batch = Batch(programs)
+    batch, operands = Batch(programs), [x for tensors in inputs for x in tensors]
+    results = emit_batch(target, batch, operands, like=like)
+    return [results[i] for _, _, numbers in batch.parts(operands) for i in numbers]
+
+
+def emit_batch(
+    target: Any, batch: Batch, inputs: Sequence[fx.Node], *, like: fx.Node
+) -> list[fx.Node]:
+    """Add an operator that runs a batch, before `like`; gives its results."""
     with like.graph.inserting_before(like):
-        operands = [x for tensors in inputs for x in tensors]
-        kernel = graph.emit(like.graph, target, operands, batch.dumps(), like=like)
-        results = [
+        kernel = graph.emit(like.graph, target, list(inputs), batch.dumps(), like=like)
+        return [
             graph.emit(like.graph, operator.getitem, kernel, i, like=like)
             for i in range(len(kernel.meta["val"]))
         ]
-    return [results[i] for _, _, numbers in batch.parts(operands) for i in numbers]
 
 
 def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Program, list[fx.Node]]:

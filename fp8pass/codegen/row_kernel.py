@@ -11,11 +11,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from fp8pass import compat
-from fp8pass.codegen.kernel_op import Launch, define_kernel
+from fp8pass.codegen.kernel_op import define_kernel
+from fp8pass.codegen.launch import Function, Part
 from fp8pass.codegen.program import PARTIAL_SUMS, Program
-from fp8pass.codegen.row_source import VECTOR, Shape, source, sums_rows
-from fp8pass.codegen.triton_ops import kernel_name
+from fp8pass.codegen.row_source import VECTOR, Shape, sums_rows, write
 
 # Longer rows are read in a loop; a kernel that sums over rows needs registers for its sums.
 LONGEST_HELD = 16384
@@ -30,13 +29,13 @@ CHUNK = 4096
 SMALLEST_CHUNK = 128
 
 
-def prepare(program: Program, rows: Any, columns: int) -> Launch:
+def prepare(program: Program, rows: Any, columns: int) -> Part:
     """The kernel of a program, reading what was fastest on the H200 at a time."""
     shape, warps = _shape(program, columns)
-    kernel = _kernel(program, shape)
+    written = function(program, shape)
     if sums_rows(program):
-        return Launch(kernel, (PARTIAL_SUMS,), {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
-    return Launch(kernel, (rows,), sizes={}, constants={}, num_warps=warps)
+        return Part(written, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
+    return Part(written, rows, sizes={}, constants={}, num_warps=warps)
 
 
 def _shape(program: Program, columns: int) -> tuple[Shape, int]:
@@ -51,8 +50,9 @@ def _shape(program: Program, columns: int) -> tuple[Shape, int]:
 
 
 @cache
-def _kernel(program: Program, shape: Shape) -> Any:
-    return getattr(compat.load_source(source(program, shape)), kernel_name("rows", program))
+def function(program: Program, shape: Shape) -> Function:
+    """The Triton function of a program."""
+    return write(program, shape)
 
 
 rows = define_kernel("rows", prepare)

@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8pass.codegen.prelude import prelude
+from fp8pass.codegen.launch import Function
 from fp8pass.codegen.program import REDUCTIONS, Load, Program, Step, Store
 from fp8pass.codegen.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 from fp8pass.formats import FORMATS
@@ -20,20 +20,16 @@ from fp8pass.ops import SMALLEST_SCALE
 # Elements that a thread reads at once: 16 bytes of BF16.
 VECTOR = 8
 
-_KERNEL = """
-@triton.jit
-def {name}({parameters}):
-    row = tl.program_id(0).to(tl.int64)
+_BODY = """
+row = index.to(tl.int64)
 {before}
 {body}
 """
 
 # A program that sums over rows works on several, and keeps its sums in registers.
-_SUMMING_KERNEL = """
-@triton.jit
-def {name}({parameters}, M, PROGRAMS: tl.constexpr):
+_SUMMING_BODY = """
 {before}
-    for row in range(tl.program_id(0).to(tl.int64), M, PROGRAMS):
+for row in range(index.to(tl.int64), M, PROGRAMS):
 {body}
 {after}
 """
@@ -85,7 +81,7 @@ class Shape:
 
 
 class Writer:
-    """Writes the body of a kernel.
+    """Writes the body of a function.
 
     Work is done in stages: a reduction belongs to the stage after those of all reductions that its
     operand needs, a store likewise. Values that vary along a row have a name in each chunk. They
@@ -172,7 +168,7 @@ class Writer:
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:
-                where = f"{pointer} + tl.program_id(0) * {self.shape.columns} + column_{i}"
+                where = f"{pointer} + index * {self.shape.columns} + column_{i}"
                 self.lines.append(f"tl.store({where}, sums_{number}_{i}{self._if_there(i)})")
         return self.lines
 
@@ -377,16 +373,20 @@ def sums_rows(program: Program) -> bool:
     return any("sums" in store.layouts for store in program.stores)
 
 
-def source(program: Program, shape: Shape) -> str:
-    """The Triton module of a program."""
-    assert shape.held or not sums_rows(program), "sums are held, and so are the rows they are of"
+def write(program: Program, shape: Shape) -> Function:
+    """The Triton function of a program."""
+    sums = sums_rows(program)
+    assert shape.held or not sums, "sums are held, and so are the rows they are of"
     writer = Writer(program, shape)
-    deep = 8 if sums_rows(program) else 4
-    parts = {
-        "before": textwrap.indent("\n".join(writer.before()), " " * 4),
-        "body": textwrap.indent("\n".join(writer.body()), " " * deep),
-        "after": textwrap.indent("\n".join(writer.after()), " " * 4),
-    }
-    kernel = _SUMMING_KERNEL if sums_rows(program) else _KERNEL
-    names = {"name": kernel_name("rows", program), "parameters": ", ".join(writer.parameters())}
-    return prelude() + kernel.format(**names, **parts)
+    before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
+    if sums:
+        body = _SUMMING_BODY.format(before=before, body=textwrap.indent(body, "    "), after=after)
+    else:
+        body = _BODY.format(before=before, body=body)
+    return Function(
+        kernel_name("rows", program),
+        pointers=tuple(writer.parameters()),
+        sizes=("M",) * sums,
+        constants=("PROGRAMS",) * sums,
+        body=body.strip("\n"),
+    )

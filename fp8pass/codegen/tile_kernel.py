@@ -14,14 +14,14 @@ from functools import cache
 from typing import Any
 
 from fp8pass import compat
-from fp8pass.codegen.kernel_op import Launch, define_kernel
+from fp8pass.codegen.kernel_op import define_kernel
+from fp8pass.codegen.launch import Function, Part
 from fp8pass.codegen.program import AMAX_TILE, Program
 from fp8pass.codegen.tile_source import Writer
-from fp8pass.codegen.triton_ops import kernel_name
 from fp8pass.ops import padded
 
 
-def prepare(program: Program, rows: Any, columns: int) -> Launch:
+def prepare(program: Program, rows: Any, columns: int) -> Part:
     """The kernel of a program, with the tiles that were fastest (`benchmarks/sweeps.py`).
 
     One that is stored as rows, too, is smaller: the codes of all its stores are held at once.
@@ -31,9 +31,9 @@ def prepare(program: Program, rows: Any, columns: int) -> Launch:
         m = 32
     is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
     tiles = compat.ceil_div(padded(rows), m) * compat.ceil_div(columns, n)
-    return Launch(
-        _kernel(program),
-        grid=(tiles,),
+    return Part(
+        function(program),
+        grid=tiles,
         sizes={"M": rows, "M_PADDED": padded(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
         num_warps=8 if len(program.stores) > 2 and not measures(program) else 4,
@@ -46,8 +46,9 @@ def measures(program: Program) -> bool:
 
 
 @cache
-def _kernel(program: Program) -> Any:
-    return getattr(compat.load_source(Writer(program).write()), kernel_name("tiles", program))
+def function(program: Program) -> Function:
+    """The Triton function of a program."""
+    return Writer(program).write()
 
 
 tiles = define_kernel("tiles", prepare)

@@ -14,24 +14,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from fp8pass.codegen.prelude import prelude
+from fp8pass.codegen.launch import Function
 from fp8pass.codegen.program import Load, Program, Step, Store, pieces_of_heads
 from fp8pass.codegen.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 
 # Codes in a word.
 WORD = 4
 
-_KERNEL = """
-@triton.jit
-def {name}({parameters}, M, M_PADDED, N,
-          M_TILE: tl.constexpr, N_TILE: tl.constexpr, FULL: tl.constexpr):
-    tiles_in_row = tl.cdiv(N, N_TILE)
-    row_tile = tl.program_id(0) // tiles_in_row
-    column_tile = tl.program_id(0) % tiles_in_row
-    in_tile = tl.arange(0, M_TILE // {slices})
-{body}
-"""
+# Run-time and compile-time parameters.
+SIZES = "M", "M_PADDED", "N"
+CONSTANTS = "M_TILE", "N_TILE", "FULL"
 
+_TILE = """
+tiles_in_row = tl.cdiv(N, N_TILE)
+row_tile = index // tiles_in_row
+column_tile = index % tiles_in_row
+in_tile = tl.arange(0, M_TILE // {slices})
+"""
 _COLUMNS = """
 first_column = column_tile * N_TILE
 in_row_0 = tl.arange(0, N_TILE)
@@ -87,7 +86,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the module of a program."""
+    """Writes the function of a program."""
 
     program: Program
 
@@ -112,24 +111,23 @@ class Writer:
         """The conditions on columns, by name."""
         return {step.name: step for step in self.program.steps if step.target == "in_head"}
 
-    def write(self) -> str:
-        """The Triton module."""
+    def write(self) -> Function:
+        """The Triton function."""
         program = self.program
         results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
-        body = [*self._places()]
+        body = [_TILE.format(slices=self.slices), *self._places()]
         for i in range(self.slices):
             body += self._loads(i)
             body += self._steps(i)
         remaining = iter(results)
         for store in program.stores:
             body += self._store(store, [next(remaining) for _ in store.layouts])
-        lines = [f"    {line}" for part in body for line in part.strip("\n").splitlines()]
-        parameters = [f"in{i}" for i in range(program.input_count)] + results
-        return prelude() + _KERNEL.format(
-            name=kernel_name("tiles", program),
-            parameters=", ".join(parameters),
-            slices=self.slices,
-            body="\n".join(lines),
+        return Function(
+            kernel_name("tiles", program),
+            pointers=(*(f"in{i}" for i in range(program.input_count)), *results),
+            sizes=SIZES,
+            constants=CONSTANTS,
+            body="\n".join(part.strip("\n") for part in body),
         )
 
     def _places(self) -> Iterator[str]:
@@ -221,7 +219,7 @@ class Writer:
             magnitude = f"tl.where(there_0, tl.abs({store.name}{Part(0, p)}), 0.0)"
             amax = f"largest({amax}, {magnitude})" if amax else magnitude
         amax = f"tl.reduce(tl.reduce({amax}, 1, largest), 0, largest)"
-        yield f"tl.store({pointer} + tl.program_id(0), {amax})"
+        yield f"tl.store({pointer} + index, {amax})"
 
     def _store_rows(self, store: Store, pointer: str) -> Iterator[str]:
         first = f"{pointer} + first"

@@ -1,0 +1,71 @@
+"""Kernels that can run together are one operator, so that they are launched together.
+
+    before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
+    after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
+
+A kernel runs with the last one before it if what it reads is there already, as a weight is. It must
+be small: what it stores is in memory earlier, and only small kernels take less time than launches.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.batch import Batch
+from fp8pass.codegen.launch import MOST_PARTS
+from fp8pass.codegen.reader import emit_batch
+from fp8pass.codegen.row_kernel import rows
+from fp8pass.codegen.tile_kernel import tiles
+
+# Bytes that a kernel may store earlier than they are needed: as many take 10 µs.
+LARGEST_RESULTS = 16 * 2**20
+
+
+def fuse_launches(gm: fx.GraphModule) -> bool:
+    """Put one operator in place of several that can run together; whether there were any."""
+    groups = [group for op in (rows, tiles) for group in _groups(gm.graph, op) if len(group) > 1]
+    for group in groups:
+        _fuse(group)
+    return bool(groups)
+
+
+def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
+    """Kernels of one kind that run where the first of them does."""
+    position = {node: i for i, node in enumerate(g.nodes)}
+    groups: list[list[fx.Node]] = []
+    for node in g.nodes:
+        if node.target is not op:
+            continue
+        if groups and _joins(node, groups[-1], position):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+    """Whether a kernel can run where a group of kernels does, and should."""
+    members = [*group, node]
+    return (
+        all(position[x] < position[group[0]] for x in node.all_input_nodes)
+        and sum(len(_batch(n).programs) for n in members) <= MOST_PARTS
+        and not any(_batch(n).joins for n in members)
+        and sum(map(graph.bytes_of, node.meta["val"])) <= LARGEST_RESULTS
+    )
+
+
+def _batch(node: fx.Node) -> Batch:
+    return Batch.parse(str(node.args[1]))
+
+
+def _fuse(group: list[fx.Node]) -> None:
+    """Put one operator in place of a group, where its first one is."""
+    batch = Batch(tuple(program for node in group for program in _batch(node).programs))
+    inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
+    results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]
+    for node in group:
+        found = [next(results) for _ in node.meta["val"]]
+        for item in list(node.users):
+            assert graph.is_getitem(item), item
+            item.replace_all_uses_with(found[item.args[1]])  # type: ignore[index]

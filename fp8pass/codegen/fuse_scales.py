@@ -1,0 +1,88 @@
+"""The second stages of several amaxes, and scales, in one launch of the row kernel.
+
+    before   a = amax(p);  s = scale(a)
+             b = amax(q);  t = scale(b)
+    after    s, t = rows([p, q], [program, program])
+
+`p` and `q` are what kernels leave of an amax: one number for each row or tile. To finish one is a
+launch for a few kilobytes, and a layer has a dozen and more, most of which nothing waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.batch import Batch
+from fp8pass.codegen.program import Load, Program, Step, Store
+from fp8pass.codegen.reader import emit_batch
+from fp8pass.codegen.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.tile_kernel import tiles
+from fp8pass.graph import aten, tensor
+
+fp8 = torch.ops.fp8pass
+
+
+def fuse_scales(gm: fx.GraphModule) -> bool:
+    """Replace amaxes of what kernels left of them, and their scales; whether there were several."""
+    groups = [group for group in _groups(gm.graph) if len(group) > 1]
+    for group in groups:
+        _fuse(group)
+    return bool(groups)
+
+
+def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Amaxes of which all are known before one of them, or a scale of one, is used."""
+    group: list[fx.Node] = []
+    results: set[fx.Node] = set()
+    for node in g.nodes:
+        if _finishes(node):
+            group.append(node)
+            results.add(node)
+        elif not results.isdisjoint(node.all_input_nodes):
+            if node.target is fp8.scale.default:
+                results.add(node)
+            else:
+                yield group
+                group, results = [], set()
+
+
+def _finishes(node: fx.Node) -> bool:
+    """Whether a node is the second stage of an amax, of as many numbers as a kernel holds."""
+    if not graph.is_call(node, fp8.amax.default):
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if not graph.is_getitem(source) or source.args[0].target not in (rows, tiles):  # type: ignore[union-attr]
+        return False
+    count = tensor(source).numel()
+    return isinstance(count, int) and 0 < count <= LONGEST_HELD
+
+
+def _fuse(amaxes: list[fx.Node]) -> None:
+    """Put one operator in place of several amaxes and their scales."""
+    replaced, programs, inputs = [], [], []
+    for amax in amaxes:
+        scales = [user for user in amax.users if user.target is fp8.scale.default]
+        stored = scales if len(scales) == len(amax.users) else [amax, *scales]
+        replaced += stored
+        programs.append(_program(amax, scales, stored))
+        with amax.graph.inserting_before(amax):
+            x = graph.emit(amax.graph, aten.reshape.default, amax.args[0], [1, -1], like=amax)
+        inputs.append(x)
+    results = emit_batch(rows, Batch(tuple(programs)), inputs, like=amaxes[-1])
+    for node, result in zip(replaced, results, strict=True):
+        with result.graph.inserting_after(result):
+            number = graph.emit(result.graph, aten.reshape.default, result, [], like=node)
+        node.replace_all_uses_with(number)
+
+
+def _program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
+    """The program of one amax, whose numbers are a row."""
+    steps = [Step(amax.name, "row_amax", ("partial",))]
+    steps += [Step(scale.name, "scale", (amax.name, scale.args[1])) for scale in scales]
+    stores = (Store(node.name, ("row",), dtype="float32") for node in stored)
+    return Program((Load("partial", "full"),), tuple(steps), tuple(stores)).canonical()
