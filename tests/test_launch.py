@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import MLP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_helpers import (
@@ -24,6 +27,7 @@ from kernel_helpers import (
     swiglu_backward,
 )
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
@@ -115,19 +119,30 @@ def test_parts_of_as_many_warps_share_a_launch():
     batch = Batch((ROW_CAST, ROW_CAST, ROW_CAST))
     inputs = [torch.empty(4, columns, device="meta") for columns in (64, LONGEST_HELD, 128)]
     small, large = launches(parts(row_kernel, batch, inputs))
-    assert (small.inputs, large.inputs) == ((0, 2), (1,))
+    assert (sorted(small.inputs), large.inputs) == ([0, 2], (1,))
     assert small.num_warps < large.num_warps
     assert (small.grid, large.grid) == (8, 4)
 
 
-def test_tensors_that_parts_share_are_passed_once():
-    program = rotary(64, 8, CODES)
-    inputs = [torch.empty(x.shape, device="meta") for x in operands(program, 8, 64, "cpu")]
-    one, two = parts(tile_kernel, Batch((program, program)), inputs * 2)
-    (launch,) = launches([one, replace(two, inputs=(4, *one.inputs[1:3], 7))])
-    assert launch.inputs == (0, 1, 2, 3, 4, 7)
-    names = [name for name in launch.kernel.arg_names if name.startswith("in")]
-    assert names == [f"in{i}" for i in range(6)]
+def test_equal_parts_are_written_once_and_lie_side_by_side():
+    batch = Batch((ROW_CAST, SCALE, ROW_CAST, SCALE))
+    inputs = [torch.empty(size, device="meta") for size in ((4, 64), (1, 64), (8, 64), (1, 64))]
+    (launch,) = launches(parts(row_kernel, batch, inputs))
+    assert launch.inputs == (0, 2, 1, 3)
+    assert launch.kernel.__name__ == "rows_cast_x2_and_rows_scale_x2"
+    source = Path(inspect.getfile(launch.kernel.fn)).read_text()
+    assert source.count("def part_") == 2
+
+
+def test_what_programs_store_side_by_side_is_one_result():
+    codes = Store("x", ("rows",), "s", "e4m3", width=96)
+    program = Program((Load("s", "scalar"), Load("x", "full")), (), (codes,))
+    beside = replace(program, stores=(replace(codes, offset=64),))
+    batch = Batch((program, beside))
+    one = torch.tensor(1.0, device="meta")
+    inputs = [one, torch.empty(32, 64, device="meta"), one, torch.empty(32, 32, device="meta")]
+    (launch,) = launches(parts(tile_kernel, batch, inputs))
+    assert launch.outputs == (0,)
 
 
 # --- graphs -------------------------------------------------------------------------------------
@@ -181,6 +196,63 @@ def test_scales_that_something_waits_for_are_taken_apart(monkeypatch):
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 2
 
 
+def test_each_scale_right_after_its_amax(monkeypatch):
+    def function(x, y):
+        (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
+        return a, b, fp8.scale(fp8.amax(of_x), "e4m3"), fp8.scale(fp8.amax(of_y), "e4m3")
+
+    gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
+    assert programs_of(gm, rows) == [2, 2]
+    numbers = [n.meta["val"] for n in gm.graph.nodes if n.target is rows][-1]
+    assert [x.numel() for x in numbers] == [1, 1], "amaxes that nothing uses are not stored"
+
+
+def test_amaxes_of_matrices_stay(monkeypatch):
+    """What a kernel stores besides amaxes, or something else computes."""
+
+    def function(x, y):
+        half, rest = y.split(2)
+        normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True))
+        a, _ = by_rows(normed)
+        return a, normed, *(fp8.amax(value) for value in (normed, half, rest))
+
+    gm = fused(monkeypatch, function, random(40, 64), random(4, 1))
+    assert programs_of(gm, rows) == [1]
+    assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 3
+
+
+def test_amaxes_of_sizes_that_vary_stay(graphs):
+    """Those of weights, whose sizes do not, are taken together."""
+    model, x = MLP().bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(model, backend="fp8pass")(x).sum().backward()
+    forward = graphs[0]
+    left = forward.find_nodes(op="call_function", target=fp8.amax.default)
+    assert left
+    assert all(isinstance(n.args[0].meta["val"].shape[0], torch.SymInt) for n in left)
+    programs = [
+        p for n in forward.nodes if n.target is rows for p in Batch.parse(n.args[1]).programs
+    ]
+    assert sum(program.finishes_amax for program in programs) > 1
+
+
+def test_each_device_has_launches_of_its_own(monkeypatch):
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+    def function(x, y):
+        (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
+        return a, b, fp8.amax(of_x), fp8.amax(of_x * 2), fp8.amax(of_y)
+
+    with FakeTensorMode():
+        args = [torch.empty(32, 64, device=f"cuda:{i}") for i in range(2)]
+        gm = make_fx(function)(*args)
+        kernels.use_kernels(gm)
+    for node in gm.graph.nodes:
+        if node.target is rows:
+            assert len({x.meta["val"].device for x in node.args[0]}) == 1
+    assert programs_of(gm, rows) == [1, 1]
+
+
 def test_long_amaxes_stay_with_generated_code(monkeypatch):
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
@@ -190,10 +262,10 @@ def test_long_amaxes_stay_with_generated_code(monkeypatch):
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 2
 
 
-@pytest.mark.parametrize(("largest", "together"), [(48 * 32, [3]), (48 * 32 - 1, [2, 1])])
-def test_what_is_there_is_quantized_together(monkeypatch, largest, together):
-    """Unless its codes, which are of as many bytes, would be in memory long before."""
-    monkeypatch.setattr(fuse_launches, "LARGEST_RESULTS", largest)
+@pytest.mark.parametrize(("most", "together"), [(40 * 32, [3]), (40 * 32 - 1, [2, 1])])
+def test_what_is_there_is_quantized_together(monkeypatch, most, together):
+    """Unless codes, of `y` and `z` as many bytes, would be in memory long before."""
+    monkeypatch.setattr(fuse_launches, "MOST_EARLY", most)
 
     def function(x, y, z):
         a, _ = by_rows(x)
@@ -201,8 +273,34 @@ def test_what_is_there_is_quantized_together(monkeypatch, largest, together):
         c, _ = by_rows(z)
         return a.int() + 1, b, c
 
-    sizes = random(40, 64), random(20, 32), random(48, 32)
+    sizes = random(40, 64), random(16, 32), random(24, 32)
     assert programs_of(fused(monkeypatch, function, *sizes), rows) == together
+
+
+def test_an_operator_has_not_too_many_programs(monkeypatch):
+    def function(*args):
+        return tuple(by_rows(x)[0] for x in args)
+
+    gm = fused(monkeypatch, function, *(random(2 + i, 32) for i in range(MOST_PARTS + 1)))
+    assert programs_of(gm, rows) == [MOST_PARTS, 1]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_stores_side_by_side_is_an_operator_of_its_own(monkeypatch, order):
+    def function(x, y, z, s):
+        def codes(x):
+            return fp8.quantize(x, s, "e4m3")
+
+        def turned(x):
+            return fp8.transpose(x).view(torch.uint8)
+
+        c = turned(codes(z)) if order == "before" else z
+        a, b = codes(x), codes(y)
+        both = turned(a), turned(b), fp8.joined([a, b]).view(torch.uint8)
+        return turned(codes(z)) if order == "after" else c, *both
+
+    args = random(32, 64), random(32, 48), random(16, 32), torch.tensor(0.01)
+    assert sorted(programs_of(fused(monkeypatch, function, *args), tiles)) == [1, 2]
 
 
 def test_what_is_computed_from_codes_is_quantized_after_them(monkeypatch):

@@ -1,4 +1,6 @@
-"""Programs that one operator runs, one after the other, and the result that they share.
+"""Programs that one operator runs, side by side, and the result that they share.
+
+None reads what another stores.
 
 What programs store side by side in one matrix is the operator's first result: each writes its
 columns, and no copy puts them together. All else that they store follows, in order.

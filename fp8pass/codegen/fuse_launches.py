@@ -4,7 +4,7 @@
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
 A kernel runs with the last one before it if what it reads is there already, as a weight is. It must
-be small: what it stores is in memory earlier, and only small kernels take less time than launches.
+be small: what it stores is in memory earlier, and large kernels take longer than their launches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fp8pass.codegen.reader import emit_batch
 from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
 
-# Bytes that a kernel may store earlier than they are needed: as many take 10 µs.
-LARGEST_RESULTS = 16 * 2**20
+# Bytes that a launch may store earlier than they are needed.
+MOST_EARLY = 32 * 2**20
 
 
 def fuse_launches(gm: fx.GraphModule) -> bool:
@@ -46,12 +46,14 @@ def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
 
 def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
     """Whether a kernel can run where a group of kernels does, and should."""
-    members = [*group, node]
+    first, *early = *group, node
+    results = [x for member in early for x in member.meta["val"]]
     return (
-        all(position[x] < position[group[0]] for x in node.all_input_nodes)
-        and sum(len(_batch(n).programs) for n in members) <= MOST_PARTS
-        and not any(_batch(n).joins for n in members)
-        and sum(map(graph.bytes_of, node.meta["val"])) <= LARGEST_RESULTS
+        all(position[x] < position[first] for x in node.all_input_nodes)
+        and {x.device for x in results} == {first.meta["val"][0].device}
+        and not any(_batch(member).joins for member in (first, node))
+        and sum(len(_batch(member).programs) for member in (first, *early)) <= MOST_PARTS
+        and sum(map(graph.bytes_of, results)) <= MOST_EARLY
     )
 
 

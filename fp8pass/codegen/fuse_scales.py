@@ -40,6 +40,9 @@ def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
     results: set[fx.Node] = set()
     for node in g.nodes:
         if _finishes(node):
+            if group and tensor(group[0]).device != tensor(node).device:
+                yield group
+                group, results = [], set()
             group.append(node)
             results.add(node)
         elif not results.isdisjoint(node.all_input_nodes):
@@ -56,10 +59,13 @@ def _finishes(node: fx.Node) -> bool:
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if not graph.is_getitem(source) or source.args[0].target not in (rows, tiles):  # type: ignore[union-attr]
+    kernel = source.args[0] if graph.is_getitem(source) else None
+    if not isinstance(kernel, fx.Node) or kernel.target not in (rows, tiles):
         return False
+    # Of rows, or of tiles, not of a matrix that a kernel computes.
+    is_partial = kernel.target is tiles or tensor(source).shape[-1] == 1
     count = tensor(source).numel()
-    return isinstance(count, int) and 0 < count <= LONGEST_HELD
+    return is_partial and isinstance(count, int) and count <= LONGEST_HELD
 
 
 def _fuse(amaxes: list[fx.Node]) -> None:

@@ -57,11 +57,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
     """Run a batch's kernels on the device of its inputs, into `results`."""
     operands = [x.contiguous() for x in inputs]
-    parts = list(parts_of(prepare, batch, [x.shape for x in operands]))
-    for part in parts:
-        if not part.grid:
-            for number in part.outputs:
-                results[number].zero_()
+    parts = parts_of(prepare, batch, [x.shape for x in operands])
     for launch in launches(part for part in parts if part.grid):
         launch.run(operands, results)
 

@@ -65,7 +65,7 @@ def kernel_use(gm: fx.GraphModule) -> KernelUse:
 
 def kind_of(node: fx.Node, program: Program) -> str:
     """The kernel of a program, in the words of `KERNELS`."""
-    if all(store.layouts == ("row",) for store in program.stores):
+    if program.finishes_amax:
         return "scales"
     return "rows" if node.target is rows else "tiles"
 

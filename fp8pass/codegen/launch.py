@@ -7,6 +7,7 @@ its weights are quantized in five. So what can run together is launched together
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -113,9 +114,12 @@ def launches(parts: Iterable[Part]) -> list[Launch]:
 
 
 def grouped(parts: Iterable[Part]) -> list[list[Part]]:
-    """Parts that share a launch: of as many warps, and not too many."""
+    """Parts that share a launch: of as many warps, and not too many.
+
+    Parts that are alike are side by side, so that models of many layers have few kernels.
+    """
     by_warps: dict[int, list[Part]] = {}
-    for part in parts:
+    for part in sorted(parts, key=lambda part: (part.function.name, part.function.body)):
         by_warps.setdefault(part.num_warps, []).append(part)
     return [
         alike[i : i + MOST_PARTS]
@@ -126,14 +130,17 @@ def grouped(parts: Iterable[Part]) -> list[list[Part]]:
 
 def launch(parts: Sequence[Part]) -> Launch:
     """One launch of parts of as many warps."""
-    inputs = tuple(dict.fromkeys(i for part in parts for i in part.inputs))
+    inputs = tuple(i for part in parts for i in part.inputs)
+    # Programs may store side by side in one.
     outputs = tuple(dict.fromkeys(i for part in parts for i in part.outputs))
     ends = list(accumulate(part.grid for part in parts))
     sizes = {f"end_{i}": end for i, end in enumerate(ends[:-1])}
-    calls = []
+    calls: list[Call] = []
+    read = 0
     for number, part in enumerate(parts):
         sizes |= {f"{name}_{number}": value for name, value in part.sizes.items()}
-        pointers = [f"in{inputs.index(i)}" for i in part.inputs]
+        pointers = [f"in{read + i}" for i in range(len(part.inputs))]
+        read += len(part.inputs)
         pointers += [f"out{outputs.index(i)}" for i in part.outputs]
         calls.append(Call(part.function, tuple(pointers), tuple(part.constants.items())))
     parameters = [f"in{i}" for i in range(len(inputs))]
@@ -159,7 +166,8 @@ class Call:
 
 @cache
 def _kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
-    name = calls[0].function.name + f"_x{len(calls)}" * (len(calls) > 1)
+    counted = Counter(call.function.name for call in calls)
+    name = "_and_".join(x + f"_x{n}" * (n > 1) for x, n in counted.items())[:120]
     return getattr(compat.load_source(_source(name, calls, parameters)), name)
 
 

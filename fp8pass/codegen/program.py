@@ -130,6 +130,11 @@ class Program:
         )
 
     @property
+    def finishes_amax(self) -> bool:
+        """Whether all that is stored are numbers of rows: an amax of what kernels left of it."""
+        return all(store.layouts == ("row",) for store in self.stores)
+
+    @property
     def input_count(self) -> int:
         """How many tensors a program reads."""
         return sum(2 if load.operand == "groups" else 1 for load in self.loads)

@@ -109,7 +109,8 @@ def _literal(argument: str | float) -> str:
 def kernel_name(kind: str, program: Program) -> str:
     """What a profiler shows: the kind of kernel, and the operators it computes."""
     targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
-    return "_".join((kind, *(dict.fromkeys(targets) or ("cast",))))[:80]
+    default = "scale" if program.finishes_amax else "cast"
+    return "_".join((kind, *(dict.fromkeys(targets) or (default,))))[:80]
 
 
 def coded(value: str, scale: str) -> str:
