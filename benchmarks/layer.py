@@ -237,6 +237,7 @@ def run_case(
     case: Case, chosen: dict[str, Variant], device: torch.device, rounds: int
 ) -> list[Result]:
     """Measure every variant on one case."""
+    torch._dynamo.reset()  # what it saw of other sizes would make these vary
     torch.manual_seed(0)
     base = Stack(case.layers, case.hidden, case.heads, case.ffn).to(device, torch.bfloat16)
     init_weights(base)

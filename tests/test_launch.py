@@ -210,15 +210,15 @@ def test_each_scale_right_after_its_amax(monkeypatch):
 def test_amaxes_of_matrices_stay(monkeypatch):
     """What a kernel stores besides amaxes, or something else computes."""
 
-    def function(x, y):
-        half, rest = y.split(2)
-        normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True))
-        a, _ = by_rows(normed)
-        return a, normed, *(fp8.amax(value) for value in (normed, half, rest))
+    def function(x, y, z):
+        half, rest = z.split(2)
+        normed = [value * torch.rsqrt((value * value).mean(-1, keepdim=True)) for value in (x, y)]
+        codes = [by_rows(value)[0] for value in normed]
+        return *codes, *normed, *(fp8.amax(value) for value in (*normed, half, rest))
 
-    gm = fused(monkeypatch, function, random(40, 64), random(4, 1))
-    assert programs_of(gm, rows) == [1]
-    assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 3
+    gm = fused(monkeypatch, function, random(40, 64), random(24, 32), random(4, 1))
+    assert programs_of(gm, rows) == [2]
+    assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 4
 
 
 def test_amaxes_of_sizes_that_vary_stay(graphs):
