@@ -33,7 +33,7 @@ from fp8pass.codegen import row_kernel, tile_kernel
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.launch import Launch, Part, launch
 from fp8pass.codegen.program import AMAX_TILE, Program
-from fp8pass.codegen.row_source import Shape, sums_rows
+from fp8pass.codegen.row_source import Shape, sums_rows, write
 from fp8pass.codegen.triton_ops import kernel_name
 
 # By the names that profilers show, with `amax` if that is what a program stores. Of several of one
@@ -157,7 +157,7 @@ def row_variants(program: Program, rows: int, columns: int) -> Iterator[Variant]
         ):
             continue
         how = "chunks" if shape.held else "a loop over chunks"
-        variant = replace(part, function=row_kernel.function(program, shape), num_warps=warps)
+        variant = replace(part, function=write(program, shape), num_warps=warps)
         setting = f"{warps} warps, {how} of {shape.chunk}"
         yield Variant(setting, held, alone(variant), (shape, warps) == shipped)
 

@@ -6,7 +6,7 @@ FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
 TORCH_TRACE=DIR                the same as artifacts, for tlparse to show
 FP8PASS_DISABLE_PASSES=a,b     leave out passes by exact name
 FP8PASS_DISABLE_KERNELS=a,b    leave to Inductor what these kernels do: rows, norms, tiles, scales;
-                               without `launches` each runs alone
+                               or `launches`: launch each alone
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_what_is_not_finite_stays_in_its_matrix(device, bad):
     inputs[1][0, 17] = bad
     found = run_batch(row_kernel, batch, inputs)
     for got, want in zip(found, batch.reference(inputs), strict=True):
-        assert torch.equal(got, want) or got.isnan().all() == want.isnan().all()
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert [bool(x.isfinite()) for x in found] == [True, True, False, False, True, True]
 
 
@@ -275,6 +275,18 @@ def test_what_is_there_is_quantized_together(monkeypatch, most, together):
 
     sizes = random(40, 64), random(16, 32), random(24, 32)
     assert programs_of(fused(monkeypatch, function, *sizes), rows) == together
+
+
+@pytest.mark.parametrize("most", [16 * 32 * 5, 16 * 32 * 5 - 1])
+def test_what_takes_longer_than_a_launch_has_its_own(monkeypatch, most):
+    """`y`, in fp32, is read, and its codes, of a byte each, are written."""
+    monkeypatch.setattr(fuse_launches, "MOST_MOVED", most)
+
+    def function(x, y):
+        return by_rows(x)[0], by_rows(y)[0]
+
+    gm = fused(monkeypatch, function, random(40, 64), random(16, 32))
+    assert programs_of(gm, rows) == ([2] if most == 16 * 32 * 5 else [1, 1])
 
 
 def test_an_operator_has_not_too_many_programs(monkeypatch):

@@ -18,6 +18,8 @@ from fp8pass.codegen.reader import emit_batch
 from fp8pass.codegen.row_kernel import rows
 from fp8pass.codegen.tile_kernel import tiles
 
+# Bytes that a kernel may read and write: they take the GPU as long as a launch takes the CPU.
+MOST_MOVED = 64 * 2**20
 # Bytes that a launch may store earlier than they are needed.
 MOST_EARLY = 32 * 2**20
 
@@ -54,7 +56,13 @@ def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) ->
         and not any(_batch(member).joins for member in (first, node))
         and sum(len(_batch(member).programs) for member in (first, *early)) <= MOST_PARTS
         and sum(map(graph.bytes_of, results)) <= MOST_EARLY
+        and _bytes_moved(node) <= MOST_MOVED
     )
+
+
+def _bytes_moved(node: fx.Node) -> int:
+    results = sum(map(graph.bytes_of, node.meta["val"]))
+    return results + sum(map(graph.nbytes, node.all_input_nodes))
 
 
 def _batch(node: fx.Node) -> Batch:

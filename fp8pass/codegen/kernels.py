@@ -20,8 +20,6 @@ from fp8pass.codegen.kernel_op import Prepare, parts_of
 from fp8pass.codegen.launch import grouped
 from fp8pass.codegen.program import Program
 from fp8pass.codegen.reader import sort_topologically
-from fp8pass.codegen.row_kernel import rows
-from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.graph import tensor
 from fp8pass.plan import KernelUse
 
@@ -36,7 +34,10 @@ KERNELS: dict[str, Callable[[fx.GraphModule], bool]] = {
     "launches": fuse_launches,
 }
 # What the operators of kernels launch.
-PREPARE: dict[object, Prepare] = {rows: row_kernel.prepare, tiles: tile_kernel.prepare}
+PREPARE: dict[object, Prepare] = {
+    row_kernel.rows: row_kernel.prepare,
+    tile_kernel.tiles: tile_kernel.prepare,
+}
 
 
 def use_kernels(gm: fx.GraphModule) -> None:
@@ -67,7 +68,7 @@ def kind_of(node: fx.Node, program: Program) -> str:
     """The kernel of a program, in the words of `KERNELS`."""
     if program.finishes_amax:
         return "scales"
-    return "rows" if node.target is rows else "tiles"
+    return "rows" if node.target is row_kernel.rows else "tiles"
 
 
 def _why_generated(codes: fx.Node) -> str:

@@ -8,11 +8,10 @@ row once for each of these and leave the groups to another kernel (`benchmarks/k
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from fp8pass.codegen.kernel_op import define_kernel
-from fp8pass.codegen.launch import Function, Part
+from fp8pass.codegen.launch import Part
 from fp8pass.codegen.program import PARTIAL_SUMS, Program
 from fp8pass.codegen.row_source import VECTOR, Shape, sums_rows, write
 
@@ -32,10 +31,10 @@ SMALLEST_CHUNK = 128
 def prepare(program: Program, rows: Any, columns: int) -> Part:
     """The kernel of a program, reading what was fastest on the H200 at a time."""
     shape, warps = _shape(program, columns)
-    written = function(program, shape)
+    function = write(program, shape)
     if sums_rows(program):
-        return Part(written, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
-    return Part(written, rows, sizes={}, constants={}, num_warps=warps)
+        return Part(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
+    return Part(function, rows, sizes={}, constants={}, num_warps=warps)
 
 
 def _shape(program: Program, columns: int) -> tuple[Shape, int]:
@@ -47,12 +46,6 @@ def _shape(program: Program, columns: int) -> tuple[Shape, int]:
     largest_group = max((store.group_size for store in program.stores), default=1)
     chunk = min(32 * warps * vector, 1 << (columns - 1).bit_length())
     return Shape(columns, max(chunk, largest_group, SMALLEST_CHUNK), held=True), warps
-
-
-@cache
-def function(program: Program, shape: Shape) -> Function:
-    """The Triton function of a program."""
-    return write(program, shape)
 
 
 rows = define_kernel("rows", prepare)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from fp8pass.codegen.launch import Function
@@ -373,6 +374,7 @@ def sums_rows(program: Program) -> bool:
     return any("sums" in store.layouts for store in program.stores)
 
 
+@cache
 def write(program: Program, shape: Shape) -> Function:
     """The Triton function of a program."""
     sums = sums_rows(program)
