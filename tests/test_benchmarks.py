@@ -171,6 +171,8 @@ def test_the_shipped_setting_of_every_hot_kernel_is_swept(load, monkeypatch):
         rows, columns = (16384, 11008 if "SwiGLU" in sweeps.HOT[name] else 4096)
         found = sweeps.variants_of(task.kind, task.program, rows, columns)
         assert sum(v.shipped for v in found) == 1, name
+        width = {store.width for store in task.program.stores}
+        assert width == {0}, "counted with what lies beside it"
     stores = tasks["tiles_cast"].program.stores
     assert {layout for store in stores for layout in store.layouts} == {"rows", "columns"}
 

@@ -24,7 +24,7 @@ from fp8pass.codegen.reader import sort_topologically
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.config import Config, ConfigError
 
-fp8 = torch.ops.fp8pass
+aten, fp8 = torch.ops.aten, torch.ops.fp8pass
 
 
 def counts(graphs: list[fx.Graph]) -> Counter[str]:
@@ -85,8 +85,9 @@ def test_what_a_decoder_layer_launches(graphs):
     assert forward == {"rows": 2 * 11, "scales": 2 * 11}
     # Norms with a residual stream before them: all but the first. Of a layer: seven weights, four
     # gradients and three inputs again, gate's and up's gradient and down's input together. The
-    # latter, and gradients of rotated queries and keys, are measured before that.
-    assert backward == {"rows": 3, "tiles": 2 * 19, "scales": 2 * 4}
+    # latter, gradients of rotated queries and keys, and those of values, are measured before that;
+    # so is the gradient that the caller hands in.
+    assert backward == {"rows": 3, "tiles": 2 * 20 + 1, "scales": 2 * 5}
 
 
 def test_recipe_exact_uses_none(graphs):
@@ -301,14 +302,58 @@ def test_codes_side_by_side(parts, monkeypatch):
         assert torch.equal(got, want)
 
 
+def heads(x):
+    return x.view(2, 16, 4, 16).transpose(1, 2)
+
+
+AT_HAND = {
+    "input": lambda x, w: x,
+    "view of an input": lambda x, w: x.view(2, -1, 64).view(64, 32),
+    "product": lambda x, w: x @ w,
+    "attention": lambda x, w: (
+        aten._scaled_dot_product_flash_attention_for_cpu(*[heads(x)] * 3)[0]
+        .transpose(1, 2)
+        .reshape(32, 64)
+    ),
+}
+COMPUTED = {
+    "pointwise": lambda x, w: x @ w + 1,
+    "copy": lambda x, w: heads(x).reshape(32, 64),
+    "part of an input": lambda x, w: x[:, 1:],
+    "one row for all": lambda x, w: w[0].expand(32, 64),
+    "gathered": lambda x, w: torch.cat([x, w]),
+}
+
+
+@pytest.mark.parametrize("case", [*AT_HAND, *COMPUTED])
+def test_amaxes_of_what_nothing_generated_computes(case, monkeypatch):
+    """Elsewhere the generated code that computes a value takes its amax."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    value = (AT_HAND | COMPUTED)[case]
+
+    def function(x, w):
+        return fp8.amax(value(x, w))
+
+    args = torch.randn(32, 64), torch.randn(64, 64)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    assert fuse_tiles(gm) == (case in AT_HAND)
+    sort_topologically(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    assert (tiles in {n.target for n in gm.graph.nodes}) == (case in AT_HAND)
+    for special in (1.0, -1e30, math.nan, -math.inf):
+        args[0][3, 17] = special
+        assert torch.equal(gm(*args).nan_to_num(-1.0), function(*args).nan_to_num(-1.0))
+
+
 def test_explain_counts_kernels(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     explanation = fp8pass.explain(model, x)
     forward, backward = explanation.graphs[0].plan.kernels
     assert forward.programs == {"rows": 22, "scales": 22}
-    assert backward.programs == {"rows": 3, "tiles": 38, "scales": 8}
-    assert (forward.launches, backward.launches) == (11, 25)
-    assert "Kernels: 25 × rows, 30 × scales, 38 × tiles, in" in str(explanation)
+    assert backward.programs == {"rows": 3, "tiles": 41, "scales": 10}
+    assert (forward.launches, backward.launches) == (11, 26)
+    assert "Kernels: 25 × rows, 32 × scales, 41 × tiles, in" in str(explanation)
 
 
 def test_explain_says_why_there_are_no_kernels():

@@ -29,11 +29,13 @@ import torch
 from torch import fx
 
 from fp8pass import graph, hardware
+from fp8pass.codegen.buffers import buffer
 from fp8pass.codegen.program import NotAMatrix, Store
 from fp8pass.codegen.reader import Reader, depends, emit_kernel
 from fp8pass.codegen.tile_kernel import tiles
 from fp8pass.codegen.triton_ops import CODE_TYPES
 from fp8pass.graph import tensor
+from fp8pass.passes.classify import Kind, kind
 
 fp8 = torch.ops.fp8pass
 
@@ -184,9 +186,9 @@ def transposes(codes: fx.Node) -> list[fx.Node]:
 
 
 def read_measured(x: fx.Node) -> Matrix | None:
-    """A matrix of which `amax` is taken, if it is computed from groups or out of heads.
+    """A matrix of which `amax` is taken: computed from groups, or out of heads, or at hand.
 
-    What is computed otherwise has its amax taken by the kernel that computes it.
+    What is computed otherwise has its amax taken by the generated kernel that computes it.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -196,9 +198,17 @@ def read_measured(x: fx.Node) -> Matrix | None:
         reader.read(x)
     except NotAMatrix:
         return None
-    if not any(load.operand in ("groups", "table") for load in reader.loads.values()):
+    operands = {load.operand for load in reader.loads.values()}
+    if not reader.large or (operands.isdisjoint(("groups", "table")) and not is_at_hand(x)):
         return None
     return Matrix(reader, Store(reader.names[x], ()), measured=amaxes)
+
+
+def is_at_hand(x: fx.Node) -> bool:
+    """Whether a matrix is in memory without a generated kernel that could take its amax."""
+    while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
+        x = x.args[0]  # type: ignore[assignment]
+    return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
 def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:

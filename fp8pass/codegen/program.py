@@ -135,6 +135,11 @@ class Program:
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
+    def takes_amaxes(self) -> bool:
+        """Whether amaxes of tiles are stored, by a kernel of its own, with tiles of one size."""
+        return any("amax" in store.layouts for store in self.stores)
+
+    @property
     def input_count(self) -> int:
         """How many tensors a program reads."""
         return sum(2 if load.operand == "groups" else 1 for load in self.loads)

@@ -36,13 +36,8 @@ def prepare(program: Program, rows: Any, columns: int) -> Part:
         grid=tiles,
         sizes={"M": rows, "M_PADDED": padded(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
-        num_warps=8 if len(program.stores) > 2 and not measures(program) else 4,
+        num_warps=8 if len(program.stores) > 2 and not program.takes_amaxes else 4,
     )
-
-
-def measures(program: Program) -> bool:
-    """Whether a program takes amaxes: of tiles of one size, and in a kernel of its own."""
-    return any("amax" in store.layouts for store in program.stores)
 
 
 @cache

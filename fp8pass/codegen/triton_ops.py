@@ -109,8 +109,12 @@ def _literal(argument: str | float) -> str:
 def kernel_name(kind: str, program: Program) -> str:
     """What a profiler shows: the kind of kernel, and the operators it computes."""
     targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
-    default = "scale" if program.finishes_amax else "cast"
-    return "_".join((kind, *(dict.fromkeys(targets) or (default,))))[:80]
+    words = [kind, *dict.fromkeys(targets)]
+    if program.takes_amaxes:
+        words.append("amax")
+    elif not targets:
+        words.append("scale" if program.finishes_amax else "cast")
+    return "_".join(words)[:80]
 
 
 def coded(value: str, scale: str) -> str:
