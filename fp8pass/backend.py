@@ -137,7 +137,8 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
     if not isinstance(config, Config):
         raise TypeError(
             f"fp8pass.backend takes a fp8pass.Config, got {type(config).__name__}. "
-            "For options as a dict use torch.compile(model, backend='fp8pass', options={...})."
+            "For options as a dict, or a recipe by its name, use "
+            "torch.compile(model, backend='fp8pass', options={'recipe': 'coat'})."
         )
     if monitor is not None and not isinstance(monitor, Monitor):
         raise TypeError(f"monitor is a fp8pass.Monitor, got {type(monitor).__name__}.")
