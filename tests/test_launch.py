@@ -185,6 +185,14 @@ def test_scales_are_taken_together(monkeypatch):
     assert programs_of(gm, rows) == [2, 2]
 
 
+def test_amaxes_of_inputs_are_taken_together(monkeypatch):
+    def function(x, y):
+        return fp8.scale(fp8.amax(x), "e4m3"), fp8.scale(fp8.amax(y), "e4m3")
+
+    gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
+    assert (programs_of(gm, tiles), programs_of(gm, rows)) == ([2], [2])
+
+
 def test_scales_that_something_waits_for_are_taken_apart(monkeypatch):
     def function(x, y):
         a, of_x = by_rows(x)

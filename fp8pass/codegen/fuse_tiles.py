@@ -208,7 +208,7 @@ def is_at_hand(x: fx.Node) -> bool:
     """Whether a matrix is in memory without a generated kernel that could take its amax."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
-    return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
+    return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
 def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:

@@ -357,11 +357,11 @@ def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
 
 
 def sort_topologically(g: fx.Graph) -> None:
-    """Move nodes behind what they use, and no further."""
+    """Move nodes behind what they use, and no further; inputs come first."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
-    for node in g.nodes:
+    for node in sorted(g.nodes, key=lambda node: node.op != "placeholder"):
         pending = [node]
         while pending:
             current = pending.pop()
