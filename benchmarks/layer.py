@@ -74,6 +74,7 @@ class Result:
 
     case: str
     variant: str
+    rounds: int
     compile_s: float = 0.0
     ms: float = 0.0
     cpu_ms: float = 0.0
@@ -253,7 +254,7 @@ def run_case(
         subject.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        result = Result(case.name, name, compile_s=time.perf_counter() - start)
+        result = Result(case.name, name, rounds, compile_s=time.perf_counter() - start)
         subject.clear()  # CUDA graphs overwrite what a step before gave
         subject.step()
         subject.clear()

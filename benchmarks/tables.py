@@ -34,7 +34,7 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
     rows = [[*header, "w-grad err"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
         results = [r for r in data["results"] if r["case"] == case]
-        rows.append([f"**{case}**", *[""] * 7])
+        rows.append([f"**{case}**, {results[0]['rounds']} rounds", *[""] * 7])
         for r in results:
             graphed = GRAPHED * r["variant"].endswith(GRAPHED)
             base = next(b for b in results if b["variant"] == BASELINE + graphed)
