@@ -14,6 +14,8 @@ TORCH_STAMP := $(VENV)/torch-$(firstword $(shell echo '$(TORCH)' | cksum)).stamp
 
 # Threads that spin while they wait slow each other down tenfold where others use the cores.
 export OMP_WAIT_POLICY ?= passive
+# Some virtual machines advertise AMX and kill the process that uses it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .PHONY: demo test lint
 
