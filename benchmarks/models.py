@@ -1,4 +1,4 @@
-"""The decoder layer that the benchmarks measure: Llama's, in plain PyTorch."""
+"""The models that the benchmarks measure, in plain PyTorch: Llama's decoder layer, and GPT-2."""
 
 from __future__ import annotations
 
@@ -78,3 +78,44 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=std)
+
+
+class GPTBlock(nn.Module):
+    """LayerNorm, causal attention, LayerNorm, GELU; no biases, as nanoGPT trains it."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = (nn.LayerNorm(hidden, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """GPT-2 with a tied output head; gives the loss of predicting `targets`."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.positions = nn.Embedding(length, hidden)
+        self.blocks = nn.ModuleList(GPTBlock(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden, bias=False)
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+        self.lm_head.weight = self.tokens.weight
+        init_weights(self)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
