@@ -18,13 +18,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# A part that is left out without an environment variable is not in the key of a cache.
+# Code from a cache would be that of whoever compiled it.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
@@ -36,7 +35,6 @@ from report import environment, merge, print_rows, write_json
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass.codegen.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,15 @@ class Variant:
 
     Attributes:
         env: environment variables while it compiles.
-        heads: whether kernels read what lies in the heads of attention.
         how: arguments of `torch.compile`.
     """
 
     env: dict[str, str] = field(default_factory=dict)
-    heads: bool = True
     how: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
         """Compile one graph."""
-        with ExitStack() as stack:
-            stack.enter_context(patch.dict(os.environ, self.env))
-            if not self.heads:
-                stack.enter_context(patch.object(Reader, "_add_heads", lambda *_: False))
+        with patch.dict(os.environ, self.env):
             return fp8pass.backend(fp8pass.Config())(gm, inputs, **kwargs)
 
 
@@ -72,7 +65,6 @@ VARIANTS = {
     "dgrads apart": Variant({"FP8PASS_DISABLE_PASSES": "merge_dgrads"}),
     "launches apart": Variant(APART),
     "launches apart, combo_kernels": Variant(APART, how=COMBINED),
-    "heads not read": Variant(heads=False),
 }
 GRAPHED_VARIANTS = {
     f"{WITH}, CUDA graphs": Variant(how=GRAPHED),

@@ -43,8 +43,6 @@ HOT = {
     "tiles_sigmoid_mul_sub_add_amax": "SwiGLU backward, amaxes",
     "rows_add_pow_mul_rsqrt": "norm forward",
     "rows_mul_add_pow_div": "norm backward",
-    "tiles_mul_neg_where_add": "RoPE backward",
-    "tiles_mul_neg_where_add_amax": "RoPE backward, amax",
     "tiles_cast": "cast in both layouts",
     "tiles_amax": "amax",
 }

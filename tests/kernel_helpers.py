@@ -66,8 +66,6 @@ def operands(program: Program, rows: int, columns: int, device: str, scale: floa
             inputs += [codes, scales.bfloat16()]
         elif load.operand == "scalar":
             inputs.append(torch.rand(()) * scale / 50 + 1e-3)
-        elif load.operand == "table":
-            inputs.append(torch.randn(load.period or rows, load.head).bfloat16())
         elif load.operand == "row":
             inputs.append(torch.rand(shapes["row"]) + 0.5)
         else:
@@ -219,38 +217,3 @@ def norm_backward(columns: int) -> Program:
             Store("amax", ("row",), dtype="float32"),
         ),
     )
-
-
-def rotary(head: int, period: int, store: Store, *, scattered: bool = False) -> Program:
-    """The gradient of a rotary embedding, as two spell it: put together, or zero where not."""
-    half = head // 2
-    low, high = ("low", "in_head", ("m", head, 0, 0, half)), ("m", head, 0, half, head)
-    together = (Step(*low), Step("r", "aten.where.self", ("low", "m", "n")))
-    apart = (
-        Step("high", "in_head", high),
-        Step("right", "aten.where.self", ("high", "n", 0.0)),
-        Step(*low),
-        Step("left", "aten.where.self", ("low", "m", 0.0)),
-        Step("r", "aten.add.Tensor", ("right", "left")),
-    )
-    return Program(
-        (
-            Load("s", "scalar"),
-            Load("cos", "table", head=head, period=period),
-            Load("sin", "table", head=head, period=period),
-            Load("x", "full"),
-        ),
-        (
-            Step("x_", "rolled", ("x", head, half)),
-            Step("sin_", "rolled", ("sin", head, half)),
-            Step("m", "aten.mul.Tensor", ("x_", "sin_")),
-            Step("n", "aten.neg.default", ("m",)),
-            *(apart if scattered else together),
-            Step("p", "aten.mul.Tensor", ("x", "cos")),
-            Step("y", "aten.add.Tensor", ("p", "r")),
-        ),
-        (store,),
-    )
-
-
-CODES, AMAX = Store("y", ("rows", "columns"), "s", "e4m3"), Store("y", ("amax",))

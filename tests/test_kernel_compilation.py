@@ -55,7 +55,6 @@ print("cvt.rn.satfinite.e4m3x2" in tiles, "ex2.approx.ftz" in tiles)
 rows = compiled(row_kernel, (t.swiglu(128), 4096, 1024))
 print("ex2.approx.ftz" in rows, "rcp.approx.ftz" in rows)
 print("e4m3" in compiled(row_kernel, (t.norm_backward(384), 4096, 384)))
-print("e4m3x2" in compiled(tile_kernel, (t.rotary(128, 512, t.CODES), 4096, 1024)))
 two = compiled(row_kernel, (t.swiglu(128), 4096, 1024), (t.swiglu(128), 512, 2048))
 print(two.count("rcp.approx.ftz") > rows.count("rcp.approx.ftz"))
 """
@@ -70,4 +69,4 @@ def test_compiles_for_a_gpu(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", COMPILATION]
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.split() == ["True"] * 7
+    assert found.stdout.split() == ["True"] * 6

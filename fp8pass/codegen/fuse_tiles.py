@@ -186,7 +186,7 @@ def transposes(codes: fx.Node) -> list[fx.Node]:
 
 
 def read_measured(x: fx.Node) -> Matrix | None:
-    """A matrix of which `amax` is taken: computed from groups, or out of heads, or at hand.
+    """A matrix of which `amax` is taken: computed from groups, or at hand.
 
     What is computed otherwise has its amax taken by the generated kernel that computes it.
     """
@@ -199,7 +199,7 @@ def read_measured(x: fx.Node) -> Matrix | None:
     except NotAMatrix:
         return None
     operands = {load.operand for load in reader.loads.values()}
-    if not reader.large or (operands.isdisjoint(("groups", "table")) and not is_at_hand(x)):
+    if not reader.large or ("groups" not in operands and not is_at_hand(x)):
         return None
     return Matrix(reader, Store(reader.names[x], ()), measured=amaxes)
 

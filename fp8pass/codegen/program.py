@@ -9,8 +9,7 @@ rounded in between, as in Inductor's kernels, unless they are stored.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,9 +22,8 @@ from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE
 from fp8pass.ops import encode, group_scale, padded, quantize_groups, scale_of, transpose
 
 # How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
-# along its rows, [M, N / G]. `table` is [P, D]: the same for every D columns, which are a head of
-# attention, and for every P rows, which are a sequence.
-OPERANDS = ("scalar", "column", "row", "table", "full", "groups")
+# along its rows, [M, N / G].
+OPERANDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns over which the first stage of an amax goes.
 AMAX_TILE = 64, 128
 # Programs that sum over rows, each over its own, so that the order of the sum is always the same.
@@ -38,25 +36,18 @@ class NotAMatrix(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """An operand of one of `OPERANDS`, value `name`.
-
-    `group_size` is only of `groups`, `head` and `period` of `table`: its columns, and its rows if
-    there are fewer than the matrix has.
-    """
+    """An operand of one of `OPERANDS`, value `name`; `group_size` is only of `groups`."""
 
     name: str
     operand: str
     group_size: int = 0
-    head: int = 0
-    period: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
     """`name = target(*args)`: an operator on values (their names) and constants.
 
-    An aten operator, one of `ROW_OPERATORS`, whose result is a value for each row, or one of
-    `HEAD_OPERATORS`.
+    An aten operator, or one of `ROW_OPERATORS`, whose result is a value for each row.
     """
 
     name: str
@@ -70,8 +61,7 @@ class Store:
 
     `rows`     codes [M, N], `scale` being a scalar or a value for each row
     `columns`  their transpose [N, M'], M' being M padded with zeros to what GEMMs contract
-    `amax`     largest magnitudes, fp32 [M / 64, N / 128]: of tiles of `AMAX_TILE`, or of as many
-               elements of the same heads
+    `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
     `groups`   codes [M, N] and bf16 scales [M, N / G] of groups: two tensors
     `full`     the value, [M, N] in `dtype`; what follows uses the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
@@ -178,22 +168,6 @@ class Program:
         return outputs
 
 
-def pieces_of_heads(loads: Iterable[Load], steps: Iterable[Step]) -> tuple[int, int]:
-    """Columns of a head, 0 if there are none, and the pieces into which heads are cut.
-
-    Whole pieces move, and conditions are true of whole pieces.
-    """
-    heads = {load.head for load in loads if load.head}
-    numbers: list[int] = []
-    for step in steps:
-        if step.target in HEAD_OPERATORS:
-            heads.add(step.args[1])
-            numbers += step.args[2:]
-    head = max(heads, default=0)
-    assert heads <= {head}, f"heads of several sizes: {heads}"
-    return head, head // math.gcd(head, *numbers) if numbers else 1
-
-
 def amax_shape(rows: Any, columns: int) -> tuple[Any, int]:
     """How many tiles of `AMAX_TILE` a matrix has, in both dimensions."""
     return compat.ceil_div(rows, AMAX_TILE[0]), compat.ceil_div(columns, AMAX_TILE[1])
@@ -212,22 +186,9 @@ ROW_OPERATORS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _rolled(x: Tensor, head: int, shift: int) -> Tensor:
-    return x.unflatten(-1, (-1, head)).roll(-shift, -1).flatten(-2)
-
-
-def _in_head(x: Tensor, head: int, shift: int, start: int, end: int) -> Tensor:
-    column = (torch.arange(x.shape[-1], device=x.device)[None] + shift) % head
-    return (column >= start) & (column < end)
-
-
-# Columns lie in heads of D. `rolled(x, D, s)`, x being an operand, has in column c of a head what x
-# has in column (c + s) mod D; `in_head(x, D, s, a, b)` is whether a <= (c + s) mod D < b.
-HEAD_OPERATORS: dict[str, Callable[..., Tensor]] = {"rolled": _rolled, "in_head": _in_head}
 # `aten.where.self` takes no numbers.
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     **ROW_OPERATORS,
-    **HEAD_OPERATORS,
     "aten.where.self": torch.where,
 }
 
@@ -243,13 +204,13 @@ def operator_named(target: str) -> Any:
 def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results of a program, computed operator by operator."""
     rows, columns = program.sizes(inputs)
-    values = _loaded(program, inputs, (rows, columns))
+    values = _loaded(program, inputs, columns)
     rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}
     for name in set(rounded) & set(values):
         values[name] = values[name].to(rounded[name]).float()
     for step in program.steps:
         args: list[Any] = [values.get(x, x) if isinstance(x, str) else x for x in step.args]
-        if step.target in (*REDUCTIONS, *HEAD_OPERATORS):
+        if step.target in REDUCTIONS:
             args[0] = args[0].expand(rows, columns)
         found = (_OPERATORS.get(step.target) or operator_named(step.target))(*args)
         name = step.name
@@ -291,9 +252,8 @@ def _amax_of_tiles(value: Tensor) -> Tensor:
     return tiles.amax(dim=(1, 3))
 
 
-def _loaded(program: Program, inputs: Sequence[Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
+def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
     values = {}
-    rows, columns = size
     tensors = iter(inputs)
     for load in program.loads:
         x = next(tensors).float()
@@ -301,10 +261,6 @@ def _loaded(program: Program, inputs: Sequence[Tensor], size: tuple[int, int]) -
             groups = x.reshape(-1, columns).unflatten(-1, (-1, load.group_size))
             scales = next(tensors).float().reshape(*groups.shape[:2], 1)
             values[load.name] = (groups * scales).flatten(-2)
-        elif load.operand == "table":
-            x = x.reshape(-1, load.head)
-            row = torch.arange(rows, device=x.device) % (load.period or rows)
-            values[load.name] = x[row].repeat(1, columns // load.head)
         else:
             shape = {"full": (-1, columns), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
             values[load.name] = x.reshape(shape[load.operand])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,6 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.codegen.batch import Batch
 from fp8pass.codegen.buffers import emit_buffer, is_buffer
-from fp8pass.codegen.heads import HeadReader, heads_behind
 from fp8pass.codegen.program import OPERANDS, Load, NotAMatrix, Program, Step, Store
 from fp8pass.codegen.simplify import simplify
 from fp8pass.codegen.triton_ops import is_pointwise
@@ -38,8 +37,6 @@ class Reader:
         by_row: whether a kernel holds whole rows: it can reduce over them, and computes a sum of
             the residual stream for others to use, too.
         names: of the value of each node; a cast or view has that of its operand.
-        orders: of operands that lie in heads, their dimensions as the matrix has them.
-        head: columns of a head, 0 without any.
     """
 
     matrix: fx.Node
@@ -47,8 +44,6 @@ class Reader:
     loads: dict[fx.Node, Load] = field(default_factory=dict)
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
-    orders: dict[fx.Node, list[int]] = field(default_factory=dict)
-    head: int = 0
 
     @property
     def large(self) -> set[fx.Node]:
@@ -99,46 +94,23 @@ class Reader:
             return False
         if node.target is fp8.dequantize_groups.default:
             return self._load_groups(node)
-        return self._try(self._add, node) or self._try(self._add_heads, node)
+        return self._try(node)
 
-    def _try(self, add: Callable[[fx.Node], bool], node: fx.Node) -> bool:
-        """Whether `add` adds what computes a node that lies in the matrix; nothing if not."""
-        before = dict(self.loads), dict(self.steps), dict(self.names), dict(self.orders)
+    def _try(self, node: fx.Node) -> bool:
+        """Add what computes a node that lies in the matrix; False, and nothing added, if not."""
+        before = dict(self.loads), dict(self.steps), dict(self.names)
         try:
             self.operand(node)
-            if add(node):
+            if self._add(node):
                 return True
         except NotAMatrix:
             pass
-        self.loads, self.steps, self.names, self.orders = before
+        self.loads, self.steps, self.names = before
         return False
 
-    def _add_heads(self, node: fx.Node) -> bool:
-        """Add what computes a matrix of heads; False, and nothing added, if no operator here does.
-
-        Row kernels have no such operators: what is quantized by row is seldom made of heads.
-        """
-        source = None if self.by_row else heads_behind(node)
-        if source is None or self.operand(node) != "full":
-            return False
-        heads = HeadReader(source)
-        name = heads.read()
-        if not heads.steps or not self.agrees(heads):
-            return False
-        self.loads |= heads.loads
-        self.orders |= heads.orders
-        self.head = heads.head
-        self.steps |= _merged(self.steps, heads.steps)
-        self.names[node] = name
-        return True
-
-    def agrees(self, other: Reader | HeadReader) -> bool:
-        """Whether what both read lies in both of their matrices alike, and their heads do."""
-        return len({self.head, other.head} - {0}) <= 1 and all(
-            self.loads[n] == load and self.orders.get(n) == other.orders.get(n)
-            for n, load in other.loads.items()
-            if n in self.loads
-        )
+    def agrees(self, other: Reader) -> bool:
+        """Whether what both read lies in both of their matrices alike."""
+        return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
     def _load_groups(self, node: fx.Node) -> bool:
         format, size = FORMATS[str(node.args[2])], node.args[3]
@@ -275,7 +247,6 @@ def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Progra
     """A program, and the nodes whose tensors it reads."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
-    orders = {n: x for reader in readers for n, x in reader.orders.items()}
     steps: dict[fx.Node, list[Step]] = {}
     for reader in readers:
         steps |= _merged(steps, reader.steps)
@@ -286,11 +257,7 @@ def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Progra
         tuple(step for n in sorted(steps) for step in steps[n] if step.name not in loaded),
         tuple(stores),
     )
-    inputs = [
-        _matrix_of_heads(t, orders[n], loads[n]) if n in orders else _in_memory(t)
-        for n in read
-        for t in tensors_of(n, loads[n])
-    ]
+    inputs = [_in_memory(t) for n in read for t in tensors_of(n, loads[n])]
     return simplify(program).canonical(), inputs
 
 
@@ -305,17 +272,6 @@ def _merged(
     return found
 
 
-def _matrix_of_heads(node: fx.Node, order: list[int], load: Load) -> fx.Node:
-    """`node` as a matrix of all columns of all heads, or a table of those of one."""
-    shape = tensor(node).shape
-    width = load.head or shape[order[-2]] * shape[order[-1]]
-    held = _in_memory(node, order)
-    with node.graph.inserting_after(held):
-        ordered = graph.emit(node.graph, aten.permute.default, held, order, like=node)
-    with node.graph.inserting_after(ordered):
-        return graph.emit(node.graph, aten.reshape.default, ordered, [-1, width], like=node)
-
-
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
     """The nodes whose tensors an operand is read from."""
     if load.operand == "groups":
@@ -326,12 +282,12 @@ def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
         yield node
 
 
-def _in_memory(node: fx.Node, order: list[int] | None = None) -> fx.Node:
+def _in_memory(node: fx.Node) -> fx.Node:
     """`node`, or its buffer if a generated kernel computes it: laid out as the matrix, for all."""
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
         return node
-    order = order or list(range(val.ndim))
+    order = list(range(val.ndim))
     if is_buffer(node, order):
         return node
     if held := next((u for u in node.users if is_buffer(u, order)), None):

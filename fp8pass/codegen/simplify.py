@@ -45,26 +45,7 @@ def _shorter(step: Step, steps: dict[str, Step]) -> list[Step]:
     if step.target == "aten.div.Tensor" and (x := _logistic(step.args[1], steps)):
         sigmoid = Step(f"{step.name}_sigmoid", "aten.sigmoid.default", (x,))
         return [sigmoid, Step(step.name, "aten.mul.Tensor", (step.args[0], sigmoid.name))]
-    if step.target == "aten.add.Tensor" and (choice := _side_by_side(step, steps)):
-        return [choice]
     return [step]
-
-
-def _side_by_side(step: Step, steps: dict[str, Step]) -> Step | None:
-    """The choice that a sum is whose terms are zero, each in the columns where the other is not."""
-    terms = [steps.get(str(x)) for x in step.args]
-    if len(terms) != 2 or any(t is None or t.target != "aten.where.self" for t in terms):
-        return None
-    (holds, a, zero), (other, b, nought) = (t.args for t in terms if t)
-    conditions = steps.get(str(holds)), steps.get(str(other))
-    if (zero, nought) != (0, 0) or any(c is None or c.target != "in_head" for c in conditions):
-        return None
-    (_, *place, start, end), (_, *place2, start2, end2) = (c.args for c in conditions if c)
-    whole = sorted([(start, end), (start2, end2)])
-    head = place[0]
-    if place != place2 or whole != [(0, whole[0][1]), (whole[0][1], head)]:
-        return None
-    return Step(step.name, "aten.where.self", (holds, a, b))
 
 
 def _logistic(name: object, steps: dict[str, Step]) -> str | None:

@@ -17,7 +17,7 @@ from fp8pass import compat
 from fp8pass.codegen.kernel_op import define_kernel
 from fp8pass.codegen.launch import Function, Part
 from fp8pass.codegen.program import AMAX_TILE, Program
-from fp8pass.codegen.tile_source import Writer
+from fp8pass.codegen.tile_source import TileWriter
 from fp8pass.ops import padded
 
 
@@ -43,7 +43,7 @@ def prepare(program: Program, rows: Any, columns: int) -> Part:
 @cache
 def function(program: Program) -> Function:
     """The Triton function of a program."""
-    return Writer(program).write()
+    return TileWriter(program).write()
 
 
 tiles = define_kernel("tiles", prepare)
