@@ -29,11 +29,10 @@ HERE = Path(__file__).parent
 
 def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     """Compile one variant in this process."""
+    import fp8pass.debug as debug
     from layer import Subject
     from layer import variants as make_variants
     from models import Stack, init_weights, rope_tables
-
-    import fp8pass.debug as debug
 
     seconds: list[float] = []
     run_passes = debug.run_passes

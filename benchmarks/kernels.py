@@ -27,14 +27,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from fp8pass.codegen.kernels.use import KERNELS
 from layer import CASES, Case, Subject, Variant, median_times, torchao, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import environment, print_rows, write_json
 from tables import kernels_table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-
-from fp8pass.codegen.kernels import KERNELS
 
 STEPS = 5
 KINDS = {

@@ -37,9 +37,9 @@ from fp8pass.demo.model import Decoder, new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import free_memory, learning_rate
 from fp8pass.optim import AdamW
-from fp8pass.optim.formats import moment_format
 from fp8pass.optim.groups import decode, encode
 from fp8pass.optim.slots import from_rows, to_rows
+from fp8pass.optim.state_formats import moment_format
 
 RESULTS = Path(__file__).parent / "results"
 GROUP_SIZE = 128

@@ -28,13 +28,14 @@ from tables import sweeps_table
 from torch import Tensor, fx
 
 import fp8pass
-from fp8pass.codegen import kernels as fusion
-from fp8pass.codegen import row_kernel, tile_kernel
-from fp8pass.codegen.batch import Batch
-from fp8pass.codegen.launch import Launch, Part, launch
-from fp8pass.codegen.program import AMAX_TILE, Program
-from fp8pass.codegen.row_source import Shape, sums_rows, write
-from fp8pass.codegen.triton_ops import kernel_name
+from fp8pass.codegen.kernels import rows as row_kernel
+from fp8pass.codegen.kernels import tiles as tile_kernel
+from fp8pass.codegen.kernels import use as fusion
+from fp8pass.codegen.kernels.launch import Launch, Part, launch
+from fp8pass.codegen.kernels.row_source import Shape, sums_rows, write
+from fp8pass.codegen.kernels.triton_ops import kernel_name
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.ir import AMAX_TILE, Program
 
 # By the names that profilers show. Of several of one name the one that moves most.
 HOT = {

@@ -16,11 +16,12 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.fx_passes import pad_mm
 
 from fp8pass import compat
-from fp8pass.backend import Backend
+from fp8pass.compilation import CompiledGraph, Inputs
 from fp8pass.config import Config
-from fp8pass.debug import PassRecord
-from fp8pass.partition import CompiledGraph, Inputs, Partitioner
+from fp8pass.dynamo import Backend
+from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
+from fp8pass.passes.runner import PassRecord
 from fp8pass.plan import Plan
 
 EXACT = Config.recipe("exact")

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass import hardware
-from fp8pass.codegen import kernel_op, kernels
-from fp8pass.codegen.batch import Batch
-from fp8pass.codegen.program import Load, Program, Step, Store, reference
-from fp8pass.partition import copy_of
+from fp8pass.codegen.kernels import operator as kernel_op
+from fp8pass.codegen.kernels import use as kernels
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.reference import reference
+from fp8pass.dialect import hardware
+from fp8pass.graph.nodes import copy_of
 
 F8 = torch.float8_e4m3fn
 DEVICES = [

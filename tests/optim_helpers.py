@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass.optim import groups
-from fp8pass.optim.formats import moment_format
 from fp8pass.optim.groups import decode
 from fp8pass.optim.slots import to_rows
+from fp8pass.optim.state_formats import moment_format
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))

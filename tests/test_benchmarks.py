@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8pass import hardware
+from fp8pass.dialect import hardware
 from fp8pass.optim import fused, kernel
 from fp8pass.optim.options import PRESETS, Storage
 

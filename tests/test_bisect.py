@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Bisection, Config, ConfigError
-from fp8pass.bisect import SHARE, TIMES, Search, relative_error
+from fp8pass.inspect.bisection import SHARE, TIMES, Search, relative_error
 
 # --- the search, on made-up errors --------------------------------------------------------------
 

@@ -34,15 +34,16 @@ from torch import Tensor, fx, nn
 
 from fp8pass import explain, graph
 from fp8pass.config import Config, ConfigError, parse_bytes
+from fp8pass.graph.classify import Kind, kind
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.budget import KEEP, REDO, REMAKE, STORE, Planner, Program
-from fp8pass.passes.classify import Kind, kind
-from fp8pass.passes.decision import find_needs, kept_bytes
-from fp8pass.passes.error_rules import Rules
-from fp8pass.passes.linear import quantize_linears
-from fp8pass.passes.materialize import materialize_plan
-from fp8pass.passes.save_plan import cheapest_plan, plan_saved_values
-from fp8pass.passes.storage import Storage
+from fp8pass.passes.materialize_plan import materialize_plan
+from fp8pass.passes.plan_saved_values import plan_saved_values
+from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.rules.error_rules import Rules
+from fp8pass.saving.budget import KEEP, REDO, REMAKE, STORE, Planner, Program
+from fp8pass.saving.cuts import cheapest_plan
+from fp8pass.saving.decision import find_needs, kept_bytes
+from fp8pass.saving.storage import Storage
 
 # --- what a budget may be -----------------------------------------------------------------------
 

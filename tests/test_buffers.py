@@ -9,9 +9,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import buffer, buffer_residual_sums
+from fp8pass.codegen.buffers import buffer
 from fp8pass.config import Config
-from fp8pass.passes.regions import is_residual_sum
+from fp8pass.graph.patterns import is_residual_sum
+from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
 
 
 def buffered(function, *args) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]]:

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from fp8pass import partition
+from fp8pass.compilation import Inputs
 from fp8pass.config import Config
-from fp8pass.partition import Inputs, Partitioner
+from fp8pass.partition import Partitioner
 
 SCRIPT = """
 import json, sys

@@ -17,8 +17,8 @@ import fp8pass
 from fp8pass import Config, graph
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
-from fp8pass.diagnose import NEGLIGIBLE
-from fp8pass.recording import record_step
+from fp8pass.inspect.diagnosis import NEGLIGIBLE
+from fp8pass.inspect.recording import record_step
 
 SIZE = replace(SIZES["small"], layers=2, seq=128)
 UNIFORM = Config.recipe("agoq", tolerance=math.inf)

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass import graph
-from fp8pass.formats import E2M1, E4M3
-from fp8pass.passes import attention_rule
-from fp8pass.passes.amplification import Moments, Samples
-from fp8pass.passes.derivation import Derivation, derive
-from fp8pass.passes.error_rules import Rules
-from fp8pass.passes.expressions import Sigmoid, Underivable
-from fp8pass.passes.linear import quantize_linears
-from fp8pass.passes.perturbation import Norm
-from fp8pass.passes.regions import Region
+from fp8pass.dialect.formats import E2M1, E4M3
+from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.rules import attention as attention_rule
+from fp8pass.rules.amplification import Moments, Samples
+from fp8pass.rules.derivation import Derivation, derive
+from fp8pass.rules.error_rules import Rules
+from fp8pass.rules.expressions import Sigmoid, Underivable
+from fp8pass.rules.perturbation import Norm
+from fp8pass.rules.regions import Region
 
 D = 128
 

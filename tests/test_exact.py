@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.backend import Backend
 from fp8pass.config import Config
+from fp8pass.dynamo import Backend
 
 # Name -> (rewritten, reference). "aot": the joint graph of aot_eager, undecomposed. "inductor":
 # the joint graph that Inductor makes, run op by op.

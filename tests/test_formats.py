@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8pass.formats import (
+from fp8pass.dialect.coding import decode, encode
+from fp8pass.dialect.formats import (
     E2M1,
     E2M2,
     E2M3,
@@ -20,7 +21,6 @@ from fp8pass.formats import (
     FORMATS,
     divisor_group,
 )
-from fp8pass.ops import decode, encode
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])

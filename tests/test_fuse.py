@@ -16,13 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
 from fp8pass import backend as make_backend
-from fp8pass import hardware
-from fp8pass.codegen import kernels
-from fp8pass.codegen.batch import Batch
-from fp8pass.codegen.fuse_tiles import fuse_tiles
-from fp8pass.codegen.reader import sort_topologically
-from fp8pass.codegen.tile_kernel import tiles
+from fp8pass.codegen.kernels import use as kernels
+from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.program.batch import Batch
 from fp8pass.config import Config, ConfigError
+from fp8pass.dialect import hardware
+from fp8pass.graph.order import sort_topologically
+from fp8pass.passes.fuse_tiles import fuse_tiles
 
 aten, fp8 = torch.ops.aten, torch.ops.fp8pass
 

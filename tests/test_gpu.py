@@ -21,10 +21,11 @@ from helpers import (
 )
 from torch import nn
 
-from fp8pass import compat, hardware
-from fp8pass.codegen.lowering import lower_dialect
+from fp8pass import compat
 from fp8pass.config import Config
-from fp8pass.formats import FORMATS
+from fp8pass.dialect import hardware
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.passes.lower_dialect import lower_dialect
 
 fp8 = torch.ops.fp8pass
 

@@ -27,14 +27,17 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import hardware
-from fp8pass.codegen import fuse_launches, kernels, row_kernel, tile_kernel
-from fp8pass.codegen.batch import Batch
-from fp8pass.codegen.kernel_op import parts_of
-from fp8pass.codegen.launch import MOST_PARTS, grouped, launches
-from fp8pass.codegen.program import Load, Program, Step, Store
-from fp8pass.codegen.row_kernel import LONGEST_HELD, rows
-from fp8pass.codegen.tile_kernel import tiles
+from fp8pass.codegen import fuse_launches
+from fp8pass.codegen.kernels import rows as row_kernel
+from fp8pass.codegen.kernels import tiles as tile_kernel
+from fp8pass.codegen.kernels import use as kernels
+from fp8pass.codegen.kernels.launch import MOST_PARTS, grouped, launches
+from fp8pass.codegen.kernels.operator import parts_of
+from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.dialect import hardware
 
 pytest.importorskip("triton")
 fp8 = torch.ops.fp8pass

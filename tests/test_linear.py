@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.graph import aten
-from fp8pass.passes.linear import matching_pattern, quantize_linears
+from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.nodes import aten
+from fp8pass.passes.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 ALL = ("forward", "dgrad", "wgrad")

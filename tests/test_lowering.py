@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8pass import compat
-from fp8pass.codegen.lowering import lower_dialect
-from fp8pass.formats import FORMATS
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.passes.lower_dialect import lower_dialect
 
 fp8 = torch.ops.fp8pass
 FORMAT_NAMES = ["e4m3", "e5m2", "e4m3_bytes", "exact"]

@@ -26,8 +26,8 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, Monitor, compat
-from fp8pass.backend import Backend, _either
-from fp8pass.measure import saved_bytes
+from fp8pass.dynamo import Backend, _either
+from fp8pass.inspect.saved_bytes import saved_bytes
 
 AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8pass.formats import FORMATS
+from fp8pass.dialect.formats import FORMATS
 from fp8pass.monitor import statistics
 from fp8pass.monitor.statistics import Quantized, measure, merged, row_of
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8pass.formats import FORMATS
+from fp8pass.dialect.formats import FORMATS
 
 fp8 = torch.ops.fp8pass
 LOSSY = ["e4m3", "e5m2", "e4m3_bytes"]

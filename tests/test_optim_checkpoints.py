@@ -19,8 +19,8 @@ from optim_helpers import (
 
 import fp8pass
 from fp8pass.optim import AdamW
-from fp8pass.optim.formats import MOMENT_FORMATS
 from fp8pass.optim.options import WEIGHTS
+from fp8pass.optim.state_formats import MOMENT_FORMATS
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

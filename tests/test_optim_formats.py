@@ -14,8 +14,8 @@ from optim_helpers import run, set_gradients
 from torch import Tensor, nn
 
 from fp8pass.optim import PRESETS, AdamW, groups
-from fp8pass.optim.formats import MOMENT_FORMATS, PLAIN, dynamic_values, moment_format
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, decode, encode
+from fp8pass.optim.state_formats import MOMENT_FORMATS, PLAIN, dynamic_values, moment_format
 
 GROUPED = tuple(name for name in MOMENT_FORMATS if name not in PLAIN)
 EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))

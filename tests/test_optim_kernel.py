@@ -13,7 +13,7 @@ from optim_helpers import all_parameters, parameters, same_state, set_gradients,
 from torch import nn
 
 from fp8pass.optim import AdamW, functions, fused, kernel
-from fp8pass.optim.formats import MOMENT_FORMATS
+from fp8pass.optim.state_formats import MOMENT_FORMATS
 
 pytest.importorskip("triton")
 

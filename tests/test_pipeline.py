@@ -8,7 +8,7 @@ from helpers import FFN, compiled, cosine
 from torch import nn
 
 from fp8pass import Config, ConfigError, stage_format
-from fp8pass.pipeline import stage_bits, stored_batches
+from fp8pass.distributed.stages import stage_bits, stored_batches
 
 STAGES = 4
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.formats import FORMATS
+from fp8pass.dialect.formats import FORMATS
 from fp8pass.plan import Plan
 
 

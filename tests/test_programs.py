@@ -8,8 +8,9 @@ import pytest
 import torch
 from kernel_helpers import assert_same, by_row, norm, operands, swiglu
 
-from fp8pass.codegen.program import Load, Program, Step, Store, reference
-from fp8pass.codegen.simplify import simplify
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.reference import reference
+from fp8pass.codegen.program.simplify import simplify
 
 
 def spelled_out_silu() -> Program:

@@ -20,12 +20,12 @@ import fp8pass
 from fp8pass import Config, explain
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
-from fp8pass.explain import mib
-from fp8pass.report.diffs import code_by_module, module_diffs
-from fp8pass.report.folding import fold, layer_of
-from fp8pass.report.page import FP8_LINEAR, operations, page_data, render, short_name
-from fp8pass.report.picture import KINDS, Edge, Operator, Picture, draw
-from fp8pass.report.timeline import timeline
+from fp8pass.inspect.report.diffs import code_by_module, module_diffs
+from fp8pass.inspect.report.folding import fold, layer_of
+from fp8pass.inspect.report.page import FP8_LINEAR, operations, page_data, render, short_name
+from fp8pass.inspect.report.picture import KINDS, Edge, Operator, Picture, draw
+from fp8pass.inspect.report.timeline import timeline
+from fp8pass.inspect.tables import mib
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from torch import nn
 
 import fp8pass
 from fp8pass import explain
-from fp8pass.explain import Explanation, mib
+from fp8pass.inspect.explanation import Explanation
+from fp8pass.inspect.tables import mib
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 

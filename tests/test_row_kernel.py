@@ -20,10 +20,11 @@ from kernel_helpers import (
     values,
 )
 
-from fp8pass.codegen import program as program_module
-from fp8pass.codegen import row_kernel
-from fp8pass.codegen.program import Load, Program, Step, Store, reference
-from fp8pass.codegen.row_source import Shape, write
+from fp8pass.codegen.kernels import rows as row_kernel
+from fp8pass.codegen.kernels.row_source import Shape, write
+from fp8pass.codegen.program import ir as program_module
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.reference import reference
 
 pytest.importorskip("triton")
 

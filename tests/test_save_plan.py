@@ -31,10 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import graph
 from fp8pass.config import Config
-from fp8pass.passes import JOINT_PASSES, expressions
-from fp8pass.passes.classify import Kind, kind
-from fp8pass.passes.save_plan import Cut, components, min_cut
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.passes import JOINT_PASSES
 from fp8pass.plan import Plan
+from fp8pass.rules import expressions
+from fp8pass.saving.cuts import Cut, components, min_cut
 
 # --- the cut ------------------------------------------------------------------------------------
 

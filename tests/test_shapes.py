@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.passes.linear import OPERAND_OF, quantize_linears
+from fp8pass.graph.tags import OPERAND_OF
+from fp8pass.passes.quantize_linears import quantize_linears
 
 COMPILERS = ["eager", "inductor"]
 

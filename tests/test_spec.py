@@ -7,12 +7,12 @@ import torch
 from helpers import FFN, Joint, capture_joint
 from torch import nn
 
-from fp8pass import spec
 from fp8pass.config import Config
-from fp8pass.graph import aten, emit
+from fp8pass.graph import spec
+from fp8pass.graph.nodes import aten, emit
+from fp8pass.graph.spec import MalformedGraph
+from fp8pass.graph.tags import ROLE
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.linear import ROLE
-from fp8pass.spec import MalformedGraph
 
 fp8 = torch.ops.fp8pass
 JOINED = fp8.joined.default
@@ -157,14 +157,14 @@ def test_use_before_definition(joint):
 
 def test_passes_are_checked(monkeypatch):
     """FP8PASS_CHECK=1 runs the verifier after every pass; 0 does not."""
-    from fp8pass import debug
+    from fp8pass.passes import runner
 
     seen = []
-    monkeypatch.setattr(debug.spec, "verify", seen.append)
+    monkeypatch.setattr(runner.spec, "verify", seen.append)
     joint = capture_joint(FFN(64, 128), torch.randn(32, 64))
-    debug.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+    runner.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
     assert len(seen) == len(JOINT_PASSES)
     monkeypatch.setenv("FP8PASS_CHECK", "0")
     joint = capture_joint(FFN(64, 128), torch.randn(32, 64))
-    debug.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+    runner.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
     assert len(seen) == len(JOINT_PASSES)

@@ -22,9 +22,10 @@ from kernel_helpers import (
     swiglu_backward,
 )
 
-from fp8pass.codegen import tile_kernel
-from fp8pass.codegen.program import Load, Program, Step, Store, reference
-from fp8pass.codegen.triton_ops import EXPRESSIONS, POWERS, expression
+from fp8pass.codegen.kernels import tiles as tile_kernel
+from fp8pass.codegen.kernels.triton_ops import EXPRESSIONS, POWERS, expression
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.reference import reference
 
 pytest.importorskip("triton")
 

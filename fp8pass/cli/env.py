@@ -134,7 +134,7 @@ def _memory(device: torch.device) -> str:
 
 def _paths(device: torch.device) -> dict[str, str]:
     """What fp8pass can do on a device, `yes` or why not, and whether it works."""
-    from fp8pass import hardware
+    from fp8pass.dialect import hardware
 
     def fp8_gemms() -> str:
         return hardware.why_no_fp8_gemm(device) or "yes"
@@ -155,9 +155,9 @@ def _fp8_product(device: torch.device) -> str:
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fp8pass import hardware
     from fp8pass.codegen.lowering import fp8 as dialect
-    from fp8pass.codegen.lowering import lower_dialect
+    from fp8pass.codegen.lowering import lower
+    from fp8pass.dialect import hardware
 
     if reason := hardware.why_no_fp8_gemm(device):
         return f"not run: {reason}"
@@ -170,7 +170,7 @@ def _fp8_product(device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     lowered = make_fx(product, tracing_mode="fake")(a, b)
-    lower_dialect(lowered)
+    lower(lowered)
     wrong, right = lowered(a, b).double(), a.double() @ b.double().t()
     error = float((wrong - right).norm() / right.norm())
     return "ok" if error < LARGEST_ERROR else f"wrong by {error:.0%}"

@@ -63,7 +63,7 @@ def run_alone(found: Target) -> Any:
     """
     import torch
 
-    from fp8pass.explain import unchanged
+    from fp8pass.inspect.running import unchanged
 
     shapes = [_described(x) for x in (*found.args, *found.kwargs.items())]
     fix = f"Its inputs are {', '.join(shapes) or 'none'}; --input gives others."

@@ -172,12 +172,12 @@ def moved(target: Target, device: Any, dtype: Any) -> Target:
     """The target on `device` and with floating point numbers in `dtype`, where they are given."""
     import torch
 
+    from fp8pass import compat
+
     def move(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, dtype if x.is_floating_point() else None)
 
-    args, kwargs = torch.utils._pytree.tree_map_only(
-        torch.Tensor, move, (target.args, target.kwargs)
-    )
+    args, kwargs = compat.tree_map_only(torch.Tensor, move, (target.args, target.kwargs))
     return replace(target, model=target.model.to(device, dtype), args=args, kwargs=kwargs)
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import compat, graph
-from fp8pass.passes.regions import is_residual_sum
 
 library = torch.library.Library("fp8pass_codegen", "DEF")
 library.define("buffer(Tensor x, int[] order) -> Tensor")
@@ -39,18 +38,3 @@ def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
 def is_buffer(node: fx.Node, order: list[int]) -> bool:
     """Whether a node is the buffer of its operand in a layout."""
     return graph.is_call(node, buffer) and node.args[1] == order
-
-
-def buffer_residual_sums(gm: fx.GraphModule) -> None:
-    """Give the sums of residual streams, and of their gradients, buffers."""
-    changed = False
-    for node in list(gm.graph.nodes):
-        val = graph.value(node)
-        if val is None or not val.is_floating_point() or not is_residual_sum(node):
-            continue
-        with gm.graph.inserting_after(node):
-            held = emit_buffer(node, graph.stride_order(val))
-        node.replace_all_uses_with(held, delete_user_cb=lambda user, held=held: user is not held)
-        changed = True
-    if changed:
-        gm.recompile()

@@ -17,9 +17,10 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import emit_buffer
-from fp8pass.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
-from fp8pass.graph import aten, prims, tensor
-from fp8pass.ops import BF16_BITS, CONTRACTION_MULTIPLE, SMALLEST_SCALE, is_fp8
+from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
+from fp8pass.dialect.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
+from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.graph.nodes import aten, prims, tensor
 
 fp8 = torch.ops.fp8pass
 cast = prims.convert_element_type.default
@@ -66,23 +67,23 @@ class Emitter:
 
 
 Lowering = Callable[..., fx.Node]
-_LOWERINGS: dict[Callable[..., Any], Lowering] = {}
+LOWERINGS: dict[Callable[..., Any], Lowering] = {}
 
 
 def _lowers(target: Callable[..., Any]) -> Callable[[Lowering], Lowering]:
     def register(function: Lowering) -> Lowering:
-        assert target not in _LOWERINGS, target
-        _LOWERINGS[target] = function
+        assert target not in LOWERINGS, target
+        LOWERINGS[target] = function
         return function
 
     return register
 
 
-def lower_dialect(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
+def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
     """Replace every fp8pass:: operator of a graph, or `only` one of them, by aten operators."""
     changed = False
     for node in list(gm.graph.nodes):
-        lowering = _LOWERINGS.get(node.target) if node.op == "call_function" else None
+        lowering = LOWERINGS.get(node.target) if node.op == "call_function" else None
         if lowering is None or only not in (None, node.target):
             continue
         with gm.graph.inserting_before(node):

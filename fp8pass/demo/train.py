@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8pass import measure
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import Size
+from fp8pass.inspect import saved_bytes as measure
 
 
 @dataclass

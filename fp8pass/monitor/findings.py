@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8pass.formats import E4M3
+from fp8pass.dialect.formats import E4M3
 from fp8pass.monitor.statistics import Quantized, Row
 
 HEADROOM = 8

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import compat, graph
-from fp8pass.codegen.lowering import lower_dialect
-from fp8pass.formats import FORMATS
+from fp8pass.codegen.lowering import lower
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.graph.names import operator_name
+from fp8pass.graph.tags import OPERAND_OF
 from fp8pass.monitor.statistics import Quantized, measure
-from fp8pass.passes.error_rules import operator_name
-from fp8pass.passes.linear import OPERAND_OF
 
 fp8 = torch.ops.fp8pass
 
@@ -50,16 +50,16 @@ class Sampler:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The graph as a callable on a list of inputs."""
-        if compat.is_inference_compile(kwargs):
+        half = compat.half_of(kwargs)
+        if half == "inference":
             return compat.interpret(gm)
         self.trains = True
-        is_backward = compat.is_backward_compile(kwargs)
-        lower_dialect(gm, only=fp8.scaled_mm.default)  # the GPU's GEMM, not an emulated one
+        lower(gm, only=fp8.scaled_mm.default)  # the GPU's GEMM, not an emulated one
         compat.draw_from_seeds(gm)
         recorder = Recorder(gm, self.sink)
 
         def run(arguments: list[Any]) -> Any:
-            if is_backward:
+            if half == "backward":
                 recorder.prefix = self._prefixes.pop() if self._prefixes else ""
             else:
                 recorder.prefix = recorder.find_prefix(arguments)

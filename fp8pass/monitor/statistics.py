@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fp8pass.formats import Format
-from fp8pass.ops import decode, encode
+from fp8pass.dialect.coding import decode, encode
+from fp8pass.dialect.formats import Format
 
 # Elements measured at once. On a GPU this bounds what a sampled step allocates besides, some ten
 # times as many bytes; on a CPU it is what its caches hold.

@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import AdamW
-from fp8pass.optim.formats import StateFormat, moment_format
 from fp8pass.optim.groups import Stored, decode, encode
 from fp8pass.optim.slots import from_rows, local, to_rows
+from fp8pass.optim.state_formats import StateFormat, moment_format
 
 GROUP_SIZE = 128
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8pass.config import ConfigError
-from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.groups import Stored, decode
 from fp8pass.optim.options import STORAGE, Storage
 from fp8pass.optim.slots import (
@@ -23,6 +22,7 @@ from fp8pass.optim.slots import (
     stored_state,
     to_rows,
 )
+from fp8pass.optim.state_formats import StateFormat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from fp8pass.codegen.prelude import Instructions, assembled
-from fp8pass.ops import SMALLEST_SCALE
+from fp8pass.codegen.kernels.prelude import Instructions, assembled
+from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
 
 

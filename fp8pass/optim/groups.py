@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8pass.formats import GROUP_SCALE_DTYPE
-from fp8pass.ops import BF16_BITS, SMALLEST_SCALE
-from fp8pass.optim.formats import StateFormat
+from fp8pass.dialect.formats import GROUP_SCALE_DTYPE
+from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.optim.state_formats import StateFormat
 
 EXPONENT_BITS = 0x7F800000
 # A range beyond the square of the format's is cut at its lower end: smaller powers would coarsen

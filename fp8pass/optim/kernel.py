@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fp8pass import compat
-from fp8pass.codegen.prelude import prelude
-from fp8pass.ops import SMALLEST_SCALE
-from fp8pass.optim.formats import StateFormat
+from fp8pass.codegen.kernels.prelude import prelude
+from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.optim.functions import QUOTIENT, axes, functions
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
 from fp8pass.optim.options import Storage
+from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.update import SMALLEST_EPS
 
 # Elements of a program and of a tile, which has at least a group; tiles that are on their way.

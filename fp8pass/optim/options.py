@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.config import ConfigError, unknown
-from fp8pass.optim.formats import PLAIN, StateFormat, moment_format
+from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8pass.ops import BF16_BITS
+from fp8pass.dialect.scaling import BF16_BITS
 
 # Of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)

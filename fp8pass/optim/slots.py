@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.formats import GROUP_SCALE_DTYPE
-from fp8pass.optim.formats import StateFormat
+from fp8pass.dialect.formats import GROUP_SCALE_DTYPE
 from fp8pass.optim.groups import Stored, encode
 from fp8pass.optim.options import Storage
+from fp8pass.optim.state_formats import StateFormat
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard

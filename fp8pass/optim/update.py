@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim import rounding
-from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.groups import Stored, decode, encode
 from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import Slot, group_count
+from fp8pass.optim.state_formats import StateFormat
 
 # Elements joined at once: some ten temporaries in fp32 stay in a CPU's cache, and small beside the
 # states elsewhere. Larger parameters are updated in pieces.

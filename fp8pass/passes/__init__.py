@@ -1,20 +1,9 @@
-"""The pipeline: what happens to a joint forward and backward graph, in this order.
+"""The pipeline: what happens to a graph, in this order.
 
-A pass is one function in one file, `pass_(gm, ctx) -> None`, that rewrites `gm.graph` in place or
-adds to `ctx`. Where it does not apply it leaves the graph as it was.
-
-    linear.py        mm, addmm of a parameter -> quantize + scaled_mm
-    save_plan.py     which forward values the backward keeps, in which format
-    materialize.py   the plan -> quantize, dequantize and recompute nodes
-    merge_dgrads.py  gradients of an input that layers share -> one GEMM
-
-`classify.py` says what an operator is. What may be inexact is derived: `regions.py` (what belongs
-together), `expressions.py` (its maths), `perturbation.py` (bounds), `amplification.py` and
-`derivation.py` (numbers), `attention_rule.py`, and `error_rules.py`, which puts them together;
-`rule_summary.py` shows them.
-`storage.py` chooses a value's format, `costs.py` says what keeping and recomputing cost,
-`decision.py` is what was decided, and `budget.py` decides under a memory budget, with an eye on
-what the backward holds besides (`backward_memory.py`).
+A pass is one function in one file of its name, `pass_(gm, ctx) -> None`, that rewrites `gm.graph`
+in place or adds to `ctx` (`context.py`). Where it does not apply it leaves the graph as it was.
+`runner.py` runs the passes of a list, records, times and checks them, and leaves out those that
+`FP8PASS_DISABLE_PASSES` names.
 """
 
 from __future__ import annotations
@@ -23,23 +12,48 @@ from collections.abc import Callable
 
 from torch import fx
 
+from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.context import Context
-from fp8pass.passes.linear import quantize_linears
-from fp8pass.passes.materialize import materialize_plan
+from fp8pass.passes.count_kernels import count_kernels
+from fp8pass.passes.fuse_launches import fuse_launches
+from fp8pass.passes.fuse_norms import fuse_norms
+from fp8pass.passes.fuse_rows import fuse_rows
+from fp8pass.passes.fuse_scales import fuse_scales
+from fp8pass.passes.fuse_tiles import fuse_tiles
+from fp8pass.passes.lower_dialect import lower_dialect
+from fp8pass.passes.materialize_plan import materialize_plan
 from fp8pass.passes.merge_dgrads import merge_dgrads
-from fp8pass.passes.save_plan import plan_saved_values
+from fp8pass.passes.plan_saved_values import plan_saved_values
+from fp8pass.passes.quantize_linears import quantize_linears
 
 Pass = Callable[[fx.GraphModule, Context], None]
 
-# For graphs with a backward.
+# Joint graphs, forward and backward in one.
 JOINT_PASSES: tuple[Pass, ...] = (
-    quantize_linears,
-    plan_saved_values,
-    materialize_plan,
-    merge_dgrads,
+    quantize_linears,  # mm, addmm of a parameter -> quantize + scaled_mm
+    plan_saved_values,  # which forward values the backward keeps, in which format
+    materialize_plan,  # the plan -> quantize, dequantize and recompute nodes
+    merge_dgrads,  # gradients of an input that layers share -> one GEMM
 )
 
-# For graphs without one: evaluation gives the values that training would.
+# Graphs without a backward: evaluation gives the values that training would.
 INFERENCE_PASSES: tuple[Pass, ...] = (quantize_linears,)
 
-__all__ = ["INFERENCE_PASSES", "JOINT_PASSES", "Context", "Pass"]
+# The forward and the backward, or an inference graph, right before Inductor compiles them.
+HALF_PASSES: tuple[Pass, ...] = (
+    fuse_rows,  # what is quantized by row -> row kernels
+    fuse_norms,  # the backward of norms -> row kernels
+    fuse_tiles,  # what is quantized in both layouts -> tile kernels
+    fuse_scales,  # what is left of amaxes, and their scales -> one row kernel
+    fuse_launches,  # kernels that can run together -> one launch
+    count_kernels,  # what quantizes the matrices, for the plan
+    lower_dialect,  # the rest of the dialect -> aten
+    buffer_residual_sums,  # sums of the residual stream -> memory
+)
+
+ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *HALF_PASSES)
+
+# Without these no graph could be cut, or compiled.
+INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, lower_dialect)
+
+__all__ = ["ALL_PASSES", "HALF_PASSES", "INFERENCE_PASSES", "JOINT_PASSES", "Context", "Pass"]

@@ -25,10 +25,11 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph import RESHAPES, aten, emit, tensor
+from fp8pass.graph.flops import is_fp8_gemm
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.patterns import RESHAPES
+from fp8pass.graph.tags import OPERAND_OF, ROLE
 from fp8pass.passes.context import Context
-from fp8pass.passes.costs import is_fp8_gemm
-from fp8pass.passes.linear import OPERAND_OF, ROLE
 
 fp8 = torch.ops.fp8pass
 

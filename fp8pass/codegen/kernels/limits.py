@@ -1,0 +1,45 @@
+"""What the kernels take: devices, sizes, formats, and layouts."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
+from fp8pass.dialect import hardware
+from fp8pass.graph.nodes import tensor
+from fp8pass.graph.patterns import transposes
+
+fp8 = torch.ops.fp8pass
+
+
+def why_no_rows(codes: fx.Node) -> str | None:
+    """Why no row kernel quantizes a matrix, if that can be told from the matrix alone."""
+    if tensor(codes.args[1]).ndim != 2:  # type: ignore[arg-type]
+        return "one scale for all"
+    return why_no_kernel(codes)
+
+
+# A matrix may be computed from this many times its own bytes; beyond, it is read from memory.
+LARGEST_INPUTS = 2.0
+
+
+def why_no_tiles(codes: fx.Node) -> str | None:
+    """Why no tile kernel quantizes a matrix, if that can be told from the matrix alone."""
+    if tensor(codes.args[1]).ndim:  # type: ignore[arg-type]
+        return "scales by row"
+    return why_no_kernel(codes) or (None if transposes(codes) else "not needed transposed")
+
+
+def why_no_kernel(codes: fx.Node) -> str | None:
+    """Why the kernels do not work on a matrix of this size and format, on its device."""
+    format = str(codes.args[2])
+    return why_not_a_matrix(codes) if format in CODE_TYPES else f"no kernel for {format}"
+
+
+def why_not_a_matrix(x: fx.Node) -> str | None:
+    """Why kernels do not work on a value of this size, on its device."""
+    val = tensor(x)
+    if val.ndim < 2 or not isinstance(val.shape[-1], int) or val.shape[-1] == 1:
+        return "not a matrix of fixed width"
+    return hardware.why_no_triton_kernels(val.device)

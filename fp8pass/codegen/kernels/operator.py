@@ -1,0 +1,70 @@
+"""Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
+
+Called eagerly on a GPU they run Triton kernels generated for the programs, elsewhere references.
+Inductor allocates the results and launches the kernels as it does its own. Programs are an
+argument, so that graphs can be cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import compat
+from fp8pass.codegen.buffers import library
+from fp8pass.codegen.kernels.launch import Launch, Part, launches
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.ir import Program
+
+# From a program and the sizes M and N of its matrix, of which M may be symbolic.
+Prepare = Callable[[Program, Any, int], Part]
+
+
+def define_kernel(name: str, prepare: Prepare) -> Any:
+    """The operator that runs batches of programs with the kernels that `prepare` makes for them."""
+
+    def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
+        batch = Batch.parse(programs)
+        results = batch.empty_outputs(inputs)
+        run(prepare, batch, inputs, results)
+        return results
+
+    def elsewhere(inputs: list[Tensor], programs: str) -> list[Tensor]:
+        return Batch.parse(programs).reference(inputs)
+
+    def fake(inputs: list[Tensor], programs: str) -> list[Tensor]:
+        return Batch.parse(programs).empty_outputs(inputs)
+
+    library.define(f"{name}(Tensor[] inputs, str programs) -> Tensor[]")
+    library.impl(name, on_gpu, "CUDA")
+    library.impl(name, elsewhere, "CPU")
+    torch.library.register_fake(f"fp8pass_codegen::{name}", fake, lib=library)
+    op = getattr(torch.ops.fp8pass_codegen, name).default
+
+    def prepare_all(inputs: Sequence[Any], programs: str) -> list[Launch]:
+        sizes = [x.get_size() for x in inputs]
+        return launches(parts_of(prepare, Batch.parse(programs), sizes))
+
+    compat.lower_to_triton(op, prepare_all)
+    return op
+
+
+def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
+    """Run a batch's kernels on the device of its inputs, into `results`."""
+    operands = [x.contiguous() for x in inputs]
+    parts = parts_of(prepare, batch, [x.shape for x in operands])
+    for launch in launches(part for part in parts if part.grid):
+        launch.run(operands, results)
+
+
+def parts_of(prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]) -> Iterator[Part]:
+    """What each program of a batch is in a launch, with inputs of these sizes."""
+    for program, read, numbers in batch.parts(range(len(sizes))):
+        *leading, columns = sizes[read[program.matrix_input]]
+        part = prepare(program, math.prod(leading), int(columns))
+        yield replace(part, inputs=tuple(read), outputs=tuple(numbers))

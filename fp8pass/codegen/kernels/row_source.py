@@ -1,0 +1,394 @@
+"""The Triton source of row kernels.
+
+A row is cut into chunks. One that fits is held in registers, chunk by chunk; a longer one is read
+in a loop, once for each reduction that waits for another one, from the cache after the first time.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fp8pass.codegen.kernels.launch import Function
+from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
+from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step, Store
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.scaling import SMALLEST_SCALE
+
+# Elements that a thread reads at once: 16 bytes of BF16.
+VECTOR = 8
+
+_BODY = """
+row = index.to(tl.int64)
+{before}
+{body}
+"""
+
+# A program that sums over rows works on several, and keeps its sums in registers.
+_SUMMING_BODY = """
+{before}
+for row in range(index.to(tl.int64), M, PROGRAMS):
+{body}
+{after}
+"""
+
+_LOADS = {
+    "full": "tl.load({0} + first + {column}{or_zero})",
+    "column": "tl.load({0} + {column}{or_zero})",
+    "row": "tl.load({0} + row)",
+    "scalar": "tl.load({0})",
+}
+# One scale for every few neighbours, so that no thread reads the same one several times.
+_GROUP_SCALES = [
+    "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
+    "{v}_scales = tl.load({1} + row * ({N} // {size}) + {v}_few // {size}{few_or_zero})",
+]
+_OF_GROUPS = (
+    "tl.reshape(tl.reshape({v}_read.to(tl.float32), ({chunk} // {few}, {few})) "
+    "* {v}_scales.to(tl.float32)[:, None], ({chunk},))"
+)
+_GROUPS = [
+    "{v}_groups = tl.reshape({value}, ({chunk} // {size}, {size}))",
+    "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
+    "{v}_scales = truncated(scale_of({v}_amax, {step}, {tiny}))",
+    "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
+    "tl.store({1} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
+    "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
+    "tl.store({0} + first + {column}, tl.reshape({v}_groups.to({code}), ({chunk},)){if_there})",
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel goes over a row: its elements, those of a chunk, and whether it is held."""
+
+    columns: int
+    chunk: int
+    held: bool
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks that are written out: those of a loop are one."""
+        return range(-(-self.columns // self.chunk) if self.held else 1)
+
+    def is_full(self, i: int) -> bool:
+        """Whether all elements of a chunk are there."""
+        if self.held:
+            return (i + 1) * self.chunk <= self.columns
+        return self.columns % self.chunk == 0
+
+
+class Writer:
+    """Writes the body of a function.
+
+    Work is done in stages: a reduction belongs to the stage after those of all reductions that its
+    operand needs, a store likewise. Values that vary along a row have a name in each chunk. They
+    are computed once if the row is held, and in every stage that needs them if it is not.
+    """
+
+    def __init__(self, program: Program, shape: Shape) -> None:
+        self.program, self.shape = program, shape
+        self.definitions: dict[str, Load | Step] = {x.name: x for x in program.loads}
+        self.definitions |= {x.name: x for x in program.steps}
+        self.rounded = {s.name: s.dtype for s in program.stores if "full" in s.layouts}
+        self.where = pointers(program)
+        self.results = self._name_results()
+        self.varying: set[str] = set()
+        self.stages: dict[str, int] = {}
+        for definition in self.definitions.values():
+            self._place(definition)
+        self.lines: list[str] = []
+        self.known: set[str] = set()
+
+    def _name_results(self) -> dict[tuple[int, str], list[str]]:
+        """The pointers of every store, by its number and layout."""
+        found: dict[tuple[int, str], list[str]] = {}
+        count = 0
+        for i, store in enumerate(self.program.stores):
+            for layout in store.layouts:
+                number = 2 if layout == "groups" else 1
+                found[i, layout] = [f"out{count + i}" for i in range(number)]
+                count += number
+        return found
+
+    def parameters(self) -> list[str]:
+        """The kernel's pointers."""
+        inputs = [f"in{i}" for i in range(self.program.input_count)]
+        return inputs + [name for names in self.results.values() for name in names]
+
+    def _place(self, definition: Load | Step) -> None:
+        """Whether a value varies along a row, and the stage in which it is first known.
+
+        A reduction is known in the stage after its own.
+        """
+        name = definition.name
+        if isinstance(definition, Load):
+            self.stages[name] = 0
+            if definition.operand in ("full", "column", "groups"):
+                self.varying.add(name)
+            return
+        needs, reduces = _operands(definition), definition.target in REDUCTIONS
+        self.stages[name] = max((self.stages[x] for x in needs), default=0) + reduces
+        if not reduces and not self.varying.isdisjoint(needs):
+            self.varying.add(name)
+
+    # --- the parts of a kernel ------------------------------------------------------------------
+
+    def before(self) -> list[str]:
+        """What is the same for all rows."""
+        self.lines = []
+        if self.shape.held:
+            for i in self.shape.chunks:
+                self._write_columns(i)
+            self._read("column")
+        zeros = f"tl.zeros(({self.shape.chunk},), tl.float32)"
+        for number, _ in self._sums():
+            self.lines += [f"sums_{number}_{i} = {zeros}" for i in self.shape.chunks]
+        return self.lines
+
+    def body(self) -> list[str]:
+        """What is done for a row."""
+        self.lines = [f"first = row * {self.shape.columns}"]
+        if self.shape.held:  # everything is asked for before anything waits
+            self._read("full", "groups")
+        reductions = [s for s in self.program.steps if s.target in REDUCTIONS]
+        when = {key: self._stage_of_store(key[0]) for key in self.results}
+        last = max([*when.values(), *(self.stages[r.name] - 1 for r in reductions)])
+        for stage in range(last + 1):
+            self._write_stage(
+                [r for r in reductions if self.stages[r.name] - 1 == stage],
+                [key for key in self.results if when[key] == stage],
+            )
+        return self.lines
+
+    def after(self) -> list[str]:
+        """What is stored when all rows are done."""
+        self.lines = []
+        for number, pointer in self._sums():
+            for i in self.shape.chunks:
+                where = f"{pointer} + index * {self.shape.columns} + column_{i}"
+                self.lines.append(f"tl.store({where}, sums_{number}_{i}{self._if_there(i)})")
+        return self.lines
+
+    def _sums(self) -> list[tuple[int, str]]:
+        """Numbers and pointers of sums over rows."""
+        found = self.results.items()
+        return [(number, pointers_[0]) for (number, layout), pointers_ in found if layout == "sums"]
+
+    # --- stages ---------------------------------------------------------------------------------
+
+    def _stage_of_store(self, number: int) -> int:
+        store = self.program.stores[number]
+        return max(self.stages[x] for x in (store.name, store.scale) if x)
+
+    def _write_stage(self, reductions: list[Step], stores: list[tuple[int, str]]) -> None:
+        along = [key for key in stores if key[1] != "row"]
+        needed = [r.args[0] for r in reductions]
+        for number, _ in along:
+            needed += [self.program.stores[number].name, self.program.stores[number].scale]
+        for value in self._row_values([x for x in needed if x]):
+            self.define(value, 0)
+        if self.shape.held:
+            for i in self.shape.chunks:
+                self._write_chunk(i, reductions, along, is_first=i == 0)
+        elif reductions or along:
+            self._write_loop(reductions, along)
+        for r in reductions:
+            combine = "sum" if r.target == "row_sum" else "reduce"
+            rest = "" if combine == "sum" else ", largest"
+            self.lines.append(f"{r.name} = tl.{combine}({r.name}_chunk, 0{rest})")
+            self.known.add(r.name)
+        for number, layout in stores:
+            if layout == "row":
+                store, (pointer,) = self.program.stores[number], self.results[number, layout]
+                value = self.define(store.name, 0)
+                self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
+
+    def _row_values(self, names: list[str]) -> list[str]:
+        """What does not vary along a row and is needed to compute values."""
+        found: list[str] = []
+        seen, pending = set(self.known), list(reversed(names))
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            definition = self.definitions[name]
+            if name not in self.varying:
+                found.append(name)
+            elif isinstance(definition, Step):
+                pending += _operands(definition)
+        return found
+
+    def _write_loop(self, reductions: list[Step], stores: list[tuple[int, str]]) -> None:
+        chunk = self.shape.chunk
+        for r in reductions:
+            self.lines.append(f"{r.name}_chunk = tl.zeros(({chunk},), tl.float32)")
+        self.lines.append(f"for start in range(0, {self.shape.columns}, {chunk}):")
+        outside, self.lines, known = self.lines, [], set(self.known)
+        self._write_columns(0)
+        self._write_chunk(0, reductions, stores, is_first=False)
+        self.lines = outside + [f"    {line}" for line in self.lines]
+        self.known = known
+
+    def _write_chunk(
+        self, i: int, reductions: list[Step], stores: list[tuple[int, str]], *, is_first: bool
+    ) -> None:
+        for number, layout in stores:
+            self._write_store(i, number, layout)
+        for r in reductions:
+            value, so_far = self._only_there(self._along(r.args[0], i), i), f"{r.name}_chunk"
+            if r.target == "row_amax":
+                value = f"tl.abs({value})"
+            if not is_first:
+                sums = r.target == "row_sum"
+                value = f"{so_far} + {value}" if sums else f"largest({so_far}, {value})"
+            self.lines.append(f"{so_far} = {value}")
+
+    # --- chunks ---------------------------------------------------------------------------------
+
+    def _start(self, i: int) -> str:
+        return str(i * self.shape.chunk) if self.shape.held else "start"
+
+    def _write_columns(self, i: int) -> None:
+        column = f"{self._start(i)} + tl.arange(0, {self.shape.chunk})"
+        self.lines.append(f"column_{i} = {column}")
+        if not self.shape.is_full(i):
+            self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
+
+    def _if_there(self, i: int, condition: str = "") -> str:
+        """The last argument of a load or store, where not all elements of a chunk are there."""
+        return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
+
+    def _only_there(self, value: str, i: int) -> str:
+        return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
+
+    def name(self, value: str, i: int) -> str:
+        """The name of a value in a chunk."""
+        return f"{value}_{i}" if value in self.varying else value
+
+    def _along(self, value: str, i: int) -> str:
+        """A value in all elements of a chunk, whether it varies or not."""
+        name = self.define(value, i)
+        varies = value in self.varying
+        return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
+
+    def define(self, value: str, i: int) -> str:
+        """Compute a value in a chunk, and what it needs, unless it is known; gives its name."""
+        name = self.name(value, i)
+        if name in self.known:
+            return name
+        definition = self.definitions[value]
+        if isinstance(definition, Load):
+            self._write_load(definition, i)
+        else:
+            args = definition.args
+            renamed = {x: self.define(x, i) for x in _operands(definition)}
+            step = replace(definition, args=tuple(renamed.get(x, x) for x in args))
+            self.lines.append(f"{name} = {expression(step)}")
+        if value in self.rounded:
+            self.lines.append(f"{name} = {name}.to(tl.{self.rounded[value]}).to(tl.float32)")
+        self.known.add(name)
+        return name
+
+    def _read(self, *kinds: str) -> None:
+        """Ask for operands of some kinds in all chunks."""
+        for i in self.shape.chunks:
+            for load in self.program.loads:
+                if load.operand in kinds:
+                    self._write_read(load, i)
+
+    def _write_read(self, load: Load, i: int) -> None:
+        name, where = self.name(load.name, i), self.where[load]
+        if f"{name}_read" in self.known:
+            return
+        kind = "full" if load.operand == "groups" else load.operand
+        or_zero = self._if_there(i, f"there_{i}, other=0.0")
+        read = _LOADS[kind].format(*where, column=f"column_{i}", or_zero=or_zero)
+        self.lines.append(f"{name}_read = {read}")
+        self.known.add(f"{name}_read")
+        if load.operand == "groups":
+            few_or_zero = self._if_there(i, f"{name}_few < {self.shape.columns}, other=0.0")
+            names = {**self._names(name, i), **_groups(load), "few_or_zero": few_or_zero}
+            self.lines += [line.format(*where, **names) for line in _GROUP_SCALES]
+
+    def _write_load(self, load: Load, i: int) -> None:
+        self._write_read(load, i)
+        name = self.name(load.name, i)
+        value = f"{name}_read.to(tl.float32)"
+        if load.operand == "groups":
+            value = _OF_GROUPS.format(**self._names(name, i), **_groups(load))
+        self.lines.append(f"{name} = {value}")
+
+    def _names(self, value: str, i: int) -> dict[str, Any]:
+        return {
+            "v": value,
+            "column": f"column_{i}",
+            "start": self._start(i),
+            "chunk": self.shape.chunk,
+            "N": self.shape.columns,
+        }
+
+    def _write_store(self, i: int, number: int, layout: str) -> None:
+        store, pointers_ = self.program.stores[number], self.results[number, layout]
+        name, if_there = self._along(store.name, i), self._if_there(i)
+        where = f"{pointers_[0]} + first + column_{i}"
+        if layout == "sums":
+            self.lines.append(f"sums_{number}_{i} += {self._only_there(name, i)}")
+        elif layout == "full":
+            self.lines.append(f"tl.store({where}, {name}.to(tl.{store.dtype}){if_there})")
+        elif layout == "rows":
+            codes = f"{coded(name, self.define(store.scale, i))}.to({CODE_TYPES[store.format]})"
+            self.lines.append(f"tl.store({where}, {codes}{if_there})")
+        else:
+            self._write_groups(i, store, name, pointers_)
+
+    def _write_groups(self, i: int, store: Store, value: str, pointers_: list[str]) -> None:
+        names = {
+            **self._names(f"{store.name}_{i}", i),
+            "value": value,
+            "size": store.group_size,
+            "code": CODE_TYPES[store.format],
+            "step": repr(1 / FORMATS[store.format].max),
+            "tiny": repr(SMALLEST_SCALE),
+            "if_there": self._if_there(i),
+            "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
+        }
+        self.lines += [line.format(*pointers_, **names) for line in _GROUPS]
+
+
+def _groups(load: Load) -> dict[str, int]:
+    return {"size": load.group_size, "few": math.gcd(VECTOR, load.group_size)}
+
+
+def _operands(step: Step) -> list[str]:
+    names = step.args[:1] if step.target == "scale" else step.args
+    return [x for x in names if isinstance(x, str)]
+
+
+def sums_rows(program: Program) -> bool:
+    """Whether a program sums over rows."""
+    return any("sums" in store.layouts for store in program.stores)
+
+
+@cache
+def write(program: Program, shape: Shape) -> Function:
+    """The Triton function of a program."""
+    sums = sums_rows(program)
+    assert shape.held or not sums, "sums are held, and so are the rows they are of"
+    writer = Writer(program, shape)
+    before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
+    if sums:
+        body = _SUMMING_BODY.format(before=before, body=textwrap.indent(body, "    "), after=after)
+    else:
+        body = _BODY.format(before=before, body=body)
+    return Function(
+        kernel_name("rows", program),
+        pointers=tuple(writer.parameters()),
+        sizes=("M",) * sums,
+        constants=("PROGRAMS",) * sums,
+        body=body.strip("\n"),
+    )

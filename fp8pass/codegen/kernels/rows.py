@@ -1,0 +1,51 @@
+"""The Triton kernel of a program with reductions over rows: a row is read once and done with.
+
+COAT 5.2, LLMQ 3. What a linear layer of the forward reads is a norm, an activation or a weight,
+with a scale for each row: the kernel that holds the row finds the norm's statistics, the scale, the
+codes, and the codes of groups that are kept for the backward. Inductor's own reductions go over a
+row once for each of these and leave the groups to another kernel (`benchmarks/kernels.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8pass.codegen.kernels.launch import Part
+from fp8pass.codegen.kernels.operator import define_kernel
+from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
+from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
+
+# Longer rows are read in a loop; a kernel that sums over rows needs registers for its sums.
+LONGEST_HELD = 16384
+LONGEST_SUMMED = 8192
+# Elements that a thread holds: with more, too few threads fit on the GPU to hide its latency
+# (`benchmarks/sweeps.py`).
+HELD = 44
+HELD_SUMMED = 32
+# Elements of a chunk in a loop.
+CHUNK = 4096
+# Elements of any chunk.
+SMALLEST_CHUNK = 128
+
+
+def prepare(program: Program, rows: Any, columns: int) -> Part:
+    """The kernel of a program, reading what was fastest on the H200 at a time."""
+    shape, warps = _shape(program, columns)
+    function = write(program, shape)
+    if sums_rows(program):
+        return Part(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
+    return Part(function, rows, sizes={}, constants={}, num_warps=warps)
+
+
+def _shape(program: Program, columns: int) -> tuple[Shape, int]:
+    """Chunks, and warps for them; no group lies in two chunks."""
+    if columns > LONGEST_HELD:
+        return Shape(columns, CHUNK, held=False), 4
+    held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)
+    warps = next(w for w in (4, 8, 16) if columns <= 32 * w * held)
+    largest_group = max((store.group_size for store in program.stores), default=1)
+    chunk = min(32 * warps * vector, 1 << (columns - 1).bit_length())
+    return Shape(columns, max(chunk, largest_group, SMALLEST_CHUNK), held=True), warps
+
+
+rows = define_kernel("rows", prepare)

@@ -1,0 +1,168 @@
+"""The Triton source of tile kernels.
+
+A tile is cut into slices of its rows. Of n slices, slice i has rows i, i + n, i + 2n, ..., so that
+one thread has the codes of a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fp8pass.codegen.kernels.launch import Function
+from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+
+# Codes in a word.
+WORD = 4
+
+# Run-time and compile-time parameters.
+SIZES = "M", "M_PADDED", "N"
+CONSTANTS = "M_TILE", "N_TILE", "FULL"
+
+_TILE = """
+tiles_in_row = tl.cdiv(N, N_TILE)
+row_tile = index // tiles_in_row
+column_tile = index % tiles_in_row
+in_tile = tl.arange(0, M_TILE // {slices})
+first_column = column_tile * N_TILE
+in_row = tl.arange(0, N_TILE)
+column = first_column + in_row
+column_there = FULL | (column < N)
+"""
+# A matrix may have more elements than 32 bits count, a tile has not.
+_FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
+_SLICE = """
+in_tile_{i} = {slices} * in_tile + {i}
+row_{i} = row_tile * M_TILE + in_tile_{i}
+row_there_{i} = FULL | (row_{i} < M)
+there_{i} = row_there_{i}[:, None] & column_there[None, :]
+full_{i} = in_tile_{i}[:, None] * N + in_row[None, :]
+"""
+_TRANSPOSED = """
+in_column = row_tile * (M_TILE // {word}) + in_tile
+place_there = column_there[:, None] & (FULL | (in_column < M_PADDED // {word}))[None, :]
+"""
+
+_LOADS = {
+    "full": "tl.load({0} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)",
+    "row": "tl.load({0} + row_{i}, row_there_{i}, other=0.0).to(tl.float32)[:, None]",
+    "column": "tl.load({0} + column, column_there, other=0.0).to(tl.float32)[None, :]",
+    "scalar": "tl.load({0}).to(tl.float32)",
+}
+
+
+@dataclass(frozen=True)
+class TileWriter:
+    """Writes the function of a program. The name of a value in slice i ends in i."""
+
+    program: Program
+
+    @cached_property
+    def slices(self) -> int:
+        """How many slices a tile has: the codes of a word lie below one another."""
+        transposes = any("columns" in store.layouts for store in self.program.stores)
+        return WORD if transposes else 1
+
+    def write(self) -> Function:
+        """The Triton function."""
+        program = self.program
+        results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
+        body = [*self._places()]
+        for i in range(self.slices):
+            body += self._loads(i)
+            body += self._steps(i)
+        remaining = iter(results)
+        for store in program.stores:
+            body += self._store(store, [next(remaining) for _ in store.layouts])
+        return Function(
+            kernel_name("tiles", program),
+            pointers=(*(f"in{i}" for i in range(program.input_count)), *results),
+            sizes=SIZES,
+            constants=CONSTANTS,
+            body="\n".join(part.strip("\n") for part in body),
+        )
+
+    def _places(self) -> Iterator[str]:
+        """Where the tile's elements lie in matrices."""
+        yield _TILE.format(slices=self.slices)
+        yield _FIRST
+        for i in range(self.slices):
+            yield _SLICE.format(i=i, slices=self.slices)
+        if self.slices > 1:
+            yield _TRANSPOSED.format(word=WORD)
+
+    def _loads(self, i: int) -> Iterator[str]:
+        where = pointers(self.program)
+        for load in self.program.loads:
+            yield from self._load(load, where[load], i)
+
+    def _load(self, load: Load, where: list[str], i: int) -> list[str]:
+        name = f"{load.name}_{i}"
+        if load.operand == "groups":
+            return self._load_groups(load.group_size, where, name, i)
+        return [f"{name} = {_LOADS[load.operand].format(*where, i=i)}"]
+
+    def _load_groups(self, size: int, where: list[str], name: str, i: int) -> list[str]:
+        codes, scales = where
+        first = f"{scales} + row_{i}.to(tl.int64) * (N // {size})"
+        return [
+            # A tile within one group has one scale in each row.
+            f"if {size} % N_TILE == 0:",
+            f"    {name}_scale = tl.load({first} + first_column // {size}, row_there_{i},"
+            " other=0.0).to(tl.float32)[:, None]",
+            "else:",
+            f"    {name}_scale = tl.load(({first})[:, None] + (column // {size})[None, :],"
+            f" there_{i}, other=0.0).to(tl.float32)",
+            f"{name} = tl.load({codes} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)"
+            f" * {name}_scale",
+        ]
+
+    def _steps(self, i: int) -> Iterator[str]:
+        for step in self.program.steps:
+            yield f"{step.name}_{i} = {self._value(step, i)}"
+
+    def _value(self, step: Step, i: int) -> str | None:
+        args = tuple(f"{x}_{i}" if isinstance(x, str) else x for x in step.args)
+        return expression(replace(step, args=args))
+
+    def _store(self, store: Store, where: list[str]) -> Iterator[str]:
+        if store.layouts == ("amax",):
+            yield from self._store_amax(store, where[0])
+            return
+        for i in range(self.slices):
+            # What pads a matrix must be zero, whatever the body makes of it.
+            codes = coded(f"{store.name}_{i}", f"{store.scale}_{i}")
+            yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
+        for layout, pointer in zip(store.layouts, where, strict=True):
+            if layout == "rows":
+                yield from self._store_rows(store, pointer)
+            else:
+                yield from self._store_columns(store, pointer)
+
+    def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
+        """In a program of its own, which has one slice."""
+        magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
+        amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
+        yield f"tl.store({pointer} + index, {amax})"
+
+    def _store_rows(self, store: Store, pointer: str) -> Iterator[str]:
+        first = f"{pointer} + first"
+        if store.width:
+            row = f"(row_tile * M_TILE).to(tl.int64) * {store.width}"
+            first = f"{pointer} + {row} + first_column + {store.offset}"
+        for i in range(self.slices):
+            place = f"full_{i}"
+            if store.width:
+                place = f"in_tile_{i}[:, None] * {store.width} + in_row[None, :]"
+            codes = f"{store.name}_{i}_coded.to({CODE_TYPES[store.format]})"
+            yield f"tl.store({first} + {place}, {codes}, there_{i})"
+
+    def _store_columns(self, store: Store, pointer: str) -> Iterator[str]:
+        width = f"({store.width or 'M_PADDED'} // {WORD})"
+        first = f"first_column.to(tl.int64) * {width} + {store.offset // WORD}"
+        codes = (f"{store.name}_{i}_coded" for i in range(self.slices))
+        place = f"in_row[:, None] * {width} + in_column[None, :]"
+        where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
+        yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"

@@ -1,0 +1,79 @@
+"""Programs that one operator runs, side by side, and the result that they share.
+
+None reads what another stores.
+
+What programs store side by side in one matrix is the operator's first result: each writes its
+columns, and no copy puts them together. All else that they store follows, in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8pass.codegen.program.ir import Program
+from fp8pass.codegen.program.reference import reference
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Programs, whose inputs follow one another."""
+
+    programs: tuple[Program, ...]
+
+    def dumps(self) -> str:
+        """The programs as text."""
+        return json.dumps([program.dumps() for program in self.programs])
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> Batch:
+        """What `dumps` wrote."""
+        return Batch(tuple(map(Program.parse, json.loads(text))))
+
+    @property
+    def joins(self) -> bool:
+        """Whether programs store side by side."""
+        return any(store.width for program in self.programs for store in program.stores)
+
+    def parts(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
+        """Each program with its inputs, and with the numbers of its results."""
+        first, number = 0, int(self.joins)
+        for program in self.programs:
+            numbers = []
+            for store in program.stores:
+                for _ in range(store.result_count):
+                    numbers.append(0 if store.width else number)
+                    number += not store.width
+            yield program, list(inputs[first : first + program.input_count]), numbers
+            first += program.input_count
+
+    def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Uninitialized results."""
+        found: dict[int, Tensor] = {}
+        for program, operands, numbers in self.parts(inputs):
+            for number, x in zip(numbers, program.empty_outputs(operands), strict=True):
+                found.setdefault(number, x)
+        return [found[number] for number in range(len(found))]
+
+    def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The results, computed operator by operator."""
+        results = self.empty_outputs(inputs)
+        for program, operands, numbers in self.parts(inputs):
+            stores = [store for store in program.stores for _ in range(store.result_count)]
+            found = reference(program, operands)
+            for store, number, x in zip(stores, numbers, found, strict=True):
+                if store.width:
+                    place = results[number].view(torch.uint8)
+                    place[:, store.offset : store.offset + x.shape[1]] = x.view(torch.uint8)
+                else:
+                    results[number] = x
+        return results

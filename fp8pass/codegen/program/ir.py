@@ -1,0 +1,180 @@
+"""What a fused kernel computes: operators on an [M, N] matrix, and what of it to store.
+
+A `Program` is plain data, so that it travels as a string through graphs and caches. It is read off
+FX nodes by `reader.py`; `reference` here says what it means, in fp32 and plain PyTorch, and
+`tile_kernel.py` and `row_kernel.py` write Triton kernels that compute it. Values are fp32 and not
+rounded in between, as in Inductor's kernels, unless they are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import compat
+from fp8pass.dialect.coding import padded
+from fp8pass.dialect.formats import FORMATS, GROUP_SCALE_DTYPE
+
+# How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
+# along its rows, [M, N / G].
+OPERANDS = ("scalar", "column", "row", "full", "groups")
+# Rows and columns over which the first stage of an amax goes.
+AMAX_TILE = 64, 128
+# Programs that sum over rows, each over its own, so that the order of the sum is always the same.
+PARTIAL_SUMS = 1024
+
+
+class NotAMatrix(Exception):
+    """A value does not lie in the matrix that a kernel works on."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """An operand of one of `OPERANDS`, value `name`; `group_size` is only of `groups`."""
+
+    name: str
+    operand: str
+    group_size: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """`name = target(*args)`: an operator on values (their names) and constants.
+
+    An aten operator, or one of `ROW_OPERATORS`, whose result is a value for each row.
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Store:
+    """What is kept of the value `name`, one tensor for each of `layouts`.
+
+    `rows`     codes [M, N], `scale` being a scalar or a value for each row
+    `columns`  their transpose [N, M'], M' being M padded with zeros to what GEMMs contract
+    `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
+    `groups`   codes [M, N] and bf16 scales [M, N / G] of groups: two tensors
+    `full`     the value, [M, N] in `dtype`; what follows uses the rounded value
+    `row`      a value for each row, [M, 1] in `dtype`
+    `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
+
+    Codes in `rows` or `columns` may lie in a matrix of `width` columns, from column `offset` on,
+    beside what other programs store there (`batch.py`).
+    """
+
+    name: str
+    layouts: tuple[str, ...]
+    scale: str = ""
+    format: str = ""
+    group_size: int = 0
+    dtype: str = ""
+    width: int = 0
+    offset: int = 0
+
+    @property
+    def result_count(self) -> int:
+        """How many tensors are stored."""
+        return len(self.layouts) + ("groups" in self.layouts)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Loads, then steps, then stores."""
+
+    loads: tuple[Load, ...]
+    steps: tuple[Step, ...]
+    stores: tuple[Store, ...]
+
+    def dumps(self) -> str:
+        """The program as text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> Program:
+        """The program that `dumps` wrote."""
+        data = json.loads(text)
+        return Program(
+            tuple(Load(**x) for x in data["loads"]),
+            tuple(Step(x["name"], x["target"], tuple(x["args"])) for x in data["steps"]),
+            tuple(Store(**{**x, "layouts": tuple(x["layouts"])}) for x in data["stores"]),
+        )
+
+    def canonical(self) -> Program:
+        """The program with values numbered, so that layers that are alike share a kernel."""
+        names = [x.name for x in self.loads] + [x.name for x in self.steps]
+        new = {name: f"v{i}" for i, name in enumerate(names)}
+        return Program(
+            tuple(replace(x, name=new[x.name]) for x in self.loads),
+            tuple(replace(x, name=new[x.name], args=_renamed(x.args, new)) for x in self.steps),
+            tuple(replace(x, name=new[x.name], scale=new.get(x.scale, "")) for x in self.stores),
+        )
+
+    @property
+    def finishes_amax(self) -> bool:
+        """Whether all that is stored are numbers of rows: an amax of what kernels left of it."""
+        return all(store.layouts == ("row",) for store in self.stores)
+
+    @property
+    def takes_amaxes(self) -> bool:
+        """Whether amaxes of tiles are stored, by a kernel of its own, with tiles of one size."""
+        return any("amax" in store.layouts for store in self.stores)
+
+    @property
+    def input_count(self) -> int:
+        """How many tensors a program reads."""
+        return sum(2 if load.operand == "groups" else 1 for load in self.loads)
+
+    @property
+    def matrix_input(self) -> int:
+        """Index of the first input that is a matrix; before it, every operand is one tensor."""
+        kinds = [load.operand for load in self.loads]
+        return min(kinds.index(kind) for kind in ("full", "groups") if kind in kinds)
+
+    def sizes(self, inputs: Sequence[Tensor]) -> tuple[Any, int]:
+        """M and N."""
+        x = inputs[self.matrix_input]
+        return x.numel() // x.shape[-1], x.shape[-1]
+
+    def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Uninitialized results."""
+        rows, columns = self.sizes(inputs)
+        outputs = []
+        for store in self.stores:
+            code = FORMATS[store.format].dtype if store.format else None
+            value = getattr(torch, store.dtype) if store.dtype else None
+            for layout in store.layouts:
+                shapes: dict[str, list[tuple[Any, Any]]] = {
+                    "rows": [((rows, store.width or columns), code)],
+                    "columns": [((columns, store.width or padded(rows)), code)],
+                    "sums": [((PARTIAL_SUMS, columns), torch.float32)],
+                    "amax": [(amax_shape(rows, columns), torch.float32)],
+                    "full": [((rows, columns), value)],
+                    "row": [((rows, 1), value)],
+                }
+                if layout == "groups":
+                    scales = (rows, columns // store.group_size)
+                    shapes["groups"] = [((rows, columns), code), (scales, GROUP_SCALE_DTYPE)]
+                outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
+        return outputs
+
+
+def amax_shape(rows: Any, columns: int) -> tuple[Any, int]:
+    """How many tiles of `AMAX_TILE` a matrix has, in both dimensions."""
+    return compat.ceil_div(rows, AMAX_TILE[0]), compat.ceil_div(columns, AMAX_TILE[1])
+
+
+def _renamed(args: tuple[Any, ...], new: dict[str, str]) -> tuple[Any, ...]:
+    return tuple(new.get(x, x) if isinstance(x, str) else x for x in args)
+
+
+REDUCTIONS = ("row_sum", "row_amax")

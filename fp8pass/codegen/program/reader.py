@@ -1,0 +1,221 @@
+"""Reads FX operators into a program: from a matrix back to what has to be in memory anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.codegen.kernels.triton_ops import is_pointwise
+from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
+from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum
+
+fp8 = torch.ops.fp8pass
+
+# Operators that change how a value lies in memory or is shaped, but not the value.
+TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
+
+
+@dataclass
+class Reader:
+    """The operators behind one matrix.
+
+    Attributes:
+        matrix: what the kernel works on, [M, N].
+        by_row: whether a kernel holds whole rows: it can reduce over them, and computes a sum of
+            the residual stream for others to use, too.
+        names: of the value of each node; a cast or view has that of its operand.
+    """
+
+    matrix: fx.Node
+    by_row: bool = False
+    loads: dict[fx.Node, Load] = field(default_factory=dict)
+    steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
+    names: dict[fx.Node, str] = field(default_factory=dict)
+
+    @property
+    def large(self) -> set[fx.Node]:
+        """What is read that is as large as the matrix."""
+        return {n for n, load in self.loads.items() if load.operand in ("full", "groups")}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of what is as large as the matrix."""
+        return sum(graph.nbytes(next(tensors_of(n, self.loads[n]))) for n in self.large)
+
+    def read(self, node: fx.Node) -> None:
+        """Add `node` and what it is computed from; raises NotAMatrix."""
+        if node not in self.names and not self._compute(node):
+            self.load(node)
+
+    def load(self, node: fx.Node) -> None:
+        """Have `node` read from memory; raises NotAMatrix."""
+        val = graph.value(node)
+        if val is None or not val.is_floating_point() or not val.is_contiguous():
+            raise NotAMatrix
+        if val.device != tensor(self.matrix).device:  # numbers may be tensors on the CPU
+            raise NotAMatrix
+        self.loads[node] = Load(node.name, self.operand(node))
+        self.names[node] = node.name
+
+    def operand(self, node: fx.Node) -> str:
+        """How `node` lies in the matrix; raises NotAMatrix if it does not."""
+        val, matrix = graph.value(node), tensor(self.matrix)
+        if val is None:
+            raise NotAMatrix
+        true = compat.statically_known_true
+        if true(val.numel() == 1):
+            return "scalar"
+        last, columns = val.shape[-1], matrix.shape[-1]
+        is_wide = isinstance(last, int) and last == columns
+        if is_wide and true(val.numel() == matrix.numel()):
+            return "full"
+        if last == 1 and true(val.numel() * columns == matrix.numel()):
+            return "row"
+        if is_wide and true(val.numel() == columns):
+            return "column"
+        raise NotAMatrix
+
+    def _compute(self, node: fx.Node) -> bool:
+        """Add the operator that computes `node`; False, and nothing added, if none here does."""
+        if node.op != "call_function" or (is_residual_sum(node) and not self.by_row):
+            return False
+        if node.target is fp8.dequantize_groups.default:
+            return self._load_groups(node)
+        return self._try(node)
+
+    def _try(self, node: fx.Node) -> bool:
+        """Add what computes a node that lies in the matrix; False, and nothing added, if not."""
+        before = dict(self.loads), dict(self.steps), dict(self.names)
+        try:
+            self.operand(node)
+            if self._add(node):
+                return True
+        except NotAMatrix:
+            pass
+        self.loads, self.steps, self.names = before
+        return False
+
+    def agrees(self, other: Reader) -> bool:
+        """Whether what both read lies in both of their matrices alike."""
+        return all(self.loads.get(n, load) == load for n, load in other.loads.items())
+
+    def _load_groups(self, node: fx.Node) -> bool:
+        format, size = FORMATS[str(node.args[2])], node.args[3]
+        assert isinstance(size, int)
+        if format.emulated or format.lossless or self.operand(node) != "full":
+            return False
+        self.loads[node] = Load(node.name, "groups", size)
+        self.names[node] = node.name
+        return True
+
+    def _add(self, node: fx.Node) -> bool:
+        if node.target in TRANSPARENT:
+            source = node.args[0]
+            if not isinstance(source, fx.Node) or not all(map(_is_float, (node, source))):
+                return False
+            # A view may make a row of a column: of [N] an [N, 1], where M is N.
+            if not _looks_through(node, self.operand(source), self.operand(node)):
+                return False
+            self.read(source)
+            self.names[node] = self.names[source]
+            return True
+        steps = self._row_steps(node) if self.by_row else None
+        if steps is None:
+            steps = self._pointwise_step(node)
+        if not steps:
+            return False
+        self.steps[node] = steps
+        self.names[node] = steps[-1].name
+        return True
+
+    def _pointwise_step(self, node: fx.Node) -> list[Step]:
+        """The step of a pointwise operator, none if the kernels have no such."""
+        if not is_pointwise(node):
+            return []
+        for x in node.args:
+            if isinstance(x, fx.Node):
+                self.read(x)
+        args = tuple(self.names[x] if isinstance(x, fx.Node) else x for x in node.args)
+        return [Step(node.name, str(node.target), args)]
+
+    def _row_steps(self, node: fx.Node) -> list[Step] | None:
+        """The steps of an operator that reduces over rows; None if it is no such operator."""
+        columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
+        if node.target is fp8.row_amax.default:
+            return [Step(name, "row_amax", (self._name(args[0]),))]
+        if node.target is fp8.scale.default and self.operand(node) == "row":
+            return [Step(name, "scale", (self._name(args[0]), args[1]))]
+        if node.target is aten.sum.dim_IntList and _over_rows(node, columns):
+            return [Step(name, "row_sum", (self._name(args[0]),))]
+        if node.target is aten.mean.dim and _over_rows(node, columns):
+            return self._mean(name, self._name(args[0]), columns)
+        source = args[0] if graph.is_getitem(node) else None
+        if isinstance(source, fx.Node) and source.target is aten.var_mean.correction:
+            return self._var_mean(node, source)
+        return None
+
+    def _mean(self, name: str, x: str, count: float) -> list[Step]:
+        total = f"{name}_sum"
+        return [Step(total, "row_sum", (x,)), Step(name, "aten.mul.Scalar", (total, 1 / count))]
+
+    def _var_mean(self, node: fx.Node, source: fx.Node) -> list[Step]:
+        columns, name = tensor(self.matrix).shape[-1], node.name
+        if not _over_rows(source, columns):
+            raise NotAMatrix
+        x = self._name(source.args[0])
+        if node.args[1] == 1:
+            return self._mean(name, x, columns)
+        correction = source.kwargs.get("correction")
+        count = columns - (1 if correction is None else float(correction))  # type: ignore[arg-type]
+        if count <= 0:
+            raise NotAMatrix
+        return [
+            *self._mean(f"{name}_mean", x, columns),
+            Step(f"{name}_off", "aten.sub.Tensor", (x, f"{name}_mean")),
+            Step(f"{name}_square", "aten.square.default", (f"{name}_off",)),
+            *self._mean(name, f"{name}_square", count),
+        ]
+
+    def _name(self, node: Any) -> str:
+        self.read(node)
+        return self.names[node]
+
+
+def _is_float(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and val.is_floating_point() and not is_fp8(val.dtype)
+
+
+def _looks_through(node: fx.Node, source: str, result: str) -> bool:
+    """Whether a value lies in the matrix after a view or cast as it did before."""
+    if node.target is aten.expand.default:
+        return source == result or source == "scalar" or result == "full"
+    return source == result
+
+
+def _over_rows(node: fx.Node, columns: int) -> bool:
+    """Whether a reduction is over the last dimension, the matrix's, which it keeps."""
+    if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
+        return False
+    x, dims = node.args[:2]
+    keeps = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim")
+    last = tensor(x).ndim - 1  # type: ignore[arg-type]
+    return dims in ([-1], [last]) and keeps is True
+
+
+def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
+    """The nodes whose tensors an operand is read from."""
+    if load.operand == "groups":
+        planes, scales = node.args[:2]
+        yield planes[0]  # type: ignore[index,misc]
+        yield scales  # type: ignore[misc]
+    else:
+        yield node

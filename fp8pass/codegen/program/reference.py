@@ -1,0 +1,110 @@
+"""What a program computes, operator by operator, in fp32 and plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.codegen.program.ir import (
+    AMAX_TILE,
+    PARTIAL_SUMS,
+    REDUCTIONS,
+    Program,
+    Store,
+    amax_shape,
+)
+from fp8pass.dialect.coding import encode
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.ops import group_scale, quantize_groups, transpose
+from fp8pass.dialect.scaling import scale_of
+
+# Reductions over rows, and the scale of what they give.
+ROW_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "row_sum": lambda x: x.sum(-1, keepdim=True),
+    "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
+    "scale": lambda amax, format: scale_of(amax, FORMATS[format]),
+}
+
+
+# `aten.where.self` takes no numbers.
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    **ROW_OPERATORS,
+    "aten.where.self": torch.where,
+}
+
+
+def operator_named(target: str) -> Any:
+    """`aten.mul.Tensor` -> torch.ops.aten.mul.Tensor."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results of a program, computed operator by operator."""
+    rows, columns = program.sizes(inputs)
+    values = _loaded(program, inputs, columns)
+    rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}
+    for name in set(rounded) & set(values):
+        values[name] = values[name].to(rounded[name]).float()
+    for step in program.steps:
+        args: list[Any] = [values.get(x, x) if isinstance(x, str) else x for x in step.args]
+        if step.target in REDUCTIONS:
+            args[0] = args[0].expand(rows, columns)
+        found = (_OPERATORS.get(step.target) or operator_named(step.target))(*args)
+        name = step.name
+        values[name] = found.to(rounded[name]).float() if name in rounded else found
+    results: list[Tensor] = []
+    for store in program.stores:
+        value = values[store.name]
+        for layout in store.layouts:
+            results += _stored(store, layout, value, values, (rows, columns))
+    return results
+
+
+def _stored(
+    store: Store, layout: str, value: Tensor, values: dict[str, Tensor], size: tuple[int, int]
+) -> list[Tensor]:
+    if layout == "row":
+        return [value.to(getattr(torch, store.dtype)).expand(size[0], 1).contiguous()]
+    value = value.expand(size)
+    if layout == "full":
+        return [value.to(getattr(torch, store.dtype)).contiguous()]
+    if layout == "amax":
+        return [_amax_of_tiles(value)]
+    if layout == "sums":
+        padding = (0, 0, 0, -size[0] % PARTIAL_SUMS)
+        rows = torch.nn.functional.pad(value, padding).reshape(-1, PARTIAL_SUMS, size[1])
+        return [rows.sum(0)]
+    if layout == "groups":
+        scales = group_scale(value, store.format, store.group_size)
+        return [quantize_groups(value, scales, store.format, store.group_size), scales]
+    codes = encode(value * values[store.scale].reciprocal(), FORMATS[store.format]).contiguous()
+    return [codes if layout == "rows" else transpose(codes)]
+
+
+def _amax_of_tiles(value: Tensor) -> Tensor:
+    (m, n), (rows, columns) = AMAX_TILE, value.shape
+    down, across = amax_shape(rows, columns)
+    padding = (0, across * n - columns, 0, down * m - rows)
+    tiles = torch.nn.functional.pad(value.abs(), padding).reshape(down, m, across, n)
+    return tiles.amax(dim=(1, 3))
+
+
+def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
+    values = {}
+    tensors = iter(inputs)
+    for load in program.loads:
+        x = next(tensors).float()
+        if load.operand == "groups":
+            groups = x.reshape(-1, columns).unflatten(-1, (-1, load.group_size))
+            scales = next(tensors).float().reshape(*groups.shape[:2], 1)
+            values[load.name] = (groups * scales).flatten(-2)
+        else:
+            shape = {"full": (-1, columns), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
+            values[load.name] = x.reshape(shape[load.operand])
+    return values

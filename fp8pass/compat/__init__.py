@@ -1,0 +1,117 @@
+"""Every private PyTorch symbol that fp8pass uses, for every supported version.
+
+Nothing else in the package imports from `torch._*`, or reads what PyTorch calls private. When a
+PyTorch release moves or changes something, this folder is the only place to touch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8pass.compat.version import SUPPORTED, check_version
+
+check_version(torch.__version__)
+
+from fp8pass.compat.compiling import (  # noqa: E402
+    CustomPartitionerFn,
+    activation_quantization_is_on,
+    backend_of,
+    boxed,
+    compile_fx,
+    compile_fx_inner,
+    copy_captured,
+    counters,
+    fresh_compilation,
+    get_cpp_compiler,
+    half_of,
+    interpret,
+    list_mode_options,
+    list_options,
+    static_inputs,
+    trace_structured,
+    uncached,
+)
+from fp8pass.compat.joint import (  # noqa: E402
+    extract_forward_backward,
+    input_index,
+    is_primal,
+    is_tangent,
+    must_recompute,
+    must_save,
+    normalize_joint_graph,
+    stock_partition,
+)
+from fp8pass.compat.launching import (  # noqa: E402
+    ceil_div,
+    load_source,
+    lower_to_buffer,
+    lower_to_triton,
+)
+from fp8pass.compat.randomness import (  # noqa: E402
+    draw_from_seeds,
+    seeded_random_ops,
+)
+from fp8pass.compat.symbols import (  # noqa: E402
+    FakeTensor,
+    arg_tree_leaves,
+    fake_mode_of,
+    has_unbacked,
+    is_operator,
+    is_sym_node,
+    real_tensors,
+    schema_of,
+    size_hint,
+    statically_known_true,
+    tree_leaves,
+    tree_map_only,
+    weak_storage,
+)
+
+__all__ = [
+    "SUPPORTED",
+    "CustomPartitionerFn",
+    "FakeTensor",
+    "activation_quantization_is_on",
+    "arg_tree_leaves",
+    "backend_of",
+    "boxed",
+    "ceil_div",
+    "check_version",
+    "compile_fx",
+    "compile_fx_inner",
+    "copy_captured",
+    "counters",
+    "draw_from_seeds",
+    "extract_forward_backward",
+    "fake_mode_of",
+    "fresh_compilation",
+    "get_cpp_compiler",
+    "half_of",
+    "has_unbacked",
+    "input_index",
+    "interpret",
+    "is_operator",
+    "is_primal",
+    "is_sym_node",
+    "is_tangent",
+    "list_mode_options",
+    "list_options",
+    "load_source",
+    "lower_to_buffer",
+    "lower_to_triton",
+    "must_recompute",
+    "must_save",
+    "normalize_joint_graph",
+    "real_tensors",
+    "schema_of",
+    "seeded_random_ops",
+    "size_hint",
+    "static_inputs",
+    "statically_known_true",
+    "stock_partition",
+    "trace_structured",
+    "tree_leaves",
+    "tree_map_only",
+    "uncached",
+    "weak_storage",
+]

@@ -1,0 +1,119 @@
+"""Compiling with Dynamo, AOTAutograd and Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor import list_mode_options, list_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+from fp8pass.compat.randomness import draw_from_seeds
+
+__all__ = [
+    "CustomPartitionerFn",
+    "activation_quantization_is_on",
+    "backend_of",
+    "boxed",
+    "compile_fx",
+    "compile_fx_inner",
+    "copy_captured",
+    "counters",
+    "fresh_compilation",
+    "get_cpp_compiler",
+    "half_of",
+    "interpret",
+    "list_mode_options",
+    "list_options",
+    "static_inputs",
+    "trace_structured",
+    "uncached",
+]
+
+
+def half_of(kwargs: dict[str, Any]) -> str:
+    """What Inductor's inner compile was called for: `forward`, `backward`, or `inference`."""
+    if kwargs.get("is_inference"):
+        return "inference"
+    return "backward" if kwargs.get("is_backward") else "forward"
+
+
+def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
+    """Indices of the inputs that Inductor's inner compile knows to be parameters or buffers."""
+    return frozenset(kwargs.get("static_input_idxs") or ())
+
+
+def activation_quantization_is_on() -> bool:
+    """Whether the user also asked for PyTorch's own activation quantization."""
+    return "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
+
+
+def boxed(function: Any) -> Any:
+    """`function` of a list of arguments as AOTAutograd wants compiled code."""
+    function._boxed_call = True
+    return function
+
+
+def interpret(gm: fx.GraphModule) -> Any:
+    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch."""
+    draw_from_seeds(gm)
+    return make_boxed_func(gm.forward)
+
+
+def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend and the options that `torch.compile` made `model` with; (None, {}) if it did not.
+
+    Dynamo wraps backends in callbacks that point inwards.
+    """
+    callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    options = getattr(callback, "kwargs", {}).get("options", {})
+    return getattr(callback, "compiler_fn", None), dict(options)
+
+
+def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that Dynamo captured, with what Dynamo said about its inputs.
+
+    Without that AOTAutograd would not know which of them are parameters.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    g = fx.Graph()
+    g.output(g.graph_copy(gm.graph, copies))
+    copy = fx.GraphModule(gm, g)
+    copy.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+    for node, its_copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            its_copy._dynamo_source = node._dynamo_source
+    return copy
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Neither look up nor keep what AOTAutograd compiles here."""
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@contextmanager
+def fresh_compilation() -> Iterator[None]:
+    """Compile here whatever is cached, and however often this code was compiled before."""
+    unlimited = 1 << 20
+    with (
+        uncached(),
+        dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
+    ):
+        yield

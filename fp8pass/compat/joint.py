@@ -1,0 +1,97 @@
+"""Joint graphs: their inputs, tags and how they are cut."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch._functorch.partitioners as _partitioners
+from torch import fx
+from torch._dynamo.utils import counters as counters
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
+from torch._functorch.partitioners import (
+    cleanup_recompute_tags,
+    force_save_bw_mutation_src,
+    force_save_collectives,
+    force_save_effectful_ops,
+    has_recomputable_ops,
+    min_cut_rematerialization_partition,
+    reordering_to_mimic_autograd_engine,
+    thread_graphsafe_rng_from_hops,
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+_EXTRACT_TAKES_OPAQUE = (
+    "saved_opaque_nodes" in inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
+)
+
+
+def stock_partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's own min-cut partitioner, what `torch.compile` uses without fp8pass."""
+    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def normalize_joint_graph(gm: fx.GraphModule) -> None:
+    """What PyTorch's partitioner does before it decides: CSE and tags for what must be saved."""
+    gm.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        gm.graph = fx_graph_cse(gm.graph)
+    if has_recomputable_ops(gm):
+        cleanup_recompute_tags(gm, is_default_partition=False)
+    force_save_collectives(gm)
+    force_save_effectful_ops(gm)
+    force_save_bw_mutation_src(gm)
+
+
+def extract_forward_backward(
+    gm: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    *,
+    num_fwd_outputs: int,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut the joint graph at `saved` and `saved_symbols` into forward and backward modules."""
+    extra: dict[str, Any] = {"saved_opaque_nodes": []} if _EXTRACT_TAKES_OPAQUE else {}
+    forward, backward = _partitioners._extract_fwd_bwd_modules(
+        gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
+    )
+    backward = reordering_to_mimic_autograd_engine(backward)
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    forward = thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    return forward, backward
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether `node` is the gradient of a forward output, an input of the backward."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Whether `node` is an input of the forward: parameter, buffer or argument."""
+    return node.op == "placeholder" and "primals" in str(node.target)
+
+
+def must_recompute(node: fx.Node) -> bool:
+    """Whether the user asked for recomputation (`torch.utils.checkpoint`)."""
+    return node.meta.get("recompute") in (
+        CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+
+
+def must_save(node: fx.Node) -> bool:
+    """Whether recomputing is ruled out, by the user's policy or by a side effect."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph a primal is, None where that is unknown."""
+    desc = node.meta.get("desc")
+    return desc.idx if isinstance(desc, PlainAOTInput) else None

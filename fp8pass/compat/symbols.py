@@ -1,0 +1,66 @@
+"""What fp8pass asks PyTorch about tensors, sizes and operators."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
+
+__all__ = [
+    "FakeTensor",
+    "arg_tree_leaves",
+    "fake_mode_of",
+    "has_unbacked",
+    "is_operator",
+    "is_sym_node",
+    "real_tensors",
+    "schema_of",
+    "size_hint",
+    "statically_known_true",
+    "tree_leaves",
+    "tree_map_only",
+    "weak_storage",
+]
+
+# What a size counts as that only the data decides.
+_UNBACKED_HINT = 4096
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """A key for the memory of `tensor`: no other storage gets the same while the key lives."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def has_unbacked(value: object) -> bool:
+    """Whether a tensor's sizes depend on data, so that nothing about them is known."""
+    return bool(free_unbacked_symbols(value))
+
+
+def size_hint(value: int | torch.SymInt) -> int:
+    """The number behind a size: itself, or the one it was traced with, or a guess."""
+    if isinstance(value, int):
+        return value
+    hint = None if has_unbacked(value) else value.node.hint
+    return _UNBACKED_HINT if hint is None else int(hint)
+
+
+def fake_mode_of(fake: torch.Tensor) -> Any:
+    """The mode under which operators without tensor inputs give fake tensors, as a context."""
+    assert isinstance(fake, FakeTensor)
+    return fake.fake_mode
+
+
+def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether a node's target is an operator with a schema, `aten.mul.Tensor` say."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def schema_of(operator: Any) -> Any:
+    """Name, arguments and mutability of an operator."""
+    return operator._schema

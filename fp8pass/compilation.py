@@ -1,0 +1,112 @@
+"""What one compilation is told, what it tells those who observe it, and its key in a cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fp8pass.config import Config
+from fp8pass.passes import Context
+from fp8pass.passes.runner import PassRecord, disabled_passes
+from fp8pass.plan import Plan
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a Dynamo graph, by index, as far as memory is concerned.
+
+    Attributes:
+        held: leaves that require a gradient. Their gradient accumulator keeps a reference until
+            the backward, so that using them there costs no memory.
+        activations: other inputs that require a gradient: outputs of other graphs, which nobody
+            may be holding but us.
+    """
+
+    held: frozenset[int] = frozenset()
+    activations: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, example_inputs: Sequence[object]) -> Inputs:
+        """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
+        differentiable = {
+            i: x.is_leaf
+            for i, x in enumerate(example_inputs)
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        }
+        return cls(
+            held=frozenset(i for i, leaf in differentiable.items() if leaf),
+            activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
+        )
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One compiled graph, for those who observe.
+
+    Attributes:
+        plan: what was decided.
+        passes: the graph before and after each pass, and its halves as soon as they are compiled.
+        gm: the graph after all its passes, the joint one where there is a backward.
+        ctx: what the passes were told, and decided about the nodes of `gm`.
+    """
+
+    plan: Plan
+    passes: list[PassRecord]
+    gm: fx.GraphModule
+    ctx: Context
+
+
+Observer = Callable[[CompiledGraph], None]
+
+
+@dataclass
+class Compilation:
+    """One Dynamo graph on its way through the compilers.
+
+    Attributes:
+        config: the user's choices.
+        inputs: what is known about the inputs.
+        observer: called with what came of the graph, for `explain`.
+        extras: what the plan should say besides, see `Context`.
+        reports: whether to log what was decided.
+        compiled: what came of it so far.
+    """
+
+    config: Config
+    inputs: Inputs = field(default_factory=Inputs)
+    observer: Observer | None = None
+    extras: frozenset[str] = frozenset()
+    reports: bool = True
+    compiled: CompiledGraph | None = None
+
+    def finish(self, compiled: CompiledGraph) -> None:
+        """The graph's own passes are done; those of its halves follow."""
+        self.compiled = compiled
+        if self.observer:
+            self.observer(compiled)
+
+    def cache_key(self) -> str:
+        """A hash of all that the result depends on besides the graph."""
+        key = (
+            source_hash(),
+            repr(self.config),
+            torch.__version__,
+            repr(self.inputs),
+            disabled_passes(),
+        )
+        return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+@cache
+def source_hash() -> str:
+    """A hash of fp8pass's own source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,246 @@
+"""The fp8pass:: dialect: the few operators that rewritten graphs speak besides aten.
+
+Every operator is functional and has one exact meaning, stated in its docstring and implemented
+here in plain PyTorch, in fp32, for any device. These reference kernels run when a rewritten graph
+is interpreted (`compiler="eager"`) and are what the generated code is tested against; for speed,
+`codegen/lowering.py` says the same in terms that Inductor fuses.
+
+Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor or row and bf16
+per group. `amax == 0` gives scale 1. NaN and Inf reach the output: an infinite amax gives an
+infinite scale, and whatever is multiplied by it is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
+from fp8pass.dialect.formats import FORMATS, GROUP_SCALE_DTYPE
+from fp8pass.dialect.scaling import BF16_BITS, scale_of
+
+_library = torch.library.Library("fp8pass", "DEF")
+
+
+def _dialect(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable], Callable]:
+    """Define `fp8pass::<schema>`: the function decorated is its kernel, `fake` gives its shape.
+
+    Fakes must not branch on sizes, which would specialize a graph of varying shape.
+    """
+
+    def register(kernel: Callable) -> Callable:
+        _library.define(schema)
+        name = schema.split("(")[0]
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fp8pass::{name}", fake, lib=_library)
+        return kernel
+
+    return register
+
+
+def _fake_scalar(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fake_row_scalars(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _fake_scale(amax: Tensor, format: str) -> Tensor:
+    return torch.empty_like(amax, dtype=torch.float32)
+
+
+def _fake_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    fmt = FORMATS[format]
+    return torch.empty_like(x) if fmt.lossless else x.new_empty(x.shape, dtype=fmt.dtype)
+
+
+def _fake_transpose(data: Tensor) -> Tensor:
+    if not is_fp8(data.dtype):
+        return torch.empty_like(data.t())
+    rows, columns = data.shape
+    return data.new_empty((columns, padded(rows)))
+
+
+def _fake_joined(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty((parts[0].shape[0], sum(part.shape[1] for part in parts)))
+
+
+def _fake_scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // group_size), dtype=GROUP_SCALE_DTYPE)
+
+
+def _fake_quantize_groups(
+    x: Tensor, scales: Tensor, format: str, group_size: int, plane: int = 0
+) -> Tensor:
+    fmt = FORMATS[format]
+    if not fmt.packed:
+        return torch.empty_like(x, dtype=fmt.dtype)
+    packed = x.shape[-1] * fmt.planes[plane] // 8
+    return x.new_empty((*x.shape[:-1], packed), dtype=fmt.dtype)
+
+
+def _fake_dequantize_groups(
+    planes: list[Tensor], scales: Tensor, format: str, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    fmt, first = FORMATS[format], planes[0]
+    if not fmt.packed:
+        return torch.empty_like(first, dtype=dtype)
+    length = first.shape[-1] * 8 // fmt.planes[0]
+    return first.new_empty((*first.shape[:-1], length), dtype=dtype)
+
+
+@_dialect("amax(Tensor x) -> Tensor", _fake_scalar)
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude in `x` as an fp32 scalar (COAT 5.2, Group Scaling).
+
+    Computed in two stages, over rows and then over their maxima, so that the first can be fused
+    into whatever produces `x`. NaN if `x` holds a NaN.
+    """
+    return x.abs().amax(dim=-1).amax().float()
+
+
+@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_scalars)
+def row_amax(x: Tensor) -> Tensor:
+    """The largest magnitude in each row of `x` [M, K], as fp32 [M, 1]. NaN where a row holds a NaN.
+
+    The largest of these is the `amax` of `x`, so that one pass over `x` serves both.
+    """
+    return x.abs().amax(dim=-1, keepdim=True).float()
+
+
+@_dialect("scale(Tensor amax, str format) -> Tensor", _fake_scale)
+def scale(amax: Tensor, format: str) -> Tensor:
+    """The fp32 scales that map `amax`, [] or [M, 1], to the largest value of `format` (LLMQ 3)."""
+    return scale_of(amax, FORMATS[format])
+
+
+@_dialect("quantize(Tensor x, Tensor scale, str format) -> Tensor", _fake_quantize)
+def quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """`x` coded with one scale, or one for each row; same shape, contiguous.
+
+    A copy in a lossless format.
+    """
+    fmt = FORMATS[format]
+    return x.clone() if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
+
+
+@_dialect("transpose(Tensor data) -> Tensor", _fake_transpose)
+def transpose(data: Tensor) -> Tensor:
+    """An FP8 matrix `data` [M, K] in the layout that contracts it over its rows (COAT G.3).
+
+    Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. Operands
+    in a lossless format, which GEMMs take in any layout, keep theirs: their [K, M] is column-major.
+    """
+    if not is_fp8(data.dtype):
+        return data.t().clone()
+    padding = padded(data.shape[0]) - data.shape[0]
+    codes = torch.nn.functional.pad(data.view(torch.uint8).t(), (0, padding))
+    return codes.contiguous().view(data.dtype)
+
+
+@_dialect("joined(Tensor[] parts) -> Tensor", _fake_joined)
+def joined(parts: list[Tensor]) -> Tensor:
+    """FP8 matrices [M, K₁], [M, K₂], ... side by side: [M, K₁ + K₂ + ...], contiguous."""
+    return torch.cat([part.view(torch.uint8) for part in parts], 1).view(parts[0].dtype)
+
+
+@_dialect(
+    "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor",
+    _fake_scaled_mm,
+)
+def scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`(a * a_scale) @ (b * b_scale).T + bias`, accumulated in fp32 and rounded once.
+
+    `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
+    in `out_dtype`. Both operands have one scale, [], or both have one for each row, [M, 1] and
+    [N, 1]. Operands in a lossless format are multiplied as they are (`aten.mm`).
+    """
+    if not is_fp8(a.dtype):
+        return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
+    product = (a.float() @ b.float().t()) * (a_scale * b_scale.t())
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+@_dialect("group_scale(Tensor x, str format, int group_size) -> Tensor", _fake_group_scale)
+def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
+    """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
+
+    Returns [..., K / G] in bf16, truncated rather than rounded: fused code that keeps the scale in
+    an fp32 register must divide by what is stored. K is a multiple of G.
+    """
+    fmt = FORMATS[format]
+    groups = x.contiguous().unflatten(-1, (-1, group_size))
+    if fmt.lossless:
+        return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
+    scales = scale_of(groups.abs().amax(dim=-1).float(), fmt)
+    return (scales.view(torch.int32) & BF16_BITS).view(torch.float32).to(GROUP_SCALE_DTYPE)
+
+
+@_dialect(
+    "quantize_groups(Tensor x, Tensor scales, str format, int group_size, int plane=0) -> Tensor",
+    _fake_quantize_groups,
+)
+def quantize_groups(
+    x: Tensor, scales: Tensor, format: str, group_size: int, plane: int = 0
+) -> Tensor:
+    """One plane of `x` [..., K] coded with the scales [..., K / G] of its groups.
+
+    Codes of 8 bits have the shape and the layout of `x`. A packed plane of `w` bits is uint8
+    [..., K·w/8], contiguous. The elements of a group lie in 8/w parts, one behind the other, and
+    byte `i` of the group holds the i-th element of each, the first part in its lowest bits: what
+    neighbouring threads read and write are neighbouring elements.
+    """
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return x.clone()
+    groups = x.float().unflatten(-1, (-1, group_size))
+    codes = encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt)
+    if fmt.packed:
+        return pack(codes, fmt, plane)
+    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes.flatten(-2))
+
+
+@_dialect(
+    "dequantize_groups(Tensor[] planes, Tensor scales, str format, int group_size, "
+    "ScalarType dtype) -> Tensor",
+    _fake_dequantize_groups,
+)
+def dequantize_groups(
+    planes: list[Tensor], scales: Tensor, format: str, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """The values [..., K] behind all planes of a tensor and its group scales [..., K / G].
+
+    In the layout of the codes; contiguous if they are packed.
+    """
+    fmt = FORMATS[format]
+    if fmt.lossless:
+        return planes[0].clone()
+    if fmt.packed:
+        groups = decode(unpack(planes, fmt, group_size), fmt)
+    else:
+        groups = decode(planes[0], fmt).unflatten(-1, (-1, group_size))
+    values = (groups * scales.float().unsqueeze(-1)).flatten(-2)
+    layout = values if fmt.packed else planes[0]
+    return torch.empty_like(layout, dtype=dtype).copy_(values)

@@ -1,0 +1,22 @@
+"""Scales: how they follow from the largest magnitude, and how many elements share one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8pass.dialect.formats import Format
+
+# Below this a scale is denormal, and its reciprocal infinite.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+# The bits of an fp32 number that bf16 has.
+BF16_BITS = -1 << 16
+
+
+def scale_of(amax: Tensor, fmt: Format) -> Tensor:
+    """`amax / fmt.max` in fp32, 1 where `amax` is 0, kept normal so that it has a reciprocal."""
+    if fmt.lossless:
+        return torch.ones_like(amax)
+    return torch.where(amax == 0, 1.0, (amax * (1 / fmt.max)).clamp_min(SMALLEST_SCALE))

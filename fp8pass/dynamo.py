@@ -1,0 +1,215 @@
+"""The Dynamo backend: from `torch.compile`'s arguments to Inductor with our passes in it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.compilation import Compilation, CompiledGraph, Inputs, Observer
+from fp8pass.config import Config, ConfigError, split_options, unknown
+from fp8pass.dialect import ops as ops  # defines the dialect
+from fp8pass.graph.flops import total_flops
+from fp8pass.graph.joint import JointFacts
+from fp8pass.monitor import Monitor
+from fp8pass.monitor.sampler import Sampler
+from fp8pass.partition import Partitioner
+from fp8pass.passes import HALF_PASSES, INFERENCE_PASSES, Context
+from fp8pass.passes.runner import report, run_passes
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A `torch.compile` backend with its configuration; equal ones share compiled code.
+
+    Attributes:
+        config: what fp8pass does.
+        observer: called with each graph's plan (see `explain`).
+        extras: what plans should say besides, see `Context`.
+        monitor: samples what is quantized in training.
+    """
+
+    config: Config = field(default_factory=Config)
+    observer: Observer | None = None
+    extras: frozenset[str] = frozenset()
+    monitor: Monitor | None = None
+
+    __name__ = "fp8pass"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph captured by Dynamo."""
+        config = self.config
+        inductor_options = dict(_mode_options(mode))
+        if options:
+            if self.config != Config():
+                raise ConfigError(
+                    "Pass the configuration either to fp8pass.backend(Config(...)) or as "
+                    "options={...}, not both."
+                )
+            config, given = split_options(options, compat.list_options())
+            inductor_options.update(given)
+        _warn_about_activation_quantization()
+        patches = {**inductor_defaults(config), **inductor_options}
+        monitor = self.monitor if torch.is_grad_enabled() else None
+        # First, so that what the compilers tell Dynamo is about the other version.
+        sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
+        compilation = Compilation(config, Inputs.of(example_inputs), self.observer, self.extras)
+        compiled: Any = compat.compile_fx(
+            gm,
+            list(example_inputs),
+            inner_compile=InnerCompile(compilation),
+            config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
+        )
+        return _either(monitor, sampled, compiled) if monitor and sampled else compiled
+
+
+@dataclass(frozen=True)
+class InnerCompile:
+    """Compiles one graph of aten and dialect operators, forward, backward or inference."""
+
+    compilation: Compilation
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """The compiled graph, a callable on a list of inputs."""
+        half = compat.half_of(kwargs)
+        if half == "inference":
+            rewrite_inference(gm, self.compilation, compat.static_inputs(kwargs))
+        if self.compilation.config.compiler == "eager":
+            if self.compilation.observer:
+                self._rewrite_half(graph.copy_of(gm), half)
+            return compat.interpret(gm)
+        self._rewrite_half(gm, half)
+        return compat.compile_fx_inner(gm, inputs, **kwargs)
+
+    def _rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
+        """Run the passes on a half; what they did is recorded beside what was done to the whole."""
+        compiled, config = self.compilation.compiled, self.compilation.config
+        ctx = Context(config, plan=compiled.plan) if compiled else Context(config)
+        observed = self.compilation.observer is not None
+        records = run_passes(HALF_PASSES, gm, ctx, of=half, record=observed)
+        if compiled:
+            compiled.passes.extend(records)
+
+
+def rewrite_inference(
+    gm: fx.GraphModule, compilation: Compilation, parameters: frozenset[int]
+) -> None:
+    """Run the passes on a graph without a backward."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    facts = JointFacts(parameters=frozenset(placeholders[i] for i in parameters))
+    ctx = Context(compilation.config, facts)
+    observed = compilation.observer is not None
+    records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=observed)
+    ctx.plan.note = "inference"
+    report(ctx.plan)
+    if observed:
+        ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
+    compilation.finish(CompiledGraph(ctx.plan, records, gm, ctx))
+
+
+def _compile_sampled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    monitor: Monitor,
+    patches: Mapping[str, Any],
+) -> Callable[..., Any] | None:
+    """The version of a graph that a sampled step runs; None if the graph has no backward."""
+    sampler = Sampler(monitor)
+    compilation = Compilation(config, Inputs.of(example_inputs), reports=False)
+    with compat.uncached():
+        compiled: Any = compat.compile_fx(
+            compat.copy_captured(gm),
+            list(example_inputs),
+            inner_compile=sampler,
+            config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
+        )
+    return compiled if sampler.trains else None
+
+
+def _either(
+    monitor: Monitor, sampled: Callable[..., Any], normal: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What runs `sampled` in steps that are sampled, and `normal` in all others."""
+
+    def run(*args: Any) -> Any:
+        return sampled(*args) if monitor.sampling else normal(*args)
+
+    return run
+
+
+def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
+    """A backend for `torch.compile(model, backend=fp8pass.backend(config))`.
+
+    Args:
+        config: what to do.
+        monitor: samples the health of what is quantized in training.
+
+    Raises:
+        TypeError: `config` is not a `Config`, or `monitor` not a `Monitor`.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"fp8pass.backend takes a fp8pass.Config, got {type(config).__name__}. "
+            "For options as a dict, or a recipe by its name, use "
+            "torch.compile(model, backend='fp8pass', options={'recipe': 'coat'})."
+        )
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor is a fp8pass.Monitor, got {type(monitor).__name__}.")
+    return Backend(config, monitor=monitor)
+
+
+def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="fp8pass")`, recipe `coat`."""
+    return Backend()(gm, example_inputs, **kwargs)
+
+
+def inductor_defaults(config: Config) -> dict[str, Any]:
+    """Options of Inductor that suit graphs with low-bit saves; the user's own come after them."""
+    options: dict[str, Any] = {
+        # Its estimate of peak memory misses what materialize.py placed well.
+        "reorder_for_peak_memory": False,
+        # A buffer that is to be used again is not freed until then, which may be a layer later.
+        # The allocator reuses memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
+        "allow_buffer_reuse": False,
+        # What reads more than four tensors is stored if two kernels use it: gradients of gated
+        # activations, in 16 bits, which cost more to write and read than to compute again.
+        "realize_reads_threshold": 8,
+    }
+    if config.packs:
+        # Unpacking a code takes some 15 operators. With Inductor's limit of 30 an expression of two
+        # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.
+        options["realize_opcount_threshold"] = 64
+    return options
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    modes = compat.list_mode_options()
+    if mode not in modes:
+        raise ConfigError(
+            f"{unknown('mode', mode, modes)} mode is one of {', '.join(map(repr, modes))}."
+        )
+    return modes[mode]
+
+
+def _warn_about_activation_quantization() -> None:
+    if compat.activation_quantization_is_on():
+        warnings.warn(
+            "activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass has "
+            "already planned. Remove it from post_grad_fusion_options.",
+            stacklevel=2,
+        )

@@ -1,0 +1,75 @@
+"""What there is to know about FX graphs, and one way to change them.
+
+nodes.py           create a node, read its value, copy a graph
+tags.py            every key that fp8pass sets in `node.meta`
+names.py           names of modules, values and operators, and the patterns that match them
+patterns.py        looking through views, casts and transposes; sums of a residual stream
+order.py           what comes before what
+joint.py           what is known about a joint graph before any pass
+classify.py        what an operator is to a low-precision compiler
+linear_layers.py   the GEMMs of linear layers, forward and backward
+flops.py           floating point operations
+spec.py            what a well-formed graph is
+
+Helpers of the first five are here: `graph.emit`, `graph.tensor`, `graph.source`, ...
+"""
+
+from __future__ import annotations
+
+from fp8pass.graph.names import clean_path, module_path, operator_name, value_names
+from fp8pass.graph.nodes import (
+    aten,
+    bytes_of,
+    copy_of,
+    emit,
+    is_call,
+    is_getitem,
+    nbytes,
+    numel,
+    operator_of,
+    output_node,
+    outputs,
+    prims,
+    shape_text,
+    stride_order,
+    tensor,
+    value,
+)
+from fp8pass.graph.order import ancestors, depends, settle, tangent_dependent
+from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum, root, source, untransposed
+from fp8pass.graph.tags import REPLACED, original_name
+
+__all__ = [
+    "CASTS",
+    "REPLACED",
+    "RESHAPES",
+    "ancestors",
+    "aten",
+    "bytes_of",
+    "clean_path",
+    "copy_of",
+    "depends",
+    "emit",
+    "is_call",
+    "is_getitem",
+    "is_residual_sum",
+    "module_path",
+    "nbytes",
+    "numel",
+    "operator_name",
+    "operator_of",
+    "original_name",
+    "output_node",
+    "outputs",
+    "prims",
+    "root",
+    "settle",
+    "shape_text",
+    "source",
+    "stride_order",
+    "tangent_dependent",
+    "tensor",
+    "untransposed",
+    "value",
+    "value_names",
+]

@@ -1,0 +1,218 @@
+"""What an operator is to a low-precision compiler, as data.
+
+`kind` is a pure function of a node, so passes may ask about nodes that other passes created.
+"""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.graph.nodes import aten, prims
+
+fp8 = torch.ops.fp8pass
+
+
+class Kind(Enum):
+    """The roles that the passes tell apart."""
+
+    INPUT = "input"
+    VIEW = "view"
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    MOVEMENT = "movement"  # copies elements about: gather, cat, pad
+    CREATION = "creation"  # depends on no tensor
+    SYMBOL = "symbol"  # a size, not a tensor
+    QUANTIZE = "quantize"
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    RANDOM = "random"
+    COLLECTIVE = "collective"
+    OTHER = "other"
+
+
+# Views of some of the elements.
+SELECTIONS = {
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.as_strided.default,
+    aten.diagonal.default,
+    aten.unfold.default,
+}
+
+VIEWS = (
+    graph.RESHAPES
+    | SELECTIONS
+    | {
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.expand.default,
+        aten.lift_fresh.default,
+        prims.broadcast_in_dim.default,
+    }
+)
+
+GEMMS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.linear.default,
+    aten.matmul.default,
+    aten._scaled_mm.default,
+    fp8.scaled_mm.default,
+}
+
+QUANTIZERS = {
+    fp8.amax.default,
+    fp8.row_amax.default,
+    fp8.scale.default,
+    fp8.quantize.default,
+    fp8.transpose.default,
+    fp8.group_scale.default,
+    fp8.quantize_groups.default,
+    fp8.dequantize_groups.default,
+}
+
+# Of those, the ones that read a whole tensor or group for one number.
+STATISTICS = {fp8.amax.default, fp8.row_amax.default, fp8.group_scale.default}
+
+REDUCTIONS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.var.correction,
+    aten.var_mean.correction,
+    aten.std.correction,
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.any.default,
+    aten.any.dim,
+    aten.all.default,
+    aten.logsumexp.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten._fused_rms_norm.default,
+    aten.linalg_vector_norm.default,
+    prims.prepare_softmax_online.default,
+}
+
+MOVEMENTS = {
+    aten.cat.default,
+    aten.stack.default,
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.constant_pad_nd.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.repeat.default,
+    aten.tril.default,
+    aten.triu.default,
+}
+
+CREATIONS = {
+    aten.full.default,
+    aten.full_like.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.ones.default,
+    aten.ones_like.default,
+    aten.empty.memory_format,
+    aten.new_zeros.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.scalar_tensor.default,
+    prims.iota.default,
+}
+
+# Pointwise operators that PyTorch does not tag as such.
+UNTAGGED_POINTWISE = {
+    prims.convert_element_type.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.copy.default,
+    aten.lift_fresh_copy.default,
+    aten.where.self,
+    aten.silu_backward.default,
+    aten.gelu_backward.default,
+    aten.sigmoid_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    prims.fma.default if hasattr(prims, "fma") else aten.addcmul.default,
+    *compat.seeded_random_ops(),
+}
+
+
+def kind(node: fx.Node) -> Kind:
+    """The kind of a node, by its operator."""
+    if node.op in ("placeholder", "get_attr"):
+        return Kind.SYMBOL if compat.is_sym_node(node) else Kind.INPUT
+    target = node.target
+    if compat.is_sym_node(node):
+        return Kind.SYMBOL
+    if target is operator.getitem:
+        parent = kind(node.args[0])  # type: ignore[arg-type]
+        return Kind.VIEW if parent is Kind.VIEW else parent
+    for members, name in _TABLE:
+        if target in members:
+            return name
+    if not compat.is_operator(target):
+        return Kind.OTHER
+    schema = compat.schema_of(target)
+    if target.namespace == "_c10d_functional":
+        return Kind.COLLECTIVE
+    if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
+        return Kind.RANDOM
+    if "attention" in schema.name:
+        return Kind.ATTENTION
+    if "convolution" in schema.name:
+        return Kind.CONVOLUTION
+    if torch.Tag.pointwise in target.tags and not schema.is_mutable:
+        return Kind.POINTWISE
+    return Kind.OTHER
+
+
+def _without_dropout(node: fx.Node) -> bool:
+    """Whether an operator that may draw random numbers, as attention does for dropout, does not."""
+    for position, argument in enumerate(compat.schema_of(node.target).arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else None
+            return node.kwargs.get("dropout_p", given) in (None, 0.0)
+    return False
+
+
+_TABLE: tuple[tuple[set, Kind], ...] = (
+    (VIEWS, Kind.VIEW),
+    (GEMMS, Kind.GEMM),
+    (QUANTIZERS, Kind.QUANTIZE),
+    (REDUCTIONS, Kind.REDUCTION),
+    (MOVEMENTS, Kind.MOVEMENT),
+    (CREATIONS, Kind.CREATION),
+    (UNTAGGED_POINTWISE, Kind.POINTWISE),
+)

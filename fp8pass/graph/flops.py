@@ -1,0 +1,65 @@
+"""Floating point operations of GEMMs, convolutions and attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fp8pass import compat, graph
+from fp8pass.dialect.coding import is_fp8
+from fp8pass.graph.classify import Kind, kind
+
+fp8 = torch.ops.fp8pass
+
+
+# What a memory budget may buy besides.
+EXPENSIVE = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
+
+
+def total_flops(g: fx.Graph) -> tuple[float, float]:
+    """Floating point operations of all GEMMs, convolutions and attention, and those in FP8."""
+    expensive = [n for n in g.nodes if is_expensive(n)]
+    in_fp8 = sum(flops(n) for n in expensive if is_fp8_gemm(n))
+    return sum(map(flops, expensive)), in_fp8
+
+
+def is_expensive(node: fx.Node) -> bool:
+    """Whether `node` is a GEMM, a convolution or attention."""
+    called = node.op == "call_function" and not graph.is_getitem(node)
+    return called and kind(node) in EXPENSIVE
+
+
+def is_fp8_gemm(node: fx.Node) -> bool:
+    """Whether `node` multiplies FP8 codes."""
+    if node.target is not fp8.scaled_mm.default:
+        return False
+    return is_fp8(graph.tensor(node.args[0]).dtype)  # type: ignore[arg-type]
+
+
+def flops(node: fx.Node) -> float:
+    """Floating point operations of a GEMM, convolution or attention."""
+    given = [n for n in node.args if isinstance(n, fx.Node)]  # one tensor may be two operands
+    operands = [graph.tensor(n) for n in given if graph.value(n) is not None]
+    if kind(node) is Kind.ATTENTION:
+        return _attention_flops(operands, backward="backward" in str(node.target))
+    if node.target is fp8.scaled_mm.default:
+        return 2.0 * graph.numel(graph.tensor(node)) * compat.size_hint(operands[0].shape[-1])
+    formula = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
+    if formula is None:
+        return float(graph.numel(graph.tensor(node)))
+    values = fx.map_arg(node.args, lambda n: n.meta["val"])
+    return float(formula(*values, out_val=node.meta["val"]))
+
+
+def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
+    """Two products of scores and values; five in the backward, whose first operand is a gradient.
+
+    Operands are [..., heads, length, dim]; a causal mask is not counted as less.
+    """
+    query, key = operands[1:3] if backward else operands[:2]
+    *batch, queries, dim = (compat.size_hint(s) for s in query.shape)
+    keys = compat.size_hint(key.shape[-2])
+    return (10.0 if backward else 4.0) * math.prod(batch) * queries * keys * dim

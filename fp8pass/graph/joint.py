@@ -1,0 +1,38 @@
+"""What is known about a joint graph, forward and backward in one, before any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class JointFacts:
+    """How long the inputs of a joint graph live, and where its forward ends.
+
+    Attributes:
+        parameters: inputs that live through the step whatever we do: parameters and buffers.
+        held: other inputs that autograd keeps alive: leaves that require a gradient.
+        activations: inputs that require a gradient and are no leaves: outputs of other graphs.
+        num_fwd_outputs: how many of the graph's outputs belong to the forward.
+    """
+
+    parameters: frozenset[fx.Node] = field(default_factory=frozenset)
+    held: frozenset[fx.Node] = field(default_factory=frozenset)
+    activations: frozenset[fx.Node] = field(default_factory=frozenset)
+    num_fwd_outputs: int = 0
+
+    def is_free(self, node: fx.Node) -> bool:
+        """Whether using `node` in the backward keeps nothing alive that would not be anyway."""
+        return node in self.parameters or node in self.held
+
+    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
+        """The same about a copy of the graph."""
+        return JointFacts(
+            frozenset(copies[n] for n in self.parameters),
+            frozenset(copies[n] for n in self.held),
+            frozenset(copies[n] for n in self.activations),
+            self.num_fwd_outputs,
+        )

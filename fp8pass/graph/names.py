@@ -1,0 +1,88 @@
+"""Names of modules, values and operators, and the patterns by which users choose among them."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import warnings
+
+from torch import fx
+
+from fp8pass.graph.nodes import operator_of, value
+from fp8pass.graph.tags import REPLACED
+
+
+def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
+    """The first pattern that matches a module path, a module above it, or a suffix of either."""
+    return next((p for p in patterns if _matches(path, p)), None)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    if f".{pattern}." in f".{path}.":
+        return True
+    if not any(c in pattern for c in "*?["):
+        return False  # most are plain paths, of which there may be hundreds
+    forms = (f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*"))
+    return any(fnmatch.fnmatchcase(path, form) for form in forms)
+
+
+def warn_about_idle_patterns(
+    option: str, patterns: tuple[str, ...], what: str, names: list[str]
+) -> None:
+    """Warn about patterns of an option that match none of the names that a graph has of `what`."""
+    for pattern in patterns if names else ():
+        if not any(_matches(name, pattern) for name in names):
+            nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {names[:8]}."
+            warnings.warn(
+                f"{option} pattern {pattern!r} matches no {what} of this graph.{hint}",
+                stacklevel=2,
+            )
+
+
+def _last_parts(names: list[str]) -> list[str]:
+    return sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
+
+
+def value_names(g: fx.Graph) -> dict[fx.Node, str]:
+    """Names of tensors by module, operator and a number.
+
+    They are the same whatever batch a model is traced with, whether its sizes vary or not, and
+    whatever runs in FP8.
+    """
+    counts: dict[str, int] = {}
+    names = {}
+    for node in g.nodes:
+        if value(node) is None:
+            continue
+        name = node.meta.get(REPLACED) or getattr(node.target, "__name__", node.target)
+        prefix = f"{module_path(node)}:{node.op if node.op == 'placeholder' else name}"
+        counts[prefix] = counts.get(prefix, -1) + 1
+        names[node] = f"{prefix}:{counts[prefix]}"
+    return names
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module that `node` comes from, as `model.layers.0.mlp`; '' at the top."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    entries = list(stack.values())
+    return clean_path(entries[-1][0]) if entries else ""
+
+
+def clean_path(path: str) -> str:
+    """A module path as the user wrote it, out of Dynamo's `L['self']._modules['a'].b[0]`."""
+    path = re.sub(r"_modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]", r".\1\2\3.", path)
+    parts = [p for p in path.split(".") if p]
+    if parts and parts[0] in ("L", "G"):
+        parts = parts[1:]
+        if parts and parts[0] in ("self", "fn", "mod", "model_"):
+            parts = parts[1:]
+    return ".".join(p for p in parts if p not in ("_orig_mod", "_modules"))
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator of a node, as people write it."""
+    if node.op != "call_function":
+        return node.op
+    return str(operator_of(node).target).removesuffix(".default")

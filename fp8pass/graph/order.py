@@ -1,0 +1,74 @@
+"""What comes before what in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from torch import fx
+
+from fp8pass import compat
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes`, and all that they are computed from."""
+    found = set(nodes)
+    pending = list(found)
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                pending.append(operand)
+    return found
+
+
+def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
+    """The nodes that need a gradient from outside: what can only run in the backward."""
+    found: set[fx.Node] = set()
+    for node in g.nodes:
+        if compat.is_tangent(node) or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
+    """Whether one of `reads` is computed from one of `stored`."""
+    targets, seen = set(reads), set(stored)
+    pending = list(seen)
+    while pending:
+        for user in pending.pop().users:
+            if user in targets:
+                return True
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def sort_topologically(g: fx.Graph) -> None:
+    """Move nodes behind what they use, and no further; inputs come first."""
+    order: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    for node in sorted(g.nodes, key=lambda node: node.op != "placeholder"):
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            missing = next((n for n in current.all_input_nodes if n not in placed), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(current)
+                continue
+            order.append(current)
+            placed.add(current)
+            pending += reversed(waiting.pop(current, []))
+    assert len(order) == len(g.nodes), "a kernel needs what it computes"
+    for previous, node in pairwise(order):
+        if previous.next is not node:
+            previous.append(node)
+
+
+def settle(gm: fx.GraphModule) -> None:
+    """Bring a graph in order after nodes were put in place of others."""
+    sort_topologically(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()

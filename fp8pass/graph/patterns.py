@@ -1,0 +1,85 @@
+"""Patterns: what a view, cast or transpose is of, and the sums of a residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass.graph.nodes import aten, is_call, prims, shape_text, tensor, value
+
+fp8 = torch.ops.fp8pass
+
+
+# Views that keep the order of the elements, so that two of one tensor hold the same matrix.
+RESHAPES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+
+CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node whose elements `node` holds, in the same order."""
+    while node.target in RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
+    """A matrix and whether `node` is its transpose, looking through swaps of two dimensions."""
+    flipped = False
+    while _is_swap(node):
+        node, flipped = node.args[0], not flipped  # type: ignore[assignment]
+    return node, flipped
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node that `node` is a view, transpose, cast or plain copy of."""
+    while node.target in RESHAPES | CASTS or _is_swap(node) or is_call(node, aten.clone.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_swap(node: fx.Node) -> bool:
+    if node.target in (aten.t.default, aten.numpy_T.default):
+        return True
+    if is_call(node, aten.permute.default):
+        return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    return is_call(node, aten.transpose.int) and len(tensor(node).shape) == 2
+
+
+SUMS = {aten.add.Tensor, aten.sub.Tensor}
+
+
+def is_residual_sum(node: fx.Node) -> bool:
+    """Whether `node` is a sum that is a term of another sum and has other users besides.
+
+    Terms have the shape of the sum: taking a maximum away, as softmax does, is something else.
+    """
+    return _is_sum_of_alike(node) and len(node.users) > 1 and _is_term(node)
+
+
+def _is_term(node: fx.Node) -> bool:
+    through = RESHAPES | CASTS
+    return any(_is_sum_of_alike(u) or (u.target in through and _is_term(u)) for u in node.users)
+
+
+def _is_sum_of_alike(node: fx.Node) -> bool:
+    if node.target not in SUMS or len(node.all_input_nodes) != 2:
+        return False
+    tensors = [value(n) for n in (node, *node.all_input_nodes)]
+    return len({shape_text(x) for x in tensors if x is not None}) == 1
+
+
+def transposes(codes: fx.Node) -> list[fx.Node]:
+    """The transposes of a quantized matrix."""
+    return [u for u in codes.users if u.target is fp8.transpose.default]

@@ -1,0 +1,30 @@
+"""Every key that fp8pass sets in `node.meta`, and reads elsewhere."""
+
+from __future__ import annotations
+
+from torch import fx
+
+# On what replaces an operator: the operator's name, by which values are named.
+REPLACED = "fp8pass_replaced"
+
+# On `scaled_mm`: the name of the GEMM that it replaced.
+STANDS_FOR = "fp8pass_stands_for"
+
+# On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
+ROLE = "fp8pass_role"
+
+# On GEMMs that stay in high precision because the user, or the default for output heads, says so.
+# What they save is kept as it is, too.
+KEPT_BY_CHOICE = "fp8pass_kept_by_choice"
+
+# On `quantize`: the layers that the codes are an operand of, as (module path, `input`, `weight` or
+# `gradient`).
+OPERAND_OF = "fp8pass_operand_of"
+
+# On the copy of a forward value in the backward, recomputed or dequantized: the value's name.
+CARRIES = "fp8pass_carries"
+
+
+def original_name(node: fx.Node) -> str:
+    """The name of a node, or of the GEMM that it replaced."""
+    return str(node.meta.get(STANDS_FOR, node.name))

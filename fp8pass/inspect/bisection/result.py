@@ -1,0 +1,113 @@
+"""What was found, as text, as JSON and as options."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fp8pass.config import Config
+from fp8pass.inspect.bisection.units import Unit, options_for
+from fp8pass.inspect.diagnosis import finite
+
+
+@dataclass(frozen=True)
+class Culprit(Unit):
+    """A linear layer or saved tensor that causes much of the error by itself.
+
+    Attributes:
+        error_before: of the gradients, with the culprits found before it exact.
+        error_after: the same with this one exact, too.
+    """
+
+    error_before: float
+    error_after: float
+
+
+@dataclass
+class Bisection:
+    """Where a gradient error comes from; print it, or look at `culprits`.
+
+    Errors are of all gradients together, relative to those of recipe `exact`: ‖wrong - exact‖₂ /
+    ‖exact‖₂, infinite where they are not finite.
+
+    Attributes:
+        config: what was examined.
+        error: of the gradients.
+        culprits: what causes most of it, in the order found.
+        units: how many linear layers and saved tensors are not exact.
+        probes: how often the model was compiled.
+        spread: whether no other unit stands out: what remains, or all, comes from many.
+    """
+
+    config: Config
+    error: float
+    culprits: list[Culprit] = field(default_factory=list)
+    units: int = 0
+    probes: int = 0
+    spread: bool = True
+
+    @property
+    def remaining(self) -> float:
+        """The error with the culprits exact."""
+        return self.culprits[-1].error_after if self.culprits else self.error
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Options that keep the culprits exact, besides what the configuration has there."""
+        return options_for(self.culprits, self.config)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The result as JSON text, also written to `path` if one is given."""
+        data = {
+            "error": self.error,
+            "remaining": self.remaining,
+            "culprits": [asdict(c) | {"fix": c.fix} for c in self.culprits],
+            "suggested": self.suggested,
+            "units": self.units,
+            "probes": self.probes,
+            "spread": self.spread,
+        }
+        text = json.dumps(finite(data), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def __str__(self) -> str:
+        console = Console(width=150, file=io.StringIO())
+        if self.culprits:
+            console.print(self._table())
+        for line in self._conclusions():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    def _table(self) -> Table:
+        table = Table(title="what the gradient error comes from", title_justify="left")
+        for column in ("", "name", "error before", "with it exact"):
+            table.add_column(column)
+        for c in self.culprits:
+            errors = f"{c.error_before:.3g}", f"{c.error_after:.3g}"
+            table.add_row(c.kind, escape(c.name), *errors)
+        return table
+
+    def _conclusions(self) -> Iterator[str]:
+        if not self.units:
+            yield "Nothing to bisect: no linear layer runs in FP8, no saved tensor is in low bits."
+            return
+        yield (
+            f"Relative error of the gradients: {self.error:.3g}, with {self.units} linear layers "
+            f"and saved tensors in low bits. Took {self.probes} compilations."
+        )
+        if self.remaining and self.spread:
+            yield f"No single one {'else ' * bool(self.culprits)}stands out: the error is spread."
+        elif self.remaining:
+            yield "There may be more: raise most."
+        if self.culprits:
+            yield f"To keep them exact, add to options: {self.suggested!r}"

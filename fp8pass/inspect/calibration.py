@@ -1,0 +1,72 @@
+"""`fp8pass.calibrate`: how activations are distributed, for the error rules to reckon with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import graph
+from fp8pass.config import Config, ValueMoments
+from fp8pass.graph.tags import original_name
+from fp8pass.inspect.recording import Record, record_step
+from fp8pass.inspect.running import configuration_of
+from fp8pass.rules.error_rules import Rules
+
+
+def calibrate(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    *,
+    config: Config | None = None,
+) -> tuple[ValueMoments, ...]:
+    """Mean and standard deviation of the values that the error rules are about, on a batch.
+
+    The rules assume unit variance where they are told nothing. Pass the result on:
+
+        moments = fp8pass.calibrate(model, loss_fn, batch)
+        model = torch.compile(model, backend="fp8pass", options={"moments": moments})
+
+    Values are named by module and operator, so compile what was calibrated. Of a module that is in
+    several graphs the largest values count.
+
+    Runs one forward and backward; parameters, their gradients, buffers and random number
+    generators are left as they were.
+
+    Args:
+        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
+        batch: passed to `loss_fn`.
+        config: what the model will be compiled with, if not its own options or the default recipe.
+
+    Returns:
+        (name, mean, standard deviation) of each value; plain data, to be kept as JSON, say.
+    """
+    records = record_step(model, loss_fn, batch, config or configuration_of(model))
+    found: dict[str, ValueMoments] = {}
+    for record in records:
+        for moments in _moments(record):
+            found[moments[0]] = max(moments, found.get(moments[0], moments), key=_mean_square)
+    return tuple(found.values())
+
+
+def _mean_square(moments: ValueMoments) -> float:
+    _, mean, std = moments
+    return mean**2 + std**2
+
+
+def _moments(record: Record) -> list[ValueMoments]:
+    exact = record.exact_values()
+    names = graph.value_names(record.planned.graph)
+    rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
+    values = {n: exact.get(original_name(n)) for r in rules.regions for n in r.values}
+    found = []
+    for node, x in values.items():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            std, mean = torch.std_mean(x.double())
+            found.append((names[node], float(mean), float(std)))
+    return [m for m in found if math.isfinite(_mean_square(m))]

@@ -1,0 +1,260 @@
+"""`fp8pass.diagnose`: the gradient error of every layer, measured beside what the rules predict.
+
+The joint graph of a model is run twice on real data: as it is, and rewritten. In the second run
+every value of the forward and every gradient that enters a layer is replaced by the exact one, so
+that what a layer gets wrong is its own error and not that of the layers behind it (as in AGoQ,
+Table 13).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+from fp8pass import graph
+from fp8pass.config import Config
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.tags import ROLE, original_name
+from fp8pass.inspect.recording import Record, record_step
+from fp8pass.inspect.running import configuration_of
+from fp8pass.rules.error_rules import Rules
+from fp8pass.rules.prediction import Predictor
+
+LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
+
+# An error this many times the predicted one is worth a look.
+FAR_ABOVE = 3.0
+
+# Below this BF16's own rounding, and how gradients correlate with activations, decide.
+NEGLIGIBLE = 0.01
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The error of one gradient that one layer computes.
+
+    Attributes:
+        module: path of the module.
+        gradient: what it is of: `weight`, `input`, or `attention q`, `k`, `v`.
+        shape: as text.
+        mean_absolute: mean absolute error.
+        relative: ‖wrong - exact‖₂ / ‖exact‖₂.
+        predicted: the same by the error rules, for the values of the batch; None where nothing
+            could be derived, which happens only with the rules switched off (`tolerance=inf`).
+    """
+
+    module: str
+    gradient: str
+    shape: str
+    mean_absolute: float
+    relative: float
+    predicted: float | None
+
+    @property
+    def far_above(self) -> bool:
+        """Whether the rules do not explain the error."""
+        explained = FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE)
+        return not self.relative <= explained  # NaN is not
+
+
+@dataclass
+class Diagnosis:
+    """The gradient errors of a model's layers; print it, or look at `layers`."""
+
+    config: Config
+    layers: list[LayerError] = field(default_factory=list)
+
+    @property
+    def suspicious(self) -> list[LayerError]:
+        """Those whose error is far above what the rules predict."""
+        return [y for y in self.layers if y.far_above]
+
+    @property
+    def suggested_skip(self) -> tuple[str, ...]:
+        """Entries for `skip` that would keep the suspicious layers in high precision."""
+        return tuple(dict.fromkeys(y.module for y in self.suspicious if y.module))
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The errors as JSON text, also written to `path` if one is given."""
+        data = {
+            "layers": [asdict(y) | {"far_above": y.far_above} for y in self.layers],
+            "suggested_skip": self.suggested_skip,
+        }
+        text = json.dumps(finite(data), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def plot(self, path: str | Path) -> None:
+        """Draw measured and predicted errors into an image file (needs matplotlib)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 0.25 * len(self.layers) + 1.5), layout="constrained")
+        axes = figure.subplots()
+        names = [f"{y.module} {y.gradient}" for y in self.layers]
+        axes.barh(names, [y.relative for y in self.layers], label="measured")
+        axes.plot([y.predicted or 0.0 for y in self.layers], names, "k|", label="predicted")
+        axes.invert_yaxis()
+        axes.set_xlabel("relative gradient error")
+        axes.legend()
+        figure.savefig(path, dpi=120)
+
+    def __str__(self) -> str:
+        table = Table(title="gradient error by layer", title_justify="left")
+        for column in ("module", "gradient", "shape", "mean abs.", "relative", "predicted", ""):
+            table.add_column(column)
+        for y in self.layers:
+            predicted = "no rule" if y.predicted is None else f"{y.predicted:.4f}"
+            numbers = f"{y.mean_absolute:.2e}", f"{y.relative:.4f}", predicted
+            table.add_row(y.module, y.gradient, y.shape, *numbers, "!" if y.far_above else "")
+        console = Console(width=150, file=io.StringIO())
+        console.print(table)
+        if self.suspicious:
+            console.print(f"Far above prediction; to leave them out: skip={self.suggested_skip!r}")
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def finite(data: Any) -> Any:
+    """`data` with None for numbers that JSON has not."""
+    if isinstance(data, dict):
+        return {key: finite(x) for key, x in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(x) for x in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    *,
+    config: Config | None = None,
+) -> Diagnosis:
+    """Measure the gradient error that each layer of `model` adds on a batch of data.
+
+    Runs one forward and backward; parameters, their gradients, buffers and random number
+    generators are left as they were.
+
+    Args:
+        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
+        batch: passed to `loss_fn`.
+        config: what to diagnose instead of the model's own options or the default recipe.
+
+    Returns:
+        A Diagnosis: `print` it, or use `.layers`, `.suspicious`, `.plot()`, `.to_json()`.
+    """
+    config = config or configuration_of(model)
+    records = record_step(model, loss_fn, batch, config)
+    return Diagnosis(config, [error for record in records for error in errors_of(record)])
+
+
+def errors_of(record: Record) -> Iterable[LayerError]:
+    """Measured and predicted errors of one graph's gradients, those that are exact left out."""
+    exact = record.exact_values()
+    nodes = record.planned.graph.nodes
+    values = {n: exact[name] for n in nodes if (name := original_name(n)) in exact}
+    rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
+    predictor = Predictor(rules, record.decisions, values)
+    predictor.run(record.planned.graph)
+    predicted = predictor.backward
+    forced = Forced(record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules))
+    forced.run(*record.arguments)
+    for node, (mean_absolute, relative) in forced.errors.items():
+        expected = predicted.get(original_name(node), 0.0)
+        if not relative and not expected:
+            continue  # exact
+        yield LayerError(
+            graph.module_path(graph.source(node)),
+            _describe(node, record),
+            graph.shape_text(graph.tensor(node)),
+            mean_absolute,
+            relative,
+            expected,
+        )
+
+
+def _layer_outputs(rules: Rules) -> set[str]:
+    """Names of gradients at which one layer ends and the next begins.
+
+    Those are results of GEMMs and attention, and what a region hands on.
+    """
+    ends = {n for region in rules.regions for n in region.outputs}
+    ends |= {n for n in rules.backward if kind(n) in LAYERS}
+    return {original_name(n) for n in ends & rules.backward}
+
+
+def _regions_by_name(rules: Rules) -> dict[str, int]:
+    """Numbers of the regions that nodes belong to."""
+    return {original_name(n): i for i, region in enumerate(rules.regions) for n in region.nodes}
+
+
+def _describe(node: fx.Node, record: Record) -> str:
+    """What a gradient is of: a weight, a layer's input, an operand of attention."""
+    if kind(node) is Kind.ATTENTION:
+        return f"attention {_attention_operand(node)}"
+    if ROLE in node.meta:
+        return "weight" if node.meta[ROLE] == "wgrad" else "input"
+    shapes = {graph.shape_text(graph.tensor(n)) for n in record.ctx.facts.parameters}
+    return "weight" if graph.shape_text(graph.tensor(node)) in shapes else "input"
+
+
+def _attention_operand(node: fx.Node) -> str:
+    """Which operand a gradient of attention is of; those of fused operators come as a tuple."""
+    position = int(node.args[1]) if graph.is_getitem(node) else None  # type: ignore[arg-type]
+    return "operand" if position is None or position > 2 else "qkv"[position]
+
+
+class Forced(fx.Interpreter):
+    """Runs a rewritten graph, handing layers the exact values and noting the errors.
+
+    `ends` are the gradients, by name, at which a layer ends; `regions` the regions of nodes, in
+    which the wrong value goes on, as into the sum that is a bias's gradient.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, exact: dict[str, Any], ends: set[str], regions: dict[str, int]
+    ) -> None:
+        super().__init__(gm)
+        self.exact, self.ends, self.regions = exact, ends, regions
+        self.backward = graph.tangent_dependent(gm.graph)
+        self.errors: dict[fx.Node, tuple[float, float]] = {}
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        """The operands of a node, exact where another layer computed them."""
+        return fx.map_arg((n.args, n.kwargs), lambda operand: self._handed(operand, n))
+
+    def _handed(self, operand: fx.Node, user: fx.Node) -> Any:
+        name, region = original_name(operand), self.regions.get(original_name(operand))
+        inside = region is not None and region == self.regions.get(original_name(user))
+        given = self.env[operand]
+        is_end = name in self.ends and operand in self.backward and isinstance(given, Tensor)
+        return self.exact[name] if is_end and not inside else given
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node, the exact one in the forward."""
+        value, name = super().run_node(n), original_name(n)
+        if n.op != "call_function" or name not in self.exact:
+            return value
+        if n not in self.backward:
+            return self.exact[name]
+        if name in self.ends and isinstance(value, Tensor) and value.is_floating_point():
+            self.errors[n] = _difference(value, self.exact[name])
+        return value
+
+
+def _difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Mean absolute and relative L2 error."""
+    wrong, right = value.double(), exact.double()
+    norm = float(right.norm())
+    error = float((wrong - right).norm())
+    return float((wrong - right).abs().mean()), error / norm if norm else error

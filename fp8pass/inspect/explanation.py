@@ -1,0 +1,140 @@
+"""`fp8pass.explain`: what was decided about a model, and why, without training it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fp8pass import compat
+from fp8pass.config import Config
+from fp8pass.dynamo import Backend
+from fp8pass.inspect import saved_bytes as measure
+from fp8pass.inspect.explained import Explained
+from fp8pass.inspect.running import configuration_of, unchanged
+from fp8pass.inspect.tables import (
+    by_bytes,
+    frontier_table,
+    linears_table,
+    rules_table,
+    saved_table,
+    totals,
+)
+
+if TYPE_CHECKING:
+    from fp8pass.inspect.diagnosis import Diagnosis
+
+
+class Explanation(Explained):
+    """What fp8pass does to a model; print it, `save` it as a page, or look at `graphs`."""
+
+    def save(self, path: str | Path, diagnosis: Diagnosis | None = None) -> None:
+        """Write everything as one HTML page that needs no network: see `fp8pass.report`.
+
+        Args:
+            path: of the file.
+            diagnosis: what `fp8pass.diagnose` measured, to be shown beside what was predicted.
+        """
+        # Here rather than above: templates take time to import, which compiling need not wait for.
+        from fp8pass.inspect.report import write_report
+
+        write_report(self, Path(path), diagnosis)
+
+    def plot_frontier(self, path: str | Path) -> None:
+        """Write a PNG of memory against added time, a line for each graph, this plan marked.
+
+        Raises:
+            ValueError: there is no frontier to plot.
+            ImportError: matplotlib is not installed.
+        """
+        plans = {n: g.plan for n, g in enumerate(self.graphs) if g.plan.frontier}
+        if not plans:
+            raise ValueError("No frontier to plot: call fp8pass.explain(..., frontier=True).")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "plot_frontier needs matplotlib: pip install matplotlib", name="matplotlib"
+            ) from error
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot(
+            xlabel="kept for the backward, MiB", ylabel="added by recomputation, ms a step"
+        )
+        for number, plan in plans.items():
+            points = by_bytes(plan.frontier)
+            x, y = [p.bytes / 2**20 for p in points], [p.seconds * 1e3 for p in points]
+            (line,) = axes.plot(x, y, marker=".", label=f"graph {number}")
+            if plan.point:
+                chosen = plan.point.bytes / 2**20, plan.point.seconds * 1e3
+                axes.plot(*chosen, marker="*", markersize=14, color=line.get_color(), ls="none")
+        axes.legend(title="★ this plan")
+        figure.savefig(path, format="png")
+
+    def __str__(self) -> str:
+        console = Console(width=150, file=io.StringIO())
+        for part in self._parts():
+            console.print(part)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    def _parts(self) -> Iterator[Any]:
+        for number, report in enumerate(self.graphs):
+            title = f"graph {number}" + (f" ({report.plan.note})" if report.plan.note else "")
+            yield linears_table(title, report.plan.linears)
+            if report.plan.saved:
+                yield saved_table(title, report.plan)
+            if report.plan.frontier:
+                yield frontier_table(title, report.plan)
+            if report.plan.rules:
+                yield rules_table(title, report.plan.rules)
+        yield totals([g.plan for g in self.graphs])
+
+
+def explain(
+    model: nn.Module,
+    *args: Any,
+    config: Config | None = None,
+    frontier: bool = False,
+    rules: bool = False,
+    **kwargs: Any,
+) -> Explanation:
+    """What fp8pass would do to `model` called with these arguments.
+
+    Runs one forward of the model as it is, and one through the rewritten graphs, op by op, with
+    gradients enabled; buffers and random number generators are put back afterwards, parameters and
+    their gradients not touched.
+
+    Args:
+        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        *args: arguments of the model.
+        config: what to explain instead of the model's own options or the default recipe.
+        frontier: also trace memory against time: what other memory budgets would give. Solves some
+            ten more programs for each graph.
+        rules: also show the error rules: how much each non-linear region amplifies errors of what
+            is stored, as a number and as a formula.
+        **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
+
+    Raises:
+        ValueError: the model is on the meta device.
+
+    Returns:
+        An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
+        `.plot_frontier()`.
+    """
+    config = config or configuration_of(model)
+    module = getattr(model, "_orig_mod", model)
+    explanation = Explanation(config, type(module).__name__)
+    wanted = {"frontier": frontier, "rules": rules}
+    extras = frozenset(name for name, asked in wanted.items() if asked)
+    backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
+    compiled = torch.compile(module, backend=backend)
+    with unchanged(module), torch.enable_grad():
+        explanation.eager_bytes = measure.saved_bytes(module, *args, **kwargs)
+        with compat.fresh_compilation():
+            compiled(*args, **kwargs)
+    return explanation

@@ -1,0 +1,48 @@
+"""Rows of a plan that differ only in the layer's number, put together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fp8pass.plan import Linear, RuleSummary, SavedTensor
+
+
+def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
+    """Rows (path, key, item) that differ only in the layer's number, as (path, count, item)."""
+    groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
+    for path, key, item in rows:
+        groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))
+    return [
+        (pattern if len(members) > 1 else members[0][0], len(members), members[0][1])
+        for (pattern, _), members in groups.items()
+    ]
+
+
+def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
+    """Linear layers, equal ones put together."""
+    return folded(
+        (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
+    )
+
+
+def folded_saved(
+    saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
+) -> list[tuple[str, int, SavedTensor]]:
+    """Kept tensors but scalars, equal ones put together; of `sources`, lines by name, too."""
+    sources = sources or {}
+    return folded(
+        (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources.get(s.name)), s)
+        for s in saved
+        if not s.is_scalar
+    )
+
+
+def folded_rules(rules: Iterable[RuleSummary]) -> list[tuple[str, int, RuleSummary]]:
+    """Error rules, those of equal regions put together."""
+
+    def key(r: RuleSummary) -> tuple[Any, ...]:
+        return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)
+
+    return folded((r.module, key(r), r) for r in rules)

@@ -1,0 +1,232 @@
+"""What the page shows, out of an explanation."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from torch import fx
+
+import fp8pass
+from fp8pass.compilation import CompiledGraph
+from fp8pass.config import Config
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
+from fp8pass.inspect.folding import folded, folded_linears, folded_rules, folded_saved
+from fp8pass.inspect.report.diffs import ModuleDiff, module_diffs
+from fp8pass.inspect.report.folding import fold
+from fp8pass.inspect.report.picture import KINDS, draw
+from fp8pass.inspect.report.sources import source_line
+from fp8pass.inspect.report.timeline import timeline
+from fp8pass.inspect.tables import by_bytes, mib
+from fp8pass.passes.runner import PassRecord
+from fp8pass.plan import FrontierPoint, Plan, SavedTensor
+
+if TYPE_CHECKING:
+    from fp8pass.inspect.diagnosis import Diagnosis
+    from fp8pass.inspect.explained import Explained
+
+FP8_LINEAR = "linear layers in FP8"
+
+_FOLDER = Path(__file__).parent
+_MOST_EXPENSIVE = 8
+
+# Plans whose memory differs by less than this are no choice.
+_SAME_MEMORY = 0.005
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is the same in `count` places, of which `module` is the pattern, `source` one's line."""
+
+    module: str
+    count: int
+    item: Any
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What another memory budget would give, beside the plan at hand."""
+
+    point: FrontierPoint
+    saves_bytes: int
+    lowers_peak: int
+    adds_seconds: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class GraphSection:
+    """One graph of the page."""
+
+    number: int
+    plan: Plan
+    linears: list[Row]
+    saved: list[Row]
+    scalars: list[SavedTensor]
+    rules: list[Row]
+    passes: list[tuple[PassRecord, list[ModuleDiff]]]
+    choices: list[Choice]
+
+
+def write_report(explanation: Explained, path: Path, diagnosis: Diagnosis | None) -> None:
+    """Write the page to `path`."""
+    path.write_text(render(explanation, diagnosis), encoding="utf-8")
+
+
+def render(explanation: Explained, diagnosis: Diagnosis | None = None) -> str:
+    """The page's HTML, with everything it needs in it."""
+    environment = Environment(
+        loader=PackageLoader("fp8pass.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {}  # as they come, not by name
+    environment.filters.update(
+        mib=mib, share=_share, seconds=_seconds, short=short_name, flop=_flop
+    )
+    sections = [section(i, g) for i, g in enumerate(explanation.graphs)]
+    return environment.get_template("template.html.j2").render(
+        explanation=explanation,
+        sections=sections,
+        expensive=most_expensive(sections),
+        high_precision=reasons(explanation.graphs),
+        operations=operations(explanation.graphs),
+        options=options(explanation.config),
+        diagnosis=diagnosis,
+        kinds=KINDS,
+        fp8_linear=FP8_LINEAR,
+        made={
+            "fp8pass": fp8pass.__version__,
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
+        },
+        data=page_data(explanation, diagnosis),
+        asset=asset,
+    )
+
+
+def asset(name: str) -> Markup:
+    """A file of the page, to be put into it as it is."""
+    return Markup((_FOLDER / name).read_text(encoding="utf-8"))
+
+
+def section(number: int, compiled: CompiledGraph) -> GraphSection:
+    """What is shown of one graph."""
+    plan = compiled.plan
+    sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
+    return GraphSection(
+        number=number,
+        plan=plan,
+        linears=[Row(*row) for row in folded_linears(plan.linears)],
+        saved=_saved_rows(plan.saved, sources),
+        scalars=[s for s in plan.saved if s.is_scalar],
+        rules=[Row(*row) for row in folded_rules(plan.rules)],
+        passes=[(record, module_diffs(record)) for record in compiled.passes],
+        choices=list(_choices(plan)),
+    )
+
+
+def _saved_rows(saved: Iterable[SavedTensor], sources: dict[str, str]) -> list[Row]:
+    """What is kept, the largest first; `sources` has the line of the model by a node's name."""
+    rows = [Row(*row, source=sources[row[2].name]) for row in folded_saved(saved, sources)]
+    return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)
+
+
+def _choices(plan: Plan) -> Iterator[Choice]:
+    """This plan, and those of the frontier that keep less, from the most to the least memory."""
+    here = plan.point
+    if here is None:
+        return
+    less = [p for p in plan.frontier if p.bytes < (1 - _SAME_MEMORY) * here.bytes]
+    for point in (here, *reversed(by_bytes(less))):
+        yield Choice(
+            point,
+            saves_bytes=here.bytes - point.bytes,
+            lowers_peak=here.peak_bytes - point.peak_bytes,
+            adds_seconds=point.seconds - here.seconds,
+            chosen=point is here,
+        )
+
+
+def most_expensive(sections: Iterable[GraphSection]) -> list[Row]:
+    """What takes most of the kept bytes, over all graphs."""
+    rows = [row for s in sections for row in s.saved if row.item.bytes]
+    return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)[:_MOST_EXPENSIVE]
+
+
+def reasons(graphs: Iterable[CompiledGraph]) -> list[Row]:
+    """Why linear layers stay in high precision, those with one reason put together."""
+    keyed = ((y.module, (y.reason,), y) for g in graphs for y in g.plan.high_precision)
+    return [Row(*row) for row in folded(keyed)]
+
+
+def operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
+    """Floating point operations of a step by what does them, the most first."""
+    total: dict[str, float] = {}
+    for compiled in graphs:
+        for node in filter(is_expensive, compiled.gm.graph.nodes):
+            total[_what_runs(node)] = total.get(_what_runs(node), 0.0) + flops(node)
+    return dict(sorted(total.items(), key=lambda x: x[1], reverse=True))
+
+
+def _what_runs(node: fx.Node) -> str:
+    if is_fp8_gemm(node):
+        return FP8_LINEAR
+    if kind(node) is Kind.ATTENTION:
+        return "attention, in high precision"
+    return "other matrix products, in high precision"
+
+
+def options(config: Config) -> dict[str, Any]:
+    """What was asked for besides the defaults."""
+    default = Config()
+    given = {f.name: getattr(config, f.name) for f in fields(Config) if f.name != "compiler"}
+    return {name: value for name, value in given.items() if value != getattr(default, name)}
+
+
+def page_data(explanation: Explained, diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """What the page draws: pictures, the timeline, memory against time, errors."""
+    return {
+        "kinds": KINDS,
+        "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
+        "timeline": [asdict(m) for m in timeline(explanation.graphs)],
+        "choices": [[asdict(c) for c in _choices(g.plan)] for g in explanation.graphs],
+        "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
+    }
+
+
+def short_name(operator: str) -> str:
+    """An operator without its library and overload, `aten.add.Tensor` as `add`."""
+    if "_scaled_dot_product" in operator:
+        return "attention"
+    parts = operator.split(".")
+    return parts[1] if len(parts) > 1 else operator
+
+
+def _flop(count: float) -> str:
+    """A number of operations, `868 MFLOP`."""
+    for unit in ("", "k", "M", "G"):
+        if count < 1000:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:.3g} TFLOP"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _share(part: float, whole: float) -> str:
+    """A part as a percentage, `n/a` of nothing."""
+    return f"{part / whole:.0%}" if whole and math.isfinite(whole) else "n/a"

@@ -1,0 +1,67 @@
+"""Running a model to look at it: what it was compiled with, and leaving it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import compat
+from fp8pass.config import Config, split_options
+from fp8pass.dynamo import Backend
+
+
+def configuration_of(model: nn.Module) -> Config:
+    """The configuration a model was compiled with, the default one if it was not."""
+    compiled_with, options = compat.backend_of(model)
+    if options:
+        return split_options(options, compat.list_options())[0]
+    return compiled_with.config if isinstance(compiled_with, Backend) else Config()
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put buffers and random number generators back after running a module.
+
+    Raises:
+        ValueError: it cannot run, as its parameters have no values.
+    """
+    without = [name for name, p in module.named_parameters() if p.is_meta]
+    if without:
+        raise ValueError(
+            f"{without[0]} and {len(without) - 1} more parameters are on the meta device, where "
+            "nothing can run. Give them memory with model.to_empty(device='cpu'), or make the "
+            "model with fewer layers: equal ones are treated alike."
+        )
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
+
+
+@contextmanager
+def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
+    """The tensors that gradients are left on, without any here; those they had are put back."""
+    leaves = [*module.parameters(), *_leaves(batch)]
+    gradients = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    try:
+        yield leaves
+    finally:
+        for x, gradient in zip(leaves, gradients, strict=True):
+            x.grad = gradient
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that gradients would be left on."""
+    tensors = compat.tree_leaves(batch)
+    return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]

@@ -1,0 +1,125 @@
+"""Tables of an explanation, for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from fp8pass.inspect.folding import folded_linears, folded_rules, folded_saved
+from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary
+
+
+def linears_table(title: str, linears: list[Linear]) -> Table:
+    """The linear layers, and why some stay in high precision."""
+    table = Table(title=f"{title}: linear layers", title_justify="left")
+    for column in ("module", "×", "rows", "in → out", "FP8 GEMMs", "high precision because"):
+        table.add_column(column)
+    for path, count, y in folded_linears(linears):
+        sizes = f"{y.in_features} → {y.out_features}"
+        table.add_row(path, str(count), y.rows, sizes, " ".join(y.fp8) or "none", y.reason)
+    return table
+
+
+def saved_table(title: str, plan: Plan) -> Table:
+    """What is kept for the backward, and how."""
+    table = Table(title=f"{title}: kept for the backward", title_justify="left")
+    columns = ("module", "×", "operator", "shape", "kept as", "MiB exact", "MiB kept", "grad error")
+    for column in (*columns, "reason"):
+        table.add_column(column, justify="right" if "MiB" in column else "left")
+
+    scalars = [s for s in plan.saved if s.is_scalar]
+    for path, count, s in folded_saved(plan.saved):
+        exact, kept = mib(count * s.bytes_exact), mib(count * s.bytes)
+        error = f"{s.expected_error:.1%}" if s.expected_error else ""
+        shape = f"{s.dtype} {s.shape}"
+        table.add_row(path, str(count), s.op, shape, s.kept_as, exact, kept, error, s.reason)
+    if scalars:
+        kept = mib(sum(s.bytes for s in scalars))
+        table.add_row(
+            "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
+        )
+    return table
+
+
+def rules_table(title: str, rules: list[RuleSummary]) -> Table:
+    """Amplification of errors by region; Case 1 recomputes all but the inputs, Case 2 reads it."""
+    table = Table(title=f"{title}: error rules", title_justify="left")
+    for column in (
+        "module",
+        "×",
+        "operators",
+        "inputs",
+        "case 1",
+        "case 2",
+        "formula, or why none",
+    ):
+        table.add_column(column)
+
+    for path, count, r in folded_rules(rules):
+        numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
+        names = " ".join(r.operators), " ".join(r.inputs)
+        table.add_row(path, str(count), *names, *numbers, r.reason or r.bound)
+    return table
+
+
+def frontier_table(title: str, plan: Plan) -> Table:
+    """What each budget gives; shares are of what is kept without one, the peak an estimate."""
+    table = Table(title=f"{title}: memory against time", title_justify="left")
+    for column in ("MiB kept", "of unlimited", "peak MiB", "added ms", "grad error"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    points = by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
+    for p in points:
+        share = f"{p.bytes / max(points[-1].bytes, 1):.0%}"
+        mark = "◀ this plan" if p == plan.point else ""
+        numbers = mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
+        table.add_row(mib(p.bytes), share, *numbers, mark)
+    return table
+
+
+def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
+    """Points of a frontier from the least to the most memory."""
+    return sorted(points, key=lambda p: (p.bytes, p.seconds))
+
+
+def totals(plans: Sequence[Plan]) -> str:
+    """What all graphs of a model come to."""
+    linears = [y for plan in plans for y in plan.linears]
+    fp8 = sum(1 for y in linears if y.fp8)
+    kept, stock = sum(p.saved_bytes for p in plans), sum(p.stock_bytes or 0 for p in plans)
+    share = f" ({kept / stock:.0%})" if stock else ""
+    uses = [use for plan in plans for use in plan.kernels]
+    programs, generated = (_summed(u.programs for u in uses), _summed(u.generated for u in uses))
+    kernels = f"{_counted(programs, ', ')}, in {sum(u.launches for u in uses)} launches"
+    return (
+        f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
+        f"; stock torch.compile would keep {mib(stock)} MiB{share}."
+        f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
+        f"{_counted(generated, '; ') or 'none'}.{_merged(plans)}"
+    )
+
+
+def _merged(plans: Sequence[Plan]) -> str:
+    merged = [layers for plan in plans for layers in plan.merged]
+    if not merged:
+        return ""
+    gemms = "one GEMM" if len(merged) == 1 else f"{len(merged)} GEMMs"
+    return f" Input gradients of {sum(map(len, merged))} layers come from {gemms}."
+
+
+def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    return dict(sum((Counter(c) for c in counts), Counter()))
+
+
+def _counted(counts: dict[str, int], separator: str) -> str:
+    return separator.join(f"{n} × {name}" for name, n in counts.items())
+
+
+def mib(count: int) -> str:
+    """Bytes in MiB, with as many digits as tell."""
+    size = count / 2**20
+    if 0 < abs(size) < 0.001:
+        return "<0.001"
+    return f"{size:,.1f}" if abs(size) >= 100 else f"{size:.3g}"

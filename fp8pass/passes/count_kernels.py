@@ -1,0 +1,56 @@
+"""Count what quantizes the matrices of a graph: hand-written kernels, or generated code, and why.
+
+It changes nothing; `explain` shows `ctx.plan.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.kernels import rows, tiles
+from fp8pass.codegen.kernels.launch import grouped
+from fp8pass.codegen.kernels.limits import why_no_rows, why_no_tiles
+from fp8pass.codegen.kernels.operator import Prepare, parts_of
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.ir import Program
+from fp8pass.graph import tensor
+from fp8pass.passes.context import Context
+from fp8pass.plan import KernelUse
+
+fp8 = torch.ops.fp8pass
+
+# What the operators of kernels launch.
+_PREPARE: dict[object, Prepare] = {rows.rows: rows.prepare, tiles.tiles: tiles.prepare}
+
+
+def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
+    """Add to the plan what quantizes the matrices of one graph."""
+    if not ctx.config.quantizes_linears:
+        return
+    programs: Counter[str] = Counter()
+    launches = 0
+    for node in gm.graph.nodes:
+        if node.target in _PREPARE:
+            batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
+            programs.update(_kernel_of(node, program) for program in batch.programs)
+            launches += len(grouped(parts_of(_PREPARE[node.target], batch, sizes)))
+    left = [n for n in gm.graph.nodes if graph.is_call(n, fp8.quantize.default)]
+    generated = dict(Counter(map(_why_generated, left)))
+    ctx.plan.kernels.append(KernelUse(dict(programs), launches, generated))
+
+
+def _kernel_of(node: fx.Node, program: Program) -> str:
+    """The kernel that runs a program, for people."""
+    if program.finishes_amax:
+        return "scales"
+    return "rows" if node.target is rows.rows else "tiles"
+
+
+def _why_generated(codes: fx.Node) -> str:
+    by_row = tensor(codes.args[1]).ndim == 2  # type: ignore[arg-type]
+    why_not = why_no_rows if by_row else why_no_tiles
+    return why_not(codes) or "its operands do not lie in one matrix"

@@ -1,0 +1,83 @@
+"""Kernels that can run together are one operator, so that they are launched together.
+
+    before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
+    after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
+
+A kernel runs with the last one before it if what it reads is there already, as a weight is. It must
+be small: what it stores is in memory earlier, and large kernels take longer than their launches.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.kernels.launch import MOST_PARTS
+from fp8pass.codegen.kernels.rows import rows
+from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.emit import emit_batch
+from fp8pass.passes.context import Context
+
+# Bytes that a kernel may read and write: they take the GPU as long as a launch takes the CPU.
+MOST_MOVED = 64 * 2**20
+# Bytes that a launch may store earlier than they are needed.
+MOST_EARLY = 32 * 2**20
+
+
+def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
+    """Put one operator in place of several that can run together."""
+    groups = [group for op in (rows, tiles) for group in _groups(gm.graph, op) if len(group) > 1]
+    for group in groups:
+        _fuse(group)
+    if groups:
+        graph.settle(gm)
+
+
+def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
+    """Kernels of one kind that run where the first of them does."""
+    position = {node: i for i, node in enumerate(g.nodes)}
+    groups: list[list[fx.Node]] = []
+    for node in g.nodes:
+        if node.target is not op:
+            continue
+        if groups and _joins(node, groups[-1], position):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+    """Whether a kernel can run where a group of kernels does, and should."""
+    first, *early = *group, node
+    results = [x for member in early for x in member.meta["val"]]
+    return (
+        all(position[x] < position[first] for x in node.all_input_nodes)
+        and {x.device for x in results} == {first.meta["val"][0].device}
+        and not any(_batch(member).joins for member in (first, node))
+        and sum(len(_batch(member).programs) for member in (first, *early)) <= MOST_PARTS
+        and sum(map(graph.bytes_of, results)) <= MOST_EARLY
+        and _bytes_moved(node) <= MOST_MOVED
+    )
+
+
+def _bytes_moved(node: fx.Node) -> int:
+    results = sum(map(graph.bytes_of, node.meta["val"]))
+    return results + sum(map(graph.nbytes, node.all_input_nodes))
+
+
+def _batch(node: fx.Node) -> Batch:
+    return Batch.parse(str(node.args[1]))
+
+
+def _fuse(group: list[fx.Node]) -> None:
+    """Put one operator in place of a group, where its first one is."""
+    batch = Batch(tuple(program for node in group for program in _batch(node).programs))
+    inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
+    results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]
+    for node in group:
+        found = [next(results) for _ in node.meta["val"]]
+        for item in list(node.users):
+            assert graph.is_getitem(item), item
+            item.replace_all_uses_with(found[item.args[1]])  # type: ignore[index]

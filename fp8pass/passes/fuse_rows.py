@@ -1,0 +1,138 @@
+"""Quantize by row in row kernels: `quantize(x, scale(row_amax(x)))` and the operators before it.
+
+    before   s  = add(x, mm)
+             n  = mul(mul(s, rsqrt(mean(s * s))), w)
+             a  = scale(row_amax(n));  b = quantize(n, a)
+             c  = group_scale(s);      d = quantize_groups(s, c)
+    after    s, d, c, a, b = rows([w, x, mm], program)
+
+The kernel also stores what others use of the values it computes, and the groups that are kept of
+those it reads.
+
+What a kernel does not take stays as it is, for `lowering.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_rows
+from fp8pass.codegen.kernels.rows import CHUNK, rows
+from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
+from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
+from fp8pass.codegen.program.ir import NotAMatrix, Store
+from fp8pass.codegen.program.reader import TRANSPARENT, Reader
+from fp8pass.graph.nodes import tensor
+from fp8pass.graph.order import depends
+from fp8pass.passes.context import Context
+
+fp8 = torch.ops.fp8pass
+
+
+def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
+    """Replace matrices that are quantized by row by row kernels."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        if graph.is_call(node, fp8.quantize.default) and node.users:
+            changed |= fuse(node)
+    if changed:
+        graph.settle(gm)
+
+
+def fuse(codes: fx.Node) -> bool:
+    """Put a kernel in place of `codes` and what comes with them; False if no kernel does that."""
+    if why_no_rows(codes):
+        return False
+    plan = _plan(codes, compute=True) or _plan(codes, compute=False)
+    if plan is None:
+        return False
+    results = emit_kernel(rows, [([plan.reader], plan.stores)], like=codes)
+    for node, result in zip(plan.replaced, results, strict=True):
+        replace(node, result)
+    return True
+
+
+@dataclass
+class RowKernel:
+    """What one kernel reads, what it stores, and the node that each of its results replaces."""
+
+    reader: Reader
+    stores: list[Store]
+    replaced: list[fx.Node]
+
+
+def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
+    """The kernel for `codes`; it computes what is quantized, or reads it."""
+    x, scale, format = codes.args
+    assert isinstance(x, fx.Node)
+    reader = Reader(codes, by_row=True)
+    try:
+        if not compute:
+            reader.load(x)
+        reader.read(x)
+        reader.read(scale)  # type: ignore[arg-type]
+    except NotAMatrix:
+        return None
+    if not reader.large or scale not in reader.steps:
+        return None
+    if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
+        return None
+    names = reader.names
+    kernel = RowKernel(reader, [], [])
+    groups = kept_groups(reader)
+    for node in used_elsewhere(reader, {codes}.union(*groups)):
+        layout = {"full": "full", "row": "row"}.get(reader.operand(node))
+        if layout is None or not has_shape(node):
+            return None
+        dtype = str(tensor(node).dtype).removeprefix("torch.")
+        kernel.stores.append(Store(names[node], (layout,), dtype=dtype))
+        kernel.replaced.append(node)
+    for scales, coded in groups:
+        value, format_, size = scales.args
+        assert isinstance(size, int)
+        name = names[value]  # type: ignore[index]
+        store = Store(name, ("groups",), format=str(format_), group_size=size)
+        kernel.stores.append(store)
+        kernel.replaced += [coded, scales]
+    store = Store(names[x], ("rows",), scale=names[scale], format=str(format))  # type: ignore[index]
+    kernel.stores.append(store)
+    kernel.replaced.append(codes)
+    return None if depends(reader.loads, kernel.replaced) else kernel
+
+
+def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
+    """Computed nodes that something outside the kernel uses, if only through a view or cast.
+
+    Conditions are computed again where they are used.
+    `absorbed` are nodes that the kernel computes besides.
+    """
+    inside = set(reader.names) | set(absorbed)
+
+    def is_used(node: fx.Node) -> bool:
+        return any(
+            user not in inside or (user.target in TRANSPARENT and is_used(user))
+            for user in node.users
+        )
+
+    values = [n for n in sorted(reader.steps) if tensor(n).is_floating_point()]
+    return [n for n in values if is_used(n)]
+
+
+def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
+    """Scales and codes of the groups that are kept of values the kernel holds."""
+    found = []
+    for value in reader.names:
+        for scales in value.users:
+            if not graph.is_call(scales, fp8.group_scale.default):
+                continue
+            _, format, size = scales.args
+            coded = [u for u in scales.users if u.target is fp8.quantize_groups.default]
+            fits = isinstance(size, int) and size & (size - 1) == 0 and size <= CHUNK
+            if fits and str(format) in CODE_TYPES and len(coded) == 1 and has_shape(coded[0]):
+                found.append((scales, coded[0]))
+    return found

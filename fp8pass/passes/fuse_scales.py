@@ -1,0 +1,96 @@
+"""The second stages of several amaxes, and scales, in one launch of the row kernel.
+
+    before   a = amax(p);  s = scale(a)
+             b = amax(q);  t = scale(b)
+    after    s, t = rows([p, q], [program, program])
+
+`p` and `q` are what kernels leave of an amax: one number for each row or tile. To finish one is a
+launch for a few kilobytes, and a layer has a dozen and more, most of which nothing waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.emit import emit_batch
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.graph.nodes import aten, tensor
+from fp8pass.passes.context import Context
+
+fp8 = torch.ops.fp8pass
+
+
+def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
+    """Replace amaxes of what kernels left of them, and their scales."""
+    groups = [group for group in _groups(gm.graph) if len(group) > 1]
+    for group in groups:
+        _fuse(group)
+    if groups:
+        graph.settle(gm)
+
+
+def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Amaxes of which all are known before one of them, or a scale of one, is used."""
+    group: list[fx.Node] = []
+    results: set[fx.Node] = set()
+    for node in g.nodes:
+        if _finishes(node):
+            if group and tensor(group[0]).device != tensor(node).device:
+                yield group
+                group, results = [], set()
+            group.append(node)
+            results.add(node)
+        elif not results.isdisjoint(node.all_input_nodes):
+            if node.target is fp8.scale.default:
+                results.add(node)
+            else:
+                yield group
+                group, results = [], set()
+
+
+def _finishes(node: fx.Node) -> bool:
+    """Whether a node is the second stage of an amax, of as many numbers as a kernel holds."""
+    if not graph.is_call(node, fp8.amax.default):
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    kernel = source.args[0] if graph.is_getitem(source) else None
+    if not isinstance(kernel, fx.Node) or kernel.target not in (rows, tiles):
+        return False
+    # Of rows, or of tiles, not of a matrix that a kernel computes.
+    is_partial = kernel.target is tiles or tensor(source).shape[-1] == 1
+    count = tensor(source).numel()
+    return is_partial and isinstance(count, int) and count <= LONGEST_HELD
+
+
+def _fuse(amaxes: list[fx.Node]) -> None:
+    """Put one operator in place of several amaxes and their scales."""
+    replaced, programs, inputs = [], [], []
+    for amax in amaxes:
+        scales = [user for user in amax.users if user.target is fp8.scale.default]
+        stored = scales if len(scales) == len(amax.users) else [amax, *scales]
+        replaced += stored
+        programs.append(_program(amax, scales, stored))
+        with amax.graph.inserting_before(amax):
+            x = graph.emit(amax.graph, aten.reshape.default, amax.args[0], [1, -1], like=amax)
+        inputs.append(x)
+    results = emit_batch(rows, Batch(tuple(programs)), inputs, like=amaxes[-1])
+    for node, result in zip(replaced, results, strict=True):
+        with result.graph.inserting_after(result):
+            number = graph.emit(result.graph, aten.reshape.default, result, [], like=node)
+        node.replace_all_uses_with(number)
+
+
+def _program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
+    """The program of one amax, whose numbers are a row."""
+    steps = [Step(amax.name, "row_amax", ("partial",))]
+    steps += [Step(scale.name, "scale", (amax.name, scale.args[1])) for scale in scales]
+    stores = (Store(node.name, ("row",), dtype="float32") for node in stored)
+    return Program((Load("partial", "full"),), tuple(steps), tuple(stores)).canonical()

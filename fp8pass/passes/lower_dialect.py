@@ -1,0 +1,20 @@
+"""Put aten operators in the place of the dialect's, right before Inductor compiles a graph.
+
+    before   s = scale(amax(x));  q = quantize(x, s)
+    after    a = amax(amax(abs(x), -1));  s = where(a == 0, 1, a / 448)
+             q = buffer(convert(clamp(x * reciprocal(s))))
+
+What each operator becomes is in `codegen/lowering.py`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8pass.codegen.lowering import lower
+from fp8pass.passes.context import Context
+
+
+def lower_dialect(gm: fx.GraphModule, ctx: Context) -> None:
+    """Replace every fp8pass:: operator of a graph."""
+    lower(gm)

@@ -1,0 +1,62 @@
+"""Decide what the backward keeps: exact, in low bits, or recomputed.
+
+Every value the backward uses is needed either *exactly* (by attention, by operators that amplify
+errors) or in *any* form. Two minimum cuts choose, with PyTorch's partitioner as the model:
+
+    source --price--> v_in --bytes--> v_out --∞--> u_in   for every user u of v
+                                      v_out --∞--> sink   if the backward uses v
+
+Cutting the middle arc stores v, at its bytes; cutting the first one recomputes it, at a price that
+is infinite for what is too expensive or impossible to compute again. The first cut covers the
+exact needs at exact prices. The second covers all needs, with what the first one keeps for free
+and everything else at the bytes of the cheapest format that the error rules allow. One cut for
+both would need three states a value (exact, low-bit, absent) whose costs are not submodular.
+
+Among equal first cuts, the one closest to the backward recomputes least, and the one closest to
+the inputs leaves most for the second to be computed from. Both are tried, the cheaper one wins.
+
+Values that cannot be recomputed do not depend on how their inputs are kept, so the graph falls
+apart at GEMMs and attention into regions, which are solved one by one (with networkx).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8pass.passes.context import Context
+from fp8pass.rules.error_rules import Rules
+from fp8pass.rules.summary import summarize_rules
+from fp8pass.saving.cuts import cheapest_plan
+from fp8pass.saving.decision import Needs, find_needs
+from fp8pass.saving.storage import Storage
+
+
+def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
+    """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from.
+
+    Raises:
+        ConfigError: the memory budget cannot be met.
+    """
+    rules = Rules(gm.graph, ctx.config, ctx.facts)
+    if "rules" in ctx.extras:
+        ctx.plan.rules = summarize_rules(rules)
+    storage = Storage(ctx.config, ctx.facts, rules)
+    needs = find_needs(gm, storage)
+    ctx.decisions = cheapest_plan(needs, storage)
+    wants_budget = ctx.config.memory_budget is not None or "frontier" in ctx.extras
+    if wants_budget and needs.all:
+        _meet_budget(gm.graph, ctx, needs, storage)
+
+
+def _meet_budget(g: fx.Graph, ctx: Context, needs: Needs, storage: Storage) -> None:
+    """Replace a plan that keeps too much; trace memory against time where that is asked for."""
+    # Here rather than above: its solver takes as long to import as a small graph to plan.
+    from fp8pass.saving.budget import Planner
+
+    planner = Planner(g, ctx.decisions, needs, storage)
+    budget = ctx.config.budget_bytes(planner.most)
+    if budget < planner.most:
+        ctx.decisions = planner.within(budget)
+    if "frontier" in ctx.extras:
+        ctx.plan.frontier = planner.frontier()
+        ctx.plan.point = planner.point(ctx.decisions)

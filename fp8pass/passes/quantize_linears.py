@@ -1,0 +1,231 @@
+"""Run linear layers in FP8: `mm`/`addmm` of a parameter -> quantize + scaled_mm.
+
+For `y = x Wᵀ` the joint graph holds three GEMMs, forward `x Wᵀ`, dgrad `dY W` and wgrad `dYᵀ x`.
+Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
+
+    before   y  = mm(x, t(W))
+             dx = mm(dY, W)
+             dW = mm(t(dY), x)
+    after    y  = scaled_mm(q(x),   q(W))       q(·)  = quantize(·, scale)
+             dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = transpose(q(·))
+             dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·))
+
+Scales are just in time (COAT 5.2, LLMQ 3). In the backward there is one for each tensor: codes are
+used in two layouts, and no scale may vary along what a GEMM contracts. The forward needs one
+layout: there each row of `x` and `W` has a scale of its own (torchao calls that rowwise), so that a
+kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
+per layout and kind of scale, however many GEMMs share it; what Inductor pads for one of them counts
+as another tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.config import Config
+from fp8pass.dialect import hardware
+from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.graph.linear_layers import (
+    Layer,
+    find_layers,
+    is_multiple_of_16,
+    is_output_head,
+    operands_of,
+)
+from fp8pass.graph.names import matching_pattern, warn_about_idle_patterns
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
+from fp8pass.passes.context import Context
+from fp8pass.plan import Linear
+
+fp8 = torch.ops.fp8pass
+
+OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
+    """Rewrite every eligible linear layer; record all of them in the plan."""
+    eligible: dict[fx.Node, Layer] = {}
+    layers = find_layers(gm.graph, ctx.facts.parameters)
+    modules = [y.module for y in layers]
+    warn_about_idle_patterns("skip", ctx.config.skip, "linear layer", modules)
+    for layer in layers:
+        reason = why_not(layer, ctx.config)
+        roles: list[str] = []
+        for role, gemm in layer.gemms():
+            gemm.meta[ROLE] = role
+            if not reason.text:
+                eligible[gemm] = layer
+                roles.append(role)
+            elif reason.chosen:
+                gemm.meta[KEPT_BY_CHOICE] = True
+        if roles and not ctx.config.quantizes_linears:
+            roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
+        ctx.plan.linears.append(describe(layer, tuple(roles), reason))
+    quantizer = Quantizer(gm.graph, ctx.config)
+    for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
+        if node in eligible:
+            rewrite(gm.graph, node, eligible[node], quantizer)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layer stays in high precision; `chosen` by the user, its saved input does too."""
+
+    text: str = ""
+    chosen: bool = False
+
+
+def why_not(layer: Layer, config: Config) -> Reason:
+    """Why `layer` cannot or should not run in FP8; an empty reason where it can."""
+    pattern = matching_pattern(layer.module, config.skip)
+    if pattern is not None:
+        return Reason(f"matches skip pattern {pattern!r}", chosen=True)
+    if not config.quantize_lm_head and is_output_head(layer):
+        return Reason("output head: quantize_lm_head=False", chosen=True)
+    gemm, weight = layer.forward, tensor(layer.weight)
+    if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
+        return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
+    if gemm.target is aten.addmm.default and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
+        return Reason("its bias is not a vector")
+    if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(gemm)):
+        return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
+    if any(size % CONTRACTION_MULTIPLE for size in weight.shape):
+        return Reason(f"weight {graph.shape_text(weight)}: both sizes must be multiples of 16")
+    rows, contracted = tensor(gemm).shape[0], tensor(operands_of(gemm)[0]).shape[-1]
+    if not is_multiple_of_16(contracted):
+        return Reason(f"contracts {contracted} elements: must be a multiple of 16")
+    if compat.has_unbacked(rows):
+        return Reason("the number of rows depends on data")
+    if compat.statically_known_true(rows == 0):
+        return Reason("empty input")
+    if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(weight.device)):
+        return Reason(lacking)
+    return Reason()
+
+
+class Quantizer:
+    """Quantizes matrices of one graph, each once per layout and format."""
+
+    def __init__(self, g: fx.Graph, config: Config) -> None:
+        self.graph = g
+        self.config = config
+        self.backward = graph.tangent_dependent(g)
+        self._quantized: dict[tuple[fx.Node, str, str, bool], tuple[fx.Node, fx.Node]] = {}
+        self._row_amax: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._transposed: dict[fx.Node, fx.Node] = {}
+
+    def __call__(
+        self, matrix: fx.Node, layer: Layer, *, contract_rows: bool, by_row: bool, like: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Data and scale of an operand of `layer`, laid out with its contracted dimension last.
+
+        `contract_rows` says that the GEMM contracts `matrix` over its first dimension, `by_row`
+        that each row has a scale of its own.
+        """
+        base, flipped = graph.untransposed(matrix)
+        if contract_rows == flipped and not is_multiple_of_16(tensor(base).shape[-1]):
+            # Codes are filled up with zeros where they are transposed.
+            base, flipped = self._permuted(base, like), not flipped
+        format = (
+            self.config.gradient_format if base in self.backward else self.config.forward_format
+        )
+        # One tensor may be two matrices: a view of another shape has rows of its own.
+        identity = graph.root(base), graph.shape_text(tensor(base))
+        key = (*identity, format, by_row)
+        if key not in self._quantized:
+            amax = self._amax(base, identity, by_row=by_row, like=like)
+            scale = self._emit(fp8.scale.default, amax, format, like=like)
+            data = self._emit(fp8.quantize.default, base, scale, format, like=like)
+            self._quantized[key] = data, scale
+        data, scale = self._quantized[key]
+        operand = layer.module, self._operand_name(base, layer)
+        data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
+        if contract_rows == flipped:
+            return data, scale
+        if data not in self._transposed:
+            self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
+        return self._transposed[data], scale
+
+    def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
+        if base not in self._transposed:
+            permuted = self._emit(aten.permute.default, base, [1, 0], like=like)
+            self._transposed[base] = permuted
+            if base in self.backward:
+                self.backward.add(permuted)
+        return self._transposed[base]
+
+    def _operand_name(self, base: fx.Node, layer: Layer) -> str:
+        if base in self.backward:
+            return "gradient"
+        return "weight" if graph.source(base) is layer.weight else "input"
+
+    def _amax(
+        self, base: fx.Node, identity: tuple[fx.Node, str], *, by_row: bool, like: fx.Node
+    ) -> fx.Node:
+        """Largest magnitude of each row, or of all: of the rows' where the forward has them."""
+        if by_row and identity not in self._row_amax:
+            self._row_amax[identity] = self._emit(fp8.row_amax.default, base, like=like)
+        rows = self._row_amax.get(identity)
+        if by_row and rows is not None:
+            return rows
+        return self._emit(fp8.amax.default, rows or base, like=like)
+
+    def _emit(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+        """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
+        node = emit(self.graph, target, *args, like=like)
+        if compat.must_save(node):
+            del node.meta["recompute"]
+        return node
+
+
+def scales_by_row(gemm: fx.Node, config: Config) -> bool:
+    """Whether the operands of a GEMM have a scale for each row: in the forward, where they can.
+
+    Codes of which the GEMM takes the transpose have one scale, as in the backward.
+    """
+    if config.forward_scales != "row" or not config.quantizes_linears:
+        return False
+    a, b = (graph.untransposed(x)[1] for x in operands_of(gemm))
+    bf16 = tensor(gemm).dtype is torch.bfloat16  # what cuBLASLt and CUTLASS give for such scales
+    return gemm.meta[ROLE] == "forward" and not a and b and bf16
+
+
+def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
+    """Replace one GEMM of `layer` by its FP8 form."""
+    a, b = operands_of(gemm)
+    bias = gemm.args[0] if gemm.target is aten.addmm.default else None
+    by_row = scales_by_row(gemm, quantizer.config)
+    with g.inserting_before(gemm):
+        a_data, a_scale = quantizer(a, layer, contract_rows=False, by_row=by_row, like=gemm)
+        b_data, b_scale = quantizer(b, layer, contract_rows=True, by_row=by_row, like=gemm)
+        product = emit(
+            g,
+            fp8.scaled_mm.default,
+            *(a_data, a_scale, b_data, b_scale, bias, tensor(gemm).dtype),
+            like=gemm,
+        )
+    product.meta[STANDS_FOR] = gemm.name
+    product.meta[graph.REPLACED] = gemm.target.__name__  # type: ignore[union-attr]
+    product.meta[ROLE] = gemm.meta[ROLE]
+    gemm.replace_all_uses_with(product)
+    g.erase_node(gemm)
+    if gemm in quantizer.backward:
+        quantizer.backward.add(product)
+
+
+def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason) -> Linear:
+    """The plan's entry for a layer."""
+    out_features, in_features = tensor(layer.weight).shape[:2]
+    if tensor(layer.input).shape[-1] == out_features:  # the weight is stored as [in, out]
+        in_features, out_features = out_features, in_features
+    rows = tensor(layer.input).shape[0]
+    unique = tuple(dict.fromkeys(rewritten))
+    sizes = int(in_features), int(out_features)
+    return Linear(layer.module, str(rows), *sizes, unique, reason.text, reason.chosen)

@@ -1,0 +1,192 @@
+"""Bounds and gradients of a region as numbers, under stated statistics of what enters it.
+
+The *bound* of a source is the symbolic one of `perturbation.py`, relative to the size of what is
+perturbed, evaluated on samples. The *expected* amplification is what independent perturbations do
+on average: the region is run on the samples, forward and backward, with and without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+
+from fp8pass.rules.expressions import TORCH, Expressions, Pointwise
+from fp8pass.rules.perturbation import Mean, Norm
+
+# How expressions evaluate; a mean is one over what a statistic takes together.
+FUNCTIONS = {**TORCH, Mean.__name__: lambda x, _: x.mean(dim=-1, keepdim=True)}
+
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
+ROWS, LARGEST_WIDTH = 8, 1024
+PERTURBATION = 1e-4
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and standard deviation of an activation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    @classmethod
+    def rounded(cls, mean: float, std: float) -> Moments:
+        """Nearby ones, within a fifth: so that layers that are alike share a rule."""
+        if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
+            return UNIT_VARIANCE
+        near = 2 ** (round(2 * math.log2(std)) / 2)
+        return cls(round(2 * mean / near) * near / 2, near)
+
+
+UNIT_VARIANCE = Moments()
+
+
+class Samples:
+    """Values of a region's symbols for random inputs.
+
+    Inputs are normal with the given moments, gradients with unit variance, what is exact is one.
+    A statistic has one value a row, of which there are `ROWS`.
+    """
+
+    def __init__(self, expressions: Expressions, moments: Mapping[Symbol, Moments]) -> None:
+        self.expressions = expressions
+        self.width = min(max(expressions.length, 128), LARGEST_WIDTH)
+        self._random = torch.Generator().manual_seed(0)
+        self._compiled = {d.symbol: _compile(d.value) for d in expressions.definitions}
+        one = torch.ones(ROWS, self.width, **ON_CPU)
+        self._inputs = dict.fromkeys(expressions.constants, one)
+        for symbol in (*expressions.values, *expressions.gradients):
+            given = moments.get(symbol, UNIT_VARIANCE)
+            self._inputs[symbol] = given.mean + given.std * self.normal()
+        self.values = self.run()
+        self._norms: dict[Expr, Tensor] = {}
+
+    def use(self, data: Mapping[Symbol, Tensor]) -> None:
+        """Take inputs from real tensors instead: some of their rows, the same of all."""
+        length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
+        numbers = {x.numel() for s, x in data.items() if s not in self.expressions.constants}
+        if len(numbers) != 1 or (count := numbers.pop()) % length or count < length:
+            return  # they broadcast against each other: rows would not match
+        self.width = length
+        rows_there = count // length
+        chosen = torch.linspace(
+            0, rows_there - 1, min(rows_there, LARGEST_WIDTH), device="cpu"
+        ).long()
+        for symbol in self._inputs:
+            given = data.get(symbol)
+            if given is None or symbol not in self.expressions.constants:
+                rows = None if given is None else given.reshape(-1, length)[chosen.to(given.device)]
+            else:
+                whole = given.numel() in (1, length)
+                rows = given.reshape(-1) if whole else given.double().mean()
+            x = torch.ones((), **ON_CPU) if rows is None else rows.to(**ON_CPU)
+            self._inputs[symbol] = x.broadcast_to(len(chosen), length)
+        self.values = self.run()
+
+    def normal(self) -> Tensor:
+        """Independent standard normal numbers."""
+        size = ROWS, self.width
+        return torch.randn(size, generator=self._random, **ON_CPU)
+
+    def noise_like(self, x: Tensor) -> Tensor:
+        """Independent standard normal numbers in the shape of `x`."""
+        return torch.randn(x.shape, generator=self._random, **ON_CPU)
+
+    def run(
+        self,
+        perturbed: Mapping[Symbol, Tensor] | None = None,
+        stored: Collection[Symbol] = (),
+    ) -> dict[Symbol, Tensor]:
+        """All values, where those of `perturbed` are multiplied by what it says.
+
+        Those in `stored` are read, not computed again from what is perturbed.
+        """
+        perturbed = perturbed or {}
+        values = {s: x * perturbed.get(s, 1.0) for s, x in self._inputs.items()}
+        for definition in self.expressions.definitions:
+            symbol = definition.symbol
+            if symbol in self._inputs:
+                continue
+            if symbol in stored:
+                values[symbol] = self.values[symbol] * perturbed.get(symbol, 1.0)
+                continue
+            function, operands = self._compiled[symbol]
+            result = function(*(values[s] for s in operands))
+            if not isinstance(definition, Pointwise):
+                dim = 0 if definition.over_rows else -1
+                total = result.mean(dim=dim, keepdim=True) * definition.length
+                result = float(definition.weight) * total
+            values[symbol] = result * perturbed.get(symbol, 1.0)
+        return values
+
+    def expected(self, source: Symbol, outputs: list[Symbol]) -> dict[Symbol, float]:
+        """Relative RMS change of each output, per unit relative RMS perturbation of `source`."""
+        like = self.values[source]
+        changed = self.run({source: 1 + PERTURBATION * self.noise_like(like)})
+        return {s: relative_change(self.values[s], changed[s]) / PERTURBATION for s in outputs}
+
+    def errors(
+        self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
+    ) -> dict[Symbol, float]:
+        """Relative RMS change of every symbol, for rounding errors of the size of `noise`."""
+        perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
+        changed = self.run(perturbed, stored)
+        return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
+
+    def evaluate(self, bound: Expr) -> float:
+        """The mean over rows of an expression of norms, means and statistics."""
+        atoms = sorted(bound.atoms(Norm), key=str)
+        numbers = {sympy.Dummy(f"norm_{i}"): atom for i, atom in enumerate(atoms)}
+        values = {dummy: self._atom(atom) for dummy, atom in numbers.items()}
+        reduced = bound.xreplace({atom: dummy for dummy, atom in numbers.items()})
+        function, operands = _compile(reduced)
+        result = function(*(values[s] if s in values else self.values[s] for s in operands))
+        return float(torch.as_tensor(result, dtype=torch.float64).mean())
+
+    def _atom(self, atom: Expr) -> Tensor:
+        if atom not in self._norms:
+            self._norms[atom] = self._norm(atom)
+        return self._norms[atom]
+
+    def _norm(self, atom: Expr) -> Tensor:
+        function, operands = _compile(atom.args[0])
+        x = torch.as_tensor(function(*(self.values[s] for s in operands)), dtype=torch.float64)
+        x = x.broadcast_to(ROWS, self.width)
+        length, order = self.expressions.length, atom.args[1]
+        if order == 1:
+            return x.abs().mean(dim=-1, keepdim=True) * length
+        if order == 2:
+            return (x.square().mean(dim=-1, keepdim=True) * length).sqrt()
+        return x.abs().amax(dim=-1, keepdim=True)
+
+
+def rounding(x: Tensor, relative_error: float) -> Tensor:
+    """Factors that round `x` with an RMS error of `relative_error`, as a format would.
+
+    The error is a function of the value, so that what is alike is off alike: in a sum over tokens
+    the errors of repeated rows add up, where independent ones would average out. The grid is even
+    in the logarithm, hence without a format's largest and smallest number.
+    """
+    step = relative_error * math.sqrt(12)
+    position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step
+    return 1 + step * (position.round() - position)
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """‖after - before‖₂ / ‖before‖₂, 0 where `before` is."""
+    before, after = before.double(), after.double()
+    change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
+    return float(change / size) if size > 0 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _compile(expression: Expr) -> tuple[Callable[..., Any], tuple[Symbol, ...]]:
+    operands = tuple(sorted(expression.free_symbols, key=str))
+    return sympy.lambdify(operands, expression, modules=[FUNCTIONS]), operands

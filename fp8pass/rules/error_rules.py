@@ -1,0 +1,184 @@
+"""Which values may be kept in low bits, derived from what the backward computes from them.
+
+For every region of a joint graph (`regions.py`) the maths is written down (`expressions.py`) and
+perturbed to first order (`perturbation.py`): the *amplification* of a value is the relative error
+of the gradients per unit relative error of the value, as a worst case (`bound`) and for independent
+rounding errors (`expected`). A format is allowed where
+
+    bound × half step of the format ≤ tolerance
+
+Attention has a rule of its own (`attention_rule.py`). Where nothing can be derived, the value
+stays exact and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.config import Config
+from fp8pass.dialect.formats import E4M3, Format
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.names import operator_name
+from fp8pass.graph.tags import KEPT_BY_CHOICE
+from fp8pass.rules import attention as attention_rule
+from fp8pass.rules.amplification import Moments
+from fp8pass.rules.derivation import UNITY, Amplification, RegionRule, derive
+from fp8pass.rules.expressions import has_formula
+from fp8pass.rules.regions import DERIVABLE, Region, Splitter
+
+# Linear in what they keep for the backward: its relative error is the gradient's.
+LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
+
+
+UNUSED = Amplification(0.0, 0.0)
+
+
+class Rules:
+    """The error rules of one joint graph.
+
+    Args:
+        g: the joint graph.
+        config: the user's choices; may have statistics of values, which are of unit variance else.
+        facts: what is known about the graph.
+    """
+
+    def __init__(self, g: fx.Graph, config: Config, facts: JointFacts) -> None:
+        self.graph = g
+        self.tolerance = config.tolerance
+        self.backward = graph.tangent_dependent(g)
+        inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
+        inexact = (facts.held | facts.activations) - facts.parameters
+        exact = inputs - self.backward - inexact
+        splitter = Splitter(g, self.backward, frozenset(exact), has_formula)
+        self.regions = splitter.split()
+        self.junctions = splitter.junctions
+        self.constants = splitter.constants
+        self._members = {n for region in self.regions for n in region.nodes}
+        self._moments = _moments_of(g, config)
+
+    @cached_property
+    def _rules(self) -> list[RegionRule]:
+        """One for each region."""
+        with compat.real_tensors():  # the passes run where tensors are fake
+            return [self._rule(region) for region in self.regions]
+
+    @cached_property
+    def _derived(self) -> set[fx.Node]:
+        """Members of regions with a rule."""
+        pairs = zip(self.regions, self._rules, strict=True)
+        return {n for region, rule in pairs if not rule.reason for n in region.nodes}
+
+    @cached_property
+    def _found(self) -> dict[fx.Node, list[Amplification | str]]:
+        """Uses of nodes in regions: an amplification, or why there is none."""
+        found: dict[fx.Node, list[Amplification | str]] = {}
+        for region, rule in zip(self.regions, self._rules, strict=True):
+            self._record(region, rule, found)
+        return found
+
+    def why_exact(self, node: fx.Node) -> str:
+        """Why the backward needs `node` exactly; '' where it does not."""
+        uses = self._uses(node)
+        if math.isinf(self.tolerance):  # no rules, but choices
+            uses = (self._by_choice(user) for user in node.users)
+        return next((x for x in uses if x and isinstance(x, str)), "")
+
+    def amplification(self, node: fx.Node) -> Amplification:
+        """What an error of `node` does to the gradients: the worst of all its uses."""
+        uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
+        worst = max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
+        return replace(worst, needs_signs=any(x.needs_signs for x in uses))
+
+    def allows(self, node: fx.Node, format: Format) -> bool:
+        """Whether `node` may be as inexact as `format` makes it."""
+        allowed = self.amplification(node).allows(format, self.tolerance)
+        return allowed and not self.why_exact(node)
+
+    def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
+        """Whether `node` may be computed from operands that were stored in `format`.
+
+        Inside a region the amplifications of its inputs cover that.
+        """
+        if format.lossless or node in self.constants:
+            return True
+        if node in self.junctions or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
+            return self.allows(node, format)
+        if kind(node) is Kind.ATTENTION:
+            return math.isinf(self.tolerance)
+        return kind(node) not in DERIVABLE or node in self._derived
+
+    def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
+        yield from self._found.get(node, ())
+        for user in node.users:
+            yield from self._use_by(user, node)
+
+    def _use_by(self, user: fx.Node, node: fx.Node) -> Iterator[Amplification | str]:
+        """Uses by operators that are in no region."""
+        if user.op == "output" or user in self._members or user in self.junctions:
+            return
+        if chosen := self._by_choice(user):
+            yield chosen
+        elif kind(user) in LINEAR_KINDS:
+            yield UNITY
+        elif kind(user) is Kind.ATTENTION:
+            if user in self.backward:
+                yield self._attention(user)
+        elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
+            yield f"{operator_name(user)} has no derivation"
+
+    def _by_choice(self, user: fx.Node) -> str:
+        """Why a layer that stays in high precision as asked keeps what it saves; '' for others."""
+        chosen = user.meta.get(KEPT_BY_CHOICE) and user in self.backward
+        return f"{operator_name(user)} in high precision by choice" if chosen else ""
+
+    def _attention(self, user: fx.Node) -> Amplification | str:
+        """The rule for the operands of an attention operator, by the first of them."""
+        bound = attention_rule.relative_bound(*_attention_sizes(user))
+        if bound * E4M3.half_step > self.tolerance:
+            return f"attention may amplify errors {bound:.0f}×"
+        with compat.real_tensors():
+            return Amplification(bound, attention_rule.expected(*_attention_sizes(user)))
+
+    def moments_of(self, region: Region) -> dict[fx.Node, Moments]:
+        """What is known about the values that enter a region."""
+        return {n: self._moments[n] for n in region.values if n in self._moments}
+
+    def _rule(self, region: Region) -> RegionRule:
+        return derive(region, self.moments_of(region))
+
+    def _record(
+        self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]
+    ) -> None:
+        used = bool(region.backward or region.cached)
+        for index, node in enumerate((*region.inputs, *region.nodes)):
+            found = record.setdefault(node, [])
+            if rule.reason and used and node not in self.constants:
+                found.append(rule.reason)
+            elif index in rule.by_index:
+                found.append(rule.by_index[index])
+
+
+def _moments_of(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
+    known = {name: Moments.rounded(mean, std) for name, mean, std in config.moments}
+    if not known:
+        return {}
+    return {n: known[name] for n, name in graph.value_names(g).items() if name in known}
+
+
+def _attention_sizes(user: fx.Node) -> tuple[int, int]:
+    """Tokens and head dimension of an attention operator, by the first of its operands."""
+    operand = next(n for n in user.all_input_nodes if _is_matrix(n))
+    *_, length, head_dim = (compat.size_hint(s) for s in graph.tensor(operand).shape)
+    return length, head_dim
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and val.ndim >= 2 and val.is_floating_point()

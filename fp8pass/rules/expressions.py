@@ -1,0 +1,471 @@
+"""Regions as mathematics: every node a symbol with a sympy definition.
+
+Symbols stand for single elements. Casts, views and broadcasts have the symbol of their operand; a
+reduction defines a *statistic*, one number for many elements. What an operator computes is stated
+here once; derivatives, bounds and error estimates follow from it (`error_rules.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.graph.classify import VIEWS, Kind, kind
+from fp8pass.graph.nodes import aten, prims
+from fp8pass.rules.regions import Region, Role
+
+
+class Underivable(Exception):
+    """No bound can be derived; the message says for which operator and why."""
+
+
+class Step(sympy.Function):
+    """1 for positive arguments, else 0. A relative perturbation never crosses zero."""
+
+    nargs = 1
+    is_real = True
+    is_nonnegative = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Zero where it exists."""
+        return sympy.Integer(0)
+
+
+class Sign(sympy.Function):
+    """The sign of its argument, constant under relative perturbations."""
+
+    nargs = 1
+    is_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Zero where it exists."""
+        return sympy.Integer(0)
+
+
+class Magnitude(sympy.Function):
+    """The absolute value, whose derivative is a `Sign`."""
+
+    nargs = 1
+    is_real = True
+    is_nonnegative = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """The sign of the argument."""
+        return Sign(self.args[0])
+
+
+class Sigmoid(sympy.Function):
+    """1 / (1 + e^-x), whose derivative sympy would not write by the function itself."""
+
+    nargs = 1
+    is_real = True
+    is_positive = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """s (1 - s)."""
+        return self * (1 - self)
+
+
+# How the functions above and sympy's evaluate on tensors.
+TORCH: dict[str, Any] = {
+    "Step": lambda x: (x > 0).to(x.dtype),
+    "Sign": torch.sign,
+    "Magnitude": torch.abs,
+    "Sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": lambda x: x**0.5,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "Abs": torch.abs,
+    "pi": torch.pi,
+}
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """`symbol = value`, an expression of other symbols."""
+
+    symbol: Symbol
+    value: Expr
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """`symbol = weight · Σ value` over `length` elements.
+
+    `slope` is the derivative of the summand by its element; a variance's mean counts as constant,
+    since deviations from it sum to zero. `over_rows` says that the elements are those of a column.
+    """
+
+    symbol: Symbol
+    operand: Symbol
+    value: Expr
+    slope: Expr
+    weight: Expr
+    length: int
+    over_rows: bool = False
+
+
+Definition = Pointwise | Statistic
+
+
+@dataclass
+class Expressions:
+    """A region in symbols.
+
+    Attributes:
+        symbols: of every input and member.
+        definitions: of the members that compute something, in order.
+        constants: symbols of what is exact.
+        gradients: symbols of gradients from outside.
+        values: symbols of forward inputs that may be inexact.
+        statistics: symbols with one number for many elements.
+    """
+
+    symbols: dict[fx.Node, Symbol] = field(default_factory=dict)
+    definitions: list[Definition] = field(default_factory=list)
+    constants: set[Symbol] = field(default_factory=set)
+    gradients: list[Symbol] = field(default_factory=list)
+    values: list[Symbol] = field(default_factory=list)
+    statistics: set[Symbol] = field(default_factory=set)
+
+    @property
+    def length(self) -> int:
+        """Elements that the longest reduction takes together, 1 where there is none."""
+        lengths = [
+            d.length for d in self.definitions if isinstance(d, Statistic) and not d.over_rows
+        ]
+        return max(lengths, default=1)
+
+    def expanded(self, expression: Expr) -> Expr:
+        """`expression` in terms of inputs and statistics; of those, roots keep their symbols."""
+        for definition in reversed(self.definitions):
+            if isinstance(definition, Pointwise) and not self._is_root(definition):
+                expression = expression.xreplace({definition.symbol: definition.value})
+        return expression
+
+    def _is_root(self, definition: Pointwise) -> bool:
+        rational = definition.value.is_rational_function()
+        return definition.symbol in self.statistics and not rational
+
+
+def express(region: Region) -> Expressions:
+    """Write a region in symbols.
+
+    Raises:
+        Underivable: it holds an operator without a definition here, one whose result jumps, or a
+            division by something that may vanish.
+    """
+    found = Expressions()
+    for node, role in region.inputs.items():
+        symbol = _symbol(node.name, real=True)
+        found.symbols[node] = symbol
+        if role is Role.CONSTANT:
+            found.constants.add(symbol)
+        else:
+            (found.gradients if role is Role.GRADIENT else found.values).append(symbol)
+    for node in region.nodes:
+        _define(node, found)
+    return found
+
+
+def _define(node: fx.Node, found: Expressions) -> None:
+    if graph.is_getitem(node):
+        _define_result(node, found)
+    elif node.target in IDENTITIES:
+        _define_identity(node, found)
+    elif node.target in REDUCTIONS:
+        _define_reduction(node, found)
+    elif node.target is aten.var_mean.correction:
+        return  # its results are defined one by one
+    elif node.target is aten.var.correction:
+        _define_variance(node, node, found)
+    else:
+        formula = FORMULAS.get(node.target)
+        if formula is None:
+            raise Underivable(f"{node.target} has no derivation")
+        operands = [_operand(a, found) for a in node.args]
+        value = formula(*operands, **{k: _operand(v, found) for k, v in node.kwargs.items()})
+        _add_pointwise(node, sympy.sympify(value), found)
+
+
+def _define_identity(node: fx.Node, found: Expressions) -> None:
+    val, operand = graph.value(node), node.all_input_nodes[0]
+    symbol = found.symbols[operand]
+    if val is not None and not val.is_floating_point() and _varies(symbol, found):
+        raise Underivable(f"a cast to {str(val.dtype).removeprefix('torch.')} jumps")
+    found.symbols[node] = symbol
+
+
+def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
+    symbol = _symbol_like(node.name, value)
+    found.symbols[node] = symbol
+    found.definitions.append(Pointwise(symbol, value))
+    varying = [s for s in value.free_symbols if s not in found.constants]
+    if not varying:
+        found.constants.add(symbol)
+    elif all(s in found.statistics for s in varying):
+        found.statistics.add(symbol)
+
+
+def _symbol_like(name: str, value: Expr) -> Symbol:
+    """A symbol that is known to be positive or not negative if `value` is."""
+    if value.is_positive:
+        return _symbol(name, positive=True)
+    return _symbol(name, nonnegative=True) if value.is_nonnegative else _symbol(name, real=True)
+
+
+def _symbol(name: str, **assumptions: bool) -> Symbol:
+    """A symbol named as printed graphs name nodes, which no function is."""
+    return Symbol(f"%{name}", **assumptions)
+
+
+def _define_reduction(node: fx.Node, found: Expressions) -> None:
+    operand = found.symbols[node.args[0]]  # type: ignore[index]
+    length = _reduced(node)
+    mean = node.target in (aten.mean.dim, aten.mean.default)
+    weight = sympy.Rational(1, length) if mean else sympy.Integer(1)
+    one = sympy.Integer(1)
+    entry = Statistic(operand, operand, operand, one, weight, length, _is_over_rows(node))
+    _add_statistic(node, entry, found)
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Whether a reduction leaves the last dimension as it is."""
+    ndim = graph.tensor(node.args[0]).ndim  # type: ignore[arg-type]
+    dims = node.args[1] if len(node.args) > 1 else None
+    return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
+
+
+def _define_result(node: fx.Node, found: Expressions) -> None:
+    """A result of var_mean: the variance, or the mean."""
+    parent = graph.operator_of(node)
+    if parent.target is not aten.var_mean.correction:
+        raise Underivable(f"{parent.target} has no derivation")
+    if node.args[1] == 0:
+        _define_variance(node, parent, found)
+        return
+    operand = found.symbols[parent.args[0]]  # type: ignore[index]
+    length, one = _reduced(parent), sympy.Integer(1)
+    entry = Statistic(operand, operand, operand, one, sympy.Rational(1, length), length)
+    _add_statistic(node, entry, found)
+
+
+def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
+    """The variance that `parent` computes, as a statistic of deviations from a mean."""
+    operand = found.symbols[parent.args[0]]  # type: ignore[index]
+    length, one = _reduced(parent), sympy.Integer(1)
+    mean = _symbol(f"mean_{operand}", real=True)
+    if mean not in found.statistics:
+        share = sympy.Rational(1, length)
+        found.definitions.append(Statistic(mean, operand, operand, one, share, length))
+        found.statistics.add(mean)
+    correction = parent.kwargs.get("correction", 1)
+    weight = sympy.Rational(1, max(length - int(correction or 0), 1))  # type: ignore[arg-type]
+    deviation = operand - mean
+    entry = Statistic(operand, operand, deviation**2, 2 * deviation, weight, length)
+    _add_statistic(node, entry, found)
+
+
+def _add_statistic(node: fx.Node, entry: Statistic, found: Expressions) -> None:
+    symbol = _symbol_like(node.name, entry.value)
+    found.symbols[node] = symbol
+    found.statistics.add(symbol)
+    found.definitions.append(replace(entry, symbol=symbol))
+
+
+def _reduced(node: fx.Node) -> int:
+    """How many elements one result of a reduction takes together."""
+    before = graph.numel(graph.tensor(node.args[0]))  # type: ignore[arg-type]
+    val = node.meta["val"]
+    after = graph.numel(val[0] if isinstance(val, (tuple, list)) else val)
+    return max(before // max(after, 1), 1)
+
+
+def _varies(symbol: Symbol, found: Expressions) -> bool:
+    return symbol not in found.constants
+
+
+def _operand(argument: Any, found: Expressions) -> Any:
+    if isinstance(argument, fx.Node):
+        if compat.is_sym_node(argument):
+            raise Underivable("a size that varies is used as a number")
+        return Operand(found.symbols[argument], found)
+    return argument
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor operand: its symbol, and what is known about it."""
+
+    symbol: Symbol
+    found: Expressions
+
+    @property
+    def jumps(self) -> bool:
+        """Whether comparing it with something else than zero gives another result if perturbed.
+
+        Statistics stay away from thresholds, constants stay what they are.
+        """
+        return self.symbol not in self.found.constants | self.found.statistics
+
+
+def _number(x: Operand | float | int) -> Expr:
+    if isinstance(x, Operand):
+        return x.symbol
+    if not math.isfinite(x):
+        raise Underivable(f"computes with the constant {x}")
+    if isinstance(x, bool) or int(x) == x:
+        return sympy.Integer(int(x))
+    exact = sympy.Rational(x)
+    return exact if exact.q <= 1 << 10 else sympy.Float(x)
+
+
+def _formula(function: Callable[..., Expr]) -> Callable[..., Expr]:
+    """A formula of numbers from one of operands."""
+
+    def of_operands(*args: Any, **kwargs: Any) -> Expr:
+        alpha = kwargs.pop("alpha", None)
+        numbers = [_number(a) for a in args]
+        if alpha is not None:
+            numbers[1] = numbers[1] * _number(alpha)
+        return function(*numbers)
+
+    return of_operands
+
+
+def _over(numerator: Expr, denominator: Expr) -> Expr:
+    if denominator.is_number or denominator.is_positive:
+        return numerator / denominator
+    raise Underivable(f"division by {denominator}, which may vanish")
+
+
+def _power(base: Operand, exponent: float | Operand) -> Expr:
+    if isinstance(exponent, Operand):
+        raise Underivable("a power whose exponent is a tensor")
+    number = _number(exponent)
+    if number.is_negative:
+        return _over(sympy.Integer(1), base.symbol**-number)
+    if not number.is_integer and not base.symbol.is_nonnegative:
+        raise Underivable(f"{base.symbol}^{exponent} of something that may be negative")
+    return base.symbol**number
+
+
+def _root(x: Expr, sign: int) -> Expr:
+    if x.is_positive or (sign > 0 and x.is_nonnegative):
+        return x ** sympy.Rational(sign, 2)
+    raise Underivable(f"a root of {x}, which may vanish")
+
+
+def _logarithm(x: Expr) -> Expr:
+    if x.is_positive:
+        return sympy.log(x)
+    raise Underivable(f"a logarithm of {x}, which may vanish")
+
+
+def _compared(sign: int) -> Callable[[Operand, Any], Expr]:
+    """x > y, or with `sign` -1 x < y, as 0 or 1; equality does not matter."""
+
+    def compare(x: Operand, y: Operand | float) -> Expr:
+        if x.jumps and _number(y) != 0:
+            raise Underivable(f"a comparison of {x.symbol} jumps")
+        if isinstance(y, Operand) and y.jumps:
+            raise Underivable(f"a comparison with {y.symbol} jumps")
+        return Step(sign * (x.symbol - _number(y)))
+
+    return compare
+
+
+def _clamped(sign: int) -> Callable[[Operand, Any], Expr]:
+    """max(x, bound), or with `sign` -1 min(x, bound)."""
+
+    def clamp(x: Operand, bound: Operand | float) -> Expr:
+        limit, inside = _number(bound), _compared(sign)(x, bound)
+        return limit + sign * Magnitude(x.symbol - limit) * inside
+
+    return clamp
+
+
+def _where(condition: Operand, a: Any, b: Any) -> Expr:
+    chosen = condition.symbol
+    return chosen * _number(a) + (1 - chosen) * _number(b)
+
+
+def _threshold_backward(gradient: Operand, x: Operand, threshold: float) -> Expr:
+    return gradient.symbol * _compared(1)(x, threshold)
+
+
+def _silu_backward(g: Expr, x: Expr) -> Expr:
+    return g * Sigmoid(x) * (1 + x * (1 - Sigmoid(x)))
+
+
+IDENTITIES = VIEWS | {
+    prims.convert_element_type.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.alias.default,
+}
+
+REDUCTIONS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+}
+
+FORMULAS: dict[Any, Callable[..., Expr]] = {
+    aten.add.Tensor: _formula(lambda a, b: a + b),
+    aten.add.Scalar: _formula(lambda a, b: a + b),
+    aten.sub.Tensor: _formula(lambda a, b: a - b),
+    aten.sub.Scalar: _formula(lambda a, b: a - b),
+    aten.rsub.Scalar: _formula(lambda a, b: b - a),
+    aten.mul.Tensor: _formula(lambda a, b: a * b),
+    aten.mul.Scalar: _formula(lambda a, b: a * b),
+    aten.div.Tensor: _formula(_over),
+    aten.div.Scalar: _formula(_over),
+    aten.reciprocal.default: _formula(lambda a: _over(sympy.Integer(1), a)),
+    aten.neg.default: _formula(lambda a: -a),
+    aten.abs.default: _formula(Magnitude),
+    aten.sign.default: _formula(Sign),
+    aten.square.default: _formula(lambda a: a**2),
+    aten.sqrt.default: _formula(lambda a: _root(a, 1)),
+    aten.rsqrt.default: _formula(lambda a: _root(a, -1)),
+    aten.exp.default: _formula(sympy.exp),
+    aten.expm1.default: _formula(lambda a: sympy.exp(a) - 1),
+    aten.log.default: _formula(_logarithm),
+    aten.log1p.default: _formula(lambda a: _logarithm(1 + a)),
+    aten.tanh.default: _formula(sympy.tanh),
+    aten.erf.default: _formula(sympy.erf),
+    aten.sigmoid.default: _formula(Sigmoid),
+    aten.silu.default: _formula(lambda a: a * Sigmoid(a)),
+    aten.relu.default: _formula(lambda a: Magnitude(a) * Step(a)),
+    aten.addcmul.default: _formula(lambda a, b, c: a + b * c),
+    aten.sigmoid_backward.default: _formula(lambda g, s: g * s * (1 - s)),
+    aten.tanh_backward.default: _formula(lambda g, t: g * (1 - t**2)),
+    aten.silu_backward.default: _formula(_silu_backward),
+    aten.threshold_backward.default: _threshold_backward,
+    aten.pow.Tensor_Scalar: _power,
+    aten.gt.Scalar: _compared(1),
+    aten.ge.Scalar: _compared(1),
+    aten.lt.Scalar: _compared(-1),
+    aten.le.Scalar: _compared(-1),
+    aten.clamp_min.default: _clamped(1),
+    aten.clamp_max.default: _clamped(-1),
+    aten.where.self: _where,
+}
+if hasattr(prims, "fma"):
+    FORMULAS[prims.fma.default] = _formula(lambda a, b, c: a * b + c)
+
+
+def has_formula(node: fx.Node) -> bool:
+    """Whether a pointwise operator is stated here; of others a region says so itself."""
+    return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | IDENTITIES

@@ -1,0 +1,164 @@
+"""The gradient error that the rules expect at every point of a planned backward.
+
+Errors are local: of what a region, GEMM or attention computes from exact incoming gradients, as
+`diagnose` measures them. Values are those of a real batch; rounding is idealized
+(`amplification.rounding`): of the relative error that a format has in its normal range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass import compat, graph
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.tags import original_name
+from fp8pass.rules.amplification import relative_change, rounding
+from fp8pass.rules.derivation import Derivation
+from fp8pass.rules.error_rules import Rules
+from fp8pass.rules.expressions import Underivable
+from fp8pass.rules.regions import Region
+from fp8pass.saving.decision import Decision
+
+fp8 = torch.ops.fp8pass
+
+# Of a GEMM's result so many rows and columns are computed, to stand for all.
+LARGEST_SAMPLE = 512
+
+
+@dataclass
+class Predictor:
+    """Expected relative RMS errors on a joint graph after planning, before its materialization.
+
+    Attributes:
+        rules: those of the graph.
+        decisions: how each of its forward values reaches the backward.
+        values: of its nodes, on a batch.
+        forward: errors of forward values, as the backward gets them.
+        backward: errors of gradients, by the name of the node in the graph before any pass; None
+            where nothing could be derived.
+    """
+
+    rules: Rules
+    decisions: Mapping[fx.Node, Decision]
+    values: Mapping[fx.Node, Any]
+    forward: dict[fx.Node, float] = field(default_factory=dict)
+    backward: dict[str, float | None] = field(default_factory=dict)
+
+    def run(self, g: fx.Graph) -> None:
+        """Fill in the errors of a graph's nodes; of a region, once what enters it is known."""
+        members = {n for region in self.rules.regions for n in region.nodes}
+        order = {n: i for i, n in enumerate(g.nodes)}
+        ready: dict[fx.Node, list[Region]] = {}
+        for region in self.rules.regions:
+            entering = [n for n in region.inputs if n not in self.rules.backward]
+            last = max(entering, key=order.__getitem__, default=region.nodes[0])
+            ready.setdefault(last, []).append(region)
+        for node in g.nodes:
+            if node.op != "output" and node not in members:
+                self._predict_node(node)
+            for region in ready.get(node, ()):
+                self._predict_region(region)
+
+    def _predict_node(self, node: fx.Node) -> None:
+        """An operator that is in no region; junctions and movement of gradients are exact here."""
+        if node not in self.rules.backward:
+            self.forward[node] = self._of_value(node)
+        elif node.target is fp8.scaled_mm.default:
+            self.backward[original_name(node)] = self._of_scaled_mm(node)
+        elif kind(graph.operator_of(node)) in (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION):
+            self._run_again(node)
+
+    def _of_value(self, node: fx.Node) -> float:
+        """As the value is stored, or as its operands make it."""
+        decision = self.decisions.get(node)
+        if decision is None:
+            return 0.0
+        if decision.format is not None:
+            return decision.format.relative_error if decision.low_bit else 0.0
+        return max((self.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
+
+    # --- operators ------------------------------------------------------------------------------
+
+    def _run_again(self, node: fx.Node) -> None:
+        """Run an operator on rounded operands."""
+        if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._rounded)
+        with compat.real_tensors():
+            results = node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(results, Tensor):
+            self.backward[original_name(node)] = relative_change(self.values[node], results)
+            return
+        for user in node.users:
+            if graph.is_getitem(user) and isinstance(result := results[user.args[1]], Tensor):
+                self.backward[original_name(user)] = relative_change(self.values[user], result)
+
+    def _rounded(self, node: fx.Node) -> Any:
+        value, error = self.values[node], self.forward.get(node, 0.0)
+        return (value * rounding(value, error)).to(value.dtype) if error else value
+
+    def _of_scaled_mm(self, gemm: fx.Node) -> float:
+        """Of a product, from the errors of the operands and of rounding them to FP8."""
+        exact, rounded = [], []
+        for operand in (gemm.args[0], gemm.args[2]):
+            matrix, error = self._operand(operand)  # type: ignore[arg-type]
+            rows = torch.linspace(0, len(matrix) - 1, min(len(matrix), LARGEST_SAMPLE))
+            some = matrix[rows.long().to(matrix.device)].double()
+            exact.append(some)
+            rounded.append(some * rounding(some, error) if error else some)
+        return relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
+
+    def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
+        """The matrix that was quantized, contracted over its last dimension, and its error."""
+        if graph.is_call(node, fp8.transpose.default):
+            matrix, error = self._operand(node.args[0])  # type: ignore[arg-type]
+            return matrix.t(), error
+        source, format = node.args[0], FORMATS[str(node.args[2])]
+        inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
+        return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
+
+    # --- regions --------------------------------------------------------------------------------
+
+    def _predict_region(self, region: Region) -> None:
+        kept = {
+            n: d.format.relative_error if d.low_bit else 0.0
+            for n in region.nodes
+            if (d := self.decisions.get(n)) is not None and d.format is not None
+        }
+        try:
+            with compat.real_tensors():
+                errors = self._region_errors(region, kept)
+        except Underivable:
+            exact = not any(kept.values()) and not any(self.forward.get(n) for n in region.values)
+            unknown = 0.0 if exact else None
+            self.backward.update((original_name(n), unknown) for n in region.backward)
+            return
+        for node, error in errors.items():
+            if node in region.backward:
+                self.backward[original_name(node)] = error
+            else:
+                known = error if node in self.decisions else 0.0
+                self.forward[node] = kept.get(node, known)
+
+    def _region_errors(self, region: Region, kept: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+        derivation = Derivation(region, {})
+        symbols = derivation.expressions.symbols
+        derivation.samples.use(
+            {
+                symbols[n]: x
+                for n in region.inputs
+                if isinstance(x := self.values.get(n), Tensor) and x.is_floating_point()
+            }
+        )
+        noise = {symbols[n]: self.forward.get(n, 0.0) for n in region.values}
+        noise |= {symbols[n]: error for n, error in kept.items() if n in symbols}
+        stored = {symbols[n] for n in kept if n in symbols}
+        errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
+        return {n: errors[symbols[n]] for n in region.nodes if n in symbols}

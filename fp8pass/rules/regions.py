@@ -1,0 +1,187 @@
+"""Cut a joint graph into the regions whose maths the error rules derive.
+
+A region is a maximal set of connected pointwise operators, casts, views and reductions, forward
+and backward in one, between GEMMs, attention and the edges of the graph. Two more things end a
+region, because what comes out of them is as inexact as what went in and needs no derivation:
+
+- a *junction*, a sum of independent values (`x + attention(x)`): the residual stream would
+  otherwise join all layers into one region;
+- *movement* of elements: slices, concatenations, gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from networkx.utils import UnionFind
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.graph.classify import SELECTIONS, Kind, kind
+from fp8pass.graph.nodes import aten
+from fp8pass.graph.patterns import SUMS
+
+# What a region is made of, where it is no junction.
+DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
+
+# What gives new values even where everything it uses is exact.
+ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
+
+
+class Role(Enum):
+    """What enters a region."""
+
+    VALUE = "value"  # computed in the forward: may be stored inexactly
+    GRADIENT = "gradient"  # depends on a gradient from outside
+    CONSTANT = "constant"  # parameters, masks, tables: exact whatever we do
+
+
+@dataclass(eq=False)
+class Region:
+    """Nodes of one region in order, what enters it, and what leaves it.
+
+    Attributes:
+        nodes: members in the order of the graph.
+        inputs: the nodes outside that members use, with their roles.
+        outputs: the members that others than members use, floating point ones.
+        backward: the members that depend on a gradient from outside.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    inputs: dict[fx.Node, Role] = field(default_factory=dict)
+    outputs: list[fx.Node] = field(default_factory=list)
+    backward: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def values(self) -> list[fx.Node]:
+        """The inputs that may be stored inexactly."""
+        return [n for n, role in self.inputs.items() if role is Role.VALUE]
+
+    @property
+    def cached(self) -> list[fx.Node]:
+        """What Case 2 stores besides the inputs: forward values that the backward reads.
+
+        Not among them are those that only the backward needs, such as a cube of a statistic.
+        """
+        members, forward = set(self.nodes), set[fx.Node]()
+        for node in reversed(self.nodes):
+            used = any(u in forward or u not in members for u in node.users)
+            if used and node not in self.backward:
+                forward.add(node)
+        return [
+            n for n in self.nodes if n in forward and any(u in members - forward for u in n.users)
+        ]
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for regions of equal structure and sizes: repeated layers have one rule."""
+        number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
+        roles = tuple((role, graph.shape_text(graph.tensor(n))) for n, role in self.inputs.items())
+        members = tuple(
+            (
+                n.target,
+                fx.map_arg((n.args, n.kwargs), lambda x: ("node", number.get(x))).__repr__(),
+                graph.shape_text(val) if (val := graph.value(n)) is not None else "",
+                n in self.backward,
+                n in self.outputs,
+            )
+            for n in self.nodes
+        )
+        return roles, members
+
+
+def is_movement(node: fx.Node) -> bool:
+    """Whether `node` holds some elements of its operands, elsewhere."""
+    return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS
+
+
+class Splitter:
+    """Assigns the nodes of a joint graph to regions.
+
+    Pointwise operators without a formula end a region, too: what they compute is a new value.
+
+    `exact` are inputs that are exact whatever we do: parameters, tables, data. Afterwards
+    `constants` are the nodes computed from nothing else, and `junctions` those that end a region
+    and are as inexact as their operands.
+    """
+
+    def __init__(
+        self,
+        g: fx.Graph,
+        backward: set[fx.Node],
+        exact: frozenset[fx.Node],
+        has_formula: Callable[[fx.Node], bool],
+    ) -> None:
+        self.graph = g
+        self.exact = exact
+        self.has_formula = has_formula
+        self.backward = backward
+        self.junctions: set[fx.Node] = set()
+        self.constants: set[fx.Node] = set()
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._members: dict[fx.Node, None] = {}
+
+    def split(self) -> list[Region]:
+        """The regions, in the order of their first members."""
+        for node in self.graph.nodes:
+            if node.op != "output":
+                self._place(node)
+        connected = UnionFind(self._members)
+        for node in self._members:
+            connected.union(node, *(n for n in node.all_input_nodes if n in self._members))
+        regions: dict[fx.Node, Region] = {}
+        for node in self._members:
+            self._add(regions.setdefault(connected[node], Region()), node)
+        return list(regions.values())
+
+    def _place(self, node: fx.Node) -> None:
+        sources = frozenset[fx.Node]().union(*(self._sources[n] for n in node.all_input_nodes))
+        junction = is_movement(node) or self._is_junction(node)
+        if node in self.exact or (not sources and not _is_origin(node)):
+            self._end(node, constant=True)
+        elif junction or kind(node) not in DERIVABLE or not self.has_formula(node):
+            self._end(node, constant=not _is_float(node))
+        else:
+            self._sources[node] = sources
+            self._members[node] = None
+        if junction:
+            self.junctions.add(node)
+
+    def _end(self, node: fx.Node, *, constant: bool) -> None:
+        if constant:
+            self.constants.add(node)
+        self._sources[node] = frozenset() if constant else frozenset((node,))
+
+    def _is_junction(self, node: fx.Node) -> bool:
+        if node.target not in SUMS:
+            return False
+        operands = node.all_input_nodes
+        if len(operands) != 2:
+            return False
+        first, second = (self._sources[n] for n in operands)
+        return bool(first and second) and not first & second
+
+    def _add(self, region: Region, node: fx.Node) -> None:
+        region.nodes.append(node)
+        if node in self.backward:
+            region.backward.add(node)
+        for operand in node.all_input_nodes:
+            if operand not in self._members and graph.value(operand) is not None:
+                region.inputs[operand] = self._role(operand)
+        if _is_float(node) and any(u not in self._members for u in node.users):
+            region.outputs.append(node)
+
+    def _role(self, node: fx.Node) -> Role:
+        if node in self.constants:
+            return Role.CONSTANT
+        return Role.GRADIENT if node in self.backward else Role.VALUE
+
+
+def _is_origin(node: fx.Node) -> bool:
+    return kind(node) in ORIGINS or node.target is aten.embedding.default
+
+
+def _is_float(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and val.is_floating_point()

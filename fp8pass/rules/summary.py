@@ -1,0 +1,90 @@
+"""The error rules of a graph, for people: both of AGoQ's cases, as numbers and as formulas."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from sympy import Expr, S
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.graph.names import operator_name
+from fp8pass.plan import RuleSummary
+from fp8pass.rules.amplification import Moments
+from fp8pass.rules.derivation import Derivation
+from fp8pass.rules.error_rules import Rules
+from fp8pass.rules.expressions import Underivable
+from fp8pass.rules.regions import Region
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The worst bounds of Case 1 and Case 2, that of Case 1 as a formula, or why there is none."""
+
+    one: float = 0.0
+    two: float = 0.0
+    bound: str = ""
+    reason: str = ""
+
+
+def summarize_rules(rules: Rules) -> list[RuleSummary]:
+    """A summary of each region that has a backward and values that may be stored."""
+    known: dict[object, tuple[Region, Cases]] = {}  # of regions that are alike, one
+    summaries = []
+    with compat.real_tensors():
+        for region in rules.regions:
+            if not region.backward or not region.values:
+                continue
+            moments = rules.moments_of(region)
+            key = region.key(), tuple(moments.get(n) for n in region.values)
+            if key not in known:
+                known[key] = region, _cases(region, moments)
+            alike, cases = known[key]
+            summaries.append(_summary(region, replace(cases, bound=_renamed(cases, alike, region))))
+    return summaries
+
+
+def _renamed(cases: Cases, alike: Region, region: Region) -> str:
+    """The formula of a region of equal structure in the names of another."""
+    pairs = zip((*alike.inputs, *alike.nodes), (*region.inputs, *region.nodes), strict=True)
+    names = {a.name: b.name for a, b in pairs}
+    return re.sub(r"%(\w+)", lambda found: "%" + names.get(found[1], found[1]), cases.bound)
+
+
+def _summary(region: Region, cases: Cases) -> RuleSummary:
+    forward = [n for n in region.nodes if n not in region.backward]
+    return RuleSummary(
+        module=graph.module_path(graph.source((forward or region.nodes)[0])),
+        inputs=tuple(_described(n) for n in region.values),
+        cached=tuple(_described(n) for n in region.cached),
+        operators=tuple(dict.fromkeys(_short(n) for n in forward)),
+        case_1=cases.one,
+        case_2=cases.two,
+        bound=cases.bound,
+        reason=cases.reason,
+    )
+
+
+def _cases(region: Region, moments: dict[fx.Node, Moments]) -> Cases:
+    try:
+        derivation = Derivation(region, moments)
+    except Underivable as error:
+        return Cases(reason=str(error))
+    if not derivation.factors:
+        return Cases(reason="no gradient leaves it")
+    one, two = derivation.cases()
+    worst = max(one, key=lambda s: one[s])
+    inputs = frozenset(derivation.expressions.values)
+    terms: list[Expr] = [
+        derivation.bounds(source, inputs)[worst] for source in sorted(inputs, key=str)
+    ]
+    return Cases(one[worst], max(two.values()), str(sum(terms, S.Zero)))
+
+
+def _described(node: fx.Node) -> str:
+    return f"{node.name} ({_short(node)})"
+
+
+def _short(node: fx.Node) -> str:
+    return operator_name(node).split(".")[1] if "." in operator_name(node) else operator_name(node)

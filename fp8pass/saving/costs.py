@@ -1,0 +1,103 @@
+"""What keeping and recomputing values costs: in units for the cuts, in seconds for a budget.
+
+A kept byte is `UNITS_PER_BYTE` units; one unit is what computing a byte again costs. A kept byte is
+so worth the time of recomputing 256: fused recomputation is nearly free, and the statistics of a
+row (4 bytes) are still cheaper to keep than to reduce again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.dialect import hardware
+from fp8pass.graph.classify import STATISTICS, Kind, kind
+from fp8pass.graph.flops import EXPENSIVE, flops
+
+fp8 = torch.ops.fp8pass
+
+UNITS_PER_BYTE = 256
+
+RECOMPUTABLE = (
+    Kind.VIEW,
+    Kind.POINTWISE,
+    Kind.REDUCTION,
+    Kind.MOVEMENT,
+    Kind.CREATION,
+    Kind.QUANTIZE,
+    Kind.SYMBOL,
+)
+
+
+def recompute_price(node: fx.Node) -> float:
+    """What computing `node` again costs, in units; infinite where it must not happen."""
+    if node.op == "get_attr":
+        return 0  # a constant or a subgraph of the module, present in both halves
+    if node.op != "call_function" or compat.must_save(node):
+        return math.inf
+    if graph.is_getitem(node):  # comes with its operator, or not at all
+        return math.inf if math.isinf(recompute_price(graph.operator_of(node))) else 0
+    kind_ = kind(node)
+    if kind_ in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
+        return math.inf
+    if compat.must_recompute(node):
+        return 0
+    if kind_ not in RECOMPUTABLE:
+        return math.inf
+    if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION) or node.target in graph.CASTS:
+        return 0
+    if kind_ is Kind.REDUCTION or node.target in STATISTICS:
+        return sum(graph.nbytes(n) for n in node.all_input_nodes)
+    return graph.nbytes(node)
+
+
+def bytes_to_store(node: fx.Node) -> float:
+    """Bytes of `node` kept exactly, in units; infinite where it cannot be kept."""
+    if compat.is_sym_node(node):
+        return 0
+    if graph.value(node) is None:
+        return math.inf
+    if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
+        return math.inf
+    stored = graph.nbytes(node) * UNITS_PER_BYTE
+    # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
+    return stored + graph.nbytes(node) if kind(node) is Kind.VIEW else stored
+
+
+# Pointwise operators are computed where they are used: of their own traffic this share is left.
+FUSED_SHARE = 0.25
+
+
+def can_run_again(node: fx.Node) -> bool:
+    """Whether computing `node` twice gives the same, whatever it costs."""
+    if math.isfinite(recompute_price(node)):
+        return True
+    operator = graph.operator_of(node)
+    if operator.op != "call_function" or compat.must_save(operator):
+        return False
+    return kind(operator) in EXPENSIVE
+
+
+def seconds(node: fx.Node) -> float:
+    """Time to compute `node` again, by the roofline of its device."""
+    if node.op != "call_function" or graph.is_getitem(node):
+        return 0.0
+    kind_ = kind(node)
+    if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION):
+        return 0.0
+    if kind_ in EXPENSIVE:
+        return flops(node) / _rate(node)
+    moved = graph.nbytes(node)
+    if kind_ is Kind.REDUCTION or node.target in STATISTICS:
+        moved += sum(graph.nbytes(n) for n in node.all_input_nodes)
+    share = FUSED_SHARE if kind_ is Kind.POINTWISE else 1.0
+    return share * moved / hardware.BANDWIDTH
+
+
+def _rate(node: fx.Node) -> float:
+    if kind(node) is Kind.ATTENTION:
+        return hardware.ATTENTION_FLOPS
+    return hardware.FP8_FLOPS if node.target is fp8.scaled_mm.default else hardware.BF16_FLOPS

@@ -1,0 +1,96 @@
+"""What the backward needs of the forward, and what was decided about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.dialect.formats import EXACT, GROUP_SCALE_DTYPE, Format
+from fp8pass.graph.joint import JointFacts
+from fp8pass.saving.storage import Storage
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one forward value reaches the backward.
+
+    `format` is None for a value that is recomputed; `group_size` is 0 for one kept exactly;
+    `expected_error` is that of the gradients, relative, root mean square.
+    """
+
+    format: Format | None
+    group_size: int
+    reason: str
+    expected_error: float = 0.0
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether the backward computes the value again."""
+        return self.format is None
+
+    @property
+    def low_bit(self) -> bool:
+        """Whether the value goes through quantize and dequantize."""
+        return self.group_size > 0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the backward needs of the forward.
+
+    Attributes:
+        values: nodes that depend on no gradient, in order.
+        all: those that the backward uses.
+        exact: those that an operator uses which tolerates no error, or that the user wants so,
+            with the reason.
+    """
+
+    values: list[fx.Node]
+    all: set[fx.Node] = field(default_factory=set)
+    exact: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def find_needs(gm: fx.GraphModule, storage: Storage) -> Needs:
+    """Read off a joint graph what crosses from the forward to the backward."""
+    facts, backward = storage.facts, storage.rules.backward
+    needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
+    for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:
+        if isinstance(gradient, fx.Node) and gradient not in backward:
+            needs.all.add(gradient)
+            needs.exact[gradient] = "a gradient"
+    for node in gm.graph.nodes:
+        if node in backward and node.op != "output":
+            needs.all.update(n for n in node.all_input_nodes if n not in backward)
+    for node in needs.values:
+        used = node in needs.all or storage.must_be_available(node)
+        if used and (reason := storage.why_exact(node)):
+            needs.exact.setdefault(node, reason)
+    return needs
+
+
+def free_decision(node: fx.Node, facts: JointFacts) -> Decision:
+    """For what lives until the backward whatever we do."""
+    parameter = node in facts.parameters
+    return Decision(EXACT, 0, "parameter" if parameter else "autograd holds this leaf anyway")
+
+
+def kept_bytes(decisions: dict[fx.Node, Decision], storage: Storage) -> float:
+    """Bytes that a plan keeps, besides what is alive anyway."""
+    total = 0.0
+    for node, decision in decisions.items():
+        if decision.recomputed or storage.facts.is_free(node) or compat.is_sym_node(node):
+            continue
+        total += stored_bytes(node, decision)
+    return total
+
+
+def stored_bytes(node: fx.Node, decision: Decision) -> float:
+    """Bytes of a kept value; the lossless format keeps scales too, as it takes the same path."""
+    if not decision.low_bit or decision.format is None:
+        return graph.nbytes(node)
+    elements = graph.numel(graph.tensor(node))
+    if decision.format.lossless:
+        return graph.nbytes(node) + elements // decision.group_size * GROUP_SCALE_DTYPE.itemsize
+    return decision.format.stored_bytes(elements, decision.group_size)
