@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -55,7 +56,7 @@ class Variant:
             return fp8pass.backend(fp8pass.Config())(gm, inputs, **kwargs)
 
 
-APART = {"FP8PASS_DISABLE_KERNELS": "launches,scales"}
+APART = {"FP8PASS_DISABLE_PASSES": "fuse_launches,fuse_scales"}
 GRAPHED = {"mode": "reduce-overhead"}
 COMBINED = {"options": {"combo_kernels": True, "benchmark_combo_kernel": False}}
 
@@ -124,9 +125,9 @@ def llama_case(name: str, device: torch.device) -> Made:
 
 
 CASES: dict[str, Callable[[torch.device], Made]] = {
-    **{case.name: (lambda device, case=case: layer_case(case, device)) for case in LAYERS},
+    **{case.name: partial(layer_case, case) for case in LAYERS},
     "gpt2": gpt2_case,
-    **{name: (lambda device, name=name: llama_case(name, device)) for name in MODELS},
+    **{name: partial(llama_case, name) for name in MODELS},
 }
 # Whose launches the CPU is slow for.
 WAITS_FOR_CPU = ("h2048", "gpt2")
@@ -200,7 +201,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = {name: CASES[name] for name in args.cases}
     if args.tiny:
-        cases = {"tiny": lambda device: layer_case(TINY, device)}
+        cases = {"tiny": partial(layer_case, TINY)}
     record: dict[str, Any] = {**environment(), "results": []}
     for name, make in cases.items():
         variants = VARIANTS | (GRAPHED_VARIANTS if name in WAITS_FOR_CPU else {})

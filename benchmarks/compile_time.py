@@ -29,21 +29,24 @@ HERE = Path(__file__).parent
 
 def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     """Compile one variant in this process."""
-    import fp8pass.debug as debug
     from layer import Subject
     from layer import variants as make_variants
     from models import Stack, init_weights, rope_tables
 
-    seconds: list[float] = []
-    run_passes = debug.run_passes
+    from fp8pass import dynamo, partition
+    from fp8pass.passes import runner
 
-    def recorded(*args: Any, **kwargs: Any) -> list[debug.PassRecord]:
+    seconds: list[float] = []
+    run_passes = runner.run_passes
+
+    def recorded(*args: Any, **kwargs: Any) -> list[runner.PassRecord]:
         start = time.perf_counter()
         records = run_passes(*args, **kwargs)
         seconds.append(time.perf_counter() - start)
         return records
 
-    debug.run_passes = recorded
+    for module in (dynamo, partition):
+        module.run_passes = recorded  # type: ignore[attr-defined]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, ffn, seq = hidden // 128, hidden * 43 // 16, 1024
     model = Stack(layers, hidden, heads, ffn).to(device, torch.bfloat16)

@@ -27,13 +27,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fp8pass.codegen.kernels.use import KERNELS
 from layer import CASES, Case, Subject, Variant, median_times, torchao, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import environment, print_rows, write_json
 from tables import kernels_table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+
+from fp8pass.passes import HALF_PASSES
+from fp8pass.passes.lower_dialect import lower_dialect
 
 STEPS = 5
 KINDS = {
@@ -42,6 +44,9 @@ KINDS = {
     "gemm": re.compile("nvjet|gemm|cutlass|_scaled_mm", re.IGNORECASE),
     "attention": re.compile("cudnn|flash|fmha|sdpa", re.IGNORECASE),
 }
+
+
+KERNEL_PASSES = ",".join(p.__name__ for p in HALF_PASSES[: HALF_PASSES.index(lower_dialect)])
 
 
 @dataclass
@@ -218,7 +223,7 @@ def main() -> None:
     results = []
     for case in (c for c in CASES if c.name in args.cases):
         results.append(profile(case, with_fp8pass(), args.rounds))
-        with patch.dict(os.environ, FP8PASS_DISABLE_KERNELS=",".join(KERNELS)):
+        with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=KERNEL_PASSES):
             generated = profile(case, with_fp8pass(), args.rounds)
         generated.case += ", generated code only"
         results.append(generated)

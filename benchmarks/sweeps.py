@@ -28,14 +28,16 @@ from tables import sweeps_table
 from torch import Tensor, fx
 
 import fp8pass
+from fp8pass import dynamo
 from fp8pass.codegen.kernels import rows as row_kernel
 from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.kernels import use as fusion
 from fp8pass.codegen.kernels.launch import Launch, Part, launch
 from fp8pass.codegen.kernels.row_source import Shape, sums_rows, write
 from fp8pass.codegen.kernels.triton_ops import kernel_name
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import AMAX_TILE, Program
+from fp8pass.passes import HALF_PASSES, Context
+from fp8pass.passes.lower_dialect import lower_dialect
 
 # By the names that profilers show. Of several of one name the one that moves most.
 HOT = {
@@ -104,17 +106,17 @@ class Result:
 def kernel_calls(case: Case, device: str) -> list[fx.Node]:
     """The kernels in the graphs of a step."""
     found: list[fx.Node] = []
-    original = fusion.use_kernels
 
-    def record(gm: fx.GraphModule) -> None:
-        original(gm)
+    def record(gm: fx.GraphModule, ctx: Context) -> None:
         found.extend(node for node in gm.graph.nodes if node.target in OPERATORS)
 
     model = Stack(case.layers, case.hidden, case.heads, case.ffn).to(device, torch.bfloat16)
     init_weights(model)
     x = torch.randn(case.batch, case.seq, case.hidden, device=device, dtype=torch.bfloat16)
     tables = rope_tables(case.seq, case.hidden // case.heads, x.device)
-    with patch.object(fusion, "use_kernels", record):
+    before = HALF_PASSES.index(lower_dialect)
+    passes = (*HALF_PASSES[:before], record, *HALF_PASSES[before:])
+    with patch.object(dynamo, "HALF_PASSES", passes):
         fp8pass.explain(model, x.requires_grad_(), *tables)
     return found
 

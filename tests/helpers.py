@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.fx_passes import pad_mm
 
 from fp8pass import compat
-from fp8pass.compilation import CompiledGraph, Inputs
+from fp8pass.compilation import Compilation, CompiledGraph, Inputs
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.graph.nodes import copy_of
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 from fp8pass.passes.runner import PassRecord
@@ -96,44 +98,23 @@ def capture_joints(
     found: list[Joint] = []
 
     class Capture(Partitioner):
-        def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **kwargs):  # type: ignore
-            static = kwargs.get("static_lifetime_input_indices")
-            copy = fx.GraphModule(gm, _copy(gm.graph))
-            compat.normalize_joint_graph(copy)
-            primals = [n for n in copy.graph.nodes if compat.is_primal(n)]
-
-            def pick(indices: frozenset[int]) -> frozenset[fx.Node]:
-                return frozenset(n for n in primals if compat.input_index(n) in indices)
-
-            ctx = Context(
-                self.config,
-                frozenset(primals[i] for i in static or ()),
-                pick(self.inputs.held),
-                pick(self.inputs.activations),
-                num_fwd_outputs,
-            )
-            found.append(Joint(copy, ctx))
-            return compat.stock_partition(
-                gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-            )
+        def __call__(self, gm, joint_inputs, **kwargs):  # type: ignore
+            copy = copy_of(gm)
+            found.append(Joint(copy, self.context(copy, **kwargs)))
+            return compat.stock_partition(gm, joint_inputs, **kwargs)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compat.compile_fx(
             gm,
             list(inputs),
             inner_compile=lambda graph, _, **kwargs: compat.interpret(graph),
-            config_patches={"custom_partitioner_fn": Capture(config, Inputs.of(inputs))},
+            config_patches={
+                "custom_partitioner_fn": Capture(Compilation(config, Inputs.of(inputs)))
+            },
         )
 
     torch.compile(model, backend=backend, **compile_options)(*args)
     return found
-
-
-def _copy(g: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    output = copy.output(copy.graph_copy(g, {}))
-    output.meta = dict(next(iter(reversed(g.nodes))).meta)
-    return copy
 
 
 # --- reference backends -------------------------------------------------------------------------
@@ -151,7 +132,7 @@ def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
-        partition_fn=Partitioner(EXACT, Inputs.of(inputs)),
+        partition_fn=Partitioner(Compilation(EXACT, Inputs.of(inputs))),
         keep_inference_input_mutations=True,
     )(gm, inputs)
 
@@ -225,6 +206,33 @@ def _gap(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}"
     return f"{(a.double() - b.double()).abs().max().item():.3e}"
+
+
+# --- what is kept -------------------------------------------------------------------------------
+
+
+def kept_tensors(program, args, held) -> Counter:
+    """(dtype, shape) of what autograd saves that nobody else holds."""
+    addresses = {t.data_ptr() for t in held}
+    found: Counter = Counter()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
+            shape = "×".join(map(str, x.shape)) or "scalar"
+            found[str(x.dtype).removeprefix("torch."), shape] += 1
+            assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
+                f"{x.dtype} {tuple(x.shape)} is a part of a larger tensor, which it holds"
+            )
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = leaves(program(*args))
+    assert any(y.requires_grad for y in outputs)
+    return found
+
+
+def planned_tensors(plan: Plan) -> Counter:
+    return Counter((t.dtype, t.shape) for s in plan.saved if s.bytes for t in s.tensors)
 
 
 # --- numbers ------------------------------------------------------------------------------------

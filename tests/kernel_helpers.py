@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import fx
 
-from fp8pass.codegen.kernels import operator as kernel_op
-from fp8pass.codegen.kernels import use as kernels
+from fp8pass import dynamo
+from fp8pass.codegen.kernels import operator
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import reference
+from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.graph.nodes import copy_of
+from fp8pass.passes import HALF_PASSES, Context
+from fp8pass.passes.lower_dialect import lower_dialect
+from fp8pass.passes.runner import run_passes
 
 F8 = torch.float8_e4m3fn
 DEVICES = [
@@ -27,20 +29,28 @@ both_devices = pytest.mark.parametrize("device", DEVICES)
 INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt", "sqrt", "div")
 
 
+# The passes that put kernels in a half, and count them.
+KERNEL_PASSES = HALF_PASSES[: HALF_PASSES.index(lower_dialect)]
+
+
 @pytest.fixture
 def graphs(monkeypatch) -> list[fx.Graph]:
     """Kernels work on the CPU; the graphs after they took what they take."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     found: list[fx.Graph] = []
-    original = kernels.use_kernels
 
-    def record(gm: fx.GraphModule) -> None:
-        original(gm)
+    def record(gm: fx.GraphModule, ctx: Context) -> None:
         gm.graph.lint()
         found.append(copy_of(gm).graph)
 
-    monkeypatch.setattr(importlib.import_module("fp8pass.backend"), "use_kernels", record)
+    rest = HALF_PASSES[len(KERNEL_PASSES) :]
+    monkeypatch.setattr(dynamo, "HALF_PASSES", (*KERNEL_PASSES, record, *rest))
     return found
+
+
+def use_kernels(gm: fx.GraphModule) -> None:
+    """Put kernels in a graph."""
+    run_passes(KERNEL_PASSES, gm, Context(Config()), of="forward")
 
 
 def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,7 +63,7 @@ def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Te
     results = batch.empty_outputs(inputs)
     for x in results:
         x.view(torch.uint8).fill_(0x55)
-    kernel_op.run(module.prepare, batch, inputs, results)
+    operator.run(module.prepare, batch, inputs, results)
     return results
 
 

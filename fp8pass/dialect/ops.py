@@ -13,6 +13,8 @@ infinite scale, and whatever is multiplied by it is not finite.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +26,41 @@ from fp8pass.dialect.scaling import BF16_BITS, scale_of
 _library = torch.library.Library("fp8pass", "DEF")
 
 
-def _dialect(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable], Callable]:
-    """Define `fp8pass::<schema>`: the function decorated is its kernel, `fake` gives its shape.
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the dialect.
 
-    Fakes must not branch on sizes, which would specialize a graph of varying shape.
+    Attributes:
+        reference: its kernel, in plain PyTorch, for any device.
+        fake: the shape and dtype of its result. It must not branch on sizes, which would
+            specialize a graph of varying shape.
+        multiplies: whether it is a GEMM.
+        reduces: whether it reads a tensor, row or group for one number.
     """
 
-    def register(kernel: Callable) -> Callable:
+    reference: Callable[..., Tensor]
+    fake: Callable[..., Tensor]
+    multiplies: bool = False
+    reduces: bool = False
+
+
+# All there are; tests compare every other table of operators with this one.
+OPERATORS: dict[Any, Operator] = {}
+
+
+def _dialect(
+    schema: str, fake: Callable[..., Tensor], *, multiplies: bool = False, reduces: bool = False
+) -> Callable[[Callable], Callable]:
+    """Define `fp8pass::<schema>`; the function decorated is its reference."""
+
+    def register(reference: Callable) -> Callable:
         _library.define(schema)
         name = schema.split("(")[0]
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        _library.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp8pass::{name}", fake, lib=_library)
-        return kernel
+        operator = getattr(torch.ops.fp8pass, name).default
+        OPERATORS[operator] = Operator(reference, fake, multiplies, reduces)
+        return reference
 
     return register
 
@@ -103,7 +128,7 @@ def _fake_dequantize_groups(
     return first.new_empty((*first.shape[:-1], length), dtype=dtype)
 
 
-@_dialect("amax(Tensor x) -> Tensor", _fake_scalar)
+@_dialect("amax(Tensor x) -> Tensor", _fake_scalar, reduces=True)
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x` as an fp32 scalar (COAT 5.2, Group Scaling).
 
@@ -113,7 +138,7 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax(dim=-1).amax().float()
 
 
-@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_scalars)
+@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_scalars, reduces=True)
 def row_amax(x: Tensor) -> Tensor:
     """The largest magnitude in each row of `x` [M, K], as fp32 [M, 1]. NaN where a row holds a NaN.
 
@@ -162,6 +187,7 @@ def joined(parts: list[Tensor]) -> Tensor:
     "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
     "ScalarType out_dtype) -> Tensor",
     _fake_scaled_mm,
+    multiplies=True,
 )
 def scaled_mm(
     a: Tensor,
@@ -183,7 +209,9 @@ def scaled_mm(
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
-@_dialect("group_scale(Tensor x, str format, int group_size) -> Tensor", _fake_group_scale)
+@_dialect(
+    "group_scale(Tensor x, str format, int group_size) -> Tensor", _fake_group_scale, reduces=True
+)
 def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
 

@@ -12,9 +12,8 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.nodes import aten, prims
-
-fp8 = torch.ops.fp8pass
 
 
 class Kind(Enum):
@@ -73,22 +72,13 @@ GEMMS = {
     aten.linear.default,
     aten.matmul.default,
     aten._scaled_mm.default,
-    fp8.scaled_mm.default,
+    *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
 }
 
-QUANTIZERS = {
-    fp8.amax.default,
-    fp8.row_amax.default,
-    fp8.scale.default,
-    fp8.quantize.default,
-    fp8.transpose.default,
-    fp8.group_scale.default,
-    fp8.quantize_groups.default,
-    fp8.dequantize_groups.default,
-}
+QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
-# Of those, the ones that read a whole tensor or group for one number.
-STATISTICS = {fp8.amax.default, fp8.row_amax.default, fp8.group_scale.default}
+# Of those, the ones that read a whole tensor, row or group for one number.
+STATISTICS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {
     aten.sum.default,

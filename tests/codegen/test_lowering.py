@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8pass import compat
+from fp8pass.codegen.lowering import lower
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.passes.lower_dialect import lower_dialect
 
 fp8 = torch.ops.fp8pass
 FORMAT_NAMES = ["e4m3", "e5m2", "e4m3_bytes", "exact"]
@@ -49,7 +49,7 @@ def _varying(x: Tensor) -> StatelessSymbolicContext:
 
 def _lowered(gm: fx.GraphModule) -> fx.GraphModule:
     before = [n.target for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fp8pass"]
-    lower_dialect(gm)
+    lower(gm)
     after = [n.target for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fp8pass"]
     assert before
     assert not after
@@ -218,7 +218,7 @@ def test_encoding_rounds_as_torch_does():
 def test_a_graph_without_the_dialect_is_left_alone():
     gm = make_fx(lambda x: x.relu() @ x.t(), tracing_mode="fake")(torch.randn(16, 16))
     code = gm.code
-    lower_dialect(gm)
+    lower(gm)
     assert gm.code == code
 
 
@@ -226,7 +226,7 @@ def with_inductor(gm, inputs):
     """A backend that lowers the dialect in an inference graph and generates code for it."""
 
     def inner(graph, example_inputs, **kwargs):
-        lower_dialect(graph)
+        lower(graph)
         return compat.compile_fx_inner(graph, example_inputs, **kwargs)
 
     return compat.compile_fx(gm, inputs, inner_compile=inner)

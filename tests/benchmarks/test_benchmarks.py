@@ -24,7 +24,7 @@ PEERS = "torchao tensorwise + torchao AdamW8bit"
 @pytest.fixture
 def load(monkeypatch):
     """Imports a module of benchmarks/."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     return importlib.import_module
 
 

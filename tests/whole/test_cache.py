@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from fp8pass import partition
-from fp8pass.compilation import Inputs
+from fp8pass import compilation
+from fp8pass.compilation import Compilation, Inputs
 from fp8pass.config import Config
 from fp8pass.partition import Partitioner
 
@@ -68,13 +68,20 @@ def test_a_second_process_hits_the_caches_and_another_config_misses(tmp_path):
     assert (other["aot_hit"], other["aot_miss"]) == (0, 1)
 
 
+LEAF = Inputs(frozenset({0}))
+
+
+def key_of(config: Config | None = None, inputs: Inputs = LEAF) -> str:
+    return Partitioner(Compilation(config or Config(), inputs)).uuid()
+
+
 @pytest.fixture
 def key():
-    return Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid()
+    return key_of()
 
 
 def test_equal_partitioners_share_a_key(key):
-    assert Partitioner(Config.recipe("coat"), Inputs(frozenset({0}), frozenset())).uuid() == key
+    assert key_of(Config.recipe("coat")) == key
     assert isinstance(key, str)
 
 
@@ -82,39 +89,39 @@ def test_equal_partitioners_share_a_key(key):
     "config", [Config(group_size=16), Config.recipe("exact"), Config(skip=("a",))]
 )
 def test_key_covers_the_config(key, config):
-    assert Partitioner(config, Inputs(frozenset({0}), frozenset())).uuid() != key
+    assert key_of(config) != key
 
 
 @pytest.mark.parametrize(("held", "activations"), [((), ()), ((), (0,)), ((0,), (1,))])
 def test_key_covers_the_inputs(key, held, activations):
     inputs = Inputs(frozenset(held), frozenset(activations))
-    assert Partitioner(Config(), inputs).uuid() != key
+    assert key_of(inputs=inputs) != key
 
 
 def test_key_covers_the_source(key, monkeypatch):
-    monkeypatch.setattr(partition, "source_hash", lambda: "edited")
-    assert Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid() != key
+    monkeypatch.setattr(compilation, "source_hash", lambda: "edited")
+    assert key_of() != key
 
 
 def test_key_covers_pytorch(key, monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.12.0")
-    assert Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid() != key
+    assert key_of() != key
 
 
 def test_source_hash_covers_every_file(monkeypatch, tmp_path):
     """An edit of any module, also in a subpackage, changes the hash."""
     package = tmp_path / "fp8pass"
     (package / "passes").mkdir(parents=True)
-    (package / "partition.py").write_text("a = 1\n")
-    (package / "passes" / "linear.py").write_text("b = 1\n")
-    monkeypatch.setattr(partition, "__file__", str(package / "partition.py"))
-    before = partition.source_hash.__wrapped__()
-    (package / "passes" / "linear.py").write_text("b = 2\n")
-    assert partition.source_hash.__wrapped__() != before
+    (package / "compilation.py").write_text("a = 1\n")
+    (package / "passes" / "quantize_linears.py").write_text("b = 1\n")
+    monkeypatch.setattr(compilation, "__file__", str(package / "compilation.py"))
+    before = compilation.source_hash.__wrapped__()
+    (package / "passes" / "quantize_linears.py").write_text("b = 2\n")
+    assert compilation.source_hash.__wrapped__() != before
 
 
 @pytest.mark.parametrize("variable", ["FP8PASS_DISABLE_PASSES"])
 def test_key_covers_the_environment_that_changes_the_passes(key, monkeypatch, variable):
     """A graph compiled without a pass must not be served to a run with it."""
     monkeypatch.setenv(variable, "quantize_linears")
-    assert Partitioner(Config(), Inputs(frozenset({0}), frozenset())).uuid() != key
+    assert key_of() != key

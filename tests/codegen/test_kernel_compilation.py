@@ -64,7 +64,7 @@ print(two.count("rcp.approx.ftz") > rows.count("rcp.approx.ftz"))
 def test_compiles_for_a_gpu(tmp_path):
     """What the interpreter does not see: the GPU's own instructions."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(Path(__file__).parent), str(Path(fp8pass.__file__).parents[1])]
+    paths = [str(Path(__file__).parents[1]), str(Path(fp8pass.__file__).parents[1])]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-W", "ignore", "-c", COMPILATION]
     found = subprocess.run(command, env=environment, capture_output=True, text=True)

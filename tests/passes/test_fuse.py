@@ -16,12 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels import use as kernels
 from fp8pass.codegen.kernels.tiles import tiles
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.config import Config, ConfigError
 from fp8pass.dialect import hardware
 from fp8pass.graph.order import sort_topologically
+from fp8pass.passes import Context
+from fp8pass.passes.count_kernels import count_kernels
 from fp8pass.passes.fuse_tiles import fuse_tiles
 
 aten, fp8 = torch.ops.aten, torch.ops.fp8pass
@@ -30,11 +31,12 @@ aten, fp8 = torch.ops.aten, torch.ops.fp8pass
 def counts(graphs: list[fx.Graph]) -> Counter[str]:
     """How many programs each kernel runs, and matrices are quantized without one."""
     found: Counter[str] = Counter()
-    for node in (n for g in graphs for n in g.nodes):
-        if node.target in kernels.PREPARE:
-            programs = Batch.parse(node.args[1]).programs
-            found.update(kernels.kind_of(node, program) for program in programs)
-        found["quantize"] += node.target is fp8.quantize.default
+    for g in graphs:
+        ctx = Context(Config())
+        count_kernels(fx.GraphModule(nn.Module(), g), ctx)
+        (use,) = ctx.plan.kernels
+        found.update(use.programs)
+        found["quantize"] += sum(use.generated.values())
     return +found
 
 
@@ -53,7 +55,9 @@ class Layers(nn.Module):
 
 def gradients(model, x, config, *, kernels_off, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "rows,norms,tiles" if kernels_off else "")
+    monkeypatch.setenv(
+        "FP8PASS_DISABLE_PASSES", "fuse_rows,fuse_norms,fuse_tiles" if kernels_off else ""
+    )
     program = torch.compile(model, backend=make_backend(config))
     return step(program, model, (x.clone().requires_grad_(),))
 
@@ -95,18 +99,18 @@ def test_recipe_exact_uses_none(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     program = torch.compile(model, backend=make_backend(Config.recipe("exact")))
     program(x).sum().backward()
-    assert not graphs
+    assert not any(counts(graphs).values())
 
 
 def test_disabled_kernels(graphs, monkeypatch):
-    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "tiles")
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_tiles")
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     torch.compile(model, backend="fp8pass")(x).sum().backward()
     assert counts(graphs)["rows"]
     assert not counts(graphs)["tiles"]
-    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "tile")
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_tile")
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"'tile'.*'tiles'") as raised:
+    with pytest.raises(Exception, match=r"'fuse_tile'.*'fuse_tiles'") as raised:
         torch.compile(model, backend="fp8pass")(x)
     assert isinstance(raised.value.inner_exception, ConfigError)  # type: ignore[attr-defined]
 
@@ -292,8 +296,7 @@ def test_codes_side_by_side(parts, monkeypatch):
 
     args = torch.randn(32, 64), torch.randn(32, 48), torch.tensor(0.01)
     gm = make_fx(function, tracing_mode="fake")(*args)
-    assert fuse_tiles(gm)
-    sort_topologically(gm.graph)
+    fuse_tiles(gm, Context(Config()))
     gm.graph.eliminate_dead_code()
     gm.recompile()
     joined = fp8.joined.default in {n.target for n in gm.graph.nodes}
@@ -338,10 +341,7 @@ def test_amaxes_of_what_nothing_generated_computes(case, monkeypatch):
 
     args = torch.randn(32, 64), torch.randn(64, 64)
     gm = make_fx(function, tracing_mode="fake")(*args)
-    assert fuse_tiles(gm) == (case in AT_HAND)
-    sort_topologically(gm.graph)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
+    fuse_tiles(gm, Context(Config()))
     assert (tiles in {n.target for n in gm.graph.nodes}) == (case in AT_HAND)
     are_inputs = [n.op == "placeholder" for n in gm.graph.nodes]
     assert are_inputs == sorted(are_inputs, reverse=True)

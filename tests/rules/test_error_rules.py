@@ -422,9 +422,9 @@ def test_residual_sums_end_regions():
 def test_repeated_regions_are_derived_once(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "fp8pass.passes.derivation._derive", lambda region, moments: calls.append(region)
+        "fp8pass.rules.derivation._derive", lambda region, moments: calls.append(region)
     )
-    monkeypatch.setattr("fp8pass.passes.derivation._derived", {})
+    monkeypatch.setattr("fp8pass.rules.derivation._derived", {})
     region = region_of(rms_norm)
     derive(region, {})
     torch._dynamo.reset()

@@ -169,7 +169,7 @@ def test_bad_gradients_are_not_hidden(preset, bad):
 
 def test_expansion_lessens_errors_of_states_of_real_training(monkeypatch):
     """COAT reports 1.63 times; Table 1's order of the first moment's formats."""
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     benchmark = importlib.import_module("optimizer")
     states = benchmark.trained_states("tiny", steps=25)
     errors = {x: benchmark.error(states, x, x) for x in ("e4m3", "e4m3+expand")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,14 @@ from kernel_helpers import (
     run_batch,
     swiglu,
     swiglu_backward,
+    use_kernels,
 )
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass.codegen import fuse_launches
 from fp8pass.codegen.kernels import rows as row_kernel
 from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.kernels import use as kernels
 from fp8pass.codegen.kernels.launch import MOST_PARTS, grouped, launches
 from fp8pass.codegen.kernels.operator import parts_of
 from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
@@ -151,7 +151,7 @@ def fused(monkeypatch, function, *args: torch.Tensor) -> fx.GraphModule:
     """The graph of a function after kernels took what they take; its results are as before."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     gm = make_fx(function, tracing_mode="fake")(*args)
-    kernels.use_kernels(gm)
+    use_kernels(gm)
     gm.graph.lint()
     for got, want in zip(gm(*args), function(*args), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
@@ -253,7 +253,7 @@ def test_each_device_has_launches_of_its_own(monkeypatch):
     with FakeTensorMode():
         args = [torch.empty(32, 64, device=f"cuda:{i}") for i in range(2)]
         gm = make_fx(function)(*args)
-        kernels.use_kernels(gm)
+        use_kernels(gm)
     for node in gm.graph.nodes:
         if node.target is rows:
             assert len({x.meta["val"].device for x in node.args[0]}) == 1
@@ -272,7 +272,7 @@ def test_long_amaxes_stay_with_generated_code(monkeypatch):
 @pytest.mark.parametrize(("most", "together"), [(40 * 32, [3]), (40 * 32 - 1, [2, 1])])
 def test_what_is_there_is_quantized_together(monkeypatch, most, together):
     """Unless codes, of `y` and `z` as many bytes, would be in memory long before."""
-    monkeypatch.setattr(fuse_launches, "MOST_EARLY", most)
+    monkeypatch.setattr(import_module("fp8pass.passes.fuse_launches"), "MOST_EARLY", most)
 
     def function(x, y, z):
         a, _ = by_rows(x)
@@ -287,7 +287,7 @@ def test_what_is_there_is_quantized_together(monkeypatch, most, together):
 @pytest.mark.parametrize("most", [16 * 32 * 5, 16 * 32 * 5 - 1])
 def test_what_takes_longer_than_a_launch_has_its_own(monkeypatch, most):
     """`y`, in fp32, is read, and its codes, of a byte each, are written."""
-    monkeypatch.setattr(fuse_launches, "MOST_MOVED", most)
+    monkeypatch.setattr(import_module("fp8pass.passes.fuse_launches"), "MOST_MOVED", most)
 
     def function(x, y):
         return by_rows(x)[0], by_rows(y)[0]
@@ -334,7 +334,7 @@ def test_what_is_computed_from_codes_is_quantized_after_them(monkeypatch):
 
 
 def test_launches_can_be_kept_apart(monkeypatch):
-    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "launches,scales")
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_launches,fuse_scales")
 
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)

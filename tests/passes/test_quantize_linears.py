@@ -351,7 +351,7 @@ def test_deterministic():
 
 @pytest.mark.parametrize("device_reason", ["no FP8 here"])
 def test_devices_without_fp8_gemms_say_so(monkeypatch, device_reason):
-    monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: device_reason)
+    monkeypatch.setattr("fp8pass.dialect.hardware.why_no_fp8_gemm", lambda device: device_reason)
     joint = rewritten(linear(), rows())
     assert reasons(joint)["0"] == device_reason
     assert not joint.calls(fp8.scaled_mm.default)

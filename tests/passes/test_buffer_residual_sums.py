@@ -12,13 +12,14 @@ from fp8pass import graph
 from fp8pass.codegen.buffers import buffer
 from fp8pass.config import Config
 from fp8pass.graph.patterns import is_residual_sum
+from fp8pass.passes import Context
 from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
 
 
 def buffered(function, *args) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]]:
     """A graph after the pass, and what it gave buffers."""
     gm = make_fx(function, tracing_mode="fake")(*args)
-    buffer_residual_sums(gm)
+    buffer_residual_sums(gm, Context(Config()))
     gm.graph.lint()
     return gm, [n.args[0] for n in gm.graph.nodes if n.target is buffer]
 

@@ -22,14 +22,15 @@ from helpers import (
     compiled,
     cosine,
     gpt2,
+    kept_tensors,
     llama,
+    planned_tensors,
     step,
     tokens,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exact import programs
-from test_plan_truth import kept_tensors, planned_tensors
+from random_programs import programs
 from torch import Tensor, fx, nn
 
 from fp8pass import explain, graph
@@ -413,7 +414,7 @@ def deep_decoder() -> tuple[Any, ...]:
 def test_the_estimated_peak_falls_with_the_budget(planner, monkeypatch):
     """Until recomputation holds as much as it saves."""
     # No plan that a slow machine had to take because the time was up.
-    monkeypatch.setattr("fp8pass.passes.budget.TIME_LIMIT_S", 300.0)
+    monkeypatch.setattr("fp8pass.saving.budget.TIME_LIMIT_S", 300.0)
     shares = (1.0, 0.75, 0.5)
     peaks = [planner.point(planner.within(s * planner.most)).peak_bytes for s in shares]
     assert peaks == sorted(peaks, reverse=True)

@@ -22,10 +22,10 @@ from helpers import (
 from torch import nn
 
 from fp8pass import compat
+from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.passes.lower_dialect import lower_dialect
 
 fp8 = torch.ops.fp8pass
 
@@ -66,7 +66,7 @@ def test_kernels_agree_with_generated_code(recipe, dynamic, monkeypatch):
     config = Config.recipe(recipe)
     program, _ = compiled(model, config, dynamic=dynamic)
     got = step(program, model, args)
-    monkeypatch.setenv("FP8PASS_DISABLE_KERNELS", "rows,norms,tiles")
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_rows,fuse_norms,fuse_tiles")
     torch._dynamo.reset()
     program, _ = compiled(model, config, dynamic=dynamic)
     assert_close(got, step(program, model, args), decibel=17)  # torchao's gate for wgrad
@@ -90,7 +90,7 @@ def with_inductor(gm, inputs):
     """A backend that lowers the dialect in an inference graph and generates code for it."""
 
     def inner(graph, example_inputs, **kwargs):
-        lower_dialect(graph)
+        lower(graph)
         return compat.compile_fx_inner(graph, example_inputs, **kwargs)
 
     return compat.compile_fx(gm, inputs, inner_compile=inner)

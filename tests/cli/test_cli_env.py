@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import textwrap
@@ -12,6 +11,7 @@ import torch
 from cli_helpers import ok, python
 
 import fp8pass
+from fp8pass.codegen import lowering
 
 
 def test_env_as_a_process():
@@ -40,7 +40,7 @@ def test_env_without_pytorch():
 
 
 def test_env_lists_why_not(run, monkeypatch):
-    monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: "too old")
+    monkeypatch.setattr("fp8pass.dialect.hardware.why_no_fp8_gemm", lambda device: "too old")
     monkeypatch.setattr("fp8pass.compat.get_cpp_compiler", lambda: 1 / 0)
     out = ok(run("env"))
     assert "fp8_gemms        too old" in out
@@ -59,7 +59,7 @@ def test_env_on_a_gpu(run):
 
 
 def test_env_notices_a_wrong_product(run, monkeypatch):
-    lower = importlib.import_module("fp8pass.codegen.lowering").lower_dialect
+    lower = lowering.lower
 
     def spoil(gm):
         lower(gm)
@@ -71,5 +71,5 @@ def test_env_notices_a_wrong_product(run, monkeypatch):
             )
         gm.recompile()
 
-    monkeypatch.setattr("fp8pass.codegen.lowering.lower_dialect", spoil)
+    monkeypatch.setattr(lowering, "lower", spoil)
     assert "fp8_product      wrong by 100%" in ok(run("env"))

@@ -24,7 +24,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_exact import programs
+from random_programs import programs
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
-from helpers import MLP, benchmark_models, compiled, gpt2, leaves, llama, tokens, vit
+from helpers import (
+    MLP,
+    benchmark_models,
+    compiled,
+    gpt2,
+    kept_tensors,
+    llama,
+    planned_tensors,
+    tokens,
+    vit,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.plan import Plan
-
-
-def kept_tensors(program, args, held) -> Counter:
-    """(dtype, shape) of what autograd saves that nobody else holds."""
-    addresses = {t.data_ptr() for t in held}
-    found: Counter = Counter()
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
-            shape = "×".join(map(str, x.shape)) or "scalar"
-            found[str(x.dtype).removeprefix("torch."), shape] += 1
-            assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
-                f"{x.dtype} {tuple(x.shape)} is a part of a larger tensor, which it holds"
-            )
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs = leaves(program(*args))
-    assert any(y.requires_grad for y in outputs)
-    return found
-
-
-def planned_tensors(plan: Plan) -> Counter:
-    return Counter((t.dtype, t.shape) for s in plan.saved if s.bytes for t in s.tensors)
 
 
 def decoder():
