@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LINEAR_FORMATS = ("e4m3", "e5m2", "exact")
-SCALES = ("row", "tensor")
-SAVE_FORMATS = ("e4m3", "e2m3", "e2m2", "e2m1", "none", "exact")
-SUB_BYTE_FORMATS = ("e2m3", "e2m2", "e2m1")
+from fp8pass.dialect.formats import FORMATS, SAVED_FORMATS
+from fp8pass.dialect.granularity import OF_OPERANDS
+
+LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
+SCALES = tuple(OF_OPERANDS)
+SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 COMPILERS = ("inductor", "eager")
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -141,7 +143,7 @@ class Config:
     @property
     def packs(self) -> bool:
         """Whether saved values may take less than a byte each."""
-        return self.save_format in SUB_BYTE_FORMATS
+        return self.save_format != "none" and FORMATS[self.save_format].packed
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Config))

@@ -18,8 +18,8 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
-from fp8pass.dialect.formats import FORMATS, GROUP_SCALE_DTYPE, Format, divisor_group
-from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.dialect.formats import FORMATS, Format, divisor_group
+from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
 from fp8pass.graph.nodes import aten, prims, tensor
 
 fp8 = torch.ops.fp8pass

@@ -1,1 +1,9 @@
-"""TODO."""
+"""The vocabulary of rewritten graphs: formats, granularities, scales, codes, operators.
+
+formats.py       how an element is coded
+granularity.py   which elements share a scale
+scaling.py       scales from largest magnitudes
+coding.py        codes from values, and back
+ops.py           the `fp8pass::` operators
+hardware.py      which of this a device can do
+"""

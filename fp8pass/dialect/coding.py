@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import compat
-from fp8pass.dialect.formats import Format
+from fp8pass.dialect.formats import FORMATS, Format
 
 # FP8 tensor cores take contractions in multiples of this many elements.
 CONTRACTION_MULTIPLE = 16
@@ -21,7 +21,7 @@ def padded(rows: Any) -> Any:
 
 def is_fp8(dtype: torch.dtype) -> bool:
     """Whether `dtype` is one that FP8 tensor cores multiply."""
-    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return any(f.multiplies and f.dtype is dtype for f in FORMATS.values())
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:

@@ -1,20 +1,24 @@
 """Number formats: what one stored element looks like and what storing it costs.
 
-A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *granularity* how many elements
-share one scale: a whole tensor (linear layers) or 1×G groups along the last dimension (saved
-activations), COAT section 5.2. Everywhere `x ≈ data * scale` with `scale = amax / format.max`.
+A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *granularity* (`granularity.py`)
+which elements share a scale. Everywhere `x ≈ data * scale` with `scale = amax / format.max`.
+
+Nothing here waits for PyTorch, so that options can be named without loading it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Group scales are a 1/G share of the bytes: bf16 has the range of fp32 and 0.2% of rounding error,
 # far below the format's own.
-GROUP_SCALE_DTYPE = torch.bfloat16
+GROUP_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Format:
     """One element format.
 
     Attributes:
-        dtype: of a stored tensor, None where the format keeps the tensor's own (`exact`).
+        stored_as: name of the dtype of a stored tensor, '' where it keeps its own (`exact`).
         max: the largest finite value.
         mantissa: stored mantissa bits.
         min_exponent: exponent of the least normal number; below it are denormals.
@@ -32,21 +36,32 @@ class Format:
             and E4M3 where Triton cannot convert to it.
         nan: code of NaN in an emulated format. Where it is 0 the format has none: that a group
             holds a NaN or an infinity is seen from its scale alone.
+        multiplies: whether GEMMs take codes of it.
+        saves: whether users may choose it for saved values.
     """
 
     name: str
-    dtype: torch.dtype | None
+    stored_as: str
     max: float
     mantissa: int
     min_exponent: int
     planes: tuple[int, ...] = (8,)
     emulated: bool = False
     nan: int = 0
+    multiplies: bool = False
+    saves: bool = False
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """Of a stored tensor, None where the format keeps the tensor's own."""
+        import torch
+
+        return getattr(torch, self.stored_as) if self.stored_as else None
 
     @property
     def lossless(self) -> bool:
         """Whether storing in this format returns the very same tensor."""
-        return self.dtype is None
+        return not self.stored_as
 
     @property
     def packed(self) -> bool:
@@ -93,23 +108,23 @@ class Format:
         """
         if group_size % (8 // min(self.planes)):
             return math.inf
-        return elements * self.bits // 8 + elements // group_size * GROUP_SCALE_DTYPE.itemsize
+        return elements * self.bits // 8 + elements // group_size * GROUP_SCALE_BYTES
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
-EXACT = Format("exact", None, math.inf, 0, 0)
+E4M3 = Format("e4m3", "float8_e4m3fn", 448.0, 3, -6, multiplies=True, saves=True)
+E5M2 = Format("e5m2", "float8_e5m2", 57344.0, 2, -14, multiplies=True)
+EXACT = Format("exact", "", math.inf, 0, 0)
 # The same code points as E4M3, held in bytes: Triton has no E4M3 conversion before Ada (sm89).
-E4M3_BYTES = Format("e4m3_bytes", torch.uint8, 448.0, 3, -6, emulated=True, nan=0x7F)
+E4M3_BYTES = Format("e4m3_bytes", "uint8", 448.0, 3, -6, emulated=True, nan=0x7F)
 # Every code is a finite number, as in OCP's FP4 and FP6.
-E2M1 = Format("e2m1", torch.uint8, 6.0, 1, 0, (4,), emulated=True)
-E2M2 = Format("e2m2", torch.uint8, 7.0, 2, 0, (4, 1), emulated=True)
-E2M3 = Format("e2m3", torch.uint8, 7.5, 3, 0, (4, 2), emulated=True)
+E2M1 = Format("e2m1", "uint8", 6.0, 1, 0, (4,), emulated=True, saves=True)
+E2M2 = Format("e2m2", "uint8", 7.0, 2, 0, (4, 1), emulated=True, saves=True)
+E2M3 = Format("e2m3", "uint8", 7.5, 3, 0, (4, 2), emulated=True, saves=True)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, EXACT, E4M3_BYTES, E2M1, E2M2, E2M3)}
 
-# What saved values may be kept in, from few bits to many.
-SAVED_FORMATS = (E2M1, E2M2, E2M3, E4M3)
+# Formats of saved values, from few bits to many.
+SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambda f: f.bits))
 
 
 def divisor_group(

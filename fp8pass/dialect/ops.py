@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
-from fp8pass.dialect.formats import FORMATS, GROUP_SCALE_DTYPE
-from fp8pass.dialect.scaling import BF16_BITS, scale_of
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.granularity import ROW, TENSOR, group
+from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, scale_of
 
 _library = torch.library.Library("fp8pass", "DEF")
 
@@ -65,12 +66,12 @@ def _dialect(
     return register
 
 
-def _fake_scalar(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
+def _fake_amax(x: Tensor) -> Tensor:
+    return x.new_empty(TENSOR.scale_shape(x.shape), dtype=torch.float32)
 
 
-def _fake_row_scalars(x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], 1), dtype=torch.float32)
+def _fake_row_amax(x: Tensor) -> Tensor:
+    return x.new_empty(ROW.scale_shape(x.shape), dtype=torch.float32)
 
 
 def _fake_scale(amax: Tensor, format: str) -> Tensor:
@@ -105,7 +106,7 @@ def _fake_scaled_mm(
 
 
 def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // group_size), dtype=GROUP_SCALE_DTYPE)
+    return x.new_empty(group(group_size).scale_shape(x.shape), dtype=GROUP_SCALE_DTYPE)
 
 
 def _fake_quantize_groups(
@@ -128,7 +129,7 @@ def _fake_dequantize_groups(
     return first.new_empty((*first.shape[:-1], length), dtype=dtype)
 
 
-@_dialect("amax(Tensor x) -> Tensor", _fake_scalar, reduces=True)
+@_dialect("amax(Tensor x) -> Tensor", _fake_amax, reduces=True)
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x` as an fp32 scalar (COAT 5.2, Group Scaling).
 
@@ -138,13 +139,17 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax(dim=-1).amax().float()
 
 
-@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_scalars, reduces=True)
+@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_amax, reduces=True)
 def row_amax(x: Tensor) -> Tensor:
     """The largest magnitude in each row of `x` [M, K], as fp32 [M, 1]. NaN where a row holds a NaN.
 
     The largest of these is the `amax` of `x`, so that one pass over `x` serves both.
     """
     return x.abs().amax(dim=-1, keepdim=True).float()
+
+
+# The largest magnitudes that the scales of an operand of a granularity follow from.
+AMAX = {TENSOR: torch.ops.fp8pass.amax.default, ROW: torch.ops.fp8pass.row_amax.default}
 
 
 @_dialect("scale(Tensor amax, str format) -> Tensor", _fake_scale)

@@ -1,1 +1,4 @@
-"""TODO."""
+"""More than one GPU.
+
+stages.py   formats for the stages of a pipeline
+"""

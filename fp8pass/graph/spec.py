@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 
 from fp8pass import graph
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
+from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.classify import VIEWS
 
 fp8 = torch.ops.fp8pass
 
-# Besides the dialect, what may touch an FP8 tensor: nothing that computes.
-_CARRIERS = VIEWS
+# Operators that may touch an FP8 tensor: the dialect, and the kernels that take its place.
+_NAMESPACES = ("fp8pass", "fp8pass_codegen")
 
 
 class MalformedGraph(AssertionError):
@@ -24,53 +29,162 @@ def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
     - Nodes come after what they use, and every one that is used has a fake value.
-    - No FP8 tensor reaches an operator outside the dialect.
-    - Every `scaled_mm` scales an operand by the scale it was quantized with, both by row or
-      neither, and contracts lengths that agree. Operands are joined both, part by part.
-    - Every `dequantize_groups` gets all planes of one tensor and the scales they were made with.
+    - No FP8 tensor reaches an operator outside the dialect, as long as the graph speaks it.
+    - Every operator of the dialect has operands that it takes (`VERIFIERS`).
     """
     g.lint()
+    speaks_dialect = any(n.target in OPERATORS for n in g.nodes)
     for node in g.nodes:
         if node.op != "call_function":
             continue
         _require("val" in node.meta or not node.users, node, "has no fake value")
-        if getattr(node.target, "namespace", None) != "fp8pass" and node.target not in _CARRIERS:
+        if speaks_dialect and not _may_touch_fp8(node):
             for operand in node.all_input_nodes:
-                val = graph.value(operand)
-                _require(
-                    val is None or not is_fp8(val.dtype), node, f"computes on FP8 tensor {operand}"
-                )
-        if node.target is fp8.scaled_mm.default:
-            _verify_scaled_mm(node)
-        if node.target is fp8.dequantize_groups.default:
-            _verify_dequantize(node)
+                touches = _is_codes(operand)
+                _require(not touches, node, f"computes on FP8 tensor {operand}")
+        if node.target in VERIFIERS:
+            VERIFIERS[node.target](node)
+
+
+def _may_touch_fp8(node: fx.Node) -> bool:
+    in_dialect = getattr(node.target, "namespace", None) in _NAMESPACES
+    return in_dialect or node.target in VIEWS or graph.is_getitem(node)
+
+
+def _verify_amax(node: fx.Node) -> None:
+    _require(_is_float(node.args[0]), node, "measures a tensor that holds no numbers")
+
+
+def _verify_row_amax(node: fx.Node) -> None:
+    _verify_amax(node)
+    _require(_rank(node.args[0]) == 2, node, "measures the rows of a tensor that is no matrix")
+
+
+def _verify_scale(node: fx.Node) -> None:
+    _require_format(node, node.args[1])
+    _require(_rank(node.args[0]) in (0, 2), node, "has neither one amax nor one for each row")
+
+
+def _verify_quantize(node: fx.Node) -> None:
+    x, scale, format = node.args
+    _require_format(node, format)
+    _require(_is_float(x), node, "quantizes a tensor that holds no numbers")
+    granularity = of_operand(_rank(scale))
+    wanted = granularity.scale_shape(_shape(x))
+    _require(_shape(scale) == wanted, node, f"has scales {_shape(scale)}, {granularity}: {wanted}")
+
+
+def _verify_transpose(node: fx.Node) -> None:
+    _require(_rank(node.args[0]) == 2, node, "transposes a tensor that is no matrix")
+
+
+def _verify_joined(node: fx.Node) -> None:
+    parts: Any = node.args[0]
+    rows = {_shape(part)[:1] for part in parts}
+    _require(len(rows) == 1, node, "puts parts of several numbers of rows side by side")
+    dtypes = {graph.tensor(part).dtype for part in parts}
+    _require(len(dtypes) == 1, node, "puts codes of several formats side by side")
 
 
 def _verify_scaled_mm(node: fx.Node) -> None:
+    """Operands are scaled by what they were quantized with, alike, and contract equal lengths."""
     a, a_scale, b, b_scale = node.args[:4]
     joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
     if joined:
-        _verify_joined(node, joined)
+        _verify_joined_operands(node, joined)
         return
     for data, scale in ((a, a_scale), (b, b_scale)):
         assert isinstance(data, fx.Node)
-        quantized = data.args[0] if data.target is fp8.transpose.default else data
-        if isinstance(quantized, fx.Node) and quantized.op == "call_function":
-            _require(
-                quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized"
-            )
-            same = _is_same_scale(quantized.args[1], scale)
-            _require(same, node, f"{data} was quantized with another scale")
-            by_row = graph.tensor(scale).ndim > 0  # type: ignore[arg-type]
-            _require(
-                not (by_row and data is not quantized), node, f"{data} has no scale for each row"
-            )
-    assert isinstance(a, fx.Node)
-    assert isinstance(b, fx.Node)
-    ranks = {graph.tensor(scale).ndim for scale in (a_scale, b_scale)}  # type: ignore[arg-type]
-    _require(len(ranks) == 1, node, "one operand has a scale, the other one for each row")
-    lengths = graph.tensor(a).shape[-1], graph.tensor(b).shape[-1]
+        _verify_operand(node, data, scale)
+    granularities = {of_operand(_rank(scale)) for scale in (a_scale, b_scale)}
+    _require(len(granularities) == 1, node, "one operand has a scale, the other one for each row")
+    lengths = _shape(a)[-1], _shape(b)[-1]
     _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
+
+
+def _verify_operand(node: fx.Node, data: fx.Node, scale: Any) -> None:
+    quantized = _untransposed(data)
+    if not _is_visible(quantized):
+        return
+    _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
+    same = _is_same_scale(quantized.args[1], scale)
+    _require(same, node, f"{data} was quantized with another scale")
+    by_row = of_operand(_rank(scale)) is ROW
+    _require(not (by_row and data is not quantized), node, f"{data} has no scale for each row")
+
+
+def _verify_joined_operands(node: fx.Node, operands: list[fx.Node]) -> None:
+    _require(len(operands) == 2, node, "one operand is joined, the other one is not")
+    parts = [list(x.args[0]) for x in operands]  # type: ignore[arg-type]
+    for part in (*parts[0], *parts[1]):
+        quantized = _untransposed(part)
+        if not _is_visible(quantized):
+            continue
+        _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
+        one = of_operand(_rank(quantized.args[1])) is TENSOR
+        _require(one, node, f"{part} has a scale for each row")
+    widths = [[_shape(part)[1] for part in side] for side in parts]
+    _require(widths[0] == widths[1], node, f"contracts {widths[0]} with {widths[1]}")
+
+
+def _verify_group_scale(node: fx.Node) -> None:
+    x, format, size = node.args
+    _require_format(node, format)
+    length = _shape(x)[-1]
+    fits = not isinstance(length, int) or length % int(size) == 0  # type: ignore[arg-type]
+    _require(fits, node, f"cuts {length} elements into groups of {size}")
+
+
+def _verify_quantize_groups(node: fx.Node) -> None:
+    x, scales, format, size, *plane = node.args
+    _require_format(node, format)
+    wanted = group(int(size)).scale_shape(_shape(x))  # type: ignore[arg-type]
+    _require(_shape(scales) == wanted, node, f"has scales {_shape(scales)}, not {wanted}")
+    planes = len(FORMATS[str(format)].planes)
+    number = int(plane[0]) if plane else 0  # type: ignore[arg-type]
+    _require(number < planes, node, f"asks for plane {number} of {planes}")
+
+
+def _verify_dequantize_groups(node: fx.Node) -> None:
+    """It gets all planes of one tensor, and the scales that they were made with."""
+    planes, scales, format, size = node.args[:4]
+    assert isinstance(planes, (list, tuple))
+    assert isinstance(scales, fx.Node)
+    _require_format(node, format)
+    widths = FORMATS[str(format)].planes
+    _require(len(planes) == len(widths), node, f"{format} has {len(widths)} planes")
+    covered = _shape(scales)[-1] * int(size)  # type: ignore[arg-type]
+    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
+        assert isinstance(data, fx.Node)
+        length = _shape(data)[-1] * 8 // width
+        _require(length == covered, node, "scales do not cover the groups")
+        if _is_visible(data):
+            _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
+            _require(data.args[2:] == (format, size, i), node, f"{data} is not its plane {i}")
+
+
+# One for each operator of the dialect.
+VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
+    fp8.amax.default: _verify_amax,
+    fp8.row_amax.default: _verify_row_amax,
+    fp8.scale.default: _verify_scale,
+    fp8.quantize.default: _verify_quantize,
+    fp8.transpose.default: _verify_transpose,
+    fp8.joined.default: _verify_joined,
+    fp8.scaled_mm.default: _verify_scaled_mm,
+    fp8.group_scale.default: _verify_group_scale,
+    fp8.quantize_groups.default: _verify_quantize_groups,
+    fp8.dequantize_groups.default: _verify_dequantize_groups,
+}
+
+
+def _untransposed(codes: fx.Node) -> fx.Node:
+    return codes.args[0] if codes.target is fp8.transpose.default else codes  # type: ignore
+
+
+def _is_visible(codes: fx.Node) -> bool:
+    """Whether the graph says how codes were made: not those of another half, or of a kernel."""
+    return codes.op == "call_function" and not graph.is_getitem(codes)
 
 
 def _is_same_scale(x: object, y: object) -> bool:
@@ -80,33 +194,25 @@ def _is_same_scale(x: object, y: object) -> bool:
     return x is y or (x.target is fp8.scale.default is y.target and x.args == y.args)
 
 
-def _verify_joined(node: fx.Node, operands: list[fx.Node]) -> None:
-    _require(len(operands) == 2, node, "one operand is joined, the other one is not")
-    parts = [list(x.args[0]) for x in operands]  # type: ignore[arg-type]
-    for part in (*parts[0], *parts[1]):
-        quantized = part.args[0] if part.target is fp8.transpose.default else part
-        _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
-        one = graph.tensor(quantized.args[1]).ndim == 0
-        _require(one, node, f"{part} has a scale for each row")
-    widths = [[graph.tensor(part).shape[1] for part in side] for side in parts]
-    _require(widths[0] == widths[1], node, f"contracts {widths[0]} with {widths[1]}")
+def _shape(node: Any) -> tuple[Any, ...]:
+    return tuple(graph.tensor(node).shape)
 
 
-def _verify_dequantize(node: fx.Node) -> None:
-    planes, scales, format, group = node.args[:4]
-    assert isinstance(planes, (list, tuple))
-    assert isinstance(scales, fx.Node)
+def _rank(node: Any) -> int:
+    return graph.tensor(node).ndim
+
+
+def _is_codes(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and is_fp8(val.dtype)
+
+
+def _is_float(node: Any) -> bool:
+    return graph.tensor(node).is_floating_point() and not _is_codes(node)
+
+
+def _require_format(node: fx.Node, format: object) -> None:
     _require(format in FORMATS, node, f"unknown format {format}")
-    widths = FORMATS[str(format)].planes
-    _require(len(planes) == len(widths), node, f"{format} has {len(widths)} planes")
-    covered = graph.tensor(scales).shape[-1] * int(group)  # type: ignore[arg-type]
-    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
-        assert isinstance(data, fx.Node)
-        length = graph.tensor(data).shape[-1] * 8 // width
-        _require(length == covered, node, "scales do not cover the groups")
-        if data.op == "call_function":
-            _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
-            _require(data.args[2:] == (format, group, i), node, f"{data} is not its plane {i}")
 
 
 def _require(condition: bool, node: fx.Node, problem: str) -> None:

@@ -35,7 +35,7 @@ class Explanation(Explained):
     """What fp8pass does to a model; print it, `save` it as a page, or look at `graphs`."""
 
     def save(self, path: str | Path, diagnosis: Diagnosis | None = None) -> None:
-        """Write everything as one HTML page that needs no network: see `fp8pass.report`.
+        """Write everything as one HTML page that needs no network: see docs/report.md.
 
         Args:
             path: of the file.

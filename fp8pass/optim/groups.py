@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8pass.dialect.formats import GROUP_SCALE_DTYPE
-from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
 from fp8pass.optim.state_formats import StateFormat
 
 EXPONENT_BITS = 0x7F800000

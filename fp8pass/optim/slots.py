@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.dialect.formats import GROUP_SCALE_DTYPE
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.optim.groups import Stored, encode
 from fp8pass.optim.options import Storage
 from fp8pass.optim.state_formats import StateFormat

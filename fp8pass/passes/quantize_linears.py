@@ -31,6 +31,8 @@ from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity
+from fp8pass.dialect.ops import AMAX
 from fp8pass.graph.linear_layers import (
     Layer,
     find_layers,
@@ -117,17 +119,23 @@ class Quantizer:
         self.graph = g
         self.config = config
         self.backward = graph.tangent_dependent(g)
-        self._quantized: dict[tuple[fx.Node, str, str, bool], tuple[fx.Node, fx.Node]] = {}
-        self._row_amax: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._quantized: dict[tuple[fx.Node, str, str, Granularity], tuple[fx.Node, fx.Node]] = {}
+        # Of parts of a matrix; the largest of them is that of all.
+        self._amaxes: dict[tuple[fx.Node, str], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def __call__(
-        self, matrix: fx.Node, layer: Layer, *, contract_rows: bool, by_row: bool, like: fx.Node
+        self,
+        matrix: fx.Node,
+        layer: Layer,
+        granularity: Granularity,
+        *,
+        contract_rows: bool,
+        like: fx.Node,
     ) -> tuple[fx.Node, fx.Node]:
-        """Data and scale of an operand of `layer`, laid out with its contracted dimension last.
+        """Data and scales of an operand of `layer`, laid out with its contracted dimension last.
 
-        `contract_rows` says that the GEMM contracts `matrix` over its first dimension, `by_row`
-        that each row has a scale of its own.
+        `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
         """
         base, flipped = graph.untransposed(matrix)
         if contract_rows == flipped and not is_multiple_of_16(tensor(base).shape[-1]):
@@ -138,9 +146,9 @@ class Quantizer:
         )
         # One tensor may be two matrices: a view of another shape has rows of its own.
         identity = graph.root(base), graph.shape_text(tensor(base))
-        key = (*identity, format, by_row)
+        key = (*identity, format, granularity)
         if key not in self._quantized:
-            amax = self._amax(base, identity, by_row=by_row, like=like)
+            amax = self._amax(base, identity, granularity, like)
             scale = self._emit(fp8.scale.default, amax, format, like=like)
             data = self._emit(fp8.quantize.default, base, scale, format, like=like)
             self._quantized[key] = data, scale
@@ -167,15 +175,18 @@ class Quantizer:
         return "weight" if graph.source(base) is layer.weight else "input"
 
     def _amax(
-        self, base: fx.Node, identity: tuple[fx.Node, str], *, by_row: bool, like: fx.Node
+        self,
+        base: fx.Node,
+        identity: tuple[fx.Node, str],
+        granularity: Granularity,
+        like: fx.Node,
     ) -> fx.Node:
-        """Largest magnitude of each row, or of all: of the rows' where the forward has them."""
-        if by_row and identity not in self._row_amax:
-            self._row_amax[identity] = self._emit(fp8.row_amax.default, base, like=like)
-        rows = self._row_amax.get(identity)
-        if by_row and rows is not None:
-            return rows
-        return self._emit(fp8.amax.default, rows or base, like=like)
+        """The largest magnitudes that scales follow from: of all from the rows', if these exist."""
+        if granularity is TENSOR:
+            return self._emit(AMAX[TENSOR], self._amaxes.get(identity, base), like=like)
+        if identity not in self._amaxes:
+            self._amaxes[identity] = self._emit(AMAX[granularity], base, like=like)
+        return self._amaxes[identity]
 
     def _emit(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
         """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
@@ -185,26 +196,26 @@ class Quantizer:
         return node
 
 
-def scales_by_row(gemm: fx.Node, config: Config) -> bool:
-    """Whether the operands of a GEMM have a scale for each row: in the forward, where they can.
+def granularity_of(gemm: fx.Node, config: Config) -> Granularity:
+    """The granularity of a GEMM's operands: rows only in the forward, and only where they can be.
 
     Codes of which the GEMM takes the transpose have one scale, as in the backward.
     """
-    if config.forward_scales != "row" or not config.quantizes_linears:
-        return False
+    if gemm.meta[ROLE] != "forward" or not config.quantizes_linears:
+        return TENSOR
     a, b = (graph.untransposed(x)[1] for x in operands_of(gemm))
-    bf16 = tensor(gemm).dtype is torch.bfloat16  # what cuBLASLt and CUTLASS give for such scales
-    return gemm.meta[ROLE] == "forward" and not a and b and bf16
+    bf16 = tensor(gemm).dtype is torch.bfloat16  # the only result of cuBLASLt for such scales
+    return OF_OPERANDS[config.forward_scales] if not a and b and bf16 else TENSOR
 
 
 def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
     """Replace one GEMM of `layer` by its FP8 form."""
     a, b = operands_of(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
-    by_row = scales_by_row(gemm, quantizer.config)
+    granularity = granularity_of(gemm, quantizer.config)
     with g.inserting_before(gemm):
-        a_data, a_scale = quantizer(a, layer, contract_rows=False, by_row=by_row, like=gemm)
-        b_data, b_scale = quantizer(b, layer, contract_rows=True, by_row=by_row, like=gemm)
+        a_data, a_scale = quantizer(a, layer, granularity, contract_rows=False, like=gemm)
+        b_data, b_scale = quantizer(b, layer, granularity, contract_rows=True, like=gemm)
         product = emit(
             g,
             fp8.scaled_mm.default,

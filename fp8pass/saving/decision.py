@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.dialect.formats import EXACT, GROUP_SCALE_DTYPE, Format
+from fp8pass.dialect.formats import EXACT, Format
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.graph.joint import JointFacts
 from fp8pass.saving.storage import Storage
 

@@ -54,7 +54,7 @@ def test_swapped_scales(joint):
 def test_joined_operands_that_are_not_quantized(joint):
     (gemm,) = (n for n in joint.calls(fp8.scaled_mm.default) if n.args[0].target is JOINED)
     first, second = gemm.args[0].args[0]
-    gemm.args[0].args = ([first, gemm.args[1]],)
+    gemm.args[0].args = ([first, first.args[0]],)
     rejected(joint, gemm, "is not quantized")
     gemm.args[0].args = ([first, second],)
     spec.verify(joint.gm.graph)

@@ -12,9 +12,11 @@ import torch
 from helpers import COAT_EAGER, MLP, capture_joint, compiled, relative, step
 
 from fp8pass.config import Config
-from fp8pass.passes import JOINT_PASSES
+from fp8pass.passes import HALF_PASSES, JOINT_PASSES
 
 NAMES = [p.__name__ for p in JOINT_PASSES]
+HALF_NAMES = [p.__name__ for p in HALF_PASSES]
+GRAPHS = {"joint": NAMES, "forward": HALF_NAMES, "backward": HALF_NAMES}
 
 
 def run(config=COAT_EAGER):
@@ -28,11 +30,14 @@ def test_dump(monkeypatch, tmp_path):
     run()
     files = sorted(p.name.split("_", 1)[1] for p in (tmp_path / "graphs").iterdir())
     assert files == sorted(
-        f"{i}_{name}_{when}.py" for i, name in enumerate(NAMES) for when in ("before", "after")
+        f"{of}_{i}_{name}_{when}.py"
+        for of, names in GRAPHS.items()
+        for i, name in enumerate(names)
+        for when in ("before", "after")
     )
 
     def text(name, when):
-        (path,) = (tmp_path / "graphs").glob(f"*_{name}_{when}.py")
+        (path,) = (tmp_path / "graphs").glob(f"*_joint_*_{name}_{when}.py")
         return path.read_text()
 
     assert "fp8pass.scaled_mm" not in text("quantize_linears", "before")
@@ -60,7 +65,7 @@ def test_torch_trace_gets_both_graphs(tmp_path):
     text = trace.read_text()
     for name in ("quantize_linears", "plan_saved_values", "materialize_plan"):
         for when in ("before", "after"):
-            assert f'"name": "fp8pass_0_{name}_{when}"' in text
+            assert f'"name": "fp8pass_0_joint_{name}_{when}"' in text
     assert "torch.ops.fp8pass.scaled_mm.default" in text
 
 
@@ -69,7 +74,7 @@ def test_disabled_linears(monkeypatch):
     got, want, spy = run()
     assert spy.plan.linears == []
     assert relative(got.outputs[0], want.outputs[0]) < 1e-6
-    assert [r.name for r in spy.passes[0]] == NAMES[1:]
+    assert [r.name for r in spy.passes[0] if r.graph == "joint"] == NAMES[1:]
 
 
 def test_disabled_plan_keeps_everything(monkeypatch):
@@ -112,7 +117,11 @@ def test_the_code_names_modules_and_runs():
 def test_records():
     _, _, spy = run()
     (records,) = spy.passes
-    assert [r.name for r in records] == NAMES
+    for graph, names in GRAPHS.items():
+        assert [r.name for r in records if r.graph == graph] == names
+    (lowering,) = (r for r in records if (r.graph, r.name) == ("backward", "lower_dialect"))
+    assert "fp8pass.scaled_mm" in lowering.before
+    assert "fp8pass.scaled_mm" not in lowering.after
     assert "+" in records[0].diff
     assert records[1].diff == ""  # planning changes no node
     assert all(r.seconds > 0 for r in records)

@@ -93,7 +93,7 @@ def test_inductor_options_reach_inductor(monkeypatch):
     options = {"recipe": "linear", "epilogue_fusion": False}
     torch.compile(MLP(), backend="fp8pass", options=options)(torch.randn(16, 64))
     assert seen["epilogue_fusion"] is False
-    assert seen["custom_partitioner_fn"].config == Config.recipe("linear")
+    assert seen["custom_partitioner_fn"].compilation.config == Config.recipe("linear")
 
 
 def test_modes_become_inductor_options(monkeypatch):

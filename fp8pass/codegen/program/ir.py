@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fp8pass import compat
 from fp8pass.dialect.coding import padded
-from fp8pass.dialect.formats import FORMATS, GROUP_SCALE_DTYPE
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
 # How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
 # along its rows, [M, N / G].

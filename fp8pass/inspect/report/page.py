@@ -86,7 +86,7 @@ def write_report(explanation: Explained, path: Path, diagnosis: Diagnosis | None
 def render(explanation: Explained, diagnosis: Diagnosis | None = None) -> str:
     """The page's HTML, with everything it needs in it."""
     environment = Environment(
-        loader=PackageLoader("fp8pass.report", "."),
+        loader=PackageLoader("fp8pass.inspect.report", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
