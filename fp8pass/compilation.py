@@ -85,10 +85,6 @@ class Compilation:
     reports: bool = True
     compiled: CompiledGraph | None = None
 
-    def __deepcopy__(self, memo: object) -> Compilation:
-        """There is one of each: Inductor copies its options, the partitioner among them."""
-        return self
-
     def finish(self, compiled: CompiledGraph) -> None:
         """The graph's own passes are done; those of its halves follow."""
         self.compiled = compiled

@@ -63,6 +63,15 @@ class Partitioner(compat.CustomPartitionerFn):
         """Key of what this partitioner does in Inductor's caches."""
         return self.compilation.cache_key()
 
+    # Inductor copies its options, this one among them, and pickles them for the keys of its caches.
+    # Neither must take a compiled graph along.
+
+    def __deepcopy__(self, memo: object) -> Partitioner:
+        return self
+
+    def __getstate__(self) -> str:
+        return self.uuid()
+
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split the joint graph at `ctx.saved`, and check that nothing else crosses."""

@@ -7,6 +7,7 @@ import torch
 from helpers import FFN, Joint, capture_joint
 from torch import nn
 
+from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.graph import spec
 from fp8pass.graph.nodes import aten, emit
@@ -54,7 +55,9 @@ def test_swapped_scales(joint):
 def test_joined_operands_that_are_not_quantized(joint):
     (gemm,) = (n for n in joint.calls(fp8.scaled_mm.default) if n.args[0].target is JOINED)
     first, second = gemm.args[0].args[0]
-    gemm.args[0].args = ([first, first.args[0]],)
+    with joint.gm.graph.inserting_before(gemm.args[0]):
+        view = graph.emit(joint.gm.graph, torch.ops.aten.alias.default, second, like=second)
+    gemm.args[0].args = ([first, view],)
     rejected(joint, gemm, "is not quantized")
     gemm.args[0].args = ([first, second],)
     spec.verify(joint.gm.graph)
