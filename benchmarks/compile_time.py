@@ -33,7 +33,7 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     from layer import variants as make_variants
     from models import Stack, init_weights, rope_tables
 
-    from fp8pass import dynamo, partition
+    from fp8pass import compilation, dynamo, partition
     from fp8pass.passes import runner
 
     seconds: list[float] = []
@@ -45,7 +45,7 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         return records
 
-    for module in (dynamo, partition):
+    for module in (compilation, dynamo, partition):
         module.run_passes = recorded  # type: ignore[attr-defined]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, ffn, seq = hidden // 128, hidden * 43 // 16, 1024

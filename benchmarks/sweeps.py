@@ -28,7 +28,7 @@ from tables import sweeps_table
 from torch import Tensor, fx
 
 import fp8pass
-from fp8pass import dynamo
+from fp8pass import compilation
 from fp8pass.codegen.kernels import rows as row_kernel
 from fp8pass.codegen.kernels import tiles as tile_kernel
 from fp8pass.codegen.kernels.launch import Launch, Part, launch
@@ -116,7 +116,7 @@ def kernel_calls(case: Case, device: str) -> list[fx.Node]:
     tables = rope_tables(case.seq, case.hidden // case.heads, x.device)
     before = HALF_PASSES.index(lower_dialect)
     passes = (*HALF_PASSES[:before], record, *HALF_PASSES[before:])
-    with patch.object(dynamo, "HALF_PASSES", passes):
+    with patch.object(compilation, "HALF_PASSES", passes):
         fp8pass.explain(model, x.requires_grad_(), *tables)
     return found
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from fp8pass.config import Config
-from fp8pass.passes import Context
-from fp8pass.passes.runner import PassRecord, disabled_passes
+from fp8pass.passes import HALF_PASSES, Context
+from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan
 
 
@@ -90,6 +90,18 @@ class Compilation:
         self.compiled = compiled
         if self.observer:
             self.observer(compiled)
+
+    def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
+        """Run the passes on a half; they are recorded beside those on the whole graph."""
+        ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
+        records = run_passes(HALF_PASSES, gm, ctx, of=half, record=self.observer is not None)
+        if self.compiled:
+            self.compiled.passes.extend(records)
+
+    @property
+    def shows_halves(self) -> bool:
+        """Whether halves are rewritten to be looked at, since no code is generated from them."""
+        return self.observer is not None and self.config.compiler == "eager"
 
     def cache_key(self) -> str:
         """A hash of all that the result depends on besides the graph."""

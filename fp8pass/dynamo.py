@@ -19,7 +19,7 @@ from fp8pass.graph.joint import JointFacts
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
-from fp8pass.passes import HALF_PASSES, INFERENCE_PASSES, Context
+from fp8pass.passes import INFERENCE_PASSES, Context
 from fp8pass.passes.runner import report, run_passes
 
 
@@ -86,21 +86,12 @@ class InnerCompile:
         half = compat.half_of(kwargs)
         if half == "inference":
             rewrite_inference(gm, self.compilation, compat.static_inputs(kwargs))
+            if self.compilation.shows_halves:
+                self.compilation.rewrite_half(graph.copy_of(gm), half)
         if self.compilation.config.compiler == "eager":
-            if self.compilation.observer:
-                self._rewrite_half(graph.copy_of(gm), half)
             return compat.interpret(gm)
-        self._rewrite_half(gm, half)
+        self.compilation.rewrite_half(gm, half)
         return compat.compile_fx_inner(gm, inputs, **kwargs)
-
-    def _rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the passes on a half; what they did is recorded beside what was done to the whole."""
-        compiled, config = self.compilation.compiled, self.compilation.config
-        ctx = Context(config, plan=compiled.plan) if compiled else Context(config)
-        observed = self.compilation.observer is not None
-        records = run_passes(HALF_PASSES, gm, ctx, of=half, record=observed)
-        if compiled:
-            compiled.passes.extend(records)
 
 
 def rewrite_inference(

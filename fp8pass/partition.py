@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass import compat
+from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, CompiledGraph
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts
@@ -43,6 +43,9 @@ class Partitioner(compat.CustomPartitionerFn):
         if observed:
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
         self.compilation.finish(CompiledGraph(ctx.plan, records, gm, ctx))
+        if self.compilation.shows_halves:
+            self.compilation.rewrite_half(graph.copy_of(forward), "forward")
+            self.compilation.rewrite_half(graph.copy_of(backward), "backward")
         return forward, backward
 
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:

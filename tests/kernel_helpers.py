@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass import dynamo
+from fp8pass import compilation
 from fp8pass.codegen.kernels import operator
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
@@ -44,7 +44,7 @@ def graphs(monkeypatch) -> list[fx.Graph]:
         found.append(copy_of(gm).graph)
 
     rest = HALF_PASSES[len(KERNEL_PASSES) :]
-    monkeypatch.setattr(dynamo, "HALF_PASSES", (*KERNEL_PASSES, record, *rest))
+    monkeypatch.setattr(compilation, "HALF_PASSES", (*KERNEL_PASSES, record, *rest))
     return found
 
 

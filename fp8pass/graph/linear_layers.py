@@ -1,13 +1,13 @@
 """The GEMMs of linear layers: forward `x Wᵀ`, input gradient `dY W`, weight gradient `dYᵀ x`.
 
 A GEMM is a linear layer if one operand is a parameter, looked at through casts, views and
-transposes. Roles are found by data flow; module paths decide only between layers that share an
-input.
+transposes, or is computed from trained parameters alone: a normalized, masked or gathered weight.
+Roles are found by data flow; module paths decide only between layers that share an input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.nodes import aten, tensor
 
 HEAD_NAMES = ("lm_head", "embed_out", "unembed")
@@ -31,7 +32,14 @@ LOG_SOFTMAX = {
 
 @dataclass
 class Layer:
-    """The GEMMs of one use of a linear layer."""
+    """The GEMMs of one use of a linear layer.
+
+    Attributes:
+        weight: the parameter, or what the forward computes from parameters in its place.
+        input: the other operand of the forward.
+        forward: the GEMM of the forward.
+        dgrad, wgrad: those of the backward, if `weight` is a parameter.
+    """
 
     weight: fx.Node
     input: fx.Node
@@ -51,15 +59,18 @@ class Layer:
             yield from ((role, node) for node in nodes)
 
 
-def find_layers(g: fx.Graph, parameters: frozenset[fx.Node]) -> list[Layer]:
-    """The linear layers of a graph: GEMMs with a parameter, and the GEMMs of their gradients."""
+def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
+    """The linear layers of a graph: GEMMs with a weight, and the GEMMs of their gradients."""
     backward = graph.tangent_dependent(g)
+    computed = _computed_weights(g, facts)
     layers: list[Layer] = []
     for node in g.nodes:
         if kind(node) is not Kind.GEMM or node.op != "call_function":
             continue
         if node not in backward:
-            weight, other = _split_parameter(node, parameters)
+            weight, other = _split_weight(node, facts.parameters)
+            if weight is None:
+                weight, other = _split_weight(node, computed, computed | facts.parameters)
             if weight is not None and other is not None:
                 layers.append(Layer(graph.source(weight), other, node))
             continue
@@ -103,15 +114,40 @@ def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
-def _split_parameter(
-    gemm: fx.Node, parameters: frozenset[fx.Node]
+def _split_weight(
+    gemm: fx.Node, weights: Collection[fx.Node], others: Collection[fx.Node] = ()
 ) -> tuple[fx.Node | None, fx.Node | None]:
-    """The operand that is a parameter, and the other one."""
+    """The operand that is one of `weights`, and the other one, which is none of `others`."""
     a, b = operands_of(gemm)
     for weight, other in ((b, a), (a, b)):
-        if graph.source(weight) in parameters and tensor(graph.source(weight)).ndim >= 2:
+        source = graph.source(weight)
+        if source in weights and tensor(source).ndim >= 2 and graph.source(other) not in others:
             return weight, other
     return None, None
+
+
+def _computed_weights(g: fx.Graph, facts: JointFacts) -> set[fx.Node]:
+    """The nodes that are computed from trained parameters, and from no activation.
+
+    A product of two matrices is none of them: that of learned queries and a weight is as good as
+    an activation. One of a matrix and a vector, which spectral norm takes, may be.
+    """
+    trained = facts.parameters & facts.held
+    static, found = set(facts.parameters), set(trained)
+    for node in g.nodes:
+        if node.op in ("placeholder", "output") or _multiplies_matrices(node):
+            continue
+        if static.issuperset(node.all_input_nodes):
+            static.add(node)
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+    return found - trained
+
+
+def _multiplies_matrices(node: fx.Node) -> bool:
+    val = graph.value(node)
+    is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
+    return is_product and (val is None or val.ndim >= 2)
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:

@@ -237,7 +237,9 @@ class Forced(fx.Interpreter):
         name, region = original_name(operand), self.regions.get(original_name(operand))
         inside = region is not None and region == self.regions.get(original_name(user))
         given = self.env[operand]
-        is_end = name in self.ends and operand in self.backward and isinstance(given, Tensor)
+        # The graph before the passes has no name for what a pass added.
+        measured = name in self.ends and name in self.exact and isinstance(given, Tensor)
+        is_end = measured and operand in self.backward
         return self.exact[name] if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:

@@ -54,7 +54,7 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
     eligible: dict[fx.Node, Layer] = {}
-    layers = find_layers(gm.graph, ctx.facts.parameters)
+    layers = find_layers(gm.graph, ctx.facts)
     modules = [y.module for y in layers]
     warn_about_idle_patterns("skip", ctx.config.skip, "linear layer", modules)
     for layer in layers:
@@ -91,6 +91,9 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if not config.quantize_lm_head and is_output_head(layer):
         return Reason("output head: quantize_lm_head=False", chosen=True)
+    if layer.weight.op == "call_function":
+        operator = graph.operator_name(layer.weight)
+        return Reason(f"its weight is computed by {operator}: only parameters run in FP8")
     gemm, weight = layer.forward, tensor(layer.weight)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")

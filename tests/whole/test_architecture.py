@@ -1,0 +1,126 @@
+"""The house: import arrows run one way, and every room holds what its name says."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import fp8pass
+from fp8pass.passes import ALL_PASSES, INFERENCE_PASSES
+
+ROOT = Path(fp8pass.__file__).parent
+# From the bottom to the top. A module imports from its own room and from those before it.
+ROOMS = (
+    "compat",
+    "dialect",
+    "config",
+    "plan",
+    "graph",
+    "rules",
+    "saving",
+    "codegen",
+    "optim",
+    "passes",
+    "compilation",
+    "partition",
+    "monitor",
+    "dynamo",
+    "distributed",
+    "inspect",
+    "",  # the package itself: its public names
+    "cli and demo",
+)
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__")
+
+
+FILES = {module_of(path).rstrip("."): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    name = module.split(".")[0]
+    return "cli and demo" if name in ("cli", "demo", "__main__") else name
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of the package that a file imports anywhere, for types only or late, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ("" for alias in node.names if alias.name == "fp8pass")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8pass"):
+            base = (node.module or "").removeprefix("fp8pass").lstrip(".")
+            for alias in node.names:
+                if alias.name == "__version__":  # which is everybody's
+                    continue
+                below = f"{base}.{alias.name}".lstrip(".")
+                yield below if below in FILES else base
+
+
+@pytest.fixture(scope="module")
+def arrows() -> nx.DiGraph:
+    found = nx.DiGraph()
+    for module, path in FILES.items():
+        found.add_edges_from((module, other) for other in imports(path) if other != module)
+    return found
+
+
+def test_arrows_run_one_way(arrows):
+    order = {name: i for i, name in enumerate(ROOMS)}
+    upwards = [(a, b) for a, b in arrows.edges if order[room(b)] > order[room(a)]]
+    assert not upwards
+
+
+def test_no_circles(arrows):
+    assert not [c for c in nx.strongly_connected_components(arrows) if len(c) > 1]
+
+
+def test_few_modules_stand_outside_of_rooms():
+    assert len(list(ROOT.glob("*.py"))) <= 8
+
+
+def test_a_pass_has_the_name_of_its_file():
+    others = {"__init__", "context", "runner"}
+    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - others
+    assert {p.__name__ for p in ALL_PASSES} == files
+    assert set(INFERENCE_PASSES) <= set(ALL_PASSES)
+
+
+def names(node: ast.AST) -> list[str]:
+    """`torch._ops.OpOverload` as a list; empty if it is no such chain."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [*parts, node.id][::-1] if isinstance(node, ast.Name) else []
+
+
+def private_symbols(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found = [*(node.module or "").split("."), *(a.name for a in node.names)]
+        elif isinstance(node, ast.Import):
+            found = node.names[0].name.split(".")
+        else:
+            found = names(node)
+        operators = found[:2] == ["torch", "ops"]
+        private = any(x.startswith("_") and not x.startswith("__") for x in found)
+        if found[:1] == ["torch"] and private and not operators:
+            yield ".".join(found)
+        if isinstance(node, ast.Attribute) and node.attr == "_schema":
+            yield node.attr
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if room(m) != "compat"])
+def test_private_symbols_of_pytorch_are_in_compat(module):
+    assert not list(private_symbols(ast.parse(FILES[module].read_text())))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_is_mocked_outside_of_tests(module):
+    assert "unittest" not in FILES[module].read_text()
