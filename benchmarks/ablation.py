@@ -33,6 +33,7 @@ from layer import TINY, Case, median_times, with_own_code
 from model import MODELS, new_llama
 from models import GPT, Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, write_json
+from tables import ALL_PARTS, GRAPHED, ablation_table
 from torch import Tensor, fx, nn
 
 import fp8pass
@@ -57,20 +58,19 @@ class Variant:
 
 
 APART = {"FP8PASS_DISABLE_PASSES": "fuse_launches,fuse_scales"}
-GRAPHED = {"mode": "reduce-overhead"}
+REPLAYED = {"mode": "reduce-overhead"}
 COMBINED = {"options": {"combo_kernels": True, "benchmark_combo_kernel": False}}
 
-WITH = "all parts"
 VARIANTS = {
-    WITH: Variant(),
+    ALL_PARTS: Variant(),
     "dgrads apart": Variant({"FP8PASS_DISABLE_PASSES": "merge_dgrads"}),
     "launches apart": Variant(APART),
     "launches apart, combo_kernels": Variant(APART, how=COMBINED),
 }
 GRAPHED_VARIANTS = {
-    f"{WITH}, CUDA graphs": Variant(how=GRAPHED),
-    "dgrads apart, CUDA graphs": Variant({"FP8PASS_DISABLE_PASSES": "merge_dgrads"}, how=GRAPHED),
-    "launches apart, CUDA graphs": Variant(APART, how=GRAPHED),
+    ALL_PARTS + GRAPHED: Variant(how=REPLAYED),
+    "dgrads apart" + GRAPHED: Variant({"FP8PASS_DISABLE_PASSES": "merge_dgrads"}, how=REPLAYED),
+    "launches apart" + GRAPHED: Variant(APART, how=REPLAYED),
 }
 
 
@@ -176,19 +176,6 @@ def run_case(
     ]
 
 
-def table(results: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows for people: milliseconds, and how much slower without a part."""
-    rows = [["", "ms", "CPU ms", "over all parts"]]
-    for case in dict.fromkeys(r["case"] for r in results):
-        rows.append([f"**{case}**", "", "", ""])
-        found = {r["variant"]: r for r in results if r["case"] == case}
-        for variant, r in found.items():
-            graphed = ", CUDA graphs" if variant.endswith(", CUDA graphs") else ""
-            over = r["ms"] / found[WITH + graphed]["ms"] - 1
-            rows.append([variant, f"{r['ms']:.2f}", f"{r['cpu_ms']:.2f}", f"{over:+.1%}"])
-    return rows
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -210,7 +197,7 @@ def main() -> None:
             merge(record, result, ("case", "variant"))
         gc.collect()
         write_json(args.out, record)
-    print_rows("without parts of fp8pass", table(record["results"]))
+    print_rows("without parts of fp8pass", ablation_table(record))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ DOCUMENTS = (
 BASELINE = "torchao tensorwise"
 # Ends the names of variants that are replayed as CUDA graphs, which hold their memory themselves.
 GRAPHED = ", CUDA graphs"
+# Of fp8pass, which `ablation.py` leaves out one by one.
+ALL_PARTS = "all parts"
 
 
 def layer_table(data: dict[str, Any]) -> list[list[str]]:
@@ -53,6 +55,20 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
                     f"{r['worst_weight_grad_error']:.4f}",
                 ]
             )
+    return rows
+
+
+def ablation_table(data: dict[str, Any]) -> list[list[str]]:
+    """The same models with parts of fp8pass left out."""
+    rows = [["", "ms", "CPU ms", "over all parts"]]
+    for case in dict.fromkeys(r["case"] for r in data["results"]):
+        found = {r["variant"]: r for r in data["results"] if r["case"] == case}
+        rounds = next(iter(found.values()))["rounds"]
+        rows.append([f"**{case}**, {rounds} rounds", "", "", ""])
+        for variant, r in found.items():
+            base = ALL_PARTS + GRAPHED if variant.endswith(GRAPHED) else ALL_PARTS
+            over = "" if variant == base else f"{r['ms'] / found[base]['ms'] - 1:+.1%}"
+            rows.append([variant, f"{r['ms']:.2f}", f"{r['cpu_ms']:.2f}", over])
     return rows
 
 
@@ -353,6 +369,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
+    "ablation": ablation_table,
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,
