@@ -12,7 +12,7 @@ from fp8pass import graph
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
-from fp8pass.dialect.ops import OPERATORS
+from fp8pass.dialect.ops import AMAX, OPERATORS
 from fp8pass.graph.classify import VIEWS
 
 fp8 = torch.ops.fp8pass
@@ -53,11 +53,8 @@ def _may_touch_fp8(node: fx.Node) -> bool:
 
 def _verify_amax(node: fx.Node) -> None:
     _require(_is_float(node.args[0]), node, "measures a tensor that holds no numbers")
-
-
-def _verify_row_amax(node: fx.Node) -> None:
-    _verify_amax(node)
-    _require(_rank(node.args[0]) == 2, node, "measures the rows of a tensor that is no matrix")
+    rows = node.target is not AMAX[TENSOR]
+    _require(not rows or _rank(node.args[0]) == 2, node, "measures parts of what is no matrix")
 
 
 def _verify_scale(node: fx.Node) -> None:
@@ -165,13 +162,12 @@ def _verify_dequantize_groups(node: fx.Node) -> None:
 
 # One for each operator of the dialect.
 VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
-    fp8.amax.default: _verify_amax,
-    fp8.row_amax.default: _verify_row_amax,
+    **dict.fromkeys(AMAX.values(), _verify_amax),
+    **dict.fromkeys((op for op, o in OPERATORS.items() if o.multiplies), _verify_scaled_mm),
     fp8.scale.default: _verify_scale,
     fp8.quantize.default: _verify_quantize,
     fp8.transpose.default: _verify_transpose,
     fp8.joined.default: _verify_joined,
-    fp8.scaled_mm.default: _verify_scaled_mm,
     fp8.group_scale.default: _verify_group_scale,
     fp8.quantize_groups.default: _verify_quantize_groups,
     fp8.dequantize_groups.default: _verify_dequantize_groups,
