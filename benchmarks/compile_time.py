@@ -101,7 +101,8 @@ def passes_alone() -> list[dict[str, Any]]:
         explanation = fp8pass.explain(model, x, *rope_tables(128, 128, torch.device("cpu")))
         row: dict[str, Any] = {"layers": layers}
         for graph in explanation.graphs:
-            row |= {record.name: record.seconds for record in graph.passes}
+            for record in graph.passes:
+                row[record.name] = row.get(record.name, 0.0) + record.seconds
         row["ms per layer"] = sum(v for k, v in row.items() if k != "layers") * 1e3 / layers
         results.append(row)
     return results

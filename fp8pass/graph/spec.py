@@ -68,7 +68,8 @@ def _verify_quantize(node: fx.Node) -> None:
     _require(_is_float(x), node, "quantizes a tensor that holds no numbers")
     granularity = of_operand(_rank(scale))
     wanted = granularity.scale_shape(_shape(x))
-    _require(_shape(scale) == wanted, node, f"has scales {_shape(scale)}, {granularity}: {wanted}")
+    agree = _agree(_shape(scale), wanted)
+    _require(agree, node, f"has scales {_shape(scale)}, {granularity}: {wanted}")
 
 
 def _verify_transpose(node: fx.Node) -> None:
@@ -77,8 +78,9 @@ def _verify_transpose(node: fx.Node) -> None:
 
 def _verify_joined(node: fx.Node) -> None:
     parts: Any = node.args[0]
-    rows = {_shape(part)[:1] for part in parts}
-    _require(len(rows) == 1, node, "puts parts of several numbers of rows side by side")
+    first, *rest = (_shape(part)[:1] for part in parts)
+    agree = all(_agree(first, rows) for rows in rest)
+    _require(agree, node, "puts parts of several numbers of rows side by side")
     dtypes = {graph.tensor(part).dtype for part in parts}
     _require(len(dtypes) == 1, node, "puts codes of several formats side by side")
 
@@ -136,7 +138,7 @@ def _verify_quantize_groups(node: fx.Node) -> None:
     x, scales, format, size, *plane = node.args
     _require_format(node, format)
     wanted = group(int(size)).scale_shape(_shape(x))  # type: ignore[arg-type]
-    _require(_shape(scales) == wanted, node, f"has scales {_shape(scales)}, not {wanted}")
+    _require(_agree(_shape(scales), wanted), node, f"has scales {_shape(scales)}, not {wanted}")
     planes = len(FORMATS[str(format)].planes)
     number = int(plane[0]) if plane else 0  # type: ignore[arg-type]
     _require(number < planes, node, f"asks for plane {number} of {planes}")
@@ -192,6 +194,12 @@ def _is_same_scale(x: object, y: object) -> bool:
 
 def _shape(node: Any) -> tuple[Any, ...]:
     return tuple(graph.tensor(node).shape)
+
+
+def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether shapes are the same, as far as sizes that do not vary tell: no guard comes of it."""
+    known = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
+    return len(a) == len(b) and all(x == y for x, y in known)
 
 
 def _rank(node: Any) -> int:
