@@ -24,10 +24,10 @@ from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.tags import ROLE, original_name
+from fp8pass.inspect.prediction import Predictor
 from fp8pass.inspect.recording import Record, record_step
 from fp8pass.inspect.running import configuration_of
 from fp8pass.rules.error_rules import Rules
-from fp8pass.rules.prediction import Predictor
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 

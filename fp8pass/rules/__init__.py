@@ -7,6 +7,5 @@ amplification.py  formulas as numbers, on random samples or real data
 derivation.py     the rule of one region
 attention.py      the rule of attention
 error_rules.py    the rules of a joint graph: which values may be stored in which format
-prediction.py     the gradient errors that a plan should have, for `fp8pass.diagnose`
 summary.py        the rules as text, for `fp8pass.explain`
 """
