@@ -15,7 +15,7 @@ from torch import nn
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import Size
-from fp8pass.inspect import saved_bytes as measure
+from fp8pass.inspect.saved_bytes import saved_bytes
 
 
 @dataclass
@@ -73,7 +73,7 @@ def run_variant(
         losses=losses,
         held_out_loss=held_out_loss(model, data, size),
         tokens_per_second=tokens_per_second,
-        activation_bytes=measure.saved_bytes(model, *next(data.train_batches(size, seed))),
+        activation_bytes=saved_bytes(model, *next(data.train_batches(size, seed))),
         peak_bytes=peak_bytes,
     )
 
