@@ -1,1 +1,1 @@
-"""TODO."""
+"""Pipeline parallelism: a saved-activation format for each stage."""

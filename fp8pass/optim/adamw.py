@@ -210,7 +210,7 @@ class AdamW(torch.optim.Optimizer):
             ConfigError: the checkpoint is of another optimizer, or of parameters of other shapes.
             ValueError: the checkpoint has other parameter groups.
         """
-        # PyTorch would cast states to the dtype of their parameter: the hook hides parameters. It runs
+        # PyTorch would cast states to the dtype of their parameter, which the hook hides. It runs
         # last, so that hooks of users see the checkpoint as it is.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
         try:
