@@ -155,17 +155,20 @@ def _fp8_product(device: torch.device) -> str:
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fp8pass.codegen.lowering import fp8 as dialect
-    from fp8pass.codegen.lowering import lower
     from fp8pass.dialect import hardware
+    from fp8pass.dialect import ops as ops  # defines the operators
 
     if reason := hardware.why_no_fp8_gemm(device):
         return f"not run: {reason}"
 
+    from fp8pass.codegen.lowering import lower  # after the operators, which it looks up
+
+    fp8 = torch.ops.fp8pass
+
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        scales = [dialect.scale(dialect.amax(x), "e4m3") for x in (a, b)]
-        codes = [dialect.quantize(x, s, "e4m3") for x, s in zip((a, b), scales, strict=True)]
-        return dialect.scaled_mm(codes[0], scales[0], codes[1], scales[1], None, a.dtype)
+        scales = [fp8.scale(fp8.amax(x), "e4m3") for x in (a, b)]
+        codes = [fp8.quantize(x, s, "e4m3") for x, s in zip((a, b), scales, strict=True)]
+        return fp8.scaled_mm(codes[0], scales[0], codes[1], scales[1], None, a.dtype)
 
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))
