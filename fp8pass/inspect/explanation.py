@@ -35,7 +35,7 @@ class Explanation(ExplanationData):
     """The decisions of fp8pass about a model; print it, `save` it as a page, or use `graphs`."""
 
     def save(self, path: str | Path, diagnosis: Diagnosis | None = None) -> None:
-        """Write everything as one HTML page that needs no network: see `fp8pass.inspect.report`.
+        """Write everything as one HTML page that needs no network: see docs/report.md.
 
         Args:
             path: the file to write.
