@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from fp8pass.monitor.monitor import Monitor
+from torch import nn
 
 
-def hugging_face(monitor: Monitor) -> Any:
+class StepCounter(Protocol):
+    """The part of a `Monitor` that callbacks use."""
+
+    model: nn.Module | None
+
+    def step(self) -> None:
+        """Count an optimizer step."""
+
+    def resume(self, steps: int) -> None:
+        """Continue after `steps` optimizer steps."""
+
+
+def hugging_face(monitor: StepCounter) -> Any:
     """A `transformers.TrainerCallback`.
 
     Raises:
@@ -27,7 +38,7 @@ def hugging_face(monitor: Monitor) -> Any:
     return TrainerMonitorCallback()
 
 
-def lightning(monitor: Monitor) -> Any:
+def lightning(monitor: StepCounter) -> Any:
     """A callback of Lightning, from `lightning` or `pytorch_lightning`.
 
     Raises:
@@ -49,7 +60,7 @@ def lightning(monitor: Monitor) -> Any:
     return LightningMonitorCallback()
 
 
-def _begin(monitor: Monitor, model: Any, steps: int) -> None:
+def _begin(monitor: StepCounter, model: Any, steps: int) -> None:
     """Give the monitor its model, if it has none, and the number of steps done."""
     if monitor.model is None:
         monitor.model = model

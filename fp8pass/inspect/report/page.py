@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from torch import fx
 
-import fp8pass
+from fp8pass import __version__
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
@@ -114,7 +114,7 @@ def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> 
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         made={
-            "fp8pass": fp8pass.__version__,
+            "fp8pass": __version__,
             "torch": torch.__version__,
             "date": datetime.date.today().isoformat(),
         },
