@@ -165,7 +165,7 @@ def _on_cpu(totals: list[Tensor]) -> list[list[float]]:
 
 def _table(rows: list[Row]) -> Table:
     worst = sorted(rows, key=lambda r: (-r.nonfinite, -r.underflow, r.sqnr_db))
-    table = Table(title=f"TensorName tensors in step {rows[0].step}", title_justify="left")
+    table = Table(title=f"Quantized tensors in step {rows[0].step}", title_justify="left")
     for column in ("module", "tensor", "scales", "format"):
         table.add_column(column)
     for column in ("amax", "saturated", "underflow", "SQNR dB", "not finite"):

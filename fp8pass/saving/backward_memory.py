@@ -70,7 +70,7 @@ class BackwardMemory:
         )
         alive = [a + b for a, b in zip(gradients, recomputed, strict=True)]
         self.times = self._representative_times(alive)
-        self.gradients = [gradients[m] for m in self.times]
+        self.gradients = [gradients[t] for t in self.times]
 
     def peak(self, decisions: Mapping[fx.Node, Decision]) -> float:
         """The most bytes alive at any time under a plan, gradients included."""

@@ -274,7 +274,7 @@ def test_time_falls_as_memory_rises(recipe):
 # --- the program against brute force ------------------------------------------------------------
 
 
-def storage_of(joint: Joint) -> FormatChoices:
+def choices_of(joint: Joint) -> FormatChoices:
     return FormatChoices(joint.ctx, Rules(joint.gm.graph, joint.ctx))
 
 
@@ -316,7 +316,7 @@ def is_feasible(program: BudgetProblem, state: dict[fx.Node, int | None]) -> boo
 def test_no_plan_is_faster(name, recipe):
     x = torch.randn(64, 64).requires_grad_() * 1
     joint = capture_joint(CHAINS[name], x, config=Config.recipe(recipe))
-    choices = storage_of(joint)
+    choices = choices_of(joint)
     program = BudgetProblem(find_needs(joint.gm, choices), choices)
     assert 2 <= len(program.values) <= 7
     every = list(plans(program))
@@ -343,7 +343,7 @@ def cost_of(program: BudgetProblem, plan) -> float:
 
 def test_a_budget_of_what_the_cuts_keep_takes_no_longer_than_they_do():
     joint = capture_joint(FFN(64, 128), torch.randn(64, 64) * 1)
-    choices = storage_of(joint)
+    choices = choices_of(joint)
     needs = find_needs(joint.gm, choices)
     program, cuts = BudgetProblem(needs, choices), cheapest_plan(needs, choices)
     plan = program.within(kept_bytes(cuts, choices))
@@ -406,7 +406,7 @@ def planner() -> Planner:
     """Four decoder layers."""
     (joint,) = [capture_joint(*deep_decoder(), config=Config.recipe("agoq"))]
     quantize_linears(joint.gm, joint.ctx)
-    choices = storage_of(joint)
+    choices = choices_of(joint)
     needs = find_needs(joint.gm, choices)
     return Planner(joint.gm.graph, cheapest_plan(needs, choices), needs, choices)
 
