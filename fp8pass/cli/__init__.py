@@ -1,8 +1,8 @@
 """The command line: `fp8pass --help`, or `python -m fp8pass --help`.
 
 explain.py diagnose.py bisect.py demo.py env.py    one command each
-target.py inputs.py huggingface.py                 the model that a command is about
-running.py stages.py                               what is done with it, and what went wrong
+target.py inputs.py huggingface.py                 the model of a command, and its inputs
+running.py tasks.py                                the runs of the model, their progress and errors
 parsing.py                                         arguments and their errors
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from fp8pass import __version__
 from fp8pass.cli import bisect, demo, diagnose, env, explain
 from fp8pass.cli.parsing import Command, Failure, Parser, UsageError
-from fp8pass.cli.stages import cause
+from fp8pass.cli.tasks import cause
 from fp8pass.config import unknown
 
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in (explain, diagnose, bisect, demo, env)}
@@ -30,7 +30,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of the process.
+    """Run a command line, by default the arguments of the process.
 
     Returns:
         The exit code: 0, or 1, or 130 after Ctrl-C.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UsageError as error:
         command.error(str(error))
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader of stdout, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and that of each command."""
+    """The parser, and the parser of each command."""
     parser = Parser(
         prog="fp8pass",
         description="See what FP8 linear layers and low-bit saved activations do to a model.",

@@ -8,7 +8,7 @@ import importlib.util
 from fp8pass.cli import target
 from fp8pass.cli.parsing import Command, Failure, output_file
 from fp8pass.cli.running import measured, show
-from fp8pass.cli.stages import stage
+from fp8pass.cli.tasks import task
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +29,16 @@ def run(options: argparse.Namespace) -> None:
         raise Failure("--plot needs matplotlib: pip install 'fp8pass[demo]'.")
     diagnosis = measured("diagnose", options)
     if options.plot:
-        with stage("drawing the plot", "Give another --plot FILE."):
+        with task("drawing the plot", "Give another --plot FILE."):
             diagnosis.plot(options.plot)
     show(diagnosis, options.json)
 
 
 COMMAND = Command(
     "diagnose",
-    "the gradient error that each layer of a model adds, beside what is expected",
-    "Measure the gradient error that each layer adds on one batch, beside what the error rules\n"
-    "expect there. Errors far above that are marked, with the option that leaves them out.\n\n"
+    "the gradient error that each layer of a model adds, measured and expected",
+    "Measure the gradient error that each layer adds on one batch, and compare it with the error\n"
+    "that the rules expect. Errors far above that are marked, with the option that avoids them.\n\n"
     + target.DESCRIPTION,
     (
         "fp8pass diagnose models:build",

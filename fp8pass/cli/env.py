@@ -1,4 +1,4 @@
-"""`fp8pass env`: what a bug report needs. What is missing or broken is said, never raised."""
+"""`fp8pass env`: facts for a bug report. Missing or broken parts are reported, never raised."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import fp8pass
 from fp8pass.cli.parsing import Command
-from fp8pass.cli.stages import cause
+from fp8pass.cli.tasks import cause
 
 if TYPE_CHECKING:
     import torch
 
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
-# Rounding both operands to E4M3 gives about 4%.
+# The largest relative error of a correct product: rounding both operands to E4M3 gives about 4%.
 LARGEST_ERROR = 0.1
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """Versions, devices and what works on them, and environment variables, as text."""
+    """Versions, devices and their capabilities, and environment variables, as text."""
     found = variables()  # first: Inductor sets some itself
     return {"versions": versions(), "devices": devices(), "variables": found}
 
 
 def versions() -> dict[str, str]:
-    """Of what compiled code depends on."""
+    """Versions of the packages and tools that compiled code depends on."""
     return {
         "fp8pass": fp8pass.__version__,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, dict[str, str]]:
-    """The CPU and each GPU, with which paths of fp8pass are open there, or why they are not."""
+    """The CPU and each GPU, with the paths of fp8pass that they support, or why they do not."""
     try:
         import torch
     except Exception as error:
@@ -66,12 +66,12 @@ def devices() -> dict[str, dict[str, str]]:
 
 
 def variables() -> dict[str, str]:
-    """Environment variables that change what fp8pass or Inductor do."""
+    """Environment variables that change the behaviour of fp8pass or Inductor."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
 
 
 def _answer(question: Callable[..., str], *about: Any) -> str:
-    """The answer, or what went wrong in finding it."""
+    """The answer, or the error in finding it."""
     try:
         return question(*about)
     except Exception as error:
@@ -133,7 +133,7 @@ def _memory(device: torch.device) -> str:
 
 
 def _paths(device: torch.device) -> dict[str, str]:
-    """What fp8pass can do on a device, `yes` or why not, and whether it works."""
+    """The paths of fp8pass on a device, each `yes` or why not, and the result of a product."""
     from fp8pass.dialect import hardware
 
     def fp8_gemms() -> str:
@@ -151,21 +151,24 @@ def _paths(device: torch.device) -> dict[str, str]:
 
 
 def _fp8_product(device: torch.device) -> str:
-    """Multiply two FP8 matrices as compiled graphs do: `ok`, or what was wrong."""
+    """The result of an FP8 product as compiled graphs compute it: `ok`, or the error."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fp8pass.codegen.lowering import fp8 as dialect
-    from fp8pass.codegen.lowering import lower
     from fp8pass.dialect import hardware
+    from fp8pass.dialect import ops as ops  # defines the operators
 
     if reason := hardware.why_no_fp8_gemm(device):
         return f"not run: {reason}"
 
+    from fp8pass.codegen.lowering import lower  # after the operators, which it looks up
+
+    fp8 = torch.ops.fp8pass
+
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        scales = [dialect.scale(dialect.amax(x), "e4m3") for x in (a, b)]
-        codes = [dialect.quantize(x, s, "e4m3") for x, s in zip((a, b), scales, strict=True)]
-        return dialect.scaled_mm(codes[0], scales[0], codes[1], scales[1], None, a.dtype)
+        scales = [fp8.scale(fp8.amax(x), "e4m3") for x in (a, b)]
+        codes = [fp8.quantize(x, s, "e4m3") for x, s in zip((a, b), scales, strict=True)]
+        return fp8.scaled_mm(codes[0], scales[0], codes[1], scales[1], None, a.dtype)
 
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))
@@ -200,9 +203,9 @@ def run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "env",
-    "versions, devices and what works on them, for bug reports",
-    "Print what a bug report needs: versions, devices, which paths of fp8pass are open on each\n"
-    "and why not, the result of one FP8 product there, and environment variables that matter.",
+    "versions, devices and their capabilities, for bug reports",
+    "Print the facts for a bug report: versions, devices, the paths of fp8pass that each supports\n"
+    "or why not, the result of one FP8 product there, and environment variables that matter.",
     ("fp8pass env", "fp8pass env --json"),
     add_options,
     run,

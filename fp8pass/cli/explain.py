@@ -1,4 +1,4 @@
-"""`fp8pass explain`: what would be decided about a model, and why."""
+"""`fp8pass explain`: the decisions about a model, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from fp8pass.cli import target
 from fp8pass.cli.parsing import Command, output_file
 from fp8pass.cli.running import explained, show
-from fp8pass.cli.stages import stage
+from fp8pass.cli.tasks import task
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Explain TARGET."""
     explanation = explained(options)
     if options.html:
-        with stage("writing the report", "Give another --html FILE."):
+        with task("writing the report", "Give another --html FILE."):
             explanation.save(options.html)
     show(explanation, options.json)
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 COMMAND = Command(
     "explain",
     "what fp8pass would do to a model: formats, memory, and the reasons",
-    "Say which linear layers run in FP8, what is kept for the backward in which format, and why.\n"
+    "Show which linear layers run in FP8, the formats of tensors kept for the backward, and why.\n"
     "Runs one forward of the model and trains nothing.\n\n" + target.DESCRIPTION,
     (
         "fp8pass explain models:build",

@@ -1,4 +1,4 @@
-"""Models from a Hugging Face config.json: random weights, inputs that fit, nothing downloaded."""
+"""Models from a Hugging Face config.json, with random weights and inputs; no downloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH, SEQUENCE = 2, 128
 def build(path: str, device: torch.device, dtype: torch.dtype | None) -> Any:
     """The model of a config.json, or of the folder it is in, in training mode.
 
-    Without a `dtype`, in the one that the configuration names.
+    Without `dtype` it has the dtype that the configuration names.
 
     Raises:
         Failure: transformers is not installed.
@@ -31,13 +31,13 @@ def build(path: str, device: torch.device, dtype: torch.dtype | None) -> Any:
     config = transformers.AutoConfig.from_pretrained(
         path, local_files_only=True, trust_remote_code=False
     )
-    config.use_cache = False  # a cache of keys and values is for generating, not for training
+    config.use_cache = False  # the cache of keys and values is for generation, not for training
     with torch.device(device), _default_dtype(dtype or _dtype_of(config)):
         return _class_of(config)(config)
 
 
 def _class_of(config: Any) -> Any:
-    """The class that a configuration names; where it names none, a language model or a base."""
+    """The class that a configuration names; if it names none, a language model or a base model."""
     import transformers
 
     for name in config.architectures or ():
@@ -53,7 +53,7 @@ def _class_of(config: Any) -> Any:
 
 
 def example_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Random inputs of a batch of 2, with labels where the model's loss takes them.
+    """Random inputs of a batch of 2, with labels if the model's loss takes them.
 
     Raises:
         UsageError: the model takes neither tokens nor images.
@@ -95,7 +95,7 @@ def _labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    """The dtype that a configuration names, under its name of transformers 5 or 4."""
+    """The dtype that a configuration names: `dtype` in transformers 5, `torch_dtype` in 4."""
     named = config.to_dict()
     name = named.get("dtype") or named.get("torch_dtype") or "float32"
     dtype: torch.dtype = getattr(torch, name)
@@ -104,7 +104,7 @@ def _dtype_of(config: Any) -> torch.dtype:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create parameters in `dtype`; unlike a cast, this leaves buffers in fp32 that ask for it."""
+    """Create parameters in `dtype`; unlike a cast, this leaves buffers in fp32 that are made so."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""Inputs described on the command line: `4x128:int64:32000`, `x=4x128x256:bfloat16`."""
+"""Random inputs from the command line: `4x128:int64:32000`, `x=4x128x256:bfloat16`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Input:
     """A random tensor to make.
 
     Attributes:
-        name: of a keyword argument; empty for a positional one.
+        name: name of a keyword argument; empty for a positional one.
         shape: its sizes.
-        dtype: by name; empty for that of the model's parameters.
-        below: what integers are below.
+        dtype: name of its dtype; empty for the dtype of the model's parameters.
+        below: exclusive upper bound of integers.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Input:
     below: int
 
     def tensor(self, device: torch.device, default_dtype: torch.dtype) -> torch.Tensor:
-        """The tensor: normal floats, uniform integers or booleans."""
+        """The tensor: normal floats, or uniform integers or booleans."""
         import torch
 
         dtype = getattr(torch, self.dtype) if self.dtype else default_dtype
@@ -78,7 +78,7 @@ def dtype_name(text: str, among: tuple[str, ...] = DTYPES) -> str:
     """The name of a dtype.
 
     Raises:
-        argparse.ArgumentTypeError: it is not `among` those that inputs have.
+        argparse.ArgumentTypeError: it is not `among` the dtypes of inputs.
     """
     if text not in among:
         message = f"{unknown('dtype', text, among)} dtype is one of {', '.join(among)}"

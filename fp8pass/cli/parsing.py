@@ -1,4 +1,4 @@
-"""What the commands share in reading their arguments; nothing here loads PyTorch before it must."""
+"""Parsing of arguments, for all commands; PyTorch is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class UsageError(ValueError):
-    """Something asked for cannot be done; the message says what to do instead. Exit code 2."""
+    """The arguments are wrong; the message says what to do instead. Exit code 2."""
 
 
 class Failure(Exception):
-    """A model or fp8pass failed; the message names the cause in one line. Exit code 1."""
+    """A model or fp8pass failed; the message is one line with the cause. Exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Command:
     """One command of `fp8pass`.
 
     Attributes:
-        name: as on the command line.
+        name: its name on the command line.
         summary: one line for `fp8pass --help`.
-        description: for the command's own help.
-        examples: command lines, for the same.
-        add_options: gives a parser the command's arguments.
-        run: does it, and prints the result to stdout.
+        description: a paragraph for the help of the command.
+        examples: command lines for the help of the command.
+        add_options: adds the command's arguments to a parser.
+        run: runs the command, and prints the result to stdout.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that keeps line breaks in help, and names the nearest right option."""
+    """An argument parser that keeps line breaks in help, and suggests the nearest valid option."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -56,16 +56,16 @@ class Parser(argparse.ArgumentParser):
         """The arguments as attributes, and an empty list: unknown ones are an error."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            what = "option" if rest[0].startswith("-") else "argument"
-            self.error(unknown(what, rest[0], [f"--{name}" for name in vars(found)]))
+            kind = "option" if rest[0].startswith("-") else "argument"
+            self.error(unknown(kind, rest[0], [f"--{name}" for name in vars(found)]))
         return found, rest
 
 
 def device_name(text: str) -> str:
-    """The name of a device, whether or not there is one.
+    """The name of a device, whether or not it is available.
 
     Raises:
-        argparse.ArgumentTypeError: it is none that PyTorch could have.
+        argparse.ArgumentTypeError: it is no name of a CPU or CUDA device.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         message = f"{unknown('device', text, ('cpu', 'cuda'))} device is one of cpu, cuda, cuda:N."
@@ -74,7 +74,7 @@ def device_name(text: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; without one, a GPU where PyTorch sees one.
+    """The device of that name; without a name a GPU if PyTorch sees one, otherwise the CPU.
 
     Raises:
         UsageError: there is no such GPU.
@@ -89,10 +89,10 @@ def device_of(name: str | None) -> torch.device:
 
 
 def output_file(text: str) -> Path:
-    """A path that can be written to, as far as its folder tells, before hours of work.
+    """The path of a file to write, checked before hours of work.
 
     Raises:
-        argparse.ArgumentTypeError: its folder does not exist.
+        argparse.ArgumentTypeError: its folder does not exist, or it is a folder.
     """
     path = Path(text)
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""What the commands about a model do with it, and with what comes of it."""
+"""Running the tools of `fp8pass.inspect` on TARGET, and printing their results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from fp8pass.cli import target
 from fp8pass.cli.parsing import UsageError
-from fp8pass.cli.stages import stage
 from fp8pass.cli.target import Target
+from fp8pass.cli.tasks import task
 
-REPORT = "--traceback shows where; to report it, add what fp8pass env prints."
+REPORT = "--traceback shows where; to report it, add the output of fp8pass env."
 
 
 def show(result: Any, as_json: bool) -> None:
-    """Print what a command found, as tables or as JSON."""
+    """Print the result of a command, as tables or as JSON."""
     print(result.to_json() if as_json else str(result).rstrip())
 
 
@@ -26,7 +26,7 @@ def explained(options: argparse.Namespace) -> Any:
     run_alone(found)
     import fp8pass
 
-    with stage("fp8pass.explain", REPORT):
+    with task("fp8pass.explain", REPORT):
         return fp8pass.explain(
             found.model,
             *found.args,
@@ -49,14 +49,14 @@ def measured(name: str, options: argparse.Namespace) -> Any:
         args, kwargs = batch
         return loss(model(*args, **kwargs))
 
-    with stage(f"fp8pass.{name}", REPORT):
+    with task(f"fp8pass.{name}", REPORT):
         return getattr(fp8pass, name)(
             found.model, loss_of_batch, (found.args, found.kwargs), config=config
         )
 
 
 def run_alone(found: Target) -> Any:
-    """What the model returns without fp8pass: its own mistakes are not taken for ours.
+    """The output of the model without fp8pass, so that its own errors are not taken for ours.
 
     Raises:
         Failure: the model fails.
@@ -67,7 +67,7 @@ def run_alone(found: Target) -> Any:
 
     shapes = [_described(x) for x in (*found.args, *found.kwargs.items())]
     fix = f"Its inputs are {', '.join(shapes) or 'none'}; --input gives others."
-    with stage("running the model without fp8pass", fix), unchanged(found.module), torch.no_grad():
+    with task("running the model without fp8pass", fix), unchanged(found.module), torch.no_grad():
         return found.module(*found.args, **found.kwargs)
 
 
@@ -90,7 +90,7 @@ def loss_function(found: Target) -> Callable[[Any], Any]:
 
 
 def _described(value: Any) -> str:
-    """A value in a message: its name, if it comes with one, type and shape."""
+    """A value as text in a message: its name if it is a keyword argument, type and shape."""
     import torch
 
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):

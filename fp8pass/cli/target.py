@@ -1,4 +1,4 @@
-"""TARGET: the model that a command is about, and what it is called with."""
+"""TARGET: the model of a command, and the arguments that it is called with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8pass.cli.inputs import FLOATS, Input, dtype_name, parse_input
 from fp8pass.cli.parsing import UsageError, device_name, device_of
-from fp8pass.cli.stages import stage
+from fp8pass.cli.tasks import task
 from fp8pass.config import RECIPES, Config, ConfigError, unknown
 
 DESCRIPTION = """\
@@ -35,7 +35,7 @@ _RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), an
 
 @dataclass(frozen=True)
 class Target:
-    """A model, the arguments to call it with, and how its output becomes a loss, if it is none."""
+    """A model, the arguments to call it with, and a function from output to loss, if any."""
 
     model: Any
     args: tuple[Any, ...] = ()
@@ -49,7 +49,7 @@ class Target:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Give a parser TARGET, and what can be said about it and its configuration."""
+    """Add TARGET to a parser, and the options for its inputs and its configuration."""
     add = parser.add_argument
     add("target", metavar="TARGET", help="the model, see above")
     add(
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument)",
     )
     recipes = ", ".join(RECIPES)
-    add("--recipe", help=f"{recipes} (default: what TARGET was compiled with, or coat)")
+    add("--recipe", help=f"{recipes} (default: that of a compiled TARGET, or coat)")
     add(
         "--option",
         action="append",
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Config | None:
-    """The configuration asked for, None where none is.
+    """The configuration given by options; None if there are none.
 
     Raises:
         UsageError: there is no such recipe, option or value.
@@ -94,10 +94,10 @@ def config_of(options: argparse.Namespace) -> Config | None:
 
 
 def load(options: argparse.Namespace) -> Target:
-    """Build the model, its inputs, and check that they fit.
+    """Build the model and its inputs, and check that they fit.
 
     Raises:
-        UsageError: TARGET or its inputs are not what they should be.
+        UsageError: TARGET or its inputs are not of the required form.
         Failure: the code of TARGET failed.
     """
     import torch
@@ -105,7 +105,7 @@ def load(options: argparse.Namespace) -> Target:
     torch.manual_seed(0)
     device = device_of(options.device) if options.device else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    with stage(f"building {options.target}", "--traceback shows where."):
+    with task(f"building {options.target}", "--traceback shows where."):
         if _is_config(options.target):
             from fp8pass.cli import huggingface
 
@@ -122,7 +122,7 @@ def load(options: argparse.Namespace) -> Target:
 
 
 def build(text: str) -> Any:
-    """What the function that `text` names returns.
+    """The return value of the function that `text` names.
 
     Raises:
         UsageError: there is no such function, or it needs arguments.
@@ -151,10 +151,10 @@ def build(text: str) -> Any:
 
 
 def unpacked(made: Any) -> Target:
-    """The target in what a factory returned.
+    """The target in the return value of a function.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the value is not of the required form.
     """
     from torch import Tensor, nn
 
@@ -169,7 +169,7 @@ def unpacked(made: Any) -> Target:
 
 
 def moved(target: Target, device: Any, dtype: Any) -> Target:
-    """The target on `device` and with floating point numbers in `dtype`, where they are given."""
+    """The target on `device`, with floating point numbers in `dtype`; None changes nothing."""
     import torch
 
     from fp8pass import compat
@@ -195,10 +195,10 @@ def with_inputs(target: Target, inputs: list[Input]) -> Target:
 
 
 def check_arguments(target: Target) -> None:
-    """See that the model's forward takes the inputs.
+    """Check that the model's forward takes the inputs.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not take them.
     """
     signature = inspect.signature(target.module.forward)
     try:
@@ -219,7 +219,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _literal(text: str) -> Any:
-    """A Python literal or infinity; any other text is itself."""
+    """A Python literal or infinity; other text as it is."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -227,10 +227,10 @@ def _literal(text: str) -> Any:
 
 
 def _is_config(text: str) -> bool:
-    """Whether TARGET is a file or folder and no Python code.
+    """Whether TARGET is a configuration: a file or folder, and no Python code.
 
     Raises:
-        UsageError: it looks like a file, but is not there or names no function.
+        UsageError: it looks like a file, but does not exist or names no function.
     """
     path = Path(text)
     if path.suffix == ".py":
@@ -250,14 +250,14 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but not what it imports
+            raise  # the module exists, but a module that it imports does not
         nearby = [p.stem for p in Path.cwd().iterdir() if p.suffix == ".py" or p.is_dir()]
         message = unknown("module", error.name, nearby)
-        raise UsageError(f"{message} Looked in {Path.cwd()} and what is installed.") from error
+        raise UsageError(f"{message} Looked in {Path.cwd()} and in installed packages.") from error
 
 
 def _loaded(path: Path) -> ModuleType:
-    """The module in a file; its folder is importable."""
+    """The module in a file, whose folder is made importable."""
     if not path.is_file():
         raise UsageError(f"No file {str(path)!r}.")
     _make_importable(path.parent.resolve())
@@ -265,7 +265,7 @@ def _loaded(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where Dynamo looks up the functions a model calls
+    sys.modules[module.__name__] = module  # Dynamo looks up functions of the model here
     spec.loader.exec_module(module)
     return module
 

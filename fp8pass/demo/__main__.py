@@ -9,7 +9,7 @@ from fp8pass.demo.train import Run
 
 
 def main(argv: list[str] | None = None) -> list[Run]:
-    """Run the demo with the given command line, by default that of the process."""
+    """Run the demo with a command line, by default the arguments of the process."""
     parser = Parser(prog="python -m fp8pass.demo", description=DESCRIPTION)
     add_options(parser)
     try:

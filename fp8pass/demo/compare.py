@@ -1,4 +1,4 @@
-"""Train both variants one after the other, and show how they compare."""
+"""Train both variants one after the other, and show the comparison."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fp8pass.demo.train import Compile, Run, free_memory, run_variant
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:
-    """Train with and without fp8pass as `options.py` says, and print what came of it.
+    """Train with and without fp8pass by the options of `options.py`, and print the results.
 
     Raises:
-        UsageError: a recipe, a device, or text to learn that is not there.
+        UsageError: there is no such recipe or device, or no text to learn.
     """
     device = device_of(options.device)
     size = SIZES[options.size or ("large" if device.type == "cuda" else "small")]
@@ -68,7 +68,7 @@ def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) ->
 
 
 def summary(model: Decoder, size: Size) -> str:
-    """What is about to be trained."""
+    """The model, the training and the device, in a line."""
     parameters = sum(p.numel() for p in model.parameters())
     device = model.lm_head.weight.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

@@ -15,9 +15,9 @@ from fp8pass.cli.parsing import UsageError
 from fp8pass.demo.sizes import Size
 
 MAX_TEXT_BYTES = 4 << 20
-HELD_OUT_SHARE = 16
+HELD_OUT_SHARE = 16  # one byte of so many is held out
 HELD_OUT_BATCHES = 16
-# In the standard library's folder, but tables, tests or not part of it.
+# Folders in that of the standard library that are tables, tests or no part of it.
 SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -30,7 +30,7 @@ SKIPPED_FOLDERS = {
 
 
 def read_text(path: Path | None) -> bytes:
-    """Text of a file or folder, by default of the standard library; at most MAX_TEXT_BYTES.
+    """The text of a file or folder, by default of the standard library; at most MAX_TEXT_BYTES.
 
     Raises:
         UsageError: there is no such path.
@@ -56,14 +56,14 @@ def source_files(path: Path | None) -> list[Path]:
     files = sorted(p for p in root.rglob("*" if path else "*.py") if p.is_file())
     if not path:
         files = [p for p in files if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
-    # What is read, and what of it is held out, should be a fair sample of the whole.
+    # The text that is read, and the part that is held out, should be fair samples of all files.
     random.Random(0).shuffle(files)
     return files
 
 
 @dataclass(frozen=True)
 class Data:
-    """Bytes to learn and bytes held out, on the device that trains."""
+    """Bytes to learn and bytes held out, on the device of the training."""
 
     train: Tensor
     held_out: Tensor
@@ -94,7 +94,7 @@ class Data:
     def held_out_batches(
         self, size: Size, count: int = HELD_OUT_BATCHES
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Windows spread over what is held out."""
+        """Windows spread evenly over the held-out bytes."""
         last = len(self.held_out) - size.seq - 1
         starts = torch.linspace(0, last, count * size.batch).long()
         batches = starts.to(self.held_out.device).split(size.batch)

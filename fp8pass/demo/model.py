@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each after a norm and beside a residual."""
+    """Attention and SwiGLU, each after a norm and added to the residual stream."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -101,6 +101,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
-    """A model in BF16 with the weights of `seed`."""
+    """A model in BF16 with random weights from `seed`."""
     torch.manual_seed(seed)
     return Decoder(size).to(device, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, a table, the loss curves."""
+"""The output of the demo: progress, a table, the loss curves."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _mib(count: int) -> str:
 
 
 def notes(device: torch.device) -> Iterator[str]:
-    """What to know when reading the table."""
+    """Notes on how to read the table."""
     if device.type == "cpu":
         yield (
             "A CPU has to emulate FP8, so fp8pass trains slower than BF16 here, and PyTorch counts "
@@ -73,7 +73,7 @@ def notes(device: torch.device) -> Iterator[str]:
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
-    """Plot to `folder`; returns where that is, or how to get matplotlib."""
+    """Plot the losses to `folder`; returns a line with the path, or how to install matplotlib."""
     path = folder / "loss.png"
     try:
         plot_losses(runs, path)
@@ -83,7 +83,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Both loss curves, and what fp8pass adds to the loss, as a PNG.
+    """Write both loss curves and their difference as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -113,6 +113,6 @@ def plot_losses(runs: list[Run], path: Path) -> None:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Each value averaged with those before it, `window` in all where there are as many."""
+    """The mean of each value and those before it, of up to `window` values."""
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(chunk) / len(chunk) for chunk in recent]

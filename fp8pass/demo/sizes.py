@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how it is trained."""
+    """The sizes of a model and of its training."""
 
     dim: int
     layers: int

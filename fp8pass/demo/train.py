@@ -15,12 +15,12 @@ from torch import nn
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import Size
-from fp8pass.inspect import saved_bytes as measure
+from fp8pass.inspect.saved_bytes import saved_bytes
 
 
 @dataclass
 class Run:
-    """What came of training one variant; `peak_bytes` is None where nothing counts it."""
+    """The results of training one variant; `peak_bytes` is None if the device does not count it."""
 
     variant: str
     losses: list[float]
@@ -37,7 +37,7 @@ class Run:
 
 
 class Meter:
-    """Time and peak memory from its creation on."""
+    """Measures time and peak memory from its creation on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,7 +51,7 @@ class Meter:
         return time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
-        """Seconds, and bytes where something counts them."""
+        """Seconds and peak bytes; the latter None if the device does not count them."""
         seconds = self._now() - self.start
         on_gpu = self.device.type == "cuda"
         return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else None
@@ -64,7 +64,7 @@ OnStep = Callable[[int, float], None]
 def run_variant(
     name: str, compile_model: Compile, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> Run:
-    """Train one variant from scratch and measure it; `on_step` hears of progress."""
+    """Train one variant from scratch and measure it; `on_step` gets each reported loss."""
     device = data.train.device
     model = compile_model(new_model(size, seed, device))
     losses, tokens_per_second, peak_bytes = train(model, data, size, seed, on_step)
@@ -73,7 +73,7 @@ def run_variant(
         losses=losses,
         held_out_loss=held_out_loss(model, data, size),
         tokens_per_second=tokens_per_second,
-        activation_bytes=measure.saved_bytes(model, *next(data.train_batches(size, seed))),
+        activation_bytes=saved_bytes(model, *next(data.train_batches(size, seed))),
         peak_bytes=peak_bytes,
     )
 
@@ -81,7 +81,7 @@ def run_variant(
 def train(
     model: Any, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> tuple[list[float], float, int | None]:
-    """Losses, tokens per second and peak bytes; the latter two without the first steps."""
+    """Train; returns losses, and tokens per second and peak bytes without the first steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -117,13 +117,13 @@ def learning_rate(step: int, size: Size) -> float:
 
 def held_out_loss(model: Any, data: Data, size: Size) -> float:
     """Loss averaged over the held-out batches."""
-    # Not under no_grad, for which torch.compile would compile the model once more.
+    # Not under no_grad, for which torch.compile would compile the model again.
     losses = [model(*batch).item() for batch in data.held_out_batches(size)]
     return sum(losses) / len(losses)
 
 
 def free_memory() -> None:
-    """Give back what the last variant held."""
+    """Free the memory of the last variant."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

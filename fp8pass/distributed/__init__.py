@@ -1,4 +1,1 @@
-"""More than one GPU.
-
-stages.py   formats for the stages of a pipeline
-"""
+"""Pipeline parallelism: a saved-activation format for each stage."""

@@ -1,6 +1,6 @@
-"""Formats for the stages of a pipeline: early stages hold more micro-batches, so fewer bits each.
+"""Formats for the stages of a pipeline: early stages hold more micro-batches, in fewer bits each.
 
-AGoQ section 4.2. Give every stage's module the configuration of its stage:
+AGoQ section 4.2. Give the module of each stage the configuration of that stage:
 
     torch.compile(module, backend=fp8pass.backend(Config(save_format=stage_format(stages, stage))))
 """
@@ -12,7 +12,7 @@ import math
 from fp8pass.config import ConfigError
 from fp8pass.dialect.formats import SAVED_FORMATS, Format
 
-# What the first stage stores in; all others follow from its memory.
+# Bits of the first stage; those of the others follow from its memory.
 FIRST_STAGE_BITS = SAVED_FORMATS[0].bits
 
 
@@ -24,8 +24,8 @@ def stored_batches(stages: int, stage: int) -> int:
     (interleaved 1F1B with two chunks of the model a stage).
 
     Args:
-        stages: how many stages the pipeline has.
-        stage: which one, from 1.
+        stages: number of stages of the pipeline.
+        stage: number of the stage, from 1.
 
     Raises:
         ConfigError: there is no such stage.
@@ -43,12 +43,12 @@ def stored_batches(stages: int, stage: int) -> int:
 def stage_bits(stages: int, stage: int) -> int:
     """Bits with which `stage` needs about the memory that the first stage needs with 4.
 
-    B_i = 4 · N_1 / N_i, rounded to the nearest integer, and down to what a format has
-    where none is that wide: 7 gives 6, all above 8 give 8.
+    B_i = 4 · N_1 / N_i, rounded to the nearest integer, and then down to the bits of a format: 7
+    gives 6, all above 8 give 8.
 
     Args:
-        stages: how many stages the pipeline has.
-        stage: which one, from 1.
+        stages: number of stages of the pipeline.
+        stage: number of the stage, from 1.
 
     Raises:
         ConfigError: there is no such stage.
@@ -60,8 +60,8 @@ def stage_format(stages: int, stage: int) -> str:
     """The `save_format` of `stage`: e2m1, e2m2, e2m3 or e4m3, from the first stage to the last.
 
     Args:
-        stages: how many stages the pipeline has.
-        stage: which one, from 1.
+        stages: number of stages of the pipeline.
+        stage: number of the stage, from 1.
 
     Raises:
         ConfigError: there is no such stage.

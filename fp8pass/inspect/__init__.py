@@ -1,11 +1,15 @@
-"""Looking at a model: what was decided about it, and what that does to its gradients.
+"""Tools that run a model to show what fp8pass does to it: explain, diagnose, bisect, calibrate.
 
-explanation.py   `fp8pass.explain`; explained.py has its data, tables.py and folding.py its text
-report/          the explanation as a page
-diagnosis.py     `fp8pass.diagnose`: the gradient error of each layer
-bisection/       `fp8pass.bisect`: the layers and saved tensors that an error comes from
-calibration.py   `fp8pass.calibrate`: how values are distributed
-recording.py     a step's graphs and their inputs
-running.py       running a model and leaving it as it was
-saved_bytes.py   what a forward saves, measured
+explanation.py        `explain`: the plans of a model's graphs, and why they are so
+explanation_data.py   an explanation as data, which tables and the report show
+tables.py             tables of an explanation, for a terminal
+folding.py            rows of repeated layers put together, for both
+report/               an explanation as one HTML page
+diagnosis.py          `diagnose`: the gradient error of every layer
+prediction.py         the same error as the error rules predict it
+bisection/            `bisect`: the layers that cause a large gradient error
+calibration.py        `calibrate`: means and standard deviations of activations
+recording.py          the joint graphs and inputs of one step, for diagnose and calibrate
+saved_bytes.py        bytes that a model saves for its backward, measured
+running.py            the options a model was compiled with; its state put back after a run
 """

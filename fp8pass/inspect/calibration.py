@@ -1,4 +1,4 @@
-"""`fp8pass.calibrate`: how activations are distributed, for the error rules to reckon with."""
+"""`fp8pass.calibrate`: means and standard deviations of activations, for the error rules."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def calibrate(
     *,
     config: Config | None = None,
 ) -> tuple[ValueMoments, ...]:
-    """Mean and standard deviation of the values that the error rules are about, on a batch.
+    """Mean and standard deviation of the values that the error rules bound, on a batch.
 
-    The rules assume unit variance where they are told nothing. Pass the result on:
+    The rules assume unit variance for values without moments. Pass the result on:
 
         moments = fp8pass.calibrate(model, loss_fn, batch)
         model = torch.compile(model, backend="fp8pass", options={"moments": moments})
 
-    Values are named by module and operator, so compile what was calibrated. Of a module that is in
-    several graphs the largest values count.
+    Values are named by module and operator, so compile the model that was calibrated. If a module
+    is in several graphs, the moments of its largest values count.
 
     Runs one forward and backward; parameters, their gradients, buffers and random number
     generators are left as they were.
@@ -41,10 +41,10 @@ def calibrate(
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
-        config: what the model will be compiled with, if not its own options or the default recipe.
+        config: the configuration for compiling the model, instead of its own or the default recipe.
 
     Returns:
-        (name, mean, standard deviation) of each value; plain data, to be kept as JSON, say.
+        (name, mean, standard deviation) of each value: plain data that JSON can hold.
     """
     records = record_step(model, loss_fn, batch, config or configuration_of(model))
     found: dict[str, ValueMoments] = {}

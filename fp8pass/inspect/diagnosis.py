@@ -1,8 +1,8 @@
-"""`fp8pass.diagnose`: the gradient error of every layer, measured beside what the rules predict.
+"""`fp8pass.diagnose`: the gradient error of every layer, measured and predicted.
 
 The joint graph of a model is run twice on real data: as it is, and rewritten. In the second run
-every value of the forward and every gradient that enters a layer is replaced by the exact one, so
-that what a layer gets wrong is its own error and not that of the layers behind it (as in AGoQ,
+every value of the forward and every gradient that enters a layer is replaced by the exact one. The
+error of a layer's gradients is then its own, without that of the layers behind it (as in AGoQ,
 Table 13).
 """
 
@@ -24,17 +24,17 @@ from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.tags import ROLE, original_name
+from fp8pass.inspect.prediction import Predictor
 from fp8pass.inspect.recording import Record, record_step
 from fp8pass.inspect.running import configuration_of
 from fp8pass.rules.error_rules import Rules
-from fp8pass.rules.prediction import Predictor
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
 # An error this many times the predicted one is worth a look.
 FAR_ABOVE = 3.0
 
-# Below this BF16's own rounding, and how gradients correlate with activations, decide.
+# Below this, errors come from BF16's own rounding and from correlations of gradients with values.
 NEGLIGIBLE = 0.01
 
 
@@ -44,12 +44,12 @@ class LayerError:
 
     Attributes:
         module: path of the module.
-        gradient: what it is of: `weight`, `input`, or `attention q`, `k`, `v`.
-        shape: as text.
+        gradient: the tensor whose gradient it is: `weight`, `input`, or `attention q`, `k`, `v`.
+        shape: shape of the gradient, as text.
         mean_absolute: mean absolute error.
         relative: ‖wrong - exact‖₂ / ‖exact‖₂.
-        predicted: the same by the error rules, for the values of the batch; None where nothing
-            could be derived, which happens only with the rules switched off (`tolerance=inf`).
+        predicted: the relative error that the rules predict for the values of the batch; None if no
+            rule could be derived, which happens only with the rules off (`tolerance=inf`).
     """
 
     module: str
@@ -61,9 +61,9 @@ class LayerError:
 
     @property
     def far_above(self) -> bool:
-        """Whether the rules do not explain the error."""
+        """Whether the error is too large for the rules to explain it; NaN is."""
         explained = FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE)
-        return not self.relative <= explained  # NaN is not
+        return not self.relative <= explained
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Diagnosis:
 
     @property
     def suspicious(self) -> list[LayerError]:
-        """Those whose error is far above what the rules predict."""
+        """The errors far above those that the rules predict."""
         return [y for y in self.layers if y.far_above]
 
     @property
@@ -116,15 +116,16 @@ class Diagnosis:
             predicted = "no rule" if y.predicted is None else f"{y.predicted:.4f}"
             numbers = f"{y.mean_absolute:.2e}", f"{y.relative:.4f}", predicted
             table.add_row(y.module, y.gradient, y.shape, *numbers, "!" if y.far_above else "")
-        console = Console(width=150, file=io.StringIO())
+        text = io.StringIO()
+        console = Console(width=150, file=text)
         console.print(table)
         if self.suspicious:
             console.print(f"Far above prediction; to leave them out: skip={self.suggested_skip!r}")
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return text.getvalue()
 
 
 def finite(data: Any) -> Any:
-    """`data` with None for numbers that JSON has not."""
+    """`data` with None for NaN and infinities, which JSON cannot hold."""
     if isinstance(data, dict):
         return {key: finite(x) for key, x in data.items()}
     if isinstance(data, (list, tuple)):
@@ -148,7 +149,7 @@ def diagnose(
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
-        config: what to diagnose instead of the model's own options or the default recipe.
+        config: the configuration to diagnose, instead of the model's own or the default recipe.
 
     Returns:
         A Diagnosis: `print` it, or use `.layers`, `.suspicious`, `.plot()`, `.to_json()`.
@@ -159,7 +160,7 @@ def diagnose(
 
 
 def errors_of(record: Record) -> Iterable[LayerError]:
-    """Measured and predicted errors of one graph's gradients, those that are exact left out."""
+    """Measured and predicted errors of one graph's gradients, without those that are exact."""
     exact = record.exact_values()
     nodes = record.planned.graph.nodes
     values = {n: exact[name] for n in nodes if (name := original_name(n)) in exact}
@@ -167,9 +168,11 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     predictor = Predictor(rules, record.decisions, values)
     predictor.run(record.planned.graph)
     predicted = predictor.backward
-    forced = Forced(record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules))
-    forced.run(*record.arguments)
-    for node, (mean_absolute, relative) in forced.errors.items():
+    interpreter = LocalErrorInterpreter(
+        record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules)
+    )
+    interpreter.run(*record.arguments)
+    for node, (mean_absolute, relative) in interpreter.errors.items():
         expected = predicted.get(original_name(node), 0.0)
         if not relative and not expected:
             continue  # exact
@@ -184,9 +187,9 @@ def errors_of(record: Record) -> Iterable[LayerError]:
 
 
 def _layer_outputs(rules: Rules) -> set[str]:
-    """Names of gradients at which one layer ends and the next begins.
+    """Names of the gradients that one layer computes and the next one uses.
 
-    Those are results of GEMMs and attention, and what a region hands on.
+    Those are the results of GEMMs and attention, and the outputs of regions.
     """
     ends = {n for region in rules.regions for n in region.outputs}
     ends |= {n for n in rules.backward if kind(n) in LAYERS}
@@ -194,12 +197,12 @@ def _layer_outputs(rules: Rules) -> set[str]:
 
 
 def _regions_by_name(rules: Rules) -> dict[str, int]:
-    """Numbers of the regions that nodes belong to."""
+    """The number of the region of each node, by the node's name."""
     return {original_name(n): i for i, region in enumerate(rules.regions) for n in region.nodes}
 
 
 def _describe(node: fx.Node, record: Record) -> str:
-    """What a gradient is of: a weight, a layer's input, an operand of attention."""
+    """The kind of tensor whose gradient this is: weight, layer input or operand of attention."""
     if kind(node) is Kind.ATTENTION:
         return f"attention {_attention_operand(node)}"
     if ROLE in node.meta:
@@ -209,16 +212,20 @@ def _describe(node: fx.Node, record: Record) -> str:
 
 
 def _attention_operand(node: fx.Node) -> str:
-    """Which operand a gradient of attention is of; those of fused operators come as a tuple."""
+    """The operand whose gradient this is; fused operators give all gradients as a tuple."""
     position = int(node.args[1]) if graph.is_getitem(node) else None  # type: ignore[arg-type]
     return "operand" if position is None or position > 2 else "qkv"[position]
 
 
-class Forced(fx.Interpreter):
-    """Runs a rewritten graph, handing layers the exact values and noting the errors.
+class LocalErrorInterpreter(fx.Interpreter):
+    """Runs a rewritten graph with exact inputs for each layer, and records each layer's errors.
 
-    `ends` are the gradients, by name, at which a layer ends; `regions` the regions of nodes, in
-    which the wrong value goes on, as into the sum that is a bias's gradient.
+    Args:
+        gm: the rewritten graph.
+        exact: the exact value of each node, by name.
+        ends: names of the gradients at which a layer ends.
+        regions: the region of each node, by name. Inside a region the inexact value is used, as in
+            the sum that is a bias's gradient.
     """
 
     def __init__(
@@ -231,9 +238,9 @@ class Forced(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         """The operands of a node, exact where another layer computed them."""
-        return fx.map_arg((n.args, n.kwargs), lambda operand: self._handed(operand, n))
+        return fx.map_arg((n.args, n.kwargs), lambda operand: self._operand(operand, n))
 
-    def _handed(self, operand: fx.Node, user: fx.Node) -> Any:
+    def _operand(self, operand: fx.Node, user: fx.Node) -> Any:
         name, region = original_name(operand), self.regions.get(original_name(operand))
         inside = region is not None and region == self.regions.get(original_name(user))
         given = self.env[operand]

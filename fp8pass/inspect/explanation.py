@@ -1,4 +1,4 @@
-"""`fp8pass.explain`: what was decided about a model, and why, without training it."""
+"""`fp8pass.explain`: the decisions about a model and their reasons, without training it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 from fp8pass import compat
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
-from fp8pass.inspect import saved_bytes as measure
-from fp8pass.inspect.explained import Explained
+from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.running import configuration_of, unchanged
+from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.inspect.tables import (
     by_bytes,
     frontier_table,
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from fp8pass.inspect.diagnosis import Diagnosis
 
 
-class Explanation(Explained):
-    """What fp8pass does to a model; print it, `save` it as a page, or look at `graphs`."""
+class Explanation(ExplanationData):
+    """The decisions of fp8pass about a model; print it, `save` it as a page, or use `graphs`."""
 
     def save(self, path: str | Path, diagnosis: Diagnosis | None = None) -> None:
         """Write everything as one HTML page that needs no network: see docs/report.md.
 
         Args:
-            path: of the file.
-            diagnosis: what `fp8pass.diagnose` measured, to be shown beside what was predicted.
+            path: the file to write.
+            diagnosis: the result of `fp8pass.diagnose`, to show measured beside predicted errors.
         """
-        # Here rather than above: templates take time to import, which compiling need not wait for.
+        # Here rather than above: jinja2 takes time to import, which `explain` itself does not need.
         from fp8pass.inspect.report import write_report
 
         write_report(self, Path(path), diagnosis)
 
     def plot_frontier(self, path: str | Path) -> None:
-        """Write a PNG of memory against added time, a line for each graph, this plan marked.
+        """Write a PNG of memory against added time: a line for each graph, its plan marked.
 
         Raises:
             ValueError: there is no frontier to plot.
@@ -77,22 +77,24 @@ class Explanation(Explained):
         figure.savefig(path, format="png")
 
     def __str__(self) -> str:
-        console = Console(width=150, file=io.StringIO())
+        text = io.StringIO()
+        console = Console(width=150, file=text)
         for part in self._parts():
             console.print(part)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return text.getvalue()
 
     def _parts(self) -> Iterator[Any]:
-        for number, report in enumerate(self.graphs):
-            title = f"graph {number}" + (f" ({report.plan.note})" if report.plan.note else "")
-            yield linears_table(title, report.plan.linears)
-            if report.plan.saved:
-                yield saved_table(title, report.plan)
-            if report.plan.frontier:
-                yield frontier_table(title, report.plan)
-            if report.plan.rules:
-                yield rules_table(title, report.plan.rules)
-        yield totals([g.plan for g in self.graphs])
+        plans = [g.plan for g in self.graphs]
+        for number, plan in enumerate(plans):
+            title = f"graph {number} ({plan.note})" if plan.note else f"graph {number}"
+            yield linears_table(title, plan.linears)
+            if plan.saved:
+                yield saved_table(title, plan)
+            if plan.frontier:
+                yield frontier_table(title, plan)
+            if plan.rules:
+                yield rules_table(title, plan.rules)
+        yield totals(plans)
 
 
 def explain(
@@ -103,20 +105,20 @@ def explain(
     rules: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """What fp8pass would do to `model` called with these arguments.
+    """Explain what fp8pass would do to `model` called with these arguments.
 
     Runs one forward of the model as it is, and one through the rewritten graphs, op by op, with
-    gradients enabled; buffers and random number generators are put back afterwards, parameters and
-    their gradients not touched.
+    gradients enabled. Buffers and random number generators are put back afterwards; parameters and
+    their gradients are not touched.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         *args: arguments of the model.
-        config: what to explain instead of the model's own options or the default recipe.
-        frontier: also trace memory against time: what other memory budgets would give. Solves some
-            ten more programs for each graph.
-        rules: also show the error rules: how much each non-linear region amplifies errors of what
-            is stored, as a number and as a formula.
+        config: the configuration to explain, instead of the model's own or the default recipe.
+        frontier: also trace memory against time, the plans of other memory budgets. Solves about
+            ten more mixed-integer programs for each graph.
+        rules: also show the error rules: how much each non-linear region amplifies errors of stored
+            values, as a number and as a formula.
         **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
 
     Raises:
@@ -134,7 +136,7 @@ def explain(
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
     compiled = torch.compile(module, backend=backend)
     with unchanged(module), torch.enable_grad():
-        explanation.eager_bytes = measure.saved_bytes(module, *args, **kwargs)
+        explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
         with compat.fresh_compilation():
             compiled(*args, **kwargs)
     return explanation

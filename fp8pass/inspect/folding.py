@@ -1,4 +1,4 @@
-"""Rows of a plan that differ only in the layer's number, put together."""
+"""Rows of a plan that differ only in the layer's number, folded into one with a count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, 
 
 
 def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
-    """Linear layers, equal ones put together."""
+    """Linear layers, equal ones folded."""
     return folded(
         (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
     )
@@ -30,7 +30,7 @@ def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
 def folded_saved(
     saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
 ) -> list[tuple[str, int, SavedTensor]]:
-    """Kept tensors but scalars, equal ones put together; of `sources`, lines by name, too."""
+    """Kept tensors without scalars, equal ones folded; `sources`, by name, must be equal, too."""
     sources = sources or {}
     return folded(
         (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources.get(s.name)), s)
@@ -40,7 +40,7 @@ def folded_saved(
 
 
 def folded_rules(rules: Iterable[RuleSummary]) -> list[tuple[str, int, RuleSummary]]:
-    """Error rules, those of equal regions put together."""
+    """Error rules, those of equal regions folded."""
 
     def key(r: RuleSummary) -> tuple[Any, ...]:
         return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)

@@ -1,4 +1,4 @@
-"""Run one step of a model; keep its joint graphs before and after the passes, and real inputs."""
+"""Run one step of a model, and record its joint graphs before and after the passes, with inputs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def record_step(
 
 @dataclass
 class Record:
-    """One joint graph and what it ran on.
+    """One joint graph at three points of the pipeline, and the inputs it ran on.
 
     Attributes:
-        exact: before any pass.
-        planned: before its materialization, with `ctx` and `decisions` about its nodes.
-        rewritten: after all passes.
+        exact: the graph before any pass.
+        planned: the graph before `materialize_plan`.
+        rewritten: the graph after `materialize_plan`.
+        ctx: the context of the passes, about the nodes of `planned`.
+        decisions: the decisions about the nodes of `planned`.
         inputs: real tensors by placeholder.
     """
 
@@ -64,18 +66,18 @@ class Record:
 
     @property
     def arguments(self) -> list[Any]:
-        """What the joint graphs are called with."""
+        """The arguments of the joint graphs."""
         return [self.inputs[name] for name in _input_names(self.exact)]
 
     def exact_values(self) -> dict[str, Any]:
         """The value of every node before the passes, by name."""
-        exact = Exact(self.exact)
-        exact.run(*self.arguments)
-        return exact.values
+        interpreter = ValueRecorder(self.exact)
+        interpreter.run(*self.arguments)
+        return interpreter.values
 
 
 class Recorder:
-    """Watches the passes over one joint graph; adds to `records` when its plan is carried out."""
+    """Observes the passes over one joint graph; adds to `records` when the plan is materialized."""
 
     def __init__(self, records: list[Record]) -> None:
         self.records = records
@@ -83,7 +85,7 @@ class Recorder:
         self._planned: tuple[fx.GraphModule, Context, dict[fx.Node, Decision]] | None = None
 
     def before(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """The first pass, or the one that carries out the plan, is about to run."""
+        """Copy the graph before the first pass, and before `materialize_plan`."""
         if self._exact is None:
             self._exact = graph.copy_of(gm)
         if pass_ is materialize_plan:
@@ -93,7 +95,7 @@ class Recorder:
             self._planned = planned, replace(ctx, facts=ctx.facts.of_copy(copies)), decisions
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """The plan was carried out: later passes only join what layers compute."""
+        """Add the record after `materialize_plan`: later passes only join GEMMs of layers."""
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_of(gm)
             for module in (self._exact, rewritten):
@@ -118,7 +120,7 @@ def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
             record = records[-1]
 
             def recording(arguments: list[Any]) -> Any:
-                # Of a graph that runs several times, the last forward, whose backward is the first.
+                # If a graph runs several times: the last forward, whose backward runs first.
                 if not record.complete:
                     given = zip(names, arguments, strict=True)
                     inputs = ((name, _detached(x)) for name, x in given if _is_input(name))
@@ -149,7 +151,7 @@ def _input_names(gm: fx.GraphModule) -> list[str]:
     return [str(n.target) for n in gm.graph.nodes if n.op == "placeholder"]
 
 
-class Exact(fx.Interpreter):
+class ValueRecorder(fx.Interpreter):
     """Runs a graph and keeps every value, by name."""
 
     def __init__(self, gm: fx.GraphModule) -> None:

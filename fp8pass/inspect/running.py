@@ -1,4 +1,4 @@
-"""Running a model to look at it: what it was compiled with, and leaving it as it was."""
+"""Running a model to inspect it: the options it was compiled with, and its state put back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8pass.dynamo import Backend
 
 
 def configuration_of(model: nn.Module) -> Config:
-    """The configuration a model was compiled with, the default one if it was not."""
+    """The configuration a model was compiled with; the default one if it is not compiled."""
     compiled_with, options = compat.backend_of(model)
     if options:
         return split_options(options, compat.list_options())[0]
@@ -27,7 +27,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """Put buffers and random number generators back after running a module.
 
     Raises:
-        ValueError: it cannot run, as its parameters have no values.
+        ValueError: parameters are on the meta device, so that the module cannot run.
     """
     without = [name for name, p in module.named_parameters() if p.is_meta]
     if without:
@@ -49,7 +49,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
-    """The tensors that gradients are left on, without any here; those they had are put back."""
+    """The leaf tensors, whose gradients are None meanwhile; the earlier ones are put back."""
     leaves = [*module.parameters(), *_leaves(batch)]
     gradients = [x.grad for x in leaves]
     for x in leaves:
@@ -62,6 +62,6 @@ def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
 
 
 def _leaves(batch: Any) -> list[Tensor]:
-    """The tensors of a batch that gradients would be left on."""
+    """The leaf tensors of a batch that require a gradient."""
     tensors = compat.tree_leaves(batch)
     return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]

@@ -23,7 +23,7 @@ def linears_table(title: str, linears: list[Linear]) -> Table:
 
 
 def saved_table(title: str, plan: Plan) -> Table:
-    """What is kept for the backward, and how."""
+    """The tensors kept for the backward, and their formats."""
     table = Table(title=f"{title}: kept for the backward", title_justify="left")
     columns = ("module", "×", "operator", "shape", "kept as", "MiB exact", "MiB kept", "grad error")
     for column in (*columns, "reason"):
@@ -44,7 +44,7 @@ def saved_table(title: str, plan: Plan) -> Table:
 
 
 def rules_table(title: str, rules: list[RuleSummary]) -> Table:
-    """Amplification of errors by region; Case 1 recomputes all but the inputs, Case 2 reads it."""
+    """Amplification of errors by region: Case 1 stores its inputs, Case 2 also cached values."""
     table = Table(title=f"{title}: error rules", title_justify="left")
     for column in (
         "module",
@@ -65,7 +65,7 @@ def rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def frontier_table(title: str, plan: Plan) -> Table:
-    """What each budget gives; shares are of what is kept without one, the peak an estimate."""
+    """The plan of each budget; shares are of the bytes kept without one, the peak is estimated."""
     table = Table(title=f"{title}: memory against time", title_justify="left")
     for column in ("MiB kept", "of unlimited", "peak MiB", "added ms", "grad error"):
         table.add_column(column, justify="right")
@@ -85,7 +85,7 @@ def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def totals(plans: Sequence[Plan]) -> str:
-    """What all graphs of a model come to."""
+    """The totals over all graphs of a model, as sentences."""
     linears = [y for plan in plans for y in plan.linears]
     fp8 = sum(1 for y in linears if y.fp8)
     kept, stock = sum(p.saved_bytes for p in plans), sum(p.stock_bytes or 0 for p in plans)
@@ -118,7 +118,7 @@ def _counted(counts: dict[str, int], separator: str) -> str:
 
 
 def mib(count: int) -> str:
-    """Bytes in MiB, with as many digits as tell."""
+    """Bytes in MiB, with about three significant digits."""
     size = count / 2**20
     if 0 < abs(size) < 0.001:
         return "<0.001"

@@ -1,10 +1,10 @@
-"""Runtime health: what quantization does to each tensor in training, measured now and then.
+"""Runtime health: the effect of quantization on each tensor in training, measured now and then.
 
-statistics.py   what is measured of one tensor, on its device
-sampler.py      runs the graphs of a sampled step op by op and measures what they quantize
-findings.py     which tensors to warn about, and what to do about them
-writers.py      CSV and TensorBoard
-callbacks.py    Hugging Face `Trainer` and Lightning
+statistics.py   the statistics of one quantized tensor, measured on its device
+sampler.py      runs the graphs of a sampled step op by op and measures the tensors they quantize
+findings.py     warnings: which tensors have a problem, and what to do about it
+writers.py      statistics to CSV and TensorBoard
+callbacks.py    callbacks for Hugging Face's and Lightning's `Trainer`
 monitor.py      `Monitor`, which puts these together
 """
 

@@ -1,13 +1,14 @@
-"""Which tensors to warn about, and what to do about them.
+"""Warnings: which tensors have a problem, and what to do about it.
 
 Scales are made just in time: the largest magnitude of a tensor always becomes the largest code, so
-that FP8 itself cannot overflow and a saturated code is no sign of trouble. What overflows are the
-16-bit values before: *near overflow* is an amax within a factor of `HEADROOM` of the largest
-number of their dtype. That takes fp16, or a run that diverges.
+that FP8 itself cannot overflow and a saturated code is no sign of trouble. The 16-bit values before
+quantization can: *near overflow* is an amax within a factor of `HEADROOM` of the largest number of
+their dtype. It takes fp16, or a run that diverges.
 
-A low SQNR gives no warning. It cannot happen for finite values: those in a format's normal range
-are off by at most half a step, 24 dB in E4M3, and those below by so little beside the amax that
-many small values becoming zero hardly show. The share that does is what is warned about.
+A low SQNR gives no warning, since it cannot happen for finite values. Values in a format's normal
+range have an error of at most half a step, 24 dB in E4M3. Smaller values have so small an error
+relative to the amax that even many that become zero hardly lower the SQNR. The warning is about the
+share of values that become zero.
 """
 
 from __future__ import annotations
@@ -18,34 +19,33 @@ from dataclasses import dataclass
 import torch
 
 from fp8pass.dialect.formats import E4M3
-from fp8pass.monitor.statistics import Quantized, Row
+from fp8pass.monitor.statistics import Row, TensorName
 
 HEADROOM = 8
-MOSTLY = 0.5
-# Tensors that one warning names.
-LISTED = 5
+MOSTLY = 0.5  # share of values that become zero
+LISTED = 5  # tensors named in one warning
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the name of its tensor in the graph, which `skip` patterns are matched with."""
+    """A row, and the name of its tensor in the graph, which `skip` patterns match."""
 
     row: Row
-    name: Quantized
+    name: TensorName
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Something to warn about.
+class Symptom:
+    """A problem that a tensor can have.
 
     Attributes:
-        what: is the matter, after a number of tensors.
-        applies: whether it is.
-        figure: the number that says so, for people.
-        advice: what to do, about the tensors found.
+        label: the problem, in a message.
+        applies: whether a tensor has it.
+        figure: the number that shows it, as text.
+        advice: what to do about the tensors that have it.
     """
 
-    what: str
+    label: str
     applies: Callable[[Measured], bool]
     figure: Callable[[Row], str]
     advice: Callable[[Sequence[Measured]], str]
@@ -55,17 +55,17 @@ def _near_overflow(found: Measured) -> bool:
     return found.row.amax * HEADROOM > torch.finfo(found.name.dtype).max
 
 
-def _against_overflow(found: Sequence[Measured]) -> str:
+def _overflow_advice(found: Sequence[Measured]) -> str:
     if all(y.name.tensor == "gradient" for y in found):
         return "Lower the loss scale, or train in bfloat16"
     return "Train in bfloat16; if you do, training diverges: lower the learning rate"
 
 
-def _against_nonfinite(found: Sequence[Measured]) -> str:
+def _nonfinite_advice(found: Sequence[Measured]) -> str:
     return f"Begin with what comes first: {found[0].row.module or 'top level'}"
 
 
-def _against_underflow(found: Sequence[Measured]) -> str:
+def _underflow_advice(found: Sequence[Measured]) -> str:
     advice = []
     if any(y.name.tensor == "gradient" and y.name.format == E4M3.name for y in found):
         advice.append("Gradients: gradient_format='e5m2' has a wider range")
@@ -79,54 +79,55 @@ def _against_underflow(found: Sequence[Measured]) -> str:
     return ". ".join(advice) or "fp8pass.Config has what could help"
 
 
-KINDS = (
-    Kind(
+SYMPTOMS = (
+    Symptom(
         "not finite",
         lambda y: y.row.nonfinite > 0,
         lambda r: f"{r.nonfinite} of {r.elements}",
-        _against_nonfinite,
+        _nonfinite_advice,
     ),
-    Kind(
+    Symptom(
         "near overflow",
         _near_overflow,
         lambda r: f"amax {r.amax:.3g} in {r.dtype}",
-        _against_overflow,
+        _overflow_advice,
     ),
-    Kind(
+    Symptom(
         "mostly zero once quantized",
         lambda y: y.row.underflow > MOSTLY,
         lambda r: f"{r.underflow:.0%}",
-        _against_underflow,
+        _underflow_advice,
     ),
 )
 
 
 class Findings:
-    """Finds what to warn about, each tensor once for each kind."""
+    """Warns about tensors, about each tensor once for each symptom."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, str]] = set()
 
     def new(self, rows: Sequence[Measured]) -> list[str]:
-        """A message for each kind that applies to tensors not warned about yet."""
+        """A message for each symptom of tensors that have not been warned about for it."""
         return [
-            _message(kind, found)
-            for kind in KINDS
-            if (found := [y for y in rows if kind.applies(y) and self._is_new(kind, y.row)])
+            _message(symptom, found)
+            for symptom in SYMPTOMS
+            if (found := [y for y in rows if symptom.applies(y) and self._is_new(symptom, y.row)])
         ]
 
-    def _is_new(self, kind: Kind, row: Row) -> bool:
-        key = kind.what, row.module, row.tensor
+    def _is_new(self, symptom: Symptom, row: Row) -> bool:
+        key = symptom.label, row.module, row.tensor
         is_new = key not in self._known
         self._known.add(key)
         return is_new
 
 
-def _message(kind: Kind, found: Sequence[Measured]) -> str:
+def _message(symptom: Symptom, found: Sequence[Measured]) -> str:
     listed = [
-        f"{y.row.module or 'top level'} {y.row.tensor} ({kind.figure(y.row)})"
+        f"{y.row.module or 'top level'} {y.row.tensor} ({symptom.figure(y.row)})"
         for y in found[:LISTED]
     ]
     if len(found) > LISTED:
         listed.append(f"and {len(found) - LISTED} more in monitor.latest")
-    return f"step {found[0].row.step}: {kind.what}: {', '.join(listed)}. {kind.advice(found)}."
+    step, advice = found[0].row.step, symptom.advice(found)
+    return f"step {step}: {symptom.label}: {', '.join(listed)}. {advice}."

@@ -1,4 +1,4 @@
-"""`fp8pass.Monitor`: samples the health of quantized tensors every so many steps."""
+"""`fp8pass.Monitor`: samples statistics of quantized tensors every so many steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from fp8pass import graph
 from fp8pass.config import ConfigError
 from fp8pass.monitor import callbacks
 from fp8pass.monitor.findings import Findings, Measured
-from fp8pass.monitor.statistics import Quantized, Row, merged, row_of
+from fp8pass.monitor.statistics import Row, TensorName, merged, row_of
 from fp8pass.monitor.writers import CsvWriter, TensorBoardWriter
 
 log = logging.getLogger("fp8pass")
 
-# Rows that a printed monitor shows.
-SHOWN = 40
+SHOWN = 40  # rows of a printed monitor
 
 
 class Monitor:
@@ -30,18 +29,18 @@ class Monitor:
 
     Pass it to `fp8pass.backend(config, monitor=monitor)` and call `step()` after each optimizer
     step. The first step is sampled and then every `every`-th: its graphs run op by op and each
-    tensor is measured on its device; the steps between run as without a monitor. A sampled step
+    tensor is measured on its device. The steps between run as without a monitor. A sampled step
     takes the time and the memory of eager execution. Warnings go to the logger `fp8pass`.
 
-    Only passes that train are sampled, not those under `torch.no_grad()`. Each process of several
-    measures its own tensors: give `csv` and `tensorboard` in one of them.
+    Forwards under `torch.no_grad()` are not sampled. In distributed training each process measures
+    its own tensors: give `csv` and `tensorboard` in one of them.
 
     Args:
         every: steps from one sample to the next.
         csv: a file to append to, a line for each tensor and sample.
         tensorboard: a folder or a `SummaryWriter` to write scalars to.
-        model: what module paths start from. Needed only where parts of a model are compiled on
-            their own and would be named alike; callbacks know it.
+        model: the module that paths start from. Needed only if parts of a model are compiled on
+            their own, whose tensors would have equal names; callbacks set it.
 
     Attributes:
         sampling: whether the current step is sampled.
@@ -49,8 +48,8 @@ class Monitor:
         latest: rows of the last sample, in the order in which tensors were first quantized.
 
     Raises:
-        ConfigError: an argument that makes no sense.
-        ImportError: `tensorboard` is a folder, and TensorBoard not installed.
+        ConfigError: an argument has a wrong type or value.
+        ImportError: `tensorboard` is a folder, and TensorBoard is not installed.
     """
 
     def __init__(
@@ -76,27 +75,28 @@ class Monitor:
         if tensorboard is not None:
             self._writers.append(TensorBoardWriter(tensorboard))
         self._findings = Findings()
-        self._totals: dict[tuple[str, Quantized], Tensor] = {}
+        self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
 
     def step(self) -> None:
-        """One optimizer step is done, with all its micro-batches: if it was sampled, report it.
+        """Count an optimizer step, and report it if it was sampled.
 
-        Waits for the device then, and only then.
+        Call it after the step, once for all micro-batches. It waits for the device only if the step
+        was sampled.
         """
         if self.sampling:
             self._finish_sample()
         self.resume(self.steps + 1)
 
     def resume(self, steps: int) -> None:
-        """Go on after `steps` optimizer steps, those of a checkpoint say."""
+        """Continue after `steps` optimizer steps, as when training resumes from a checkpoint."""
         self.steps = steps
         self.sampling = bool(self.every) and steps % self.every == 0
         self._totals.clear()
-        self._modules = None  # optimizers may have moved parameters
+        self._modules = None  # an optimizer may have moved parameters
 
     def close(self) -> None:
-        """Sample no more, and close what was opened."""
+        """Stop sampling, and close the files that were opened."""
         self.sampling = False
         self.every = 0
         for writer in self._writers:
@@ -119,7 +119,7 @@ class Monitor:
         return callbacks.lightning(self)
 
     def module_of(self, weight: Tensor) -> str | None:
-        """Path in the model of the module that has a weight, None where that is unknown."""
+        """Path in the model of the module that has a weight; None if unknown."""
         if self._modules is None:
             named = self.model.named_parameters() if self.model is not None else ()
             self._modules = {
@@ -127,12 +127,13 @@ class Monitor:
             }
         return self._modules.get(weight.data_ptr())
 
-    def record(self, prefix: str, name: Quantized, totals: Tensor) -> None:
-        """Add the statistics of one tensor in a part of the model that `prefix` leads to."""
+    def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
+        """Add the statistics of one tensor in the part of the model with the path `prefix`."""
         before = self._totals.get((prefix, name))
         self._totals[prefix, name] = totals if before is None else merged(before, totals)
 
     def _finish_sample(self) -> None:
+        """Make rows of the recorded statistics, write them, and warn."""
         if not self._totals:
             return
         names = list(self._totals)
@@ -156,7 +157,7 @@ class Monitor:
 
 
 def _on_cpu(totals: list[Tensor]) -> list[list[float]]:
-    """Statistics of tensors, of whatever devices, as numbers."""
+    """Statistics of tensors, on any devices, as numbers."""
     if len({t.device for t in totals}) == 1:
         return torch.stack(totals).tolist()
     return [t.tolist() for t in totals]

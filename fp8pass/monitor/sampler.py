@@ -1,9 +1,9 @@
 """The sampled version of a compiled graph: run op by op, measuring every tensor it quantizes.
 
 A Dynamo graph is compiled twice, as usual and with `Sampler` as its inner compiler, and the step
-decides which of the two runs. The passes give both the same graphs, so that the sampled one has
-the numbers of the other, up to the rounding of what generated code keeps in registers. As each has
-a backward of its own, a backward is always of the version that its forward was.
+decides which of the two runs. The passes give both the same graphs, so that both compute the same
+numbers, up to the rounding of values that generated code keeps in registers. Each version has a
+backward of its own, so that forward and backward are always of the same version.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fp8pass.codegen.lowering import lower
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import OPERAND_OF
-from fp8pass.monitor.statistics import Quantized, measure
+from fp8pass.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
 
 class Sink(Protocol):
-    """What a sampler tells of what it measured."""
+    """The receiver of a sampler's measurements: a `Monitor`."""
 
     def module_of(self, weight: Tensor) -> str | None:
-        """Path in the model of the module that has a weight, None where that is unknown."""
+        """Path in the model of the module that has a weight; None if unknown."""
 
-    def record(self, prefix: str, name: Quantized, totals: Tensor) -> None:
-        """Add the statistics of one tensor in a part of the model that `prefix` leads to."""
+    def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
+        """Add the statistics of one tensor in the part of the model with the path `prefix`."""
 
 
 class Sampler:
@@ -44,8 +44,8 @@ class Sampler:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.trains = False
-        # Where in the model the forwards lie whose backward has not run. One graph may serve many
-        # blocks that are compiled on their own; their backwards run in the opposite order.
+        # Paths of the parts of the model whose forward has run and whose backward has not. A graph
+        # may serve many blocks that are compiled on their own; backwards run in reverse order.
         self._prefixes: list[str] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -54,23 +54,23 @@ class Sampler:
         if half == "inference":
             return compat.interpret(gm)
         self.trains = True
-        lower(gm, only=fp8.scaled_mm.default)  # the GPU's GEMM, not an emulated one
+        lower(gm, only=fp8.scaled_mm.default)  # so that the GPU's GEMM runs, not the emulated one
         compat.draw_from_seeds(gm)
-        recorder = Recorder(gm, self.sink)
+        interpreter = MeasuringInterpreter(gm, self.sink)
 
         def run(arguments: list[Any]) -> Any:
             if half == "backward":
-                recorder.prefix = self._prefixes.pop() if self._prefixes else ""
+                interpreter.prefix = self._prefixes.pop() if self._prefixes else ""
             else:
-                recorder.prefix = recorder.find_prefix(arguments)
-                self._prefixes.append(recorder.prefix)
-            return recorder.boxed_run(arguments)
+                interpreter.prefix = interpreter.find_prefix(arguments)
+                self._prefixes.append(interpreter.prefix)
+            return interpreter.boxed_run(arguments)
 
         return compat.boxed(run)
 
 
-class Recorder(fx.Interpreter):
-    """Runs one graph, and measures what it quantizes."""
+class MeasuringInterpreter(fx.Interpreter):
+    """Runs one graph, and measures the tensors that it quantizes."""
 
     def __init__(self, gm: fx.GraphModule, sink: Sink) -> None:
         super().__init__(gm)
@@ -80,7 +80,7 @@ class Recorder(fx.Interpreter):
         self._weights = _weights(gm.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node; what a quantize node reads is measured."""
+        """The value of a node; measures the operand of a quantize node."""
         names = self.names.get(n, ())
         if names:
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
@@ -90,9 +90,9 @@ class Recorder(fx.Interpreter):
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """The path from the model to the part of it that runs with these arguments.
+        """The path of the part of the model that runs with these arguments.
 
-        That is what the model's name of a weight has before the name that the graph has for it.
+        It is the path of a weight's module in the model without its path in the graph.
         """
         for index, module in self._weights:
             path = self.sink.module_of(arguments[index])
@@ -101,18 +101,19 @@ class Recorder(fx.Interpreter):
         return ""
 
 
-def quantized_by(g: fx.Graph) -> dict[fx.Node, list[Quantized]]:
-    """What each quantize node of a graph quantizes, an operand of several layers by all its names.
+def quantized_by(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
+    """The tensors that each quantize node of a graph quantizes, by name.
 
-    Of several values that one module saves of one operator, all but the first are numbered.
+    An operand of several layers has several names. If a module saves several values of the same
+    operator, all but the first are numbered.
     """
-    found: dict[fx.Node, list[Quantized]] = {}
+    found: dict[fx.Node, list[TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}
     for node in g.nodes:
         if graph.is_call(node, fp8.quantize.default):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
         elif graph.is_call(node, fp8.quantize_groups.default) and node.args[4:] in ((), (0,)):
-            # Codes that are packed in several planes are measured where they begin.
+            # Codes that are packed in several planes are measured at the first plane.
             module, tensor = graph.module_path(node), f"saved {operator_name(_value(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
@@ -120,7 +121,7 @@ def quantized_by(g: fx.Graph) -> dict[fx.Node, list[Quantized]]:
             continue
         format, dtype = str(node.args[2]), graph.tensor(_value(node)).dtype
         if not FORMATS[format].lossless:
-            found[node] = [Quantized(*n, _scales(node), format, dtype) for n in names]
+            found[node] = [TensorName(*n, _scales(node), format, dtype) for n in names]
     return found
 
 
@@ -129,20 +130,20 @@ def _value(node: fx.Node) -> fx.Node:
 
 
 def _scales(node: fx.Node) -> str:
-    """What shares a scale, for people."""
+    """The elements that share a scale, as text: `tensor`, `row` or `1×128`."""
     if graph.is_call(node, fp8.quantize_groups.default):
         return f"1×{node.args[3]}"
     return "row" if graph.tensor(node.args[1]).ndim else "tensor"  # type: ignore[arg-type]
 
 
 def _group(node: fx.Node, x: Tensor) -> int:
-    """How many elements of a row share a scale."""
+    """Number of elements of a row that share a scale."""
     is_grouped = graph.is_call(node, fp8.quantize_groups.default)
     return int(node.args[3]) if is_grouped else x.shape[-1]  # type: ignore[arg-type]
 
 
 def _weights(g: fx.Graph) -> list[tuple[int, str]]:
-    """Inputs of a graph that are weights of linear layers, with the paths of those."""
+    """Positions of the inputs that are weights of linear layers, with the layers' paths."""
     placeholders = [n for n in g.nodes if n.op == "placeholder"]
     return [
         (placeholders.index(weight), module)

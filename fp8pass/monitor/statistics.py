@@ -1,4 +1,4 @@
-"""What is measured of a quantized tensor: sums that stay on its device, and a row made of them."""
+"""The statistics of a quantized tensor: sums on its device, and the row computed from them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from fp8pass.dialect.coding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Elements measured at once. On a GPU this bounds what a sampled step allocates besides, some ten
-# times as many bytes; on a CPU it is what its caches hold.
+# Elements measured at once. On a GPU this limits the extra memory of a sampled step, about ten
+# bytes an element; on a CPU the temporaries fit into the caches.
 CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
-    """A tensor that a graph quantizes.
+class TensorName:
+    """The name of a tensor that a graph quantizes, and how it is quantized.
 
     Attributes:
         module: path of the module in the graph.
         tensor: `input`, `weight` or `gradient` of a linear layer, or `saved` and the operator whose
             result is kept for the backward.
-        scales: what shares a scale: `tensor`, `row`, or groups along rows, `1×128`.
+        scales: the elements that share a scale: `tensor`, `row`, or groups of a row, `1×128`.
         format: name of the format.
-        dtype: of the values before they are quantized.
+        dtype: dtype of the values before quantization.
     """
 
     module: str
@@ -43,15 +43,16 @@ class Row:
 
     Attributes:
         step: number of the optimizer step, from 0.
-        module, tensor, scales, format, dtype: as in `Quantized`; `module` is the path in the model.
-        elements: measured, over all uses in the step (micro-batches, modules called repeatedly).
+        module: path of the module in the model.
+        tensor, scales, format, dtype: as in `TensorName`.
+        elements: number of elements, over all uses in the step (micro-batches, repeated calls).
         amax: largest finite magnitude before quantization.
         saturated: share of the elements whose code is the format's largest. Scales are made just in
             time, so that every tensor, row or group that is not all zeros has at least one.
         underflow: share of the elements other than zero whose code is zero.
         sqnr_db: signal to quantization noise, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite
             elements. Infinite without noise; NaN where an Inf or NaN spoilt the scale of others.
-        nonfinite: how many elements are Inf or NaN.
+        nonfinite: number of elements that are Inf or NaN.
     """
 
     step: int
@@ -72,18 +73,18 @@ COLUMNS = tuple(f.name for f in fields(Row))
 
 
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
-    """Statistics of `x`, of which each `group` elements in a row share one of `scale`.
+    """Statistics of `x` quantized in groups.
 
     Args:
         x: any shape; `group` divides its last dimension.
         scale: one for each group in order, or one for all.
         fmt: the format, not a lossless one.
-        group: elements that lie behind each other and share a scale.
+        group: number of consecutive elements that share a scale.
 
     Returns:
-        float64 [8] on the device of `x`, nothing of which was waited for: amax, and the numbers of
-        elements, of those not zero, with the largest code, flushed to zero and not finite, then the
-        energies of signal and noise.
+        float64 [8] on the device of `x`, without waiting for it: amax; the numbers of elements, of
+        nonzero elements, of largest codes, of elements flushed to zero and of nonfinite elements;
+        the energies of signal and noise.
     """
     groups = x.detach().reshape(-1, group)
     scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
@@ -97,7 +98,7 @@ def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
 
 def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     finite = x.isfinite()
-    # In units of the scale, in which fp32 holds the squares of every value that counts.
+    # In units of the scale fp32 holds the squares of all values that matter.
     scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
     codes = decode(encode(scaled, fmt), fmt)
     nonzero = finite & (x != 0)
@@ -117,12 +118,12 @@ def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def merged(a: Tensor, b: Tensor) -> Tensor:
-    """The statistics of two tensors together: the larger amax, and sums."""
+    """The statistics of two tensors together: the larger amax, and the sums of the others."""
     return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 
-def row_of(step: int, module: str, name: Quantized, totals: list[float]) -> Row:
-    """The statistics of a tensor as people read them."""
+def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row:
+    """The row of a tensor, with shares and decibels computed from its sums."""
     amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
     return Row(
         step=step,

@@ -1,4 +1,4 @@
-"""Where samples go: a CSV file, TensorBoard."""
+"""Writers of samples: to a CSV file, to TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CsvWriter:
     """Appends to a CSV file, a line for each tensor and sample.
 
     Raises:
-        ConfigError: the file exists and holds something else.
+        ConfigError: the file exists and was not written by a Monitor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,7 +33,7 @@ class CsvWriter:
             return file.readline().rstrip("\r\n")
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append rows; below a header if they are the first."""
+        """Append rows; the header first if the file is empty."""
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
@@ -41,18 +41,18 @@ class CsvWriter:
             writer.writerows(asdict(row) for row in rows)
 
     def close(self) -> None:
-        """Nothing is left open between samples."""
+        """Do nothing: the file is not left open between samples."""
 
 
 class TensorBoardWriter:
     """Writes scalars named `fp8pass <statistic>/<module> <tensor> <scales>`, finite ones only.
 
     Args:
-        target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which stays the caller's.
+        target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
 
     Raises:
-        ConfigError: it is neither.
-        ImportError: a folder, and tensorboard is not installed.
+        ConfigError: `target` is neither.
+        ImportError: `target` is a folder, and tensorboard is not installed.
     """
 
     def __init__(self, target: Any) -> None:
@@ -73,7 +73,7 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close a writer that was opened here."""
+        """Close the writer if it was opened here."""
         if self._owned:
             self._writer.close()
 

@@ -1,16 +1,17 @@
-"""Optimizers whose states take a byte an element: `fp8pass.optim.AdamW` for `torch.optim.AdamW`.
+"""An optimizer whose states take a byte an element: `AdamW` in place of `torch.optim.AdamW`.
 
-    formats.py     how a moment or a master weight is stored
-    groups.py      1×G groups of values to codes and back, with Dynamic Range Expansion
-    rounding.py    weights and second moments rounded stochastically
-    options.py     what a user chooses, checked
-    slots.py       a parameter's stored states
-    update.py      the update, in vectorized PyTorch
-    kernel.py      the same as Triton source, one kernel for all parameters
-    fused.py       what the kernel is launched with
-    adamw.py       the optimizer
-    checkpoint.py  states of other formats and of torch.optim.AdamW
-    backward.py    `attach`: updates within the backward
+    state_formats.py  formats of moments and master weights
+    groups.py         1×G groups of values to codes and back, with Dynamic Range Expansion
+    rounding.py       stochastic rounding of weights and second moments
+    options.py        the options of a parameter group, checked, and presets
+    slots.py          the stored states of a parameter
+    update.py         the update, in vectorized PyTorch
+    functions.py      Triton functions of the fused update
+    kernel.py         the fused update as Triton source, one kernel for all parameters
+    fused.py          the launch of the kernel: its tables and arguments
+    adamw.py          the optimizer
+    checkpoint.py     states of other formats and of torch.optim.AdamW, converted
+    backward.py       `attach`: updates within the backward
 
 COAT section 4, FP8-LM section 2.2, LLMQ section 3.
 """

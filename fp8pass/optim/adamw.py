@@ -1,4 +1,4 @@
-"""The optimizer: which parameters are updated when, and PyTorch's protocols around that."""
+"""The optimizer: it selects the parameters to update, and follows PyTorch's protocols."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from fp8pass.optim.update import update
 class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT 4).
 
-    All options but the moments' formats and the weights mean what they mean there, and can be set
-    for each parameter group. `foreach`, `fused` and `capturable` are taken and change nothing:
-    there is one implementation for a device, and on CUDA it is both of the latter.
+    Options have the meaning that they have there, apart from the formats of moments and weights,
+    and can be set for each parameter group. `foreach`, `fused` and `capturable` are accepted and
+    change nothing: each device has one implementation, on CUDA a fused and capturable one.
 
     Args:
         params: parameters in float32, bfloat16 or float16, or groups of them.
         lr: learning rate, a number or a tensor of one element.
         betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, times `lr`.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by `lr`.
         amsgrad: must be False.
         preset: `coat`, or `fp8-lm`: first moment FP8, second moment and master weights FP16.
-        first_moment: format, of the preset unless given: `e4m3`, `e5m2` or `de8` (8-bit dynamic
+        first_moment: format, by default that of the preset: `e4m3`, `e5m2` or `de8` (8-bit dynamic
             exponent), each also with `+expand`, `fp16`, `bf16`, `fp32`.
-        second_moment: the same. In FP8 and FP16 it is rounded up or down at random: to nearest it
-            would not follow gradients that become smaller where `betas[1]` is near 1.
-        weights: what becomes of an update that 16-bit parameters cannot hold. `stochastic`: BF16
-            is rounded up or down at random, so that it is there on average (FP16 to nearest).
-            `nearest`: it is lost. `fp32`, `fp16`: it goes into a master copy.
-        group_size: consecutive elements that share a scale, a power of two.
-        seed: of the random rounding.
-        maximize: whether to go up instead of down.
+        second_moment: the same. In FP8 and FP16 it is rounded stochastically: rounded to nearest it
+            would not follow gradients that become smaller if `betas[1]` is near 1.
+        weights: how 16-bit parameters get updates smaller than their precision. `stochastic`: BF16
+            is rounded stochastically, so that the update is there on average (FP16 is rounded to
+            nearest). `nearest`: the update is lost. `fp32`, `fp16`: a master copy gets it.
+        group_size: number of consecutive elements that share a scale, a power of two.
+        seed: seed of stochastic rounding.
+        maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:
-        ConfigError: an option has a value that it cannot have, or a parameter cannot be optimized.
+        ConfigError: an option has an invalid value, or a parameter cannot be optimized.
     """
 
     # Asks GradScaler for `grad_scale` and `found_inf` instead of unscaled gradients.
@@ -87,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Drop what was derived from parameters and states."""
+        """Drop everything that was derived from parameters and states."""
         self._numbers: dict[Tensor, int] = {}
         self._constants: dict[Any, Tensor] = {}
         self._fused: dict[tuple[int, ...], tuple[Any, FusedUpdate]] = {}
@@ -96,7 +96,7 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with options of their own.
 
         Raises:
-            ConfigError: as the optimizer itself does.
+            ConfigError: an option has an invalid value, or a parameter cannot be optimized.
         """
         super().add_param_group(param_group)
         try:
@@ -107,7 +107,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns what `closure` does.
+        """Update all parameters that have a gradient; returns the result of `closure`.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -151,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
                 update(slots, gradients, group, control[0])
 
     def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
-        """What gradients are multiplied with, and whether GradScaler found infinite ones."""
+        """fp32 [2]: the factor of gradients, and whether GradScaler found infinite gradients."""
         key = device, bool(group["maximize"])
         if key not in self._constants:
             sign = -1.0 if group["maximize"] else 1.0
@@ -167,16 +167,16 @@ class AdamW(torch.optim.Optimizer):
     def _fused_update(
         self, group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> FusedUpdate:
-        """What updates these parameters, prepared anew if they or their gradients changed."""
+        """The fused update of these parameters, prepared again if they or gradients changed."""
         key = tuple(map(id, parameters))
         pointers = [local(p).data_ptr() for p in parameters]
         signature = (pointers, [g.dtype for g in gradients], Storage.of(group))
         found = self._fused.get(key)
         if found is None or found[0] != signature:
             slots = self._slots(group, parameters)
-            # Another set of parameters with one of these has counts that are no longer theirs.
-            others = [other for other in self._fused if not set(key).isdisjoint(other)]
-            for other in others:
+            # It takes over the steps of its parameters: sets that share one with it are outdated.
+            overlapping = [other for other in self._fused if not set(key).isdisjoint(other)]
+            for other in overlapping:
                 del self._fused[other]
             states = [self.state[p] for p in parameters]
             prepared = FusedUpdate(slots, states, gradients, Storage.of(group))
@@ -184,6 +184,7 @@ class AdamW(torch.optim.Optimizer):
         return found[1]
 
     def _slots(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> list[Slot]:
+        """The slots of parameters; their states are created if they have none."""
         storage = Storage.of(group)
         slots = []
         for parameter in parameters:
@@ -194,23 +195,23 @@ class AdamW(torch.optim.Optimizer):
         return slots
 
     def _number(self, parameter: Tensor) -> int:
-        """The place of a parameter among all of the optimizer."""
+        """The number of a parameter among all of the optimizer."""
         if parameter not in self._numbers:
             everything = (p for group in self.param_groups for p in group["params"])
             self._numbers = {p: i for i, p in enumerate(everything)}
         return self._numbers[parameter]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint, of this optimizer in any format or of `torch.optim.AdamW`.
+        """Load a checkpoint of this optimizer, in any format, or of `torch.optim.AdamW`.
 
         States are converted to the formats of this optimizer; other options are the checkpoint's.
 
         Raises:
-            ConfigError: it is of another optimizer, or of parameters of other shapes.
-            ValueError: it has other parameter groups.
+            ConfigError: the checkpoint is of another optimizer, or of parameters of other shapes.
+            ValueError: the checkpoint has other parameter groups.
         """
-        # PyTorch casts states to the dtype of their parameter unless it does not know whose they
-        # are. As the last hook, so that those of users see the checkpoint.
+        # PyTorch would cast states to the dtype of their parameter, which the hook hides. It runs
+        # last, so that hooks of users see the checkpoint as it is.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
         try:
             super().load_state_dict(state_dict)

@@ -1,8 +1,8 @@
 """The optimizer in the backward: each parameter is updated as soon as its gradient is final.
 
-Its gradient is freed before the next one is made, so that gradients never take memory together.
-Over several backwards they add up in a buffer of 8 bits an element (AGoQ 5): decoded, added in
-fp32, and coded again in groups.
+The gradient is freed before the next one is computed, so that gradients never take memory together.
+Gradients of several backwards are accumulated in a buffer of 8 bits an element (AGoQ 5): decoded,
+added in fp32, and encoded again in groups.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ GROUP_SIZE = 128
 
 @dataclass
 class Accumulated:
-    """A sum of gradients, in groups: its codes, and after how many backwards."""
+    """A sum of gradients, stored in groups, and the number of backwards that it sums."""
 
     format: StateFormat
     stored: Stored | None = None
     count: int = 0
 
     def add(self, gradient: Tensor) -> Tensor:
-        """The sum with `gradient`, in fp32 rows."""
+        """The sum including `gradient`, in fp32 rows."""
         rows = to_rows(gradient, GROUP_SIZE, torch.float32)
         if self.stored is not None:
             rows += decode(self.stored, self.format)
@@ -47,7 +47,7 @@ class Accumulated:
         self.stored = encode(rows, self.format)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start a new sum."""
         self.stored, self.count = None, 0
 
 
@@ -70,8 +70,9 @@ class Attached:
                 attached.remove(self)
 
 
-# Keeps optimizers as long as a module that owns one of their parameters. Hooks cannot: the garbage
-# collector does not see what they hold, and a parameter whose hook leads back to it is never freed.
+# Keeps optimizers alive as long as a module that owns one of their parameters. Hooks cannot: the
+# garbage collector does not see the objects that they hold, so that a parameter whose hook refers
+# back to it would never be freed.
 _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
@@ -84,18 +85,18 @@ def attach(
         fp8pass.optim.attach(model, optimizer)
 
     Learning rate schedules and checkpoints work as before, and `optimizer.step()` finds nothing to
-    do. What needs all gradients at once does not work: clipping by their common norm, and
+    do. Methods that need all gradients at once do not work: clipping by their common norm, and
     `torch.amp.GradScaler`.
 
     Args:
-        model: a parameter used several times is updated once.
-        optimizer: of all parameters of `model` that are trained.
-        accumulate: update in every n-th backward, by the sum of the gradients since the last one.
+        model: the module to train. A parameter that it uses several times is updated once.
+        optimizer: the optimizer of all parameters of `model` that are trained.
+        accumulate: update in every n-th backward, by the sum of gradients since the last update.
         buffer: format of that sum: `e4m3`, `e5m2` or `de8`.
 
     Raises:
-        ConfigError: the optimizer is another one or lacks a parameter, the model's gradients are
-            reduced over ranks, or an option has a value it cannot have.
+        ConfigError: the optimizer is no `fp8pass.optim.AdamW` or lacks a parameter, the model's
+            gradients are reduced over ranks, or an option has an invalid value.
     """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
@@ -108,7 +109,7 @@ def attach(
             "same parameters."
         )
     _check_nothing_reduces_later(model)
-    # Their numbers: a checkpoint that is loaded puts other groups in their place.
+    # Numbers instead of the groups, which loading a checkpoint replaces.
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if missing := [name for name, p in trained.items() if p not in groups]:
@@ -133,6 +134,7 @@ def attach(
 
 
 def _check_nothing_reduces_later(model: nn.Module) -> None:
+    """Raise ConfigError if a module of `model` reduces gradients over ranks after the hooks."""
     kinds: list[Any] = [nn.parallel.DistributedDataParallel]
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -1,4 +1,4 @@
-"""States of other formats, and of `torch.optim.AdamW`, converted to those of an optimizer."""
+"""States in other formats, or of `torch.optim.AdamW`, converted to an optimizer's formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """Whose state it is: the parameter, its options, and those that its state was saved with."""
+    """A key that hides a parameter from PyTorch: with its options, and those of the checkpoint."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -37,10 +37,10 @@ class Hidden:
 
 
 def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint with states that PyTorch leaves alone, and the optimizer's own storage.
+    """The checkpoint with `Hidden` keys, so that PyTorch does not cast states, and own storage.
 
     Raises:
-        ConfigError: the checkpoint has what AdamW without AMSGrad cannot go on with.
+        ConfigError: the checkpoint was made with AMSGrad.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if any(group.get("amsgrad") for group in saved_groups):
@@ -55,16 +55,16 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
                 states[Hidden(parameter, own, saved)] = states.pop(key)
-    # Of groups that PyTorch will find missing or left over.
+    # Groups without a counterpart, about which PyTorch raises an error.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
 
 
 def converted(values: Mapping[str, Any], hidden: Hidden) -> State:
-    """A parameter's state out of a checkpoint, in the optimizer's formats and on its device.
+    """A parameter's state from a checkpoint, in the optimizer's formats and on its device.
 
     Raises:
-        ConfigError: it is of another optimizer, or of a parameter of another shape.
+        ConfigError: the state is of another optimizer, or of a parameter of another shape.
     """
     parameter, storage = hidden.parameter, Storage.of(hidden.group)
     saved = Storage.of(hidden.saved_group) if STORAGE[0] in hidden.saved_group else None
@@ -74,13 +74,13 @@ def converted(values: Mapping[str, Any], hidden: Hidden) -> State:
     for name, format in storage.states(parameter.dtype).items():
         found = saved and saved.states(parameter.dtype).get(name)
         if saved and found == format and saved.group_size == storage.group_size:
-            state |= _taken_over(name, values, parameter, format, storage.group_size)
+            state |= _copied(name, values, parameter, format, storage.group_size)
             continue
         if name in values:
             size = saved.group_size if saved else 0
             decoded = _decoded(name, values, parameter, found or None, size)
         else:
-            decoded = local(parameter)  # there was no master copy yet
+            decoded = local(parameter)  # the checkpoint has no master copy
         state |= stored_state(name, decoded, parameter, format, storage.group_size)
     return state
 
@@ -101,10 +101,10 @@ def _check(values: Mapping[str, Any], parameter: Tensor) -> None:
             )
 
 
-def _taken_over(
+def _copied(
     name: str, values: Mapping[str, Any], parameter: Tensor, format: StateFormat, group_size: int
 ) -> State:
-    """The entries of a state in the same format, bit by bit."""
+    """The entries of a state that keeps its format, bit by bit."""
     device = parameter.device
     state = {name: like_parameter(_copy(values[name], device), parameter)}
     for part in format.parts:
@@ -120,7 +120,7 @@ def _decoded(
     format: StateFormat | None,
     group_size: int,
 ) -> Tensor:
-    """The values of the local shard; without a format they are saved as they are."""
+    """The values of the local shard; without a format they were saved as they are."""
     codes = _copy(values[name], parameter.device)
     if format is None or not format.grouped:
         return codes

@@ -1,4 +1,4 @@
-"""Triton functions of the fused update, beside those of `codegen/prelude.py`."""
+"""Triton functions of the fused update, in addition to those of `codegen/kernels/prelude.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
 
 
 class Axes(NamedTuple):
-    """Which axes of a tile are its rows, groups each, and which the parts of groups.
+    """The order of a tile's axes: rows, which are groups, and parts of groups.
 
     Attributes:
-        each_row, each_part: what makes a tile of what each row or part has, in Triton.
-        part: the number of the axis.
+        each_row, each_part: index that broadcasts values of rows or parts to a tile, in Triton.
+        part: the number of the axis of parts.
     """
 
     each_row: str
@@ -25,10 +25,10 @@ class Axes(NamedTuple):
 
 @cache
 def axes() -> Axes:
-    """Those for which each thread has elements of all parts.
+    """The order of axes for which each thread has elements of all parts.
 
-    Threads lie along the axis with the longest vectors first. Of the others, which have none,
-    Triton takes the first one next until 3.6, and since then the last one.
+    Triton distributes threads along the axis with the longest vectors first. The other two have no
+    vectors; until 3.6 Triton takes the first of them next, since then the last.
     """
     import triton
 
@@ -38,7 +38,7 @@ def axes() -> Axes:
 
 
 class Quotient(NamedTuple):
-    """Constants of `quotient`, and its first guess at the reciprocal of one."""
+    """Constants of `quotient`, and its first approximation of the reciprocal of one."""
 
     magic: int
     linear: float
@@ -54,7 +54,7 @@ _INSTRUCTIONS = {
         f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
     ),
     "root": Instructions("sqrt.approx.ftz.f32 $0, $1;", "tl.sqrt(x)"),
-    # In [0, 1], and 0 where it is NaN.
+    # Clamped to [0, 1]; NaN becomes 0.
     "saturated": Instructions("mul.sat.f32 $0, $1, 0f3F800000;", "tl.where(x > 0, x, 0.0)"),
     "with_sign": Instructions(
         "lop3.b32 $0, $1, $2, 0x80000000, 0xF8;",
@@ -62,7 +62,7 @@ _INSTRUCTIONS = {
         parameters="x, of",
         registers="=f,f,r",
     ),
-    # The halves of a product of 64 bits, one upon the other.
+    # The xor of the two halves of a 64-bit product.
     "folded": Instructions(
         "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2;"
         " mov.b64 {low, high}, product; xor.b32 $0, low, high; }",
@@ -72,8 +72,7 @@ _INSTRUCTIONS = {
         registers="=r,r,r",
         dtype="int32",
     ),
-    # Rounded by the upper halves of bits. NaN would wrap around: what is rounded together with one
-    # is truncated.
+    # Rounded by the upper halves of `bits`. NaN would wrap around: a pair with a NaN is truncated.
     "stochastic": Instructions(
         "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
         " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
@@ -86,7 +85,7 @@ _INSTRUCTIONS = {
         dtype="bfloat16",
         pack=2,
     ),
-    # Of each number the byte at `shift` of its upper half.
+    # The byte at `shift` in the upper half of each number.
     "upper_bytes": Instructions(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
         " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
@@ -96,7 +95,7 @@ _INSTRUCTIONS = {
         dtype="uint8",
         pack=4,
     ),
-    # What the compiler believes to be another number.
+    # The same number, which the compiler cannot know to be the same.
     "unknown": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widened": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
@@ -119,8 +118,8 @@ def mix(x):
     return x ^ (x >> 16 & 0xFFFF)
 
 
-# A hash for two neighbours: as it is for one, with its halves exchanged for the other, and these
-# again with their halves exchanged. Joined, it is taken once.
+# Two neighbours share a hash, which is computed once; its halves are exchanged for the second. The
+# second result is the first one with its halves exchanged.
 @triton.jit
 def random_bits(key, pair):
     x = key + pair
@@ -134,16 +133,16 @@ def neighbours(a, b):
     return tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * a.shape[2]))
 
 
-# FACTOR makes the format's subnormal numbers those of fp32, so that codes are the upper bits of
-# numbers, from SHIFT on, and the others are what rounding decides about.
+# FACTOR maps the format's subnormal numbers to those of fp32, so that the bits of a number from
+# SHIFT on are its code, and the bits below decide about rounding.
 @triton.jit
 def dithered(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     noise = bits.to(tl.uint32, bitcast=True) >> (32 - SHIFT)
     return bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)
 
 
-# The exponent alone says what the reciprocal is, but for a twentieth; with these constants 3.3e-5
-# are left of it. The unit for reciprocals is what the update waits for.
+# Negating the exponent gives the reciprocal up to a twentieth; a step with these constants reduces
+# the error to 3.3e-5. The hardware's reciprocal unit would be the bottleneck of the update.
 @triton.jit
 def quotient(x, y, linear, constant):
     inverse = ({magic} - bits_of(y)).to(tl.float32, bitcast=True)
@@ -151,7 +150,7 @@ def quotient(x, y, linear, constant):
     return x * inverse * (error * error + constant)
 
 
-# Of the groups of a tile.
+# The largest and smallest number of each group of a tile.
 @triton.jit
 def highest(x):
     return tl.reduce(tl.reduce(x, {part}, largest), 1, largest)
@@ -172,7 +171,7 @@ def of_groups(x, amax, ZERO: tl.constexpr, not_finite):
     return tl.where(amax == ZERO, 1.0, tl.where(amax < float("inf"), x, not_finite))
 
 
-# Accesses are of eight elements or of 16 bytes, so that codes lie in registers as numbers do.
+# Accesses are of eight elements or of 16 bytes, so that codes have the register layout of numbers.
 @triton.jit
 def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
     pointer = tl.load(table).to(tl.pointer_type(ELEMENT))
@@ -182,7 +181,7 @@ def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 def functions() -> str:
-    """The source of all."""
+    """The source of all functions."""
     return assembled(_INSTRUCTIONS) + _REST.format(
         first=FIRST_FACTOR,
         second=SECOND_FACTOR,

@@ -1,8 +1,8 @@
-"""The fused update of many parameters: a launch of the kernel for all of a dtype.
+"""The fused update of many parameters: one launch of the kernel for all parameters of a dtype.
 
-What the kernel needs to know of parameters and states, where they lie and which program updates
-what, is put into tables on the device once. A step adds one to the counts, computes the factors,
-looks whether gradients lie elsewhere, and launches: nothing waits for the GPU.
+The addresses of parameters and states, and the parameter that each program updates, are written
+into tables on the device once. A step increments the step counts, computes the factors, updates
+the gradients' addresses if they changed, and launches the kernel. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import Slot, State
 from fp8pass.optim.update import factors
 
-# Of pointers, in bytes, and of sizes, in elements: what lets a thread read vectors.
+# Alignment of pointers, in bytes, and of sizes, in elements, with which threads read vectors.
 ALIGNMENT = 16
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """The reason why updates on `device` are not fused, None where they are."""
+    """The reason why updates on `device` are not fused; None if they are."""
     return hardware.why_no_triton_kernels(device)
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Chunks of parameters that one launch updates.
+class UpdateLaunch:
+    """One launch of the kernel; each program updates a chunk of a parameter.
 
     Attributes:
         kernel: the Triton function.
-        parameter_of: the column of the parameter that a program updates, int32 [programs].
+        parameter_of: the tables' row of the parameter that a program updates, int32 [programs].
         aligned: whether parameters and states may be read in vectors.
     """
 
@@ -54,8 +54,8 @@ class FusedUpdate:
 
     Args:
         slots: the parameters, of one dtype on one device, contiguous.
-        states: their entries in the optimizer's state, which get views of common step counts.
-        gradients: of the dtypes that those of all steps have.
+        states: their entries in the optimizer's state, whose steps become views of one tensor.
+        gradients: gradients with the dtypes of those in all steps.
         storage: how their states are stored.
     """
 
@@ -76,7 +76,7 @@ class FusedUpdate:
         self.numbers = self._tensor([s.number for s in slots], torch.int32)
         self.tables = self._tables(slots)
         self.gradients = torch.zeros_like(self.sizes)
-        # Replays of a CUDA graph read it again: nothing else may be written there.
+        # Replays of a CUDA graph read it again, so that nothing else may be written to it.
         self.captured = torch.empty(
             len(slots), dtype=torch.int64, pin_memory=self.device.type == "cuda"
         )
@@ -87,11 +87,11 @@ class FusedUpdate:
         self.dynamic = [self._dynamic(format) for format in (storage.first, storage.second)]
 
     def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
-        """Update by gradients times `control[0]`, or do nothing if `control[1]` is not 0."""
-        self._look_at(gradients)
+        """Update with gradients times `control[0]`; do nothing if `control[1]` is not 0."""
+        self._set_gradients(gradients)
         self.steps.add_(1 - control[1])
         table = torch.stack(factors(group, self.steps))
-        beta1, beta2 = map(float, group["betas"])  # Triton compiles for each int there is
+        beta1, beta2 = map(float, group["betas"])  # Triton would compile again for an int
         with self._device():
             for launch in self.launches:
                 launch.kernel[(len(launch.parameter_of),)](
@@ -120,13 +120,13 @@ class FusedUpdate:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _dynamic(self, format: Any) -> tuple[Tensor, Tensor]:
-        """Values and boundaries of a dynamic format, or what stands in for them."""
+        """Values and boundaries of a dynamic format; unused tensors for other formats."""
         if not format.values:
             return self.steps, self.steps
         return groups.values_of(format, self.device), groups.boundaries(format, self.device)
 
     def _tables(self, slots: Sequence[Slot]) -> Tensor:
-        """Where each parameter and what is stored of it lie, [parameters, columns]."""
+        """Addresses of each parameter and of its states' tensors, int64 [parameters, columns]."""
         rows = {PARAMETER: [s.parameter.data_ptr() for s in slots]}
         for name, format in self.storage.states(slots[0].parameter.dtype).items():
             rows[name] = [s.states[name].codes.data_ptr() for s in slots]
@@ -134,7 +134,7 @@ class FusedUpdate:
                 rows[f"{name}_{part}"] = [getattr(s.states[name], part).data_ptr() for s in slots]
         return self._tensor([rows[name] for name in self.columns], torch.int64).t().contiguous()
 
-    def _launches(self, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> list[Launch]:
+    def _launches(self, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> list[UpdateLaunch]:
         batches: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _aligned(slot)].append(i)
@@ -149,21 +149,21 @@ class FusedUpdate:
                 columns = self._tensor(members, torch.int32)
                 parameter_of = columns.repeat_interleave(self._tensor(counts, torch.int64))
                 function = kernel(self.storage, slots[0].parameter.dtype, dtype)
-                launches.append(Launch(function, parameter_of, aligned))
+                launches.append(UpdateLaunch(function, parameter_of, aligned))
         self.first_chunk.copy_(self._tensor(first_chunk, torch.int32))
         return launches
 
-    def _look_at(self, gradients: Sequence[Tensor]) -> None:
-        """Note where gradients lie."""
+    def _set_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Write the gradients' addresses to the device if they changed."""
         pointers = [g.data_ptr() for g in gradients]
         if pointers == self.pointers:
             return
         self.pointers = pointers
         self.gradients_aligned = all(pointer % ALIGNMENT == 0 for pointer in pointers)
-        where = torch.tensor(pointers, dtype=torch.int64)
+        addresses = torch.tensor(pointers, dtype=torch.int64)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            where = self.captured.copy_(where)
-        self.gradients.copy_(where, non_blocking=True)
+            addresses = self.captured.copy_(addresses)
+        self.gradients.copy_(addresses, non_blocking=True)
 
     def _device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -1,16 +1,16 @@
 """Groups of values to codes and back, in fp32 and plain PyTorch, for any device.
 
-Values come as rows [R, G], a group each. Without expansion a value is `scale · code`, with `scale`
-so that the group's largest magnitude is the format's. With Dynamic Range Expansion (COAT 4.2) a
-power `k` bends the group around the format's middle `mid`, the geometric mean of its extremes:
+Each row of values [R, G] is a group. Without expansion a value is `scale · code`; `scale` makes the
+group's largest magnitude the format's. With Dynamic Range Expansion (COAT 4.2) a power `k` expands
+the group around the format's middle `mid`, the geometric mean of its smallest and largest number:
 
     code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
 
-`scale` is the geometric mean of the group's extremes, C of COAT G.4, which keeps powers within the
-range of fp32, and `k` makes the group's range the format's. Scale and power are stored in bf16, 2
-bytes each for a group, and codes are made with what is stored.
+`scale` is the geometric mean of the group's smallest and largest magnitude, C of COAT G.4, which
+keeps powers within the range of fp32, and `k` makes the group's range the format's. Scale and power
+are stored in bf16, 2 bytes each for a group; codes are computed with the stored ones.
 
-A group with a NaN or an infinity has the scale NaN, and so are all its values.
+A group with a NaN or an infinity has the scale NaN, so that all its values become NaN.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
 from fp8pass.optim.state_formats import StateFormat
 
 EXPONENT_BITS = 0x7F800000
-# A range beyond the square of the format's is cut at its lower end: smaller powers would coarsen
-# the whole group for the sake of its smallest values.
+# A range wider than the square of the format's is cut at its lower end: smaller powers would make
+# the codes of the whole group coarser for the sake of its smallest values.
 MIN_POWER = 0.5
 # Groups of nearly equal values need no finer codes, and larger powers amplify fp32's own errors.
 MAX_POWER = 64.0
-# Binades left free at each end of a format: errors of fp32's logarithms exceed neither.
+# Binades left free at each end of a format, so that errors of fp32 logarithms do not exceed it.
 SPARE = 2.0**-9
 
 
 class Stored(NamedTuple):
-    """A state as it is stored: codes [R, G], and bf16 [R] where the format has them."""
+    """A state as it is stored: codes [R, G], scales and powers bf16 [R] if the format has them."""
 
     codes: Tensor
     scale: Tensor | None = None
@@ -42,9 +42,9 @@ class Stored(NamedTuple):
 
 
 def encode(x: Tensor, format: StateFormat, noise: Tensor | None = None) -> Stored:
-    """fp32 rows `x` [R, G] in `format`, to the nearest code unless there is noise in [-1/2, 1/2).
+    """fp32 rows `x` [R, G] in `format`, rounded to nearest, or by `noise` in [-1/2, 1/2).
 
-    Numbers below fp32's normal ones are zero in a group of their like.
+    A group in which all numbers are subnormal in fp32 becomes zero.
     """
     if not format.grouped:
         return Stored(x.to(format.dtype))
@@ -61,7 +61,7 @@ def encode(x: Tensor, format: StateFormat, noise: Tensor | None = None) -> Store
 
 
 def decode(stored: Stored, format: StateFormat) -> Tensor:
-    """The fp32 values [R, G] behind a stored state."""
+    """The fp32 values [R, G] of a stored state."""
     codes, scale, power = stored
     if not format.grouped:
         return codes.float()
@@ -79,13 +79,13 @@ def decode(stored: Stored, format: StateFormat) -> Tensor:
 
 
 def boundaries(format: StateFormat, device: torch.device) -> Tensor:
-    """Between which values the codes of a dynamic format lie, fp32 [255], ascending."""
+    """The boundaries between the codes of a dynamic format, fp32 [255], ascending."""
     values = torch.tensor(format.values, dtype=torch.float64)
     return ((values[1:] + values[:-1]) / 2).float().to(device)
 
 
 def values_of(format: StateFormat, device: torch.device) -> Tensor:
-    """What the codes of a dynamic format mean, fp32 [256]."""
+    """The values of the codes of a dynamic format, fp32 [256]."""
     return torch.tensor(format.values, dtype=torch.float32, device=device)
 
 
@@ -110,13 +110,13 @@ def _expansion(magnitude: Tensor, amax: Tensor, format: StateFormat) -> tuple[Te
 
 
 def _of_groups(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Tensor:
-    """bf16 `x`, with other values for groups of zeros and those that are not finite."""
+    """`x` in bf16, replaced by `zero` for groups of zeros and `not_finite` for those not finite."""
     x = torch.where(amax.isfinite(), x, not_finite)
     return torch.where(amax == 0, zero, x).to(GROUP_SCALE_DTYPE)
 
 
 def _codes(x: Tensor, format: StateFormat, noise: Tensor | None) -> Tensor:
-    """The codes of `x`, already scaled."""
+    """The codes of scaled values `x`."""
     if not format.signed:
         x = torch.where(x > 0, x.clamp_min(format.min), x)
     if noise is not None:

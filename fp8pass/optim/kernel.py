@@ -1,11 +1,11 @@
 """The Triton source of the fused update: one kernel for all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile: it reads codes, scales, gradient and
-weights once, does in fp32 what `update.py` does, finds the new scales of its groups in registers,
-and writes. It is one warp, which waits for nobody, and asks for tiles ahead of time. Where
-everything lies it reads from tables of pointers. Formats and dtypes are written into the source;
-numbers that change between steps are read from memory, so that nothing is compiled twice and CUDA
-graphs can replay it.
+A program updates a chunk of one parameter, tile by tile. It reads codes, scales, gradient and
+weights once, computes the update of `update.py` in fp32, computes the new scales of its groups in
+registers, and writes. It is one warp, which needs no synchronization, and prefetches tiles. It
+reads addresses from tables of pointers. Formats and dtypes are written into the source; numbers
+that change between steps are read from memory, so that the kernel is compiled once and CUDA graphs
+can replay it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ from fp8pass.optim.options import Storage
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.update import SMALLEST_EPS
 
-# Elements of a program and of a tile, which has at least a group; tiles that are on their way.
-CHUNK = 16384
-TILE = 1024
-STAGES = 3
-# Of a group: each thread has elements of all.
-MAX_PARTS = 4
+CHUNK = 16384  # elements of a program
+TILE = 1024  # elements of a tile, which has at least one group
+STAGES = 3  # tiles that are prefetched
+MAX_PARTS = 4  # of a group; each thread has elements of all parts
 # The fastest on an H200, but for longer chunks: 1% for 7B, and fewer programs for a small model
 # (benchmarks/optimizer_sweep.py).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# Smaller ones count as zero: no finite second moment makes a divisor beyond 2^126 then. Where it is
-# infinite the quotient is not finite, as its group is from the next step on.
+# A smaller rate counts as zero, so that no finite second moment gives a divisor beyond 2^126. An
+# infinite one gives no finite quotient, and a group that is not finite from the next step on.
 SMALLEST_RATE = 2.0**-61
-# Columns of the table of pointers, beside those of states.
+# Columns of the table of pointers, in addition to those of states.
 PARAMETER, GRADIENT = "parameter", "gradient"
 
 _TYPES = {
@@ -65,7 +63,7 @@ def adamw(
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     begin = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {chunk}
-    # A thread has eight numbers of each part of a group, 16 bytes in BF16.
+    # A thread has eight numbers of each part of a group: 16 bytes in BF16.
     row = tl.arange(0, {rows})
     part = tl.arange(0, {parts}){each_part}
     of_part = part * {length}
@@ -79,7 +77,7 @@ def adamw(
     for first in tl.range(0, left, {tile}, num_stages={stages}):
         place = first + in_tile
         there = place < left - of_part
-        # Results are located anew, or pointers of all tiles on their way would wait in registers.
+        # Addresses of results are computed again: registers would hold those of prefetched tiles.
         result = unknown(first // {tile}) * {tile} + in_tile
         result_there = result < left - of_part
         group = first // {group} + row
@@ -93,12 +91,12 @@ of_first = tl.load(control) * complement1
 of_second = tl.load(control) * root(complement2)
 decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
-# The root of the second moment is not corrected, but all that it is compared with.
+# Instead of correcting the root of the second moment, the inverse factor scales the other terms.
 uncorrected = 1.0 / tl.load(factors + 2 * count + number)
 rate = rate * uncorrected
 least = tl.maximum(eps, {least!r}) * uncorrected
 """
-# A rate of zero divides nothing: one is the divisor, and of what is finite the quotient is zero.
+# For a rate of zero the divisor is one, and the quotient of finite numbers zero.
 _INVERSE_RATE = """
 moves = tl.abs(rate) > {smallest_rate!r}
 inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
@@ -119,28 +117,28 @@ exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
 """
-# A code is off by more than this quotient, whose divisor has the rate in it.
+# The error of this quotient is below that of the codes. Its divisor includes the rate.
 _STEP = """
 divisor = root(exp_avg_sq) * inverse_rate + least
 {weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
 """
 _EXACT_STEP = "{weights} = {weights} * decay - rate * (exp_avg / (root(exp_avg_sq) + least))"
 
-# Triton copies tiles ahead of time, but nothing of less than four bytes, as scales and powers are.
+# Triton prefetches tiles, but no loads of less than four bytes, as those of scales and powers.
 _ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
 _READ = """
 {x}_at = {x}_first + group
 {x} = {x}_next.to(tl.float32)
 {x}_next = tl.load({x}_at + {rows}, any_next, other=1.0)
 """
-# scale · (code / middle)^(1/k), with all that a group shares in the exponent.
+# scale · (code / middle)^(1/k); the exponent has the terms that are the same for a group.
 _ROOT = """
 {x}_inverse = reciprocal({x}_power)
 {x}_offset = log2_of_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
 {x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse{each_row} + {x}_offset{each_row})
 """
 
-# Numbers below fp32's normal ones do not count, and are zero in a group of their like.
+# A group in which all numbers are subnormal in fp32 becomes zero.
 _AMAX = """
 {x}_amax = highest(tl.abs({x}))
 {x}_amax = tl.where({x}_amax < {tiny!r}, 0.0, {x}_amax)
@@ -150,7 +148,7 @@ _PLAIN_SCALE = """
 {x}_scale = of_groups({x}_scale, {x}_amax, 0.0, float("nan"))
 {x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
 """
-# middle · (|x| / scale)^k likewise. The log of zero is in no minimum: it times zero is NaN.
+# middle · (|x| / scale)^k, likewise. `finite` is NaN for zeros, which the minimum ignores.
 _EXPANSION = """
 {x}_log = log2_of_magnitude({x})
 {x}_high = highest({x}_log)
@@ -170,7 +168,7 @@ _SIGNED_CODES = """
 {x}_coded = exp2({x}_log * {x}_power{each_row} + {x}_offset)
 {x}_coded = with_sign({x}_coded, bits_of({x}))
 """
-# Zero remains NaN, and nothing else becomes zero.
+# Zeros remain NaN, and no other number becomes zero.
 _UNSIGNED_CODES = """
 {x}_coded = {x}_finite * {x}_power{each_row} + {x}_offset
 {x}_coded = exp2(largest({x}_coded, {log2_min!r}))
@@ -183,12 +181,12 @@ for bit in tl.static_range(8):
 tl.store({x}_first + result + of_part, {x}_code.to(tl.uint8), result_there)
 """
 
-# What a state is multiplied with as it is read.
+# The factor of a state when it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
 
 
-class Writer:
-    """Writes the kernel of parameters and gradients of some dtype, stored in one way."""
+class UpdateWriter:
+    """Writes the kernel for the dtypes of parameters and gradients, and the storage of states."""
 
     def __init__(self, storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> None:
         self.states = storage.states(parameter)
@@ -218,11 +216,11 @@ class Writer:
             key = _KEY.format(each_row=axes().each_row, parts=self.parts, pairs=pairs)
             self.before += key.strip().splitlines()
             self.lines.append(_DRAW)
-        # In the order in which the fewest registers wait: random bits are not for first moments.
+        # In the order that takes the fewest registers: first moments, last, need no random bits.
         self._store_parameter(weights)
         for name, format in reversed(self.states.items()):
             self._write_state(name, format)
-        # Loads of what codes stand for depend on other loads, and would be sent ahead, too.
+        # Loads of codes' values depend on other loads, which would have to be prefetched, too.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
@@ -264,7 +262,7 @@ class Writer:
         self.lines.append(f"{name} = {value}")
 
     def _read(self, x: str, format: StateFormat) -> None:
-        """A state, and a moment times its beta."""
+        """Read and decode a state; a moment is multiplied by its beta."""
         self._locate(x, format.stored)
         decay = _DECAYS[x]
         if not format.grouped:
@@ -321,7 +319,7 @@ class Writer:
             dithered = f"dithered({x}_coded, bits, {_factor(format)!r}, {_shift(format)})"
             self._store(x, _upper_bits(dithered, format), format.stored, bitcast=True)
         else:
-            # Nothing that is rounded to nearest exceeds the largest code.
+            # Rounded to nearest, no number exceeds the largest code.
             code = f"{x}_coded.to({_TYPES[format.dtype]})"
             self._store(x, code, format.stored, bitcast=True)
 
@@ -335,7 +333,7 @@ class Writer:
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
-    """What the table of pointers has of each parameter, and in which column."""
+    """The columns of the table of pointers: a parameter, its states and their parts."""
     names = [PARAMETER]
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]
@@ -343,16 +341,17 @@ def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
 
 
 def _shift(format: StateFormat) -> int:
-    """From which bit on fp32 numbers are codes of a float format, if they are small enough."""
+    """The lowest bit of a float format's codes in fp32 numbers multiplied by `_factor`."""
     return -round(math.log2(torch.finfo(torch.float32).eps)) - format.mantissa
 
 
 def _factor(format: StateFormat) -> float:
-    """What makes them small enough: their smallest normal number is that of fp32."""
+    """The factor that maps the smallest normal number of a float format to that of fp32."""
     return torch.finfo(torch.float32).tiny / (format.min * 2**format.mantissa)
 
 
 def _upper_bits(numbers: str, format: StateFormat) -> str:
+    """The codes in the upper bits of fp32 numbers, as Triton source."""
     if format.dtype.itemsize == 1:
         return f"upper_bytes({numbers}, {_shift(format) - 16})"
     return f"({numbers} >> {_shift(format)}).to(tl.uint16)"
@@ -360,5 +359,5 @@ def _upper_bits(numbers: str, format: StateFormat) -> str:
 
 @cache
 def kernel(storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
-    """The Triton function that updates parameters of a dtype by gradients of a dtype."""
-    return compat.load_source(Writer(storage, parameter, gradient).write()).adamw
+    """The Triton function that updates parameters of a dtype with gradients of a dtype."""
+    return compat.load_source(UpdateWriter(storage, parameter, gradient).write()).adamw

@@ -1,4 +1,4 @@
-"""What a user chooses about one group of parameters, checked, and its named presets."""
+"""The options of a parameter group, checked, and their presets."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "second_moment": "e4m3+expand",
         "weights": "stochastic",
     },
-    # FP8-LM 2.2, Eq. 8. Scales are those of groups instead of tensors: finer, and in one pass.
+    # FP8-LM 2.2, Eq. 8, with a scale for each group instead of each tensor: finer, in one pass.
     "fp8-lm": {"first_moment": "e4m3", "second_moment": "fp16", "weights": "fp16"},
 }
-# How states are stored: a checkpoint is converted to it, not the other way round.
+# The options that say how states are stored. A checkpoint with others is converted to these.
 STORAGE = ("first_moment", "second_moment", "weights", "group_size")
 
 
@@ -38,7 +38,7 @@ class Storage:
     Attributes:
         first, second: formats of the moments.
         weights: one of `WEIGHTS`.
-        group_size: elements that share a scale.
+        group_size: number of elements that share a scale.
     """
 
     first: StateFormat
@@ -52,7 +52,7 @@ class Storage:
         return _storage(*(group[name] for name in STORAGE))
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
-        """The format of the master copy of a parameter of `dtype`; None where it has none."""
+        """The format of the master copy of a parameter of `dtype`; None if it has none."""
         if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
@@ -79,7 +79,7 @@ def _storage(first: str, second: str, weights: str, group_size: int) -> Storage:
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a preset, with those given that are not None in place of its own.
+    """The options of a preset, replaced by those in `given` that are not None.
 
     Raises:
         ConfigError: there is no such preset.
@@ -92,7 +92,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     """Check a parameter group with all its options.
 
     Raises:
-        ConfigError: an option has a value it cannot have, or a parameter cannot be optimized.
+        ConfigError: an option has an invalid value, or a parameter cannot be optimized.
     """
     _check_numbers(group)
     for name, signed in (("first_moment", True), ("second_moment", False)):

@@ -1,9 +1,9 @@
-"""A parameter's states: what the optimizer's `state` holds of it, and what of that is local.
+"""The states of a parameter in the optimizer's `state`, and their local tensors.
 
-`state[p]` has `step`, and of each state its codes, shaped like the parameter, and for each group of
-consecutive elements `<name>_scale` and `<name>_power` where the format has them. The states of a
-DTensor are DTensors, of the local shard and its own groups (COAT A: shards share no ranges); shards
-that have fewer groups than the largest are padded.
+`state[p]` has `step` and for each state its codes, shaped like the parameter. Formats with groups
+of consecutive elements add `<name>_scale` and perhaps `<name>_power`, one for each group. The
+states of a DTensor are DTensors. Each shard has groups of its own (COAT A: shards share no ranges);
+shards with fewer groups than the largest are padded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fp8pass.optim.state_formats import StateFormat
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
-else:  # a build without it has no DTensor
+else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
-        """Nothing is one."""
+        """A class without instances."""
 
 
 State = dict[str, Any]
@@ -36,11 +36,11 @@ class Slot:
     """One parameter to update, or a piece of it, all tensors local.
 
     Attributes:
-        number: of the parameter in the optimizer.
+        number: number of the parameter in the optimizer.
         parameter: the weights.
-        step: updates so far, a scalar.
-        states: by name, each shaped like the parameter, with the scales of its own groups.
-        first: the number of the first element of a piece.
+        step: number of updates so far, a scalar.
+        states: the states by name, each shaped like the parameter, with scales of its groups.
+        first: position of a piece's first element in the parameter.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Slot:
     first: int = 0
 
     def piece(self, first: int, size: int, group_size: int) -> Slot:
-        """Up to `size` elements from `first`, a multiple of `group_size`, on, as views."""
+        """Up to `size` elements from `first`, a multiple of `group_size`, as views."""
         elements = slice(first, first + size)
         groups = slice(first // group_size, group_count(first + size, group_size))
         states = {
@@ -79,7 +79,7 @@ class Slot:
 
 
 def new_state(parameter: Tensor, storage: Storage) -> State:
-    """The state of a parameter that was never updated."""
+    """The state of a parameter before its first update."""
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     for name, format in storage.states(parameter.dtype).items():
         if name == "master":
@@ -104,7 +104,7 @@ def stored_state(
 
 
 def _zeros(name: str, parameter: Tensor, format: StateFormat, group_size: int) -> State:
-    """The entries of a state that is zero, without its values in fp32."""
+    """The entries of a state that is zero, made without fp32 values."""
     weights = local(parameter)
     codes = weights.new_full(weights.shape, format.zero, dtype=format.stored)
     state = {name: like_parameter(codes, parameter)}
@@ -116,29 +116,29 @@ def _zeros(name: str, parameter: Tensor, format: StateFormat, group_size: int) -
 
 
 def group_count(elements: int, group_size: int) -> int:
-    """Groups of consecutive elements; the last may be shorter."""
+    """Number of groups of consecutive elements; the last may be shorter."""
     return -(-elements // group_size)
 
 
 def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """`x` as rows [R, G] of consecutive elements, filled up with zeros."""
+    """`x` as rows [R, G] of consecutive elements, padded with zeros."""
     rows = torch.zeros(group_count(x.numel(), group_size), group_size, dtype=dtype, device=x.device)
     rows.view(-1)[: x.numel()].copy_(x.reshape(-1))
     return rows
 
 
 def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Elements of `shape` out of rows [R, G]; a copy."""
+    """The elements of rows [R, G] in `shape`, without the padding; a copy."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape).clone()
 
 
 def local(x: Tensor) -> Tensor:
-    """The shard of a DTensor that is here; other tensors as they are."""
+    """The local shard of a DTensor; other tensors as they are."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def like_parameter(codes: Tensor, parameter: Tensor) -> Tensor:
-    """Codes of the local shard, distributed as the parameter."""
+    """Codes of the local shard, as a DTensor distributed like the parameter."""
     if not isinstance(parameter, DTensor):
         return codes
     return DTensor.from_local(
@@ -152,7 +152,7 @@ def like_parameter(codes: Tensor, parameter: Tensor) -> Tensor:
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """What each group of the local shard has, distributed as the parameter: a row of shards."""
+    """Values of the local shard's groups, as a 1-D DTensor sharded over the parameter's shards."""
     if not isinstance(parameter, DTensor):
         return groups
     mesh, sizes, shards = parameter.device_mesh, list(parameter.shape), 1

@@ -1,6 +1,6 @@
-"""How an optimizer state is stored: an element format, with or without Dynamic Range Expansion.
+"""The formats of optimizer states: an element format, with or without Dynamic Range Expansion.
 
-`bf16` and `fp32` hold values as they are. In the others a 1×G group shares a scale, and where the
+`bf16` and `fp32` hold values as they are. In other formats a 1×G group shares a scale, and if the
 name ends in `+expand` also a power (`groups.py`).
 """
 
@@ -24,14 +24,15 @@ class StateFormat:
     """One way to store a state.
 
     Attributes:
-        dtype: of an element.
-        max: the largest code; infinite where values are stored as they are.
+        name: as in the options.
+        dtype: dtype of an element.
+        max: the largest code; infinite if values are stored as they are.
         min: the smallest code above zero.
-        signed: whether the state has negative values. One that has none, and divides, is never
+        signed: whether the state has negative values. An unsigned state is a divisor and is never
             rounded to zero.
-        mantissa: stored mantissa bits of a code that is a float.
+        mantissa: stored mantissa bits of codes that are floats.
         expands: whether each group's range is mapped to the format's.
-        values: what the codes 0, 1, ... mean, ascending, in a format that PyTorch has no dtype for.
+        values: the values of the codes 0, 1, ..., ascending, of a format without PyTorch dtype.
     """
 
     name: str
@@ -45,20 +46,20 @@ class StateFormat:
 
     @property
     def grouped(self) -> bool:
-        """Whether values are codes, with a scale for each group."""
+        """Whether the state consists of codes with a scale for each group."""
         return math.isfinite(self.max)
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of stored tensors: bytes, which can be pickled, sent and sharded everywhere."""
+        """The dtype of stored tensors; uint8 for codes of a byte, as all of PyTorch supports it."""
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
     def dithers(self) -> bool:
-        """Whether codes are rounded stochastically in a step.
+        """Whether a step rounds codes stochastically.
 
         A second moment decays by less than half the distance of two codes: rounded to nearest it
-        would stay where it once was. A first moment decays by more.
+        would never decay. A first moment decays by more.
         """
         return not self.signed and self.mantissa > 0
 
@@ -79,8 +80,10 @@ class StateFormat:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is stored of a state besides its codes: a scale for each group, and a power."""
-        return (("scale", "power") if self.expands else ("scale",)) if self.grouped else ()
+        """The tensors stored beside the codes: scales of the groups, and powers."""
+        if not self.grouped:
+            return ()
+        return ("scale", "power") if self.expands else ("scale",)
 
 
 def dynamic_values(*, signed: bool) -> tuple[float, ...]:
@@ -114,14 +117,14 @@ _GROUPED = {
     "fp16": StateFormat("fp16", torch.float16, 65504.0, 2.0**-24, mantissa=10),
     "de8": StateFormat("de8", torch.uint8, 1.0),
 }
-# FP16 has range enough for any group.
+# FP16 needs no expansion: its range is wide enough for any group.
 EXPANDABLE = ("e4m3", "e5m2", "de8")
 MOMENT_FORMATS = (*_GROUPED, *(f"{name}{EXPAND}" for name in EXPANDABLE), *PLAIN)
 
 
 @cache
 def moment_format(name: str, *, signed: bool) -> StateFormat:
-    """The format `name` for a moment that has negative values, or has none.
+    """The format `name` for a moment, `signed` if it has negative values.
 
     Raises:
         ConfigError: there is no such format.

@@ -1,11 +1,11 @@
-"""The AdamW update of many parameters in vectorized PyTorch: on any device, and what the kernel is
-compared with.
+"""The AdamW update of many parameters in vectorized PyTorch: for any device, and as the reference
+that tests compare the kernel with.
 
     w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 
-in fp32, from decoded states (COAT A), which are coded again afterwards. Parameters are joined to
-one matrix of groups, so that small ones cost no operators of their own.
+in fp32, from decoded states (COAT A), which are encoded again afterwards. Parameters are joined to
+one matrix of groups, so that small ones take no operators of their own.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import Slot, group_count
 from fp8pass.optim.state_formats import StateFormat
 
-# Elements joined at once: some ten temporaries in fp32 stay in a CPU's cache, and small beside the
-# states elsewhere. Larger parameters are updated in pieces.
+# Elements joined at once: on a CPU about ten fp32 temporaries fit into the cache; elsewhere they
+# are small compared with the states. Larger parameters are updated in pieces.
 CPU_BATCH = 1 << 17
 BATCH = 1 << 24
-# A smaller ε is this one: what has seen no gradient is not divided by zero.
+# A smaller ε is replaced by this one: nothing is divided by zero where gradients were zero.
 SMALLEST_EPS = 2.0**-100
 
 
 class Factors(NamedTuple):
-    """What the update multiplies with, fp32 [n]: one for each parameter at its step.
+    """The factors of the update, fp32 [n] each: one for each parameter at its step.
 
     Attributes:
         decay: 1 - lr·λ.
@@ -46,7 +46,7 @@ class Factors(NamedTuple):
 
 
 def factors(group: dict[str, Any], steps: Tensor) -> Factors:
-    """The factors of parameters at `steps` [n], in fp64 until the end, without synchronizing."""
+    """The factors of parameters at `steps` [n], computed in fp64, without synchronizing."""
     steps = steps.double()
     beta1, beta2 = group["betas"]
     lr = group["lr"]
@@ -60,18 +60,18 @@ def factors(group: dict[str, Any], steps: Tensor) -> Factors:
 
 @dataclass(frozen=True)
 class Rows:
-    """Parameters of `sizes` elements as one matrix of groups [R, G]; each begins a row."""
+    """Parameters of `sizes` elements as one matrix of groups [R, G]; each begins a new row."""
 
     sizes: tuple[int, ...]
     group_size: int
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each parameter."""
+        """Number of rows of each parameter."""
         return [group_count(size, self.group_size) for size in self.sizes]
 
     def join(self, tensors: Iterable[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
-        """Tensors of `sizes` as [R, G], filled up."""
+        """Tensors of `sizes` as [R, G], padded with `fill`."""
         tensors = list(tensors)
         joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
         for part, tensor in zip(self._parts(joined), tensors, strict=True):
@@ -84,22 +84,22 @@ class Rows:
             tensor.copy_(part.view_as(tensor))
 
     def join_groups(self, groups: Iterable[Tensor | None]) -> Tensor | None:
-        """What each group has, [R]; None where it has nothing."""
+        """Values of groups, [R], from those of each parameter; None if there are none."""
         found = [x for x in groups if x is not None]
         return torch.cat(found) if found else None
 
     def split_groups(self, joined: Tensor, into: Iterable[Tensor]) -> None:
-        """Copy [R] back."""
+        """Copy values of groups, [R], back into those of each parameter."""
         for part, tensor in zip(joined.split(self.counts), into, strict=True):
             tensor.copy_(part)
 
     def spread(self, x: Tensor) -> Tensor:
-        """What each parameter has, [n], for each of its rows, [R, 1]."""
+        """Values of parameters, [n], repeated for each of their rows, [R, 1]."""
         counts = torch.tensor(self.counts, device=x.device)
         return x.repeat_interleave(counts).unsqueeze(-1)
 
     def elements(self, firsts: Iterable[int], device: torch.device) -> Tensor:
-        """The number of each element in its parameter, int64 [R, G], from the first ones on."""
+        """The position of each element in its parameter, int64 [R, G], from `firsts` on."""
         rows = [
             torch.arange(count, device=device) * self.group_size + first
             for count, first in zip(self.counts, firsts, strict=True)
@@ -118,9 +118,9 @@ def update(
     group: dict[str, Any],
     factor: Tensor | float = 1.0,
 ) -> None:
-    """Update parameters and their states in place, by gradients times `factor`.
+    """Update parameters and their states in place, with gradients times `factor`.
 
-    Slots have the same dtype and device, and counted this step.
+    Slots must have the same dtype and device, and steps that count this update.
     """
     storage = Storage.of(group)
     for batch in _batches(slots, gradients, storage.group_size):
@@ -130,7 +130,7 @@ def update(
 def _batches(
     slots: Sequence[Slot], gradients: Sequence[Tensor], group_size: int
 ) -> Iterator[list[tuple[Slot, Tensor]]]:
-    """Slots, or pieces of them, with their gradients, that are joined."""
+    """Slots, or pieces of them, with their gradients, in batches to be joined."""
     limit = CPU_BATCH if slots[0].parameter.device.type == "cpu" else BATCH
     batch: list[tuple[Slot, Tensor]] = []
     joined = 0
@@ -197,6 +197,7 @@ def _update_batch(
 
 
 def _read(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> Tensor:
+    """A state of all slots, decoded, fp32 [R, G]."""
     stored = [s.states[name] for s in slots]
     codes = rows.join((x.codes for x in stored), format.stored, format.zero)
     scale = rows.join_groups(x.scale for x in stored)
@@ -204,6 +205,7 @@ def _read(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> 
 
 
 def _write(rows: Rows, slots: Sequence[Slot], name: str, stored: Stored) -> None:
+    """Copy an encoded state back into the slots."""
     into = [s.states[name] for s in slots]
     rows.split(stored.codes, (x.codes for x in into))
     if stored.scale is not None:

@@ -28,7 +28,7 @@ from fp8pass.rules.error_rules import Rules
 from fp8pass.rules.summary import summarize_rules
 from fp8pass.saving.cuts import cheapest_plan
 from fp8pass.saving.decision import Needs, find_needs
-from fp8pass.saving.storage import Storage
+from fp8pass.saving.format_choices import FormatChoices
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -40,20 +40,20 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     rules = Rules(gm.graph, ctx.config, ctx.facts)
     if "rules" in ctx.extras:
         ctx.plan.rules = summarize_rules(rules)
-    storage = Storage(ctx.config, ctx.facts, rules)
-    needs = find_needs(gm, storage)
-    ctx.decisions = cheapest_plan(needs, storage)
+    choices = FormatChoices(ctx.config, ctx.facts, rules)
+    needs = find_needs(gm, choices)
+    ctx.decisions = cheapest_plan(needs, choices)
     wants_budget = ctx.config.memory_budget is not None or "frontier" in ctx.extras
     if wants_budget and needs.all:
-        _meet_budget(gm.graph, ctx, needs, storage)
+        _meet_budget(gm.graph, ctx, needs, choices)
 
 
-def _meet_budget(g: fx.Graph, ctx: Context, needs: Needs, storage: Storage) -> None:
+def _meet_budget(g: fx.Graph, ctx: Context, needs: Needs, choices: FormatChoices) -> None:
     """Replace a plan that keeps too much; trace memory against time where that is asked for."""
     # Here rather than above: its solver takes as long to import as a small graph to plan.
     from fp8pass.saving.budget import Planner
 
-    planner = Planner(g, ctx.decisions, needs, storage)
+    planner = Planner(g, ctx.decisions, needs, choices)
     budget = ctx.config.budget_bytes(planner.most)
     if budget < planner.most:
         ctx.decisions = planner.within(budget)

@@ -1,12 +1,11 @@
-"""Error rules: how much a saved value's rounding changes the gradients, derived from the graph.
+"""Error rules: how much an error of a stored value is amplified in the gradients (AGoQ 4.1, 8.1).
 
-regions.py         cuts a joint graph into regions of pointwise operators and reductions
-expressions.py     writes a region in sympy
-perturbation.py    perturbs its gradients to first order, and bounds the result
-amplification.py   makes numbers of the bounds, on samples
-derivation.py      the rule of one region
-attention.py       the rule of attention
-error_rules.py     the rules of a graph
-prediction.py      the errors that the rules expect on real data
-summary.py         the rules for people
+regions.py        a joint graph cut into regions of pointwise operators and reductions
+expressions.py    the maths of a region as formulas
+perturbation.py   its gradients perturbed to first order, as formulas
+amplification.py  formulas as numbers, on random samples or real data
+derivation.py     the rule of one region
+attention.py      the rule of attention
+error_rules.py    the rules of a joint graph: which values may be stored in which format
+summary.py        the rules as text, for `fp8pass.explain`
 """

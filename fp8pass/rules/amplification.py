@@ -1,8 +1,9 @@
-"""Bounds and gradients of a region as numbers, under stated statistics of what enters it.
+"""Bounds and gradients of a region as numbers, for inputs with given moments.
 
-The *bound* of a source is the symbolic one of `perturbation.py`, relative to the size of what is
-perturbed, evaluated on samples. The *expected* amplification is what independent perturbations do
-on average: the region is run on the samples, forward and backward, with and without them.
+The *bound* of a source is the formula of `perturbation.py`, relative to the norm of the perturbed
+factors, evaluated on samples. The *expected* amplification is the effect of independent
+perturbations on average: the region is run on the samples, forward and backward, with and without
+them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch import Tensor
 from fp8pass.rules.expressions import TORCH, Expressions, Pointwise
 from fp8pass.rules.perturbation import Mean, Norm
 
-# How expressions evaluate; a mean is one over what a statistic takes together.
+# How expressions are evaluated. A mean is over the last dimension, which statistics reduce.
 FUNCTIONS = {**TORCH, Mean.__name__: lambda x, _: x.mean(dim=-1, keepdim=True)}
 
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
-ROWS, LARGEST_WIDTH = 8, 1024
-PERTURBATION = 1e-4
+ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 8, 128, 1024  # shape of samples
+PERTURBATION = 1e-4  # small enough to be linear, far above the rounding errors of fp64
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Moments:
 
     @classmethod
     def rounded(cls, mean: float, std: float) -> Moments:
-        """Nearby ones, within a fifth: so that layers that are alike share a rule."""
+        """Moments rounded to within a fifth, so that similar layers share a rule."""
         if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
             return UNIT_VARIANCE
         near = 2 ** (round(2 * math.log2(std)) / 2)
@@ -51,13 +52,13 @@ UNIT_VARIANCE = Moments()
 class Samples:
     """Values of a region's symbols for random inputs.
 
-    Inputs are normal with the given moments, gradients with unit variance, what is exact is one.
-    A statistic has one value a row, of which there are `ROWS`.
+    Inputs are normal with the given moments, gradients normal with unit variance, constants are
+    one. There are `ROWS` rows; a statistic has one value for each.
     """
 
     def __init__(self, expressions: Expressions, moments: Mapping[Symbol, Moments]) -> None:
         self.expressions = expressions
-        self.width = min(max(expressions.length, 128), LARGEST_WIDTH)
+        self.width = min(max(expressions.length, SMALLEST_WIDTH), LARGEST_WIDTH)
         self._random = torch.Generator().manual_seed(0)
         self._compiled = {d.symbol: _compile(d.value) for d in expressions.definitions}
         one = torch.ones(ROWS, self.width, **ON_CPU)
@@ -69,11 +70,11 @@ class Samples:
         self._norms: dict[Expr, Tensor] = {}
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Take inputs from real tensors instead: some of their rows, the same of all."""
+        """Take the inputs from real tensors instead: the same rows of each, a subset."""
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
         numbers = {x.numel() for s, x in data.items() if s not in self.expressions.constants}
         if len(numbers) != 1 or (count := numbers.pop()) % length or count < length:
-            return  # they broadcast against each other: rows would not match
+            return  # the inputs broadcast against each other: their rows would not match
         self.width = length
         rows_there = count // length
         chosen = torch.linspace(
@@ -104,9 +105,9 @@ class Samples:
         perturbed: Mapping[Symbol, Tensor] | None = None,
         stored: Collection[Symbol] = (),
     ) -> dict[Symbol, Tensor]:
-        """All values, where those of `perturbed` are multiplied by what it says.
+        """The values of all symbols, those in `perturbed` multiplied by the factors given there.
 
-        Those in `stored` are read, not computed again from what is perturbed.
+        Symbols in `stored` are not recomputed from perturbed values.
         """
         perturbed = perturbed or {}
         values = {s: x * perturbed.get(s, 1.0) for s, x in self._inputs.items()}
@@ -135,7 +136,7 @@ class Samples:
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Relative RMS change of every symbol, for rounding errors of the size of `noise`."""
+        """Relative RMS change of every symbol, for relative rounding errors `noise`."""
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(perturbed, stored)
         return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
@@ -168,11 +169,11 @@ class Samples:
 
 
 def rounding(x: Tensor, relative_error: float) -> Tensor:
-    """Factors that round `x` with an RMS error of `relative_error`, as a format would.
+    """Factors that round `x` with a relative RMS error of `relative_error`, as a format would.
 
-    The error is a function of the value, so that what is alike is off alike: in a sum over tokens
-    the errors of repeated rows add up, where independent ones would average out. The grid is even
-    in the logarithm, hence without a format's largest and smallest number.
+    The error is a function of the value, so that equal values have equal errors: in a sum over
+    tokens the errors of repeated rows add up, where independent ones would average out. The grid is
+    even in the logarithm: unlike a format it has no largest and no smallest number.
     """
     step = relative_error * math.sqrt(12)
     position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step
@@ -180,7 +181,7 @@ def rounding(x: Tensor, relative_error: float) -> Tensor:
 
 
 def relative_change(before: Tensor, after: Tensor) -> float:
-    """‖after - before‖₂ / ‖before‖₂, 0 where `before` is."""
+    """‖after - before‖₂ / ‖before‖₂; 0 if `before` is."""
     before, after = before.double(), after.double()
     change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
     return float(change / size) if size > 0 else 0.0

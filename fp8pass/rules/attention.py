@@ -1,4 +1,4 @@
-"""What a perturbation of q, k and v does to the gradients of attention (AGoQ 8.1.3).
+"""The error rule of attention: how much errors of q, k and v are amplified (AGoQ 8.1.3).
 
 For one head over L tokens, A = P V with P = softmax(S), S = Q Kᵀ / √d, and with the gradient
 factors ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z), ∂A/∂Q = (∂A/∂S) K / √d, the norms of matrices multiply:
@@ -7,7 +7,7 @@ factors ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z), ∂A/∂Q = (∂A/∂S) K /
     ‖Δ(A ∘ B)‖₂ ≤ ‖ΔA‖₂ ‖B‖_∞ + ‖A‖₂ ‖ΔB‖_∞      (Eq. 8)
 
 With entries of unit variance, ‖Q‖₂ = Θ(√(L d)), the bounds grow as L √d for ∂A/∂V and as
-L^1.5 √d for ∂A/∂Q and ∂A/∂K, where RMSNorm's stays constant: attention's operands are kept exactly.
+L^1.5 √d for ∂A/∂Q and ∂A/∂K. RMSNorm's bound is constant; attention's operands are kept exactly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ import sympy
 import torch
 from sympy import Expr, Symbol
 
-PERTURBATION = 1e-4
-LARGEST_SAMPLE = 256
+PERTURBATION = 1e-4  # small enough to be linear, far above the rounding errors of fp64
+LARGEST_SAMPLE = 256  # tokens
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """A matrix by bounds: its 2-norm, its largest entry, and the same of its perturbation."""
+    """Bounds of a matrix.
+
+    Attributes:
+        norm: its 2-norm.
+        largest: its largest entry.
+        error: the 2-norm of its perturbation.
+        largest_error: the largest entry of its perturbation.
+    """
 
     norm: Expr
     largest: Expr
@@ -43,12 +50,12 @@ class Bounded:
         return Bounded(self.norm * other.largest, sympy.oo, error)
 
     def scaled(self, factor: Expr) -> Bounded:
-        """A multiple."""
+        """The matrix times a number."""
         return Bounded(self.norm * factor, self.largest * factor, self.error * factor)
 
 
 def softmax(scores: Bounded, rows: Expr) -> Bounded:
-    """Row-wise softmax: rows of norm at most one, Lipschitz with constant one."""
+    """Row-wise softmax: each row has at most norm one, and the Lipschitz constant is one."""
     return Bounded(sympy.sqrt(rows), sympy.Integer(1), scores.error)
 
 
@@ -66,7 +73,7 @@ def bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
 
 
 def relative_bound(length: int, head_dim: int) -> float:
-    """The bound for ∂A/∂V as a share of ‖P‖₂ ≤ √L: the smallest of the three."""
+    """The bound for ∂A/∂V, the smallest of the three, relative to ‖P‖₂ ≤ √L."""
     tokens, dim = Symbol("L", positive=True), Symbol("d", positive=True)
     share = bounds(tokens, dim)["v"] / sympy.sqrt(tokens)
     return float(share.subs({tokens: length, dim: head_dim}))
@@ -74,9 +81,9 @@ def relative_bound(length: int, head_dim: int) -> float:
 
 @cache
 def expected(length: int, head_dim: int) -> float:
-    """Relative RMS error of the gradients, the worst of dq, dk, dv, for unit-variance operands.
+    """Relative RMS error of the worst of dq, dk and dv, for operands of unit variance.
 
-    Per unit relative RMS perturbation of each operand and of the output, independently.
+    Per unit relative RMS perturbation of each operand, independently.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, LARGEST_SAMPLE), head_dim

@@ -14,7 +14,14 @@ from torch import fx
 from fp8pass.dialect.formats import Format
 from fp8pass.rules.amplification import Moments, Samples
 from fp8pass.rules.expressions import Expressions, Sign, Step, Underivable, express
-from fp8pass.rules.perturbation import Factors, Norms, bound, gradient_factors, respond, size
+from fp8pass.rules.perturbation import (
+    GradientFactors,
+    Norms,
+    bound,
+    gradient_factors,
+    respond,
+    size,
+)
 from fp8pass.rules.regions import Region
 
 
@@ -23,9 +30,9 @@ class Amplification:
     """Relative error of gradients per unit relative error of a stored value.
 
     Attributes:
-        bound: to first order at most this, for any perturbation.
-        expected: root mean square, for independent perturbations.
-        needs_signs: whether it holds only where small values do not become zero, because the
+        bound: the most that any perturbation gives, to first order.
+        expected: the root mean square for independent perturbations.
+        needs_signs: whether both hold only for formats that round no value to zero, because the
             backward compares with zero, as that of ReLU does.
     """
 
@@ -46,30 +53,30 @@ UNITY = Amplification(1.0, 1.0)
 
 @dataclass(frozen=True)
 class RegionRule:
-    """Amplifications in one region, of each input and member that may be stored.
+    """The amplifications of the inputs and members of one region that may be stored.
 
     Attributes:
-        by_index: of nodes numbered as in `(*region.inputs, *region.nodes)`.
-        reason: why nothing could be derived, '' where it was.
+        by_index: the amplification of a node by its number in `(*region.inputs, *region.nodes)`.
+        reason: why no rule could be derived; '' if one was.
     """
 
     by_index: dict[int, Amplification] = field(default_factory=dict)
     reason: str = ""
 
 
-_derived: dict[object, RegionRule] = {}
-_LARGEST_CACHE = 1 << 12
+_rule_cache: dict[object, RegionRule] = {}
+_LARGEST_CACHE = 1 << 12  # rules; then the cache is emptied
 
 
 def derive(region: Region, moments: Mapping[fx.Node, Moments]) -> RegionRule:
     """The rule of a region; regions of equal structure, repeated layers, are derived once."""
     inputs = list(region.inputs)
     key = (region.key(), tuple((inputs.index(n), m) for n, m in moments.items()))
-    if key not in _derived:
-        if len(_derived) >= _LARGEST_CACHE:
-            _derived.clear()
-        _derived[key] = _derive(region, moments)
-    return _derived[key]
+    if key not in _rule_cache:
+        if len(_rule_cache) >= _LARGEST_CACHE:
+            _rule_cache.clear()
+        _rule_cache[key] = _derive(region, moments)
+    return _rule_cache[key]
 
 
 def _derive(region: Region, moments: Mapping[fx.Node, Moments]) -> RegionRule:
@@ -87,10 +94,10 @@ class Derivation:
     """Bounds of one region, as symbols and as numbers.
 
     Attributes:
-        factors: per output, its gradient factors, or itself for a forward value.
+        factors: the gradient factors of each output; a forward value is its own factor.
 
     Raises:
-        Underivable: the region holds something that no bound can be derived for.
+        Underivable: the region has an operator that no bound can be derived for.
     """
 
     def __init__(self, region: Region, moments: Mapping[fx.Node, Moments]) -> None:
@@ -99,19 +106,19 @@ class Derivation:
         symbols = self.expressions.symbols
         self.norms = Norms(self.expressions)
         self.samples = Samples(self.expressions, {symbols[n]: m for n, m in moments.items()})
-        self.factors: dict[Symbol, list[Factors]] = {}
-        for node in region.outputs:
+        self.factors: dict[Symbol, list[GradientFactors]] = {}
+        for output, node in ((symbols[n], n) for n in region.outputs):
             if node in region.backward:
-                self.factors[symbols[node]] = gradient_factors(self.expressions, symbols[node])
+                self.factors[output] = gradient_factors(self.expressions, output)
             else:
-                self.factors[symbols[node]] = [Factors(symbols[node], order=sympy.Integer(2))]
+                self.factors[output] = [GradientFactors(output, order=sympy.Integer(2))]
         self._sizes = {
             output: self.samples.evaluate(_sum(size(f, self.norms) for f in factors))
             for output, factors in self.factors.items()
         }
 
     def storable(self, node: fx.Node) -> Symbol | None:
-        """The symbol of an element-wise forward value; None for all else."""
+        """The symbol of an element-wise forward value; None for other nodes."""
         symbol = self.expressions.symbols.get(node)
         exact = self.expressions.constants | self.expressions.statistics
         if node in self.region.backward or symbol in exact:
@@ -119,21 +126,21 @@ class Derivation:
         return None if symbol in self.expressions.gradients else symbol
 
     def amplification(self, source: Symbol) -> Amplification:
-        """The worst over the region's outputs, with all else recomputed from `source`."""
+        """The worst over the region's outputs, with all other values recomputed from `source`."""
         bounds = self.relative_bounds(source, frozenset((source,)))
         expected = self.samples.expected(source, list(self.factors))
         largest = max(bounds.values(), default=0), max(expected.values(), default=0)
-        return Amplification(*largest, needs_signs=self.compares)
+        return Amplification(*largest, needs_signs=self.has_comparison)
 
     @cached_property
-    def compares(self) -> bool:
-        """Whether anything in the region is compared with zero."""
+    def has_comparison(self) -> bool:
+        """Whether the region compares a value with zero."""
         return any(d.value.has(Step, Sign) for d in self.expressions.definitions)
 
     def bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, Expr]:
         """‖Δ‖ of each output's factors per unit relative perturbation of `source`.
 
-        Symbols in `kept` are stored, and read rather than recomputed.
+        Symbols in `kept` are stored: the backward reads them and does not recompute them.
         """
         responses = respond(self.expressions, source, source, kept)
         return {
@@ -142,7 +149,7 @@ class Derivation:
         }
 
     def relative_bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, float]:
-        """The same as shares of the size of what is perturbed."""
+        """`bounds` relative to the norm of the unperturbed factors, as numbers."""
         return {
             output: self._relative(output, perturbed)
             for output, perturbed in self.bounds(source, kept).items()
@@ -155,10 +162,10 @@ class Derivation:
         return self.samples.evaluate(perturbed) / whole if whole else math.inf
 
     def cases(self) -> tuple[dict[Symbol, float], dict[Symbol, float]]:
-        """Bounds of each output in Case 1 and Case 2, over all that is stored (AGoQ 4.1).
+        """Bounds of each output in Case 1 and Case 2, summed over the stored values (AGoQ 4.1).
 
-        Case 1 stores the inputs and recomputes all else; Case 2 also stores what the backward
-        reads, and reads it.
+        Case 1 stores the inputs and recomputes all other values; Case 2 also stores the values that
+        the backward reads.
         """
         inputs = frozenset(self.expressions.values)
         cached = {self.expressions.symbols[n] for n in self.region.cached}

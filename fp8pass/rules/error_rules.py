@@ -1,14 +1,14 @@
-"""Which values may be kept in low bits, derived from what the backward computes from them.
+"""Which values may be kept in low bits, derived from the gradients that the backward computes.
 
-For every region of a joint graph (`regions.py`) the maths is written down (`expressions.py`) and
-perturbed to first order (`perturbation.py`): the *amplification* of a value is the relative error
-of the gradients per unit relative error of the value, as a worst case (`bound`) and for independent
-rounding errors (`expected`). A format is allowed where
+The maths of every region of a joint graph (`regions.py`) becomes formulas (`expressions.py`), which
+are perturbed to first order (`perturbation.py`). The *amplification* of a value is the relative
+error of the gradients per unit relative error of the value, as a worst case (`bound`) and for
+independent rounding errors (`expected`). A format is allowed if
 
     bound × half step of the format ≤ tolerance
 
-Attention has a rule of its own (`attention_rule.py`). Where nothing can be derived, the value
-stays exact and the reason is kept.
+Attention has a rule of its own (`attention.py`). A value whose rule cannot be derived stays exact,
+and the reason is kept.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from fp8pass.rules.derivation import UNITY, Amplification, RegionRule, derive
 from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
 
-# Linear in what they keep for the backward: its relative error is the gradient's.
+# Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
-
 
 UNUSED = Amplification(0.0, 0.0)
 
@@ -45,8 +44,9 @@ class Rules:
 
     Args:
         g: the joint graph.
-        config: the user's choices; may have statistics of values, which are of unit variance else.
-        facts: what is known about the graph.
+        config: the user's choices, perhaps with `moments` of values. Values without have unit
+            variance.
+        facts: which inputs and outputs of the graph are parameters, activations, gradients.
     """
 
     def __init__(self, g: fx.Graph, config: Config, facts: JointFacts) -> None:
@@ -65,7 +65,7 @@ class Rules:
 
     @cached_property
     def _rules(self) -> list[RegionRule]:
-        """One for each region."""
+        """The rule of each region."""
         with compat.real_tensors():  # the passes run where tensors are fake
             return [self._rule(region) for region in self.regions]
 
@@ -77,34 +77,34 @@ class Rules:
 
     @cached_property
     def _found(self) -> dict[fx.Node, list[Amplification | str]]:
-        """Uses of nodes in regions: an amplification, or why there is none."""
+        """Each node's uses in regions: the amplification, or the reason why there is none."""
         found: dict[fx.Node, list[Amplification | str]] = {}
         for region, rule in zip(self.regions, self._rules, strict=True):
             self._record(region, rule, found)
         return found
 
     def why_exact(self, node: fx.Node) -> str:
-        """Why the backward needs `node` exactly; '' where it does not."""
+        """Why the backward needs `node` exactly; '' if it does not."""
         uses = self._uses(node)
-        if math.isinf(self.tolerance):  # no rules, but choices
+        if math.isinf(self.tolerance):  # the rules are off, the user's choices are not
             uses = (self._by_choice(user) for user in node.users)
         return next((x for x in uses if x and isinstance(x, str)), "")
 
     def amplification(self, node: fx.Node) -> Amplification:
-        """What an error of `node` does to the gradients: the worst of all its uses."""
+        """How much an error of `node` is amplified in the gradients: the worst of all its uses."""
         uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
         worst = max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
         return replace(worst, needs_signs=any(x.needs_signs for x in uses))
 
     def allows(self, node: fx.Node, format: Format) -> bool:
-        """Whether `node` may be as inexact as `format` makes it."""
+        """Whether `node` may have the rounding error of `format`."""
         allowed = self.amplification(node).allows(format, self.tolerance)
         return allowed and not self.why_exact(node)
 
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be computed from operands that were stored in `format`.
 
-        Inside a region the amplifications of its inputs cover that.
+        Inside a region it may: the amplifications of the region's inputs include it.
         """
         if format.lossless or node in self.constants:
             return True
@@ -134,7 +134,10 @@ class Rules:
             yield f"{operator_name(user)} has no derivation"
 
     def _by_choice(self, user: fx.Node) -> str:
-        """Why a layer that stays in high precision as asked keeps what it saves; '' for others."""
+        """Why `user` needs its operands exactly: its layer stays in high precision by choice.
+
+        '' for other operators.
+        """
         chosen = user.meta.get(KEPT_BY_CHOICE) and user in self.backward
         return f"{operator_name(user)} in high precision by choice" if chosen else ""
 
@@ -147,7 +150,7 @@ class Rules:
             return Amplification(bound, attention_rule.expected(*_attention_sizes(user)))
 
     def moments_of(self, region: Region) -> dict[fx.Node, Moments]:
-        """What is known about the values that enter a region."""
+        """The known moments of the values that enter a region."""
         return {n: self._moments[n] for n in region.values if n in self._moments}
 
     def _rule(self, region: Region) -> RegionRule:

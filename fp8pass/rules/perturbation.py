@@ -1,12 +1,12 @@
 """First-order perturbation of a region's gradients, as symbols and as numbers (AGoQ 4.1, 8.1).
 
-A region's output is linear in the gradients g that enter it; along the elements that statistics
-take together its Jacobian is diagonal plus a few rank-one terms,
+A region's output is linear in the gradients g that enter it. Over the elements that a statistic
+reduces, its Jacobian is diagonal plus a few rank-one terms,
 
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of g)
 
-where a, u_s and w_s are the *gradient factors*, expressions of forward values. Storing a value k
-inexactly, k (1 + δ), perturbs each factor h by
+where a, u_s and w_s are the *gradient factors*, expressions of forward values. Storing a value k as
+k (1 + δ) perturbs each factor h by
 
     Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
 
@@ -35,7 +35,7 @@ class Mean(sympy.Function):
 
 
 class Norm(sympy.Function):
-    """`Norm(e, p)`: the p-norm of an element-wise expression over those elements."""
+    """`Norm(e, p)`: the p-norm of an element-wise expression over the elements of a statistic."""
 
     nargs = 2
     is_real = True
@@ -44,7 +44,12 @@ class Norm(sympy.Function):
 
 @dataclass
 class Response:
-    """How a symbol answers to a small change: of the same element, and of whole statistics."""
+    """The derivative of a symbol: by the same element of the source, and by whole statistics.
+
+    Attributes:
+        local: the element-wise part.
+        through: the slope by each statistic that changes.
+    """
 
     local: Expr = ZERO
     through: dict[Expr, Expr] = field(default_factory=dict)
@@ -61,9 +66,11 @@ class Response:
 
 @dataclass
 class Responses:
-    """Answers of all symbols of a region to one source.
+    """The responses of all symbols of a region to one source.
 
-    `covectors` has for each statistic how it depends on the source's elements.
+    Attributes:
+        of: the response of each symbol that changes.
+        covectors: the derivative of each statistic by the source's elements.
     """
 
     of: dict[Symbol, Response] = field(default_factory=dict)
@@ -107,9 +114,9 @@ def derivative(expression: Expr, symbol: Symbol) -> Expr:
 def respond(
     expressions: Expressions, source: Symbol, seed: Expr, kept: frozenset[Symbol]
 ) -> Responses:
-    """The chain rule: how every symbol answers to a change `seed` of `source`.
+    """The chain rule: the response of every symbol to a change `seed` of `source`.
 
-    Symbols in `kept` are stored, so that they answer to nothing but their own perturbation.
+    Symbols in `kept` are stored, so that they respond to nothing but their own perturbation.
     """
     found = Responses({source: Response(seed)})
     for definition in expressions.definitions:
@@ -139,7 +146,10 @@ def _respond_pointwise(definition: Pointwise, found: Responses) -> Response:
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³: what a cached result gives."""
+    """Whether the derivative can be computed from the result, as a backward does that caches it.
+
+    exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³.
+    """
     if isinstance(value, sympy.Pow):
         return bool(value.exp.is_negative) or not value.exp.is_integer
     return isinstance(value, sympy.Function)
@@ -161,16 +171,16 @@ def _respond_statistic(definition: Statistic, found: Responses) -> Response:
 
 
 def mean(expression: Expr, length: int) -> Expr:
-    """The mean of an expression; what is the same number everywhere is left as it is."""
+    """The mean of an expression; a number is its own mean."""
     return expression if expression.is_number else Mean(expression, length)
 
 
 @dataclass(frozen=True)
-class Factors:
+class GradientFactors:
     """The gradient factors of one output: J = diag(diagonal) + Σ columns[s] rows[s]ᵀ.
 
-    A forward value that a GEMM's weight gradient uses is its own factor, measured in the 2-norm
-    (`order`), where a Jacobian's diagonal counts by its largest element.
+    `order` is the norm that `diagonal` is measured in. The diagonal of a Jacobian counts by its
+    largest element. A forward value that a weight gradient uses is its own factor, in the 2-norm.
     """
 
     diagonal: Expr
@@ -179,7 +189,7 @@ class Factors:
     order: Expr | int = sympy.oo
 
 
-def gradient_factors(expressions: Expressions, output: Symbol) -> list[Factors]:
+def gradient_factors(expressions: Expressions, output: Symbol) -> list[GradientFactors]:
     """The factors of a backward output, for each gradient that enters the region."""
     found = []
     for gradient in expressions.gradients:
@@ -189,11 +199,11 @@ def gradient_factors(expressions: Expressions, output: Symbol) -> list[Factors]:
             statistics = list(response.through)
             columns = tuple(response.through[s] for s in statistics)
             rows = tuple(responses.covectors[s] for s in statistics)
-            found.append(Factors(response.local, columns, rows))
+            found.append(GradientFactors(response.local, columns, rows))
     return found
 
 
-def bound(factors: Factors, responses: Responses, calculus: Norms) -> Expr:
+def bound(factors: GradientFactors, responses: Responses, calculus: Norms) -> Expr:
     """‖ΔJ‖₂ per unit of ‖δ‖_∞ of the source of `responses`."""
     total = calculus.perturbation(factors.diagonal, responses, factors.order)
     for column, row in zip(factors.columns, factors.rows, strict=True):
@@ -202,8 +212,8 @@ def bound(factors: Factors, responses: Responses, calculus: Norms) -> Expr:
     return total
 
 
-def size(factors: Factors, calculus: Norms) -> Expr:
-    """‖J‖₂, bounded in the same way."""
+def size(factors: GradientFactors, calculus: Norms) -> Expr:
+    """‖J‖₂, bounded by the same inequalities."""
     total = calculus.norm(factors.diagonal, factors.order)
     for column, row in zip(factors.columns, factors.rows, strict=True):
         total += calculus.norm(column, 2) * calculus.norm(row, 2)
@@ -212,7 +222,10 @@ def size(factors: Factors, calculus: Norms) -> Expr:
 
 @dataclass
 class Norms:
-    """Norms over elements: statistics and numbers come out, constants by their largest element."""
+    """Norms over elements, with common factors taken out.
+
+    Statistics and numbers are taken out as they are, constants by their largest element.
+    """
 
     expressions: Expressions
     _known: dict[tuple[Expr, Expr | int], Expr] = field(default_factory=dict)

@@ -1,11 +1,11 @@
 """Cut a joint graph into the regions whose maths the error rules derive.
 
 A region is a maximal set of connected pointwise operators, casts, views and reductions, forward
-and backward in one, between GEMMs, attention and the edges of the graph. Two more things end a
-region, because what comes out of them is as inexact as what went in and needs no derivation:
+and backward in one, between GEMMs, attention and the edges of the graph. Two more kinds of nodes
+end a region. Their results have the relative error of their operands, which needs no derivation:
 
-- a *junction*, a sum of independent values (`x + attention(x)`): the residual stream would
-  otherwise join all layers into one region;
+- a *junction*, a sum of independent values (`x + attention(x)`): without this the residual stream
+  would join all layers into one region;
 - *movement* of elements: slices, concatenations, gathers.
 """
 
@@ -23,29 +23,29 @@ from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import SUMS
 
-# What a region is made of, where it is no junction.
+# Kinds of nodes that a region consists of, junctions aside.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
 
-# What gives new values even where everything it uses is exact.
+# Kinds of nodes whose results may have errors even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
 
 
 class Role(Enum):
-    """What enters a region."""
+    """The kind of value that an input of a region is."""
 
     VALUE = "value"  # computed in the forward: may be stored inexactly
     GRADIENT = "gradient"  # depends on a gradient from outside
-    CONSTANT = "constant"  # parameters, masks, tables: exact whatever we do
+    CONSTANT = "constant"  # parameters, masks, tables: always exact
 
 
 @dataclass(eq=False)
 class Region:
-    """Nodes of one region in order, what enters it, and what leaves it.
+    """One region: its nodes, its inputs and its outputs.
 
     Attributes:
-        nodes: members in the order of the graph.
-        inputs: the nodes outside that members use, with their roles.
-        outputs: the members that others than members use, floating point ones.
+        nodes: the members, in the order of the graph.
+        inputs: nodes outside the region that members use, with their roles.
+        outputs: floating point members that are used outside the region.
         backward: the members that depend on a gradient from outside.
     """
 
@@ -61,9 +61,10 @@ class Region:
 
     @property
     def cached(self) -> list[fx.Node]:
-        """What Case 2 stores besides the inputs: forward values that the backward reads.
+        """The values that Case 2 stores besides the inputs: forward values that the backward reads.
 
-        Not among them are those that only the backward needs, such as a cube of a statistic.
+        Values that no forward operator uses, such as the cube of a statistic, are left out: the
+        backward computes them.
         """
         members, forward = set(self.nodes), set[fx.Node]()
         for node in reversed(self.nodes):
@@ -75,7 +76,7 @@ class Region:
         ]
 
     def key(self) -> tuple[object, ...]:
-        """Equal for regions of equal structure and sizes: repeated layers have one rule."""
+        """Equal for regions of equal structure and sizes, so that repeated layers share a rule."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple((role, graph.shape_text(graph.tensor(n))) for n, role in self.inputs.items())
         members = tuple(
@@ -92,18 +93,24 @@ class Region:
 
 
 def is_movement(node: fx.Node) -> bool:
-    """Whether `node` holds some elements of its operands, elsewhere."""
+    """Whether `node` only selects or moves elements of its operands."""
     return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS
 
 
 class Splitter:
     """Assigns the nodes of a joint graph to regions.
 
-    Pointwise operators without a formula end a region, too: what they compute is a new value.
+    Pointwise operators without a formula end a region, too; their results are inputs of the next.
 
-    `exact` are inputs that are exact whatever we do: parameters, tables, data. Afterwards
-    `constants` are the nodes computed from nothing else, and `junctions` those that end a region
-    and are as inexact as their operands.
+    Args:
+        g: the joint graph.
+        backward: the nodes that depend on a gradient from outside.
+        exact: inputs that are always exact: parameters, tables, data.
+        has_formula: whether the maths of an operator is known.
+
+    Attributes:
+        constants: after `split`, the nodes computed from `exact` inputs alone.
+        junctions: after `split`, the nodes that end a region and have their operands' error.
     """
 
     def __init__(

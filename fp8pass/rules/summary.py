@@ -1,4 +1,4 @@
-"""The error rules of a graph, for people: both of AGoQ's cases, as numbers and as formulas."""
+"""The error rules of a graph as text: both of AGoQ's cases, as numbers and as formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from fp8pass.rules.regions import Region
 
 @dataclass(frozen=True)
 class Cases:
-    """The worst bounds of Case 1 and Case 2, that of Case 1 as a formula, or why there is none."""
+    """The bounds of one region.
+
+    Attributes:
+        one: the bound of the worst output in Case 1.
+        two: the same in Case 2.
+        bound: the formula of `one`.
+        reason: why there is none; '' if there is.
+    """
 
     one: float = 0.0
     two: float = 0.0
@@ -30,7 +37,7 @@ class Cases:
 
 def summarize_rules(rules: Rules) -> list[RuleSummary]:
     """A summary of each region that has a backward and values that may be stored."""
-    known: dict[object, tuple[Region, Cases]] = {}  # of regions that are alike, one
+    known: dict[object, tuple[Region, Cases]] = {}  # one of each set of equal regions
     summaries = []
     with compat.real_tensors():
         for region in rules.regions:
@@ -40,14 +47,14 @@ def summarize_rules(rules: Rules) -> list[RuleSummary]:
             key = region.key(), tuple(moments.get(n) for n in region.values)
             if key not in known:
                 known[key] = region, _cases(region, moments)
-            alike, cases = known[key]
-            summaries.append(_summary(region, replace(cases, bound=_renamed(cases, alike, region))))
+            equal, cases = known[key]
+            summaries.append(_summary(region, replace(cases, bound=_renamed(cases, equal, region))))
     return summaries
 
 
-def _renamed(cases: Cases, alike: Region, region: Region) -> str:
-    """The formula of a region of equal structure in the names of another."""
-    pairs = zip((*alike.inputs, *alike.nodes), (*region.inputs, *region.nodes), strict=True)
+def _renamed(cases: Cases, equal: Region, region: Region) -> str:
+    """The formula of an `equal` region, with the names of `region`."""
+    pairs = zip((*equal.inputs, *equal.nodes), (*region.inputs, *region.nodes), strict=True)
     names = {a.name: b.name for a, b in pairs}
     return re.sub(r"%(\w+)", lambda found: "%" + names.get(found[1], found[1]), cases.bound)
 

@@ -1,10 +1,10 @@
-"""How forward values reach the backward: kept exactly, in low bits, or computed again.
+"""What the backward keeps of each forward value: exactly, in low bits, or recomputed.
 
-decision.py          what the backward needs, and what was decided about it
-storage.py           the format a value would be kept in
-costs.py             what keeping and recomputing cost
-cuts.py              the plan of two minimum cuts
-budget.py            the plan under a memory budget, a mixed-integer program
-backward_memory.py   what the backward holds at once
-stock.py             what PyTorch would keep
+costs.py             what keeping and recomputing a value costs
+format_choices.py    the cheapest format that the error rules allow for a value
+decision.py          the values that the backward needs, and the decision about each
+cuts.py              the cheapest decisions, by two minimum cuts
+budget.py            decisions within a memory budget, by a mixed-integer program
+backward_memory.py   bytes alive over time in the backward, for the budget's estimate of the peak
+stock.py             what PyTorch's partitioner would keep, for comparison
 """

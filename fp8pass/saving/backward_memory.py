@@ -1,13 +1,13 @@
-"""What is alive while the backward runs, moment by moment: kept, recomputed, gradients.
+"""Bytes alive over time while the backward runs: kept values, recomputed values, gradients.
 
-A budget for what is kept says little about the most that is allocated at once: a recomputed value
-lives until its last use as a kept one does, often in more bytes, and weight gradients pile up until
-the end. Recomputing in the first block of a model, whose backward comes last, can so raise the peak
-that it was to lower.
+A budget for kept bytes says little about the peak. A recomputed value lives until its last use as a
+kept one does, often in more bytes, and weight gradients pile up until the end. Recomputing values
+of a model's first block, whose backward comes last, can raise the peak that it should lower.
 
-Only what gets a buffer counts: results of GEMMs and attention, codes, sums of the residual stream.
-Pointwise operators are computed where they are used. A moment is a node of the backward; one stands
-for each stretch between two sums of gradients, that with the most alive if all is recomputed.
+Only values with a buffer count: results of GEMMs and attention, codes, sums of the residual stream.
+Pointwise operators are fused with their users. A time is the position of a node of the backward.
+Each stretch between two sums of gradients is represented by one time, that with the most bytes
+alive if all values are recomputed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.patterns import SUMS, is_residual_sum
 from fp8pass.saving.costs import can_run_again
 from fp8pass.saving.decision import Decision, stored_bytes
-from fp8pass.saving.storage import Storage
+from fp8pass.saving.format_choices import FormatChoices
 
 fp8 = torch.ops.fp8pass
 
@@ -35,10 +35,10 @@ BUFFERED_KINDS = (*LIBRARY_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 
 
 @dataclass(frozen=True)
-class Life:
+class Lifetime:
     """When a forward value is alive in the backward, as positions of nodes, both ends included.
 
-    Kept, it is alive from the start to `last`; recomputed, from `first` to `last`.
+    A kept value is alive from the start to `last`, a recomputed one from `first` to `last`.
     """
 
     first: float = math.inf
@@ -49,101 +49,107 @@ class BackwardMemory:
     """Bytes alive in the backward of one joint graph.
 
     Attributes:
-        moments: positions of nodes that stand for stretches of the backward.
-        gradients: bytes of gradients alive at each of them, whatever the plan.
-        lives: of the forward values that the backward needs or recomputes from.
+        times: positions of the nodes that represent stretches of the backward.
+        gradients: bytes of gradients alive at each of the times, the same for every plan.
+        lifetimes: lifetimes of the forward values that the backward needs or recomputes from.
     """
 
-    def __init__(self, g: fx.Graph, values: list[fx.Node], storage: Storage) -> None:
-        self.storage = storage
-        self._backward = [n for n in g.nodes if n in storage.rules.backward and n.op != "output"]
+    def __init__(self, g: fx.Graph, values: list[fx.Node], choices: FormatChoices) -> None:
+        self.choices = choices
+        self._backward = [n for n in g.nodes if n in choices.rules.backward and n.op != "output"]
         self._position = {n: i for i, n in enumerate(self._backward)}
-        self._used = self._uses()
-        self.lives = self._lives(values)
+        self._used = self._spans_of_use()
+        self.lifetimes = self._lifetimes(values)
         gradients = _running_total(
-            ((born, self._used[n].last, graph.nbytes(n)) for n, born in self._births().items()),
+            ((start, self._used[n].last, graph.nbytes(n)) for n, start in self._starts().items()),
             len(self._backward),
         )
-        again = _running_total(
-            (span for value in self.lives for span in self._spans_again(value)), len(self._backward)
+        recomputed = _running_total(
+            (span for value in self.lifetimes for span in self._recomputed_spans(value)),
+            len(self._backward),
         )
-        self.moments = self._choose([a + b for a, b in zip(gradients, again, strict=True)])
-        self.gradients = [gradients[m] for m in self.moments]
+        alive = [a + b for a, b in zip(gradients, recomputed, strict=True)]
+        self.times = self._representative_times(alive)
+        self.gradients = [gradients[t] for t in self.times]
 
     def peak(self, decisions: Mapping[fx.Node, Decision]) -> float:
-        """The most bytes alive at a moment under a plan, gradients included."""
+        """The most bytes alive at any time under a plan, gradients included."""
         alive = list(self.gradients)
         for value, decision in decisions.items():
-            if value not in self.lives or self.storage.facts.is_free(value):
+            if value not in self.lifetimes or self.choices.facts.is_free(value):
                 continue
             if decision.recomputed:
-                spans = self.alive_again(value)
+                spans = self.alive_recomputed(value)
             else:
                 spans = [(self.alive_kept(value), stored_bytes(value, decision))]
-            for moments, bytes_ in spans:
-                for index in moments:
+            for indices, bytes_ in spans:
+                for index in indices:
                     alive[index] += bytes_
         return max(alive, default=0.0)
 
     def alive_kept(self, value: fx.Node) -> range:
-        """Indices of the moments at which a value is alive if it is kept."""
-        return self._moments_in(-math.inf, self.lives[value].last)
+        """Indices into `times` at which a value is alive if it is kept."""
+        return self._times_between(-math.inf, self.lifetimes[value].last)
 
-    def alive_again(self, value: fx.Node) -> list[tuple[range, float]]:
-        """Indices of moments and the bytes that a value takes there if it is recomputed."""
-        spans = self._spans_again(value)
-        return [(self._moments_in(first, last), bytes_) for first, last, bytes_ in spans]
+    def alive_recomputed(self, value: fx.Node) -> list[tuple[range, float]]:
+        """Indices into `times`, and the bytes alive there, of a value if it is recomputed."""
+        spans = self._recomputed_spans(value)
+        return [(self._times_between(first, last), bytes_) for first, last, bytes_ in spans]
 
-    def _moments_in(self, first: float, last: float) -> range:
-        return range(bisect_left(self.moments, first), bisect_right(self.moments, last))
+    def _times_between(self, first: float, last: float) -> range:
+        return range(bisect_left(self.times, first), bisect_right(self.times, last))
 
-    def _spans_again(self, value: fx.Node) -> list[tuple[float, float, float]]:
-        """When a recomputed value takes which bytes.
+    def _recomputed_spans(self, value: fx.Node) -> list[tuple[float, float, float]]:
+        """First position, last position and bytes of the buffers of a recomputed value.
 
-        The kernel that codes the operands of a recomputed GEMM also transposes them for the GEMMs
-        of the backward.
+        The kernel that quantizes the operands of a recomputed GEMM also writes their transposes,
+        which the GEMMs of the backward read.
         """
-        life = self.lives[value]
-        spans = [(life.first, life.last, bytes_again(value))]
+        first, last = self.lifetimes[value].first, self.lifetimes[value].last
+        spans = [(first, last, recomputed_bytes(value))]
         if value.target is fp8.scaled_mm.default:
             for codes in (value.args[0], value.args[2]):
                 for user in codes.users:  # type: ignore[union-attr]
-                    if user.target is fp8.transpose.default and user in self.lives:
-                        spans.append((life.first, self.lives[user].first - 1, graph.nbytes(user)))
+                    if user.target is fp8.transpose.default and user in self.lifetimes:
+                        spans.append((first, self.lifetimes[user].first - 1, graph.nbytes(user)))
         return [span for span in spans if span[2]]
 
-    def _uses(self) -> dict[fx.Node, Life]:
+    def _spans_of_use(self) -> dict[fx.Node, Lifetime]:
         """First and last position at which a buffer is computed from each node of the backward."""
-        found: dict[fx.Node, Life] = {}
+        found: dict[fx.Node, Lifetime] = {}
         for node in reversed(self._backward):
             found[node] = _span(self._use(user, found) for user in node.users)
         return found
 
-    def _use(self, user: fx.Node, uses: Mapping[fx.Node, Life]) -> Life:
+    def _use(self, user: fx.Node, uses: Mapping[fx.Node, Lifetime]) -> Lifetime:
         if user.op == "output":
-            return Life(len(self._backward), len(self._backward))
+            return Lifetime(len(self._backward), len(self._backward))
         position = self._position[user]
-        return Life(position, position) if is_buffered(user) else uses[user]
+        return Lifetime(position, position) if is_buffered(user) else uses[user]
 
-    def _births(self) -> dict[fx.Node, int]:
-        """Positions at which buffers of gradients come up: codes of one region in one kernel."""
-        region_of = {n: i for i, r in enumerate(self.storage.rules.regions) for n in r.nodes}
-        births: dict[fx.Node, int] = {}
+    def _starts(self) -> dict[fx.Node, int]:
+        """Positions at which buffers of gradients are allocated.
+
+        Codes of one region come from one kernel, hence at the same position.
+        """
+        region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
+        starts: dict[fx.Node, int] = {}
         kernels: dict[int, int] = {}
         for node in self._backward:
             if is_buffered(node):
                 position = self._position[node]
                 region = region_of.get(_quantized(node))
-                births[node] = position if region is None else kernels.setdefault(region, position)
-        return births
+                starts[node] = position if region is None else kernels.setdefault(region, position)
+        return starts
 
-    def _lives(self, values: list[fx.Node]) -> dict[fx.Node, Life]:
-        """Lives of values where everything may be recomputed.
+    def _lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
+        """Lifetimes of values if everything may be recomputed.
 
-        Of two sums of the residual stream in a row one is kept (`budget.py`), so what a value is
-        recomputed for lies behind one sum at most; `within` is its first use before that.
+        Of two consecutive sums of the residual stream one is kept (`budget.py`), so that at most
+        one sum lies between a value and the uses that it is recomputed for. `within` is the first
+        use before that sum.
         """
-        lives: dict[fx.Node, Life] = {}
+        lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}
         members = set(values)
         for value in reversed(values):
@@ -152,14 +158,14 @@ class BackwardMemory:
             others = [u for u in users if u.target not in SUMS]
             within[value] = min([direct.first, *(within[u] for u in others)])
             sums = [within[u] for u in users if u.target in SUMS]
-            first = min([within[value], *sums, *(lives[u].first for u in others)])
-            ends = [within[u] if is_buffered(u) else lives[u].last for u in users]
+            first = min([within[value], *sums, *(lifetimes[u].first for u in others)])
+            ends = [within[u] if is_buffered(u) else lifetimes[u].last for u in users]
             last = max([direct.last, *(e for e in ends if math.isfinite(e))])
-            lives[value] = Life(first, last)
-        return lives
+            lifetimes[value] = Lifetime(first, last)
+        return lifetimes
 
-    def _choose(self, alive: list[float]) -> list[int]:
-        """The fullest moment of each stretch between two sums of gradients."""
+    def _representative_times(self, alive: list[float]) -> list[int]:
+        """The position with the most bytes alive of each stretch between two sums of gradients."""
         ends = [self._position[n] for n in self._backward if is_residual_sum(n)]
         stretches = pairwise([0, *(e + 1 for e in ends), len(self._backward)])
         return [max(range(a, b), key=alive.__getitem__) for a, b in stretches if a < b]
@@ -171,41 +177,41 @@ def is_buffered(node: fx.Node) -> bool:
         return True
     if node.target is fp8.quantize.default:  # its transpose is computed in the same kernel
         return any(u.target is not fp8.transpose.default for u in node.users)
-    if kind(node) is Kind.VIEW:  # its base is
+    if kind(node) is Kind.VIEW:  # its base counts
         return False
     return kind(node) in BUFFERED_KINDS or any(_reads_memory(user) for user in node.users)
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """Whether an operator is no generated kernel, so that its operands have to be in memory."""
+    """Whether an operator is a library call, so that its operands have to be in memory."""
     if kind(user) is Kind.VIEW:
         return any(_reads_memory(u) for u in user.users)
     return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
 
 
 def _quantized(node: fx.Node) -> fx.Node:
-    """What codes are of; other nodes themselves."""
+    """The value that codes are made from; for other nodes the node itself."""
     while node.target in (fp8.transpose.default, fp8.quantize.default):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def bytes_again(value: fx.Node) -> float:
-    """Bytes that a recomputed value takes while it is alive."""
+def recomputed_bytes(value: fx.Node) -> float:
+    """Bytes of a recomputed value's buffer."""
     if value.target is fp8.quantize.default and len(value.users) > 1:
-        return 0.0  # the forward's GEMM uses the codes, the backward's their transpose
+        return 0.0  # only the transpose is kept: the forward's GEMM reads the codes
     return graph.nbytes(value) if is_buffered(value) else 0.0
 
 
-def _span(lives: Iterable[Life]) -> Life:
+def _span(lifetimes: Iterable[Lifetime]) -> Lifetime:
     first, last = math.inf, -math.inf
-    for life in lives:
-        first, last = min(first, life.first), max(last, life.last)
-    return Life(first, last)
+    for lifetime in lifetimes:
+        first, last = min(first, lifetime.first), max(last, lifetime.last)
+    return Lifetime(first, last)
 
 
 def _running_total(spans: Iterable[tuple[float, float, float]], length: int) -> list[float]:
-    """Bytes alive at each position, of spans (first, last, bytes)."""
+    """Bytes alive at each position, from spans (first, last, bytes)."""
     change = [0.0] * (length + 1)
     for first, last, bytes_ in spans:
         if first <= last:

@@ -1,8 +1,8 @@
 """What keeping and recomputing values costs: in units for the cuts, in seconds for a budget.
 
-A kept byte is `UNITS_PER_BYTE` units; one unit is what computing a byte again costs. A kept byte is
-so worth the time of recomputing 256: fused recomputation is nearly free, and the statistics of a
-row (4 bytes) are still cheaper to keep than to reduce again.
+Recomputing a byte costs one unit, keeping a byte `UNITS_PER_BYTE`: as much as recomputing 256. So
+fused recomputation is nearly free, but the statistics of a row (4 bytes) are cheaper to keep than
+to reduce again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECOMPUTABLE = (
 
 
 def recompute_price(node: fx.Node) -> float:
-    """What computing `node` again costs, in units; infinite where it must not happen."""
+    """The price of recomputing `node`, in units; infinite if it must not be recomputed."""
     if node.op == "get_attr":
         return 0  # a constant or a subgraph of the module, present in both halves
     if node.op != "call_function" or compat.must_save(node):
@@ -54,25 +54,25 @@ def recompute_price(node: fx.Node) -> float:
     return graph.nbytes(node)
 
 
-def bytes_to_store(node: fx.Node) -> float:
-    """Bytes of `node` kept exactly, in units; infinite where it cannot be kept."""
+def keep_price(node: fx.Node) -> float:
+    """The price of keeping `node` exactly, in units; infinite if it cannot be kept."""
     if compat.is_sym_node(node):
         return 0
     if graph.value(node) is None:
         return math.inf
     if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
         return math.inf
-    stored = graph.nbytes(node) * UNITS_PER_BYTE
-    # A view has to be copied, so that it does not hold its base: rather keep a base of that size.
-    return stored + graph.nbytes(node) if kind(node) is Kind.VIEW else stored
+    kept = graph.nbytes(node) * UNITS_PER_BYTE
+    # A view is copied, so that it does not keep its base alive: prefer a base of the same size.
+    return kept + graph.nbytes(node) if kind(node) is Kind.VIEW else kept
 
 
-# Pointwise operators are computed where they are used: of their own traffic this share is left.
+# The share of a pointwise operator's memory traffic that is left when it is fused with its users.
 FUSED_SHARE = 0.25
 
 
 def can_run_again(node: fx.Node) -> bool:
-    """Whether computing `node` twice gives the same, whatever it costs."""
+    """Whether computing `node` twice gives the same result, whatever it costs."""
     if math.isfinite(recompute_price(node)):
         return True
     operator = graph.operator_of(node)
@@ -81,15 +81,15 @@ def can_run_again(node: fx.Node) -> bool:
     return kind(operator) in EXPENSIVE
 
 
-def seconds(node: fx.Node) -> float:
-    """Time to compute `node` again, by the roofline of its device."""
+def recompute_seconds(node: fx.Node) -> float:
+    """Time to recompute `node`, by the roofline of its device."""
     if node.op != "call_function" or graph.is_getitem(node):
         return 0.0
     kind_ = kind(node)
     if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION):
         return 0.0
     if kind_ in EXPENSIVE:
-        return flops(node) / _rate(node)
+        return flops(node) / _peak_flops(node)
     moved = graph.nbytes(node)
     if kind_ is Kind.REDUCTION or node.target in STATISTICS:
         moved += sum(graph.nbytes(n) for n in node.all_input_nodes)
@@ -97,7 +97,8 @@ def seconds(node: fx.Node) -> float:
     return share * moved / hardware.BANDWIDTH
 
 
-def _rate(node: fx.Node) -> float:
+def _peak_flops(node: fx.Node) -> float:
+    """Floating point operations a second of the hardware that runs `node`."""
     if kind(node) is Kind.ATTENTION:
         return hardware.ATTENTION_FLOPS
     return hardware.FP8_FLOPS if node.target is fp8.scaled_mm.default else hardware.BF16_FLOPS

@@ -1,4 +1,4 @@
-"""The two minimum cuts."""
+"""The plan of two minimum cuts, which `passes/plan_saved_values.py` explains."""
 
 from __future__ import annotations
 
@@ -12,93 +12,95 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.joint import JointFacts
-from fp8pass.saving.costs import bytes_to_store, recompute_price
+from fp8pass.saving.costs import keep_price, recompute_price
 from fp8pass.saving.decision import Decision, Needs, free_decision
-from fp8pass.saving.storage import Storage
+from fp8pass.saving.format_choices import FormatChoices
 
 Cost = Callable[[fx.Node], float]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to have some values in the backward: nodes kept, nodes recomputed, in all `cost`."""
+    """The nodes to keep and to recompute, so that the backward has the needed ones; the cost."""
 
     kept: set[fx.Node]
     recomputed: set[fx.Node]
     cost: float
 
 
-def cheapest_plan(needs: Needs, storage: Storage) -> dict[fx.Node, Decision]:
-    """The plan of the two cuts: nothing expensive is computed twice."""
+def cheapest_plan(needs: Needs, choices: FormatChoices) -> dict[fx.Node, Decision]:
+    """The plan of the two cuts; it recomputes nothing expensive."""
     decisions = {}
     for component in components(needs.values, needs.all, recompute_price):
-        exact, rest = plan_component(component, needs, storage)
+        exact, rest = plan_component(component, needs, choices)
         for node in exact.recomputed | rest.recomputed:
             decisions[node] = Decision(None, 0, "cheap to compute again")
         for node in exact.kept | rest.kept:
-            decisions[node] = _decide(node, storage, needs, exactly=node in exact.kept)
+            decisions[node] = _decide(node, choices, needs, exactly=node in exact.kept)
     return decisions
 
 
-def plan_component(region: list[fx.Node], needs: Needs, storage: Storage) -> tuple[Cut, Cut]:
+def plan_component(
+    component: list[fx.Node], needs: Needs, choices: FormatChoices
+) -> tuple[Cut, Cut]:
     """The cut for the exact needs of a component, and the one for the rest."""
-    exact = {n for n in region if n in needs.exact}
-    everything = {n for n in region if n in needs.all}
+    exact = {n for n in component if n in needs.exact}
+    everything = {n for n in component if n in needs.all}
     candidates = []
     for early in (False, True) if exact else (False,):
-        first = _exact_cut(region, exact, storage.facts, early=early)
-        candidates.append((first, _remaining_cut(region, everything, first, storage)))
+        first = _exact_cut(component, exact, choices.facts, early=early)
+        candidates.append((first, _remaining_cut(component, everything, first, choices)))
     return min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
 
 
 def _exact_cut(
-    region: list[fx.Node], needed: set[fx.Node], facts: JointFacts, *, early: bool
+    component: list[fx.Node], needed: set[fx.Node], facts: JointFacts, *, early: bool
 ) -> Cut:
     def bytes_(node: fx.Node) -> float:
-        return 0 if facts.is_free(node) else bytes_to_store(node)
+        return 0 if facts.is_free(node) else keep_price(node)
 
     def price(node: fx.Node) -> float:
         true_price = recompute_price(node)
         return 0 if early and math.isfinite(true_price) else true_price
 
-    cut = min_cut(region, needed, bytes_, price, early=early)
+    cut = min_cut(component, needed, bytes_, price, early=early)
     cost = sum(map(bytes_, cut.kept)) + sum(map(recompute_price, cut.recomputed))
     return Cut(cut.kept, cut.recomputed, cost)
 
 
 def _remaining_cut(
-    region: list[fx.Node], needed: set[fx.Node], first: Cut, storage: Storage
+    component: list[fx.Node], needed: set[fx.Node], first: Cut, choices: FormatChoices
 ) -> Cut:
-    facts = storage.facts
-    available = _exactly_available(region, first, facts)
+    facts = choices.facts
+    available = _exactly_available(component, first, facts)
 
     def bytes_(node: fx.Node) -> float:
         if node in first.kept or facts.is_free(node):
             return 0
-        exact = bytes_to_store(node)
+        exact = keep_price(node)
         if node in available or math.isinf(exact):
             return exact
-        return min(exact, storage.choice(node).units)
+        return min(exact, choices.cheapest(node).units)
 
     def price(node: fx.Node) -> float:
         if node in first.recomputed:
             return 0
         inexact = node not in available
-        if inexact and not storage.may_be_recomputed(node):
+        if inexact and not choices.may_be_recomputed(node):
             return math.inf
         return recompute_price(node)
 
-    return min_cut(region, needed, bytes_, price)
+    return min_cut(component, needed, bytes_, price)
 
 
-def _exactly_available(region: list[fx.Node], first: Cut, facts: JointFacts) -> set[fx.Node]:
-    """What the backward can have exactly after the first cut: also all that follows from it.
+def _exactly_available(component: list[fx.Node], first: Cut, facts: JointFacts) -> set[fx.Node]:
+    """The nodes that the backward can have exactly after the first cut, by recomputation too.
 
-    None of it may be stored in low bits, since an operator that tolerates no error may use it.
+    None of them may be stored in low bits, since an operator that tolerates no error may use them.
     """
-    members = set(region)
-    found = {n for n in region if n in first.kept or n in first.recomputed or facts.is_free(n)}
-    for node in region:
+    members = set(component)
+    found = {n for n in component if n in first.kept or n in first.recomputed or facts.is_free(n)}
+    for node in component:
         if math.isfinite(recompute_price(node)):
             exact = all(n in found for n in node.all_input_nodes if n in members)
         else:
@@ -113,19 +115,19 @@ def _is_float(node: fx.Node) -> bool:
     return val is not None and val.is_floating_point()
 
 
-def _decide(node: fx.Node, storage: Storage, needs: Needs, *, exactly: bool) -> Decision:
-    if storage.facts.is_free(node):
-        return free_decision(node, storage.facts)
+def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: bool) -> Decision:
+    if choices.facts.is_free(node):
+        return free_decision(node, choices.facts)
     if exactly:
         return Decision(EXACT, 0, _why_exact(node, needs))
-    choice = storage.choice(node)
-    if choice.format.lossless or choice.units < bytes_to_store(node):
+    choice = choices.cheapest(node)
+    if choice.format.lossless or choice.units < keep_price(node):
         return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
     return Decision(EXACT, 0, choice.reason)
 
 
 def _why_exact(node: fx.Node, needs: Needs) -> str:
-    """Why a value is kept exactly: it is needed so, or the nearest one computed from it is."""
+    """Why a value is kept exactly: it, or the nearest value computed from it, is needed exactly."""
     pending, seen = [node], {node}
     for value in pending:
         if value in needs.exact:
@@ -138,7 +140,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
-    """Independent sets of needed values and what they can be recomputed from, in order."""
+    """Independent sets of needed values and values they can be recomputed from, in order."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
@@ -162,41 +164,41 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def min_cut(
-    region: list[fx.Node],
+    component: list[fx.Node],
     needed: set[fx.Node],
-    bytes_to_store: Cost,
+    keep_price: Cost,
     price: Cost,
     *,
     early: bool = False,
 ) -> Cut:
-    """The cheapest way to have `needed` in the backward.
+    """The cheapest cut that gives the backward all nodes of `needed`.
 
-    Among equally cheap ones that closest to the backward, or with `early` to the inputs.
+    Of several cheapest cuts the one closest to the backward, or with `early` to the inputs.
     """
     if not needed:
         return Cut(set(), set(), 0)
-    region = _relevant(region, needed, price)
-    network = _network(region, needed, bytes_to_store, price)
+    component = _relevant(component, needed, price)
+    network = _network(component, needed, keep_price, price)
     flow = nx.algorithms.flow.boykov_kolmogorov
     if early:
         cost, (sink_side, _) = nx.minimum_cut(network.reverse(), _SINK, _SOURCE, flow_func=flow)
     else:
         cost, (_, sink_side) = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=flow)
-    recomputed = {n for n in region if (n, "in") in sink_side}
-    kept = {n for n in region if (n, "out") in sink_side} - recomputed
+    recomputed = {n for n in component if (n, "in") in sink_side}
+    kept = {n for n in component if (n, "out") in sink_side} - recomputed
     return Cut(kept, recomputed, cost)
 
 
 def _network(
-    region: list[fx.Node], needed: set[fx.Node], bytes_to_store: Cost, price: Cost
+    component: list[fx.Node], needed: set[fx.Node], keep_price: Cost, price: Cost
 ) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
-    members = set(region)
-    for node in region:
+    members = set(component)
+    for node in component:
         recompute = price(node)
         _arc(network, _SOURCE, (node, "in"), recompute)
-        _arc(network, (node, "in"), (node, "out"), bytes_to_store(node))
+        _arc(network, (node, "in"), (node, "out"), keep_price(node))
         if node in needed:
             _arc(network, (node, "out"), _SINK, math.inf)
         if math.isfinite(recompute):

@@ -1,4 +1,4 @@
-"""What the backward needs of the forward, and what was decided about it."""
+"""The forward values that the backward needs, and the decision about each of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from fp8pass import compat, graph
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.graph.joint import JointFacts
-from fp8pass.saving.storage import Storage
+from fp8pass.saving.format_choices import FormatChoices
 
 
 @dataclass(frozen=True)
 class Decision:
     """How one forward value reaches the backward.
 
-    `format` is None for a value that is recomputed; `group_size` is 0 for one kept exactly;
-    `expected_error` is that of the gradients, relative, root mean square.
+    Attributes:
+        format: None if the value is recomputed.
+        group_size: elements that share a scale; 0 if the value is kept exactly or recomputed.
+        reason: why it was decided so, as text.
+        expected_error: relative RMS error of the gradients.
     """
 
     format: Format | None
@@ -39,13 +42,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the backward needs of the forward.
+    """The forward values that the backward needs.
 
     Attributes:
-        values: nodes that depend on no gradient, in order.
+        values: all nodes that depend on no gradient, in order.
         all: those that the backward uses.
-        exact: those that an operator uses which tolerates no error, or that the user wants so,
-            with the reason.
+        exact: those that it needs exactly, because of an operator that tolerates no error or
+            because the user says so; each with the reason.
     """
 
     values: list[fx.Node]
@@ -53,9 +56,9 @@ class Needs:
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
 
-def find_needs(gm: fx.GraphModule, storage: Storage) -> Needs:
-    """Read off a joint graph what crosses from the forward to the backward."""
-    facts, backward = storage.facts, storage.rules.backward
+def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
+    """The values that cross from the forward to the backward of a joint graph."""
+    facts, backward = choices.facts, choices.rules.backward
     needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
     for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:
         if isinstance(gradient, fx.Node) and gradient not in backward:
@@ -65,30 +68,30 @@ def find_needs(gm: fx.GraphModule, storage: Storage) -> Needs:
         if node in backward and node.op != "output":
             needs.all.update(n for n in node.all_input_nodes if n not in backward)
     for node in needs.values:
-        used = node in needs.all or storage.must_be_available(node)
-        if used and (reason := storage.why_exact(node)):
+        used = node in needs.all or choices.must_be_available(node)
+        if used and (reason := choices.why_exact(node)):
             needs.exact.setdefault(node, reason)
     return needs
 
 
 def free_decision(node: fx.Node, facts: JointFacts) -> Decision:
-    """For what lives until the backward whatever we do."""
+    """The decision about a value that stays alive until the backward anyway."""
     parameter = node in facts.parameters
     return Decision(EXACT, 0, "parameter" if parameter else "autograd holds this leaf anyway")
 
 
-def kept_bytes(decisions: dict[fx.Node, Decision], storage: Storage) -> float:
-    """Bytes that a plan keeps, besides what is alive anyway."""
+def kept_bytes(decisions: dict[fx.Node, Decision], choices: FormatChoices) -> float:
+    """Bytes that a plan keeps, without those of values that stay alive anyway."""
     total = 0.0
     for node, decision in decisions.items():
-        if decision.recomputed or storage.facts.is_free(node) or compat.is_sym_node(node):
+        if decision.recomputed or choices.facts.is_free(node) or compat.is_sym_node(node):
             continue
         total += stored_bytes(node, decision)
     return total
 
 
 def stored_bytes(node: fx.Node, decision: Decision) -> float:
-    """Bytes of a kept value; the lossless format keeps scales too, as it takes the same path."""
+    """Bytes of a kept value; the lossless format keeps scales like the others."""
     if not decision.low_bit or decision.format is None:
         return graph.nbytes(node)
     elements = graph.numel(graph.tensor(node))

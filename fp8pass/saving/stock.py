@@ -1,4 +1,4 @@
-"""What PyTorch's own partitioner would keep, to compare with."""
+"""The bytes that PyTorch's own partitioner would keep, for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8pass.graph.joint import JointFacts
 
 
 def stock_saved_bytes(gm: fx.GraphModule, joint_inputs: Sequence[object], facts: JointFacts) -> int:
-    """Bytes that PyTorch's partitioner would keep of this graph, counted as `Plan.saved_bytes`."""
+    """Bytes that PyTorch's partitioner keeps of this graph, counted like `Plan.saved_bytes`."""
     primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
     forward, _ = compat.stock_partition(
         graph.copy_of(gm),

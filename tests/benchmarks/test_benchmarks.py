@@ -187,7 +187,7 @@ def test_a_sweep_leaves_the_constants_as_they_are(load):
     chunk = fused.CHUNK
     with sweep.used(sweep.Setting(chunk=2 * chunk, parts=2)):
         changed = fused.CHUNK
-        source = kernel.Writer(storage, torch.bfloat16, torch.bfloat16).write()
+        source = kernel.UpdateWriter(storage, torch.bfloat16, torch.bfloat16).write()
     assert f"tl.minimum(size - begin, {2 * chunk})" in source
     assert "of_part = part * 64" in source
     assert changed == 2 * chunk

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Bisection, Config, ConfigError
-from fp8pass.inspect.bisection import SHARE, TIMES, Search, relative_error
+from fp8pass.inspect.bisection import CULPRIT_SHARE, CULPRIT_TIMES, Search, relative_error
 
 # --- the search, on made-up errors --------------------------------------------------------------
 
@@ -40,7 +40,7 @@ def compilations(units: int) -> int:
 def test_the_largest_is_found_in_log_n(small, data):
     index = data.draw(st.integers(0, len(small) - 1))
     planted = sum(small) - small[index] + 1
-    small[index] = planted * max(1.01, TIMES)
+    small[index] = planted * max(1.01, CULPRIT_TIMES)
     errors = Errors(small)
     found = Search(len(small), errors).culprits(most=1)
     assert found == [index]
@@ -53,15 +53,17 @@ def test_what_is_found_stands_out_and_all_that_stands_out_is_found(caused, most)
     found = Search(len(caused), errors).culprits(most)
     left = list(caused)
     for index in found:
-        assert left[index] >= 0.999 * SHARE * sum(left)
+        assert left[index] >= 0.999 * CULPRIT_SHARE * sum(left)
         assert left[index] == max(left)
         left[index] = 0.0
     others = len(left) - len(found) - 1
     if len(found) < most and sum(left) > 1e-9:
-        assert max(left) <= 1.001 * max(SHARE, TIMES / (TIMES + others)) * sum(left)
+        assert max(left) <= 1.001 * max(
+            CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)
+        ) * sum(left)
     # Of ranges that cause a quarter or more there are four at most, at each level.
     levels = math.ceil(math.log2(len(caused))) + 1
-    assert errors.asked <= (most + 1) * (levels / SHARE + 4)
+    assert errors.asked <= (most + 1) * (levels / CULPRIT_SHARE + 4)
 
 
 @pytest.mark.parametrize("units", [1, 2, 7, 64, 300])

@@ -23,7 +23,7 @@ from fp8pass.demo.sizes import SIZES
 from fp8pass.inspect.report.diffs import code_by_module, module_diffs
 from fp8pass.inspect.report.folding import fold, layer_of
 from fp8pass.inspect.report.page import FP8_LINEAR, operations, page_data, render, short_name
-from fp8pass.inspect.report.picture import KINDS, Edge, Operator, Picture, draw
+from fp8pass.inspect.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
 from fp8pass.inspect.report.timeline import timeline
 from fp8pass.inspect.tables import mib
 
@@ -157,7 +157,7 @@ def chain(layers: list[int]) -> Picture:
     """Layers of as many operators as given, one after another, between two others."""
     names = ["first", *(f"layers.{i}" for i in range(len(layers))), "last"]
     operators = [
-        Operator(f"{column}:{i}", "mul", "nonlinear", module, column, False, {})
+        DrawnOperator(f"{column}:{i}", "mul", "nonlinear", module, column, False, {})
         for column, (module, size) in enumerate(zip(names, [1, *layers, 1], strict=True))
         for i in range(size)
     ]

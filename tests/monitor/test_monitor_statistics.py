@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.monitor import statistics
-from fp8pass.monitor.statistics import Quantized, measure, merged, row_of
+from fp8pass.monitor.statistics import TensorName, measure, merged, row_of
 
 fp8 = torch.ops.fp8pass
-NAME = Quantized("m", "input", "row", "e4m3", torch.float32)
+NAME = TensorName("m", "input", "row", "e4m3", torch.float32)
 SPECIAL = [0.0, -0.0, 1e-40, 3e-39, 6e4, math.inf, -math.inf, math.nan, 1e30]
 
 

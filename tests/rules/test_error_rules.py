@@ -424,7 +424,7 @@ def test_repeated_regions_are_derived_once(monkeypatch):
     monkeypatch.setattr(
         "fp8pass.rules.derivation._derive", lambda region, moments: calls.append(region)
     )
-    monkeypatch.setattr("fp8pass.rules.derivation._derived", {})
+    monkeypatch.setattr("fp8pass.rules.derivation._rule_cache", {})
     region = region_of(rms_norm)
     derive(region, {})
     torch._dynamo.reset()

@@ -41,10 +41,17 @@ from fp8pass.passes.materialize_plan import materialize_plan
 from fp8pass.passes.plan_saved_values import plan_saved_values
 from fp8pass.passes.quantize_linears import quantize_linears
 from fp8pass.rules.error_rules import Rules
-from fp8pass.saving.budget import KEEP, REDO, REMAKE, STORE, Planner, Program
+from fp8pass.saving.budget import (
+    KEEP_EXACT,
+    KEEP_LOW_BIT,
+    RECOMPUTE_EXACT,
+    RECOMPUTE_INEXACT,
+    BudgetProblem,
+    Planner,
+)
 from fp8pass.saving.cuts import cheapest_plan
 from fp8pass.saving.decision import find_needs, kept_bytes
-from fp8pass.saving.storage import Storage
+from fp8pass.saving.format_choices import FormatChoices
 
 # --- what a budget may be -----------------------------------------------------------------------
 
@@ -267,8 +274,8 @@ def test_time_falls_as_memory_rises(recipe):
 # --- the program against brute force ------------------------------------------------------------
 
 
-def storage_of(joint: Joint) -> Storage:
-    return Storage(joint.ctx, Rules(joint.gm.graph, joint.ctx))
+def choices_of(joint: Joint) -> FormatChoices:
+    return FormatChoices(joint.ctx, Rules(joint.gm.graph, joint.ctx))
 
 
 CHAINS = {
@@ -280,9 +287,9 @@ CHAINS = {
 }
 
 
-def plans(program: Program) -> Iterator[tuple[float, float]]:
+def plans(program: BudgetProblem) -> Iterator[tuple[float, float]]:
     """Bytes and cost of every feasible choice of at most one state a value."""
-    states = (None, KEEP, STORE, REDO, REMAKE)
+    states = (None, KEEP_EXACT, KEEP_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT)
     for chosen in itertools.product(states, repeat=len(program.values)):
         at = [4 * i + state for i, state in enumerate(chosen) if state is not None]
         state = dict(zip(program.values, chosen, strict=True))
@@ -290,16 +297,16 @@ def plans(program: Program) -> Iterator[tuple[float, float]]:
             yield program.bytes[at].sum(), program.seconds[at].sum()
 
 
-def is_feasible(program: Program, state: dict[fx.Node, int | None]) -> bool:
+def is_feasible(program: BudgetProblem, state: dict[fx.Node, int | None]) -> bool:
     for value, how in state.items():
-        if value in program.needs.exact and how not in (KEEP, REDO):
+        if value in program.needs.exact and how not in (KEEP_EXACT, RECOMPUTE_EXACT):
             return False
         if value in program.needs.all and how is None:
             return False
         operands = [state[n] for n in value.all_input_nodes]
-        if how == REDO and not all(s in (KEEP, REDO) for s in operands):
+        if how == RECOMPUTE_EXACT and not all(s in (KEEP_EXACT, RECOMPUTE_EXACT) for s in operands):
             return False
-        if how == REMAKE and None in operands:
+        if how == RECOMPUTE_INEXACT and None in operands:
             return False
     return True
 
@@ -309,37 +316,37 @@ def is_feasible(program: Program, state: dict[fx.Node, int | None]) -> bool:
 def test_no_plan_is_faster(name, recipe):
     x = torch.randn(64, 64).requires_grad_() * 1
     joint = capture_joint(CHAINS[name], x, config=Config.recipe(recipe))
-    storage = storage_of(joint)
-    program = Program(find_needs(joint.gm, storage), storage)
+    choices = choices_of(joint)
+    program = BudgetProblem(find_needs(joint.gm, choices), choices)
     assert 2 <= len(program.values) <= 7
     every = list(plans(program))
     assert program.least() == min(bytes_ for bytes_, _ in every)
     for budget in sorted({bytes_ for bytes_, _ in every}):
         plan = program.within(budget)
         best = min(cost for bytes_, cost in every if bytes_ <= budget)
-        assert kept_bytes(plan, storage) <= budget
+        assert kept_bytes(plan, choices) <= budget
         assert cost_of(program, plan) <= best * 1.031 + 1e-15
     assert program.within(program.least() * 0.9) is None
 
 
-def cost_of(program: Program, plan) -> float:
+def cost_of(program: BudgetProblem, plan) -> float:
     """What the program says a plan costs; a value recomputed costs the same either way."""
     total = 0.0
     for value, decision in plan.items():
         at = 4 * program.index[value]
         if decision.recomputed:
-            total += program.seconds[at + REDO]
+            total += program.seconds[at + RECOMPUTE_EXACT]
         elif decision.low_bit:
-            total += program.seconds[at + STORE]
+            total += program.seconds[at + KEEP_LOW_BIT]
     return total
 
 
 def test_a_budget_of_what_the_cuts_keep_takes_no_longer_than_they_do():
     joint = capture_joint(FFN(64, 128), torch.randn(64, 64) * 1)
-    storage = storage_of(joint)
-    needs = find_needs(joint.gm, storage)
-    program, cuts = Program(needs, storage), cheapest_plan(needs, storage)
-    plan = program.within(kept_bytes(cuts, storage))
+    choices = choices_of(joint)
+    needs = find_needs(joint.gm, choices)
+    program, cuts = BudgetProblem(needs, choices), cheapest_plan(needs, choices)
+    plan = program.within(kept_bytes(cuts, choices))
     assert cost_of(program, plan) <= cost_of(program, cuts) * 1.031
 
 
@@ -399,9 +406,9 @@ def planner() -> Planner:
     """Four decoder layers."""
     (joint,) = [capture_joint(*deep_decoder(), config=Config.recipe("agoq"))]
     quantize_linears(joint.gm, joint.ctx)
-    storage = storage_of(joint)
-    needs = find_needs(joint.gm, storage)
-    return Planner(joint.gm.graph, cheapest_plan(needs, storage), needs, storage)
+    choices = choices_of(joint)
+    needs = find_needs(joint.gm, choices)
+    return Planner(joint.gm.graph, cheapest_plan(needs, choices), needs, choices)
 
 
 def deep_decoder() -> tuple[Any, ...]:
@@ -424,8 +431,8 @@ def test_the_estimated_peak_falls_with_the_budget(planner, monkeypatch):
 def test_the_peak_counts_what_is_kept_and_gradients(planner):
     """At the end of the backward all weight gradients are there."""
     memory = planner.memory
-    cuts = planner.program.within(planner.most)
-    weights = sum(graph.nbytes(n) for n in memory.storage.ctx.parameters)
+    cuts = planner.problem.within(planner.most)
+    weights = sum(graph.nbytes(n) for n in memory.choices.ctx.parameters)
     assert memory.peak({}) == max(memory.gradients)
     assert weights * 0.8 < memory.gradients[-1] + weights / 4
     assert max(planner.most, memory.peak({})) < memory.peak(cuts) < planner.most + memory.peak({})
@@ -436,10 +443,10 @@ def test_lives_end_with_the_last_use(planner):
     memory = planner.memory
     blocks = {
         graph.module_path(v).split(".")[1]: memory.alive_kept(v)
-        for v in memory.lives
+        for v in memory.lifetimes
         if v.target is torch.ops.fp8pass.scaled_mm.default and "gate" in graph.module_path(v)
     }
-    everywhere = list(range(len(memory.moments)))
+    everywhere = list(range(len(memory.times)))
     assert blocks["0"][0] == blocks["3"][0] == 0
     assert blocks["0"][-1] >= len(everywhere) - 2
     assert blocks["3"][-1] <= 2

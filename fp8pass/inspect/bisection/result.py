@@ -1,4 +1,4 @@
-"""What was found, as text, as JSON and as options."""
+"""The culprits found, as text, as JSON and as options."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Culprit(Unit):
     """A linear layer or saved tensor that causes much of the error by itself.
 
     Attributes:
-        error_before: of the gradients, with the culprits found before it exact.
-        error_after: the same with this one exact, too.
+        error_before: error of the gradients with the culprits found before it exact.
+        error_after: error of the gradients with this one exact, too.
     """
 
     error_before: float
@@ -39,12 +39,12 @@ class Bisection:
     ‖exact‖₂, infinite where they are not finite.
 
     Attributes:
-        config: what was examined.
-        error: of the gradients.
-        culprits: what causes most of it, in the order found.
-        units: how many linear layers and saved tensors are not exact.
-        probes: how often the model was compiled.
-        spread: whether no other unit stands out: what remains, or all, comes from many.
+        config: the configuration that was examined.
+        error: the error of the gradients.
+        culprits: the units that cause most of it, in the order found.
+        units: number of linear layers and saved tensors that are not exact.
+        probes: number of compilations.
+        spread: whether no other unit stands out, so that the remaining error comes from many.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Bisection:
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Options that keep the culprits exact, besides what the configuration has there."""
+        """Options that keep the culprits exact, in addition to those of the configuration."""
         return options_for(self.culprits, self.config)
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -81,12 +81,13 @@ class Bisection:
         return text
 
     def __str__(self) -> str:
-        console = Console(width=150, file=io.StringIO())
+        text = io.StringIO()
+        console = Console(width=150, file=text)
         if self.culprits:
             console.print(self._table())
         for line in self._conclusions():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return text.getvalue()
 
     def _table(self) -> Table:
         table = Table(title="what the gradient error comes from", title_justify="left")
@@ -106,7 +107,8 @@ class Bisection:
             f"and saved tensors in low bits. Took {self.probes} compilations."
         )
         if self.remaining and self.spread:
-            yield f"No single one {'else ' * bool(self.culprits)}stands out: the error is spread."
+            single = "single one else" if self.culprits else "single one"
+            yield f"No {single} stands out: the error is spread."
         elif self.remaining:
             yield "There may be more: raise most."
         if self.culprits:

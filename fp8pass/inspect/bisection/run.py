@@ -30,17 +30,17 @@ def bisect(
     """Find the linear layers and saved tensors that a large gradient error comes from.
 
     Compiles `model` about log2(n) times for each culprit, with groups of its n linear layers and
-    saved tensors exact, and runs one forward and backward each time, op by op. Where `diagnose` has
-    the error that each layer adds to exact gradients, this is the error of the gradients that
-    training gets. A `memory_budget` in bytes has to have room for what is exact. Parameters, their
-    gradients, buffers and random number generators are left as they were.
+    saved tensors exact, and runs one forward and backward each time, op by op. `diagnose` measures
+    the error that each layer adds to exact gradients; this is the error of the gradients that
+    training gets. A `memory_budget` in bytes must have room for the tensors that become exact.
+    Parameters, their gradients, buffers and random number generators are left as they were.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`; gradients of its tensors count where they require one.
-        config: what to examine instead of the model's own options or the default recipe.
-        most: how many culprits to look for.
+        config: the configuration to examine, instead of the model's own or the default recipe.
+        most: the largest number of culprits to look for.
 
     Returns:
         A Bisection: `print` it, or use `.culprits`, `.suggested`, `.to_json()`.
@@ -82,7 +82,7 @@ def bisect(
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; yields `advance(total)`, with how many compilations are expected."""
+    """A bar on a terminal; yields `advance(total)`, which takes the expected compilations."""
     console = Console(stderr=True)
     columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
     with Progress(

@@ -25,8 +25,8 @@ class Trials:
     """Runs one step of a model, from the same state every time, with some of its units exact.
 
     Attributes:
-        units: what is in low bits, in the order in which it runs.
-        compilations: how many there were.
+        units: the units in low bits, in the order in which they run.
+        compilations: the number of compilations so far.
 
     Raises:
         TypeError: `loss_fn` gives no loss.
@@ -65,7 +65,7 @@ class Trials:
         return relative_error(self._gradients(backend), self.exact)
 
     def _gradients(self, backend: Backend) -> list[Tensor | None]:
-        """Of the parameters, and of tensors of the batch that require them."""
+        """The gradients of the parameters, and of the batch's tensors that require one."""
         self.compilations += 1
         compiled = torch.compile(self.module, backend=backend)
         with (
@@ -111,7 +111,7 @@ def relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> fl
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what a compilation has to say: the first one said it."""
+    """Suppress logs and warnings of a compilation, which the first one gave."""
     log.disabled, before = True, log.disabled
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What can be made exact by itself, and the options that make it so."""
+"""The parts of a model that can be made exact on their own, and the options that do so."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 from fp8pass.config import Config
 from fp8pass.plan import Plan
 
+# The option that makes units of a kind exact.
 OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What can be made exact by itself.
+    """A part of a model that can be made exact on its own.
 
     Attributes:
-        kind: `linear`, all uses of a layer, or `saved`, a tensor kept for the backward.
+        kind: `linear` for all uses of a layer, `saved` for a tensor kept for the backward.
         name: path of the layer, or name of the value.
         module: path of the module.
     """
@@ -29,7 +30,7 @@ class Unit:
 
     @property
     def fix(self) -> str:
-        """The entry of `skip` or `keep_exact` that makes it exact."""
+        """The entry of `skip` or `keep_exact` that makes the unit exact."""
         return glob.escape(self.name)
 
 
@@ -42,7 +43,7 @@ def units_of(plans: Iterable[Plan]) -> list[Unit]:
             for place, y in enumerate(plan.linears, start=1)
             if y.fp8
         ]
-        # Reversed, since the backward asks for what ran last first.
+        # Plans list saved tensors in the order of the backward, the reverse of the forward's.
         placed += [
             (s.place, Unit("saved", s.value, s.module))
             for s in reversed(plan.saved)
@@ -53,7 +54,7 @@ def units_of(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def options_for(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Options that make `units` exact besides what the configuration keeps so."""
+    """Options that make `units` exact, in addition to those of the configuration."""
     fixes: dict[str, Any] = {}
     for unit in units:
         option = OPTIONS[unit.kind]

@@ -1,14 +1,14 @@
-"""The report: what was decided about a model, as one HTML page that opens offline.
+"""The report: the decisions about a model as one HTML page that opens offline.
 
-    picture.py    a joint graph as operators in columns by module, and what flows between them
+    picture.py    a joint graph as operators in columns by module, with the tensors between them
     folding.py    repeated layers drawn once
     sources.py    the line of the user's model that an operator comes from
     timeline.py   bytes kept at each operator of a step
-    diffs.py      what each pass changed, module by module
-    page.py       all of it as what the template shows
+    diffs.py      the changes of each pass, module by module
+    page.py       all of this as the data of the template
     template.html.j2, page.css, page.js, vendor/    the page itself
 
-Python says what there is; the page lays it out, with the libraries in `vendor/`.
+Python makes the data; the page lays it out, with the libraries in `vendor/`.
 """
 
 from __future__ import annotations

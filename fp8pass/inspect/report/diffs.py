@@ -1,4 +1,4 @@
-"""What a pass changed, module by module; what repeated layers have in common is shown once."""
+"""The changes of a pass, module by module; equal changes of repeated layers are shown once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from fp8pass.passes.runner import MODULE_COMMENT, PassRecord
 
-# Numbers of layers in paths, and those that FX appends to names.
+# Numbers of layers in paths, and numbers that FX appends to names.
 _NUMBERS = re.compile(r"_\d+\b|(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-_CONTEXT = 1
+_CONTEXT = 1  # unchanged lines around a change
 
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code, the same up to numbers in `count` modules."""
+    """The change of one module's code, equal up to numbers in `count` modules."""
 
     module: str
     count: int

@@ -1,10 +1,10 @@
-"""Draw repeated layers once: equal ones that follow each other become the first, with a count.
+"""Draw repeated layers once: consecutive equal layers become the first one, with a count.
 
     before   layers.0   layers.1   layers.2   …   layers.31
     after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
 
 Layers are equal if they have the same modules and operators, of the same shapes, kept in the same
-way for the same reason. The first and the last of a model mostly differ from the rest.
+way for the same reason. The first and the last layer of a model mostly differ from the rest.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from fp8pass.inspect.report.picture import Edge, Layer, Operator, Picture
+from fp8pass.inspect.report.picture import DrawnLayer, DrawnOperator, Edge, Picture
 
 # The path up to its first number.
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
-# What differs between equal layers.
+# Details that may differ between equal layers.
 _OWN_DETAILS = ("source", "keeps", "in keep_exact")
 
 
 @dataclass(frozen=True)
 class Span:
-    """The columns from the first to the last one of a numbered layer."""
+    """The columns of a numbered layer, from the first to the last."""
 
     path: str
     columns: range
-    operators: list[Operator]
+    operators: list[DrawnOperator]
 
     @property
     def pattern(self) -> str:
@@ -37,10 +37,10 @@ class Span:
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
-        """What equal layers have in common."""
+        """A key that is the same for equal layers."""
         return (self.pattern, *(self._signature(y) for y in self.operators))
 
-    def _signature(self, operator: Operator) -> tuple[object, ...]:
+    def _signature(self, operator: DrawnOperator) -> tuple[object, ...]:
         details = tuple(x for x in operator.details.items() if x[0] not in _OWN_DETAILS)
         module = operator.module.replace(self.path, self.pattern, 1)
         position = operator.column - self.columns.start
@@ -72,24 +72,24 @@ def fold(picture: Picture) -> Picture:
         ],
         edges=_merged(picture.edges, stands_for, instance),
         layers=[
-            Layer(g[0].path, g[-1].path, len(g), tuple(number[c] for c in g[0].columns))
+            DrawnLayer(g[0].path, g[-1].path, len(g), tuple(number[c] for c in g[0].columns))
             for g in groups
         ],
     )
 
 
 def spans(picture: Picture) -> list[Span]:
-    """The numbered layers, in order; what else runs between their columns belongs to them."""
+    """The numbered layers, in order; a layer includes all columns between its first and last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
         if path := layer_of(module):
             columns.setdefault(path, []).append(column)
-    operators: dict[int, list[Operator]] = {}
+    operators: dict[int, list[DrawnOperator]] = {}
     for operator in picture.operators:
         operators.setdefault(operator.column, []).append(operator)
     found, end = [], 0
     for path, own in columns.items():
-        if own[0] < end:  # layers that take turns: none is a span of its own
+        if own[0] < end:  # layers that alternate have no columns of their own
             continue
         end = own[-1] + 1
         span = range(own[0], end)
@@ -105,12 +105,12 @@ def _kept_columns(count: int, groups: Iterable[list[Span]]) -> list[int]:
 def _merged(
     edges: Iterable[Edge], stands_for: dict[str, str], instance: dict[str, tuple[str, str]]
 ) -> list[Edge]:
-    """Edges between what is drawn; those from a layer to the next equal one only if they cost."""
+    """Edges between drawn operators; those between folded layers only if they cost bytes."""
     merged: dict[tuple[str, str], Edge] = {}
     for edge in edges:
-        ends = instance.get(edge.source), instance.get(edge.target)
-        to_the_next = ends[0] and ends[1] and ends[0][0] == ends[1][0] and ends[0] != ends[1]
-        if to_the_next and not edge.bytes:
+        tail, head = instance.get(edge.source), instance.get(edge.target)
+        between_folded = tail and head and tail[0] == head[0] and tail != head
+        if between_folded and not edge.bytes:
             continue
         source = stands_for.get(edge.source, edge.source)
         target = stands_for.get(edge.target, edge.target)

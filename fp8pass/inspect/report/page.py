@@ -1,4 +1,4 @@
-"""What the page shows, out of an explanation."""
+"""The data of the page, from an explanation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from torch import fx
 
-import fp8pass
+from fp8pass import __version__
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
@@ -32,20 +32,27 @@ from fp8pass.plan import FrontierPoint, Plan, SavedTensor
 
 if TYPE_CHECKING:
     from fp8pass.inspect.diagnosis import Diagnosis
-    from fp8pass.inspect.explained import Explained
+    from fp8pass.inspect.explanation_data import ExplanationData
 
 FP8_LINEAR = "linear layers in FP8"
 
 _FOLDER = Path(__file__).parent
-_MOST_EXPENSIVE = 8
+_MOST_EXPENSIVE = 8  # rows
 
-# Plans whose memory differs by less than this are no choice.
+# Plans whose memory differs by less than this share are shown once.
 _SAME_MEMORY = 0.005
 
 
 @dataclass(frozen=True)
-class Row:
-    """What is the same in `count` places, of which `module` is the pattern, `source` one's line."""
+class FoldedRow:
+    """An item of a plan that is the same in `count` modules.
+
+    Attributes:
+        module: pattern of the modules' paths.
+        count: number of modules.
+        item: the item of the first of them.
+        source: the line of the model that it comes from.
+    """
 
     module: str
     count: int
@@ -54,8 +61,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What another memory budget would give, beside the plan at hand."""
+class BudgetChoice:
+    """The plan of another memory budget, compared with the chosen one."""
 
     point: FrontierPoint
     saves_bytes: int
@@ -70,20 +77,20 @@ class GraphSection:
 
     number: int
     plan: Plan
-    linears: list[Row]
-    saved: list[Row]
+    linears: list[FoldedRow]
+    saved: list[FoldedRow]
     scalars: list[SavedTensor]
-    rules: list[Row]
+    rules: list[FoldedRow]
     passes: list[tuple[PassRecord, list[ModuleDiff]]]
-    choices: list[Choice]
+    choices: list[BudgetChoice]
 
 
-def write_report(explanation: Explained, path: Path, diagnosis: Diagnosis | None) -> None:
+def write_report(explanation: ExplanationData, path: Path, diagnosis: Diagnosis | None) -> None:
     """Write the page to `path`."""
     path.write_text(render(explanation, diagnosis), encoding="utf-8")
 
 
-def render(explanation: Explained, diagnosis: Diagnosis | None = None) -> str:
+def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> str:
     """The page's HTML, with everything it needs in it."""
     environment = Environment(
         loader=PackageLoader("fp8pass.inspect.report", "."),
@@ -91,7 +98,7 @@ def render(explanation: Explained, diagnosis: Diagnosis | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {}  # as they come, not by name
+    environment.policies["json.dumps_kwargs"] = {}  # keys in their order, not sorted
     environment.filters.update(
         mib=mib, share=_share, seconds=_seconds, short=short_name, flop=_flop
     )
@@ -107,7 +114,7 @@ def render(explanation: Explained, diagnosis: Diagnosis | None = None) -> str:
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         made={
-            "fp8pass": fp8pass.__version__,
+            "fp8pass": __version__,
             "torch": torch.__version__,
             "date": datetime.date.today().isoformat(),
         },
@@ -117,40 +124,40 @@ def render(explanation: Explained, diagnosis: Diagnosis | None = None) -> str:
 
 
 def asset(name: str) -> Markup:
-    """A file of the page, to be put into it as it is."""
+    """A file that is put into the page as it is."""
     return Markup((_FOLDER / name).read_text(encoding="utf-8"))
 
 
 def section(number: int, compiled: CompiledGraph) -> GraphSection:
-    """What is shown of one graph."""
+    """The data of one graph."""
     plan = compiled.plan
     sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
     return GraphSection(
         number=number,
         plan=plan,
-        linears=[Row(*row) for row in folded_linears(plan.linears)],
+        linears=[FoldedRow(*row) for row in folded_linears(plan.linears)],
         saved=_saved_rows(plan.saved, sources),
         scalars=[s for s in plan.saved if s.is_scalar],
-        rules=[Row(*row) for row in folded_rules(plan.rules)],
+        rules=[FoldedRow(*row) for row in folded_rules(plan.rules)],
         passes=[(record, module_diffs(record)) for record in compiled.passes],
         choices=list(_choices(plan)),
     )
 
 
-def _saved_rows(saved: Iterable[SavedTensor], sources: dict[str, str]) -> list[Row]:
-    """What is kept, the largest first; `sources` has the line of the model by a node's name."""
-    rows = [Row(*row, source=sources[row[2].name]) for row in folded_saved(saved, sources)]
+def _saved_rows(saved: Iterable[SavedTensor], sources: dict[str, str]) -> list[FoldedRow]:
+    """The kept tensors, the largest first; `sources` has lines of the model by node name."""
+    rows = [FoldedRow(*row, source=sources[row[2].name]) for row in folded_saved(saved, sources)]
     return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)
 
 
-def _choices(plan: Plan) -> Iterator[Choice]:
+def _choices(plan: Plan) -> Iterator[BudgetChoice]:
     """This plan, and those of the frontier that keep less, from the most to the least memory."""
     here = plan.point
     if here is None:
         return
     less = [p for p in plan.frontier if p.bytes < (1 - _SAME_MEMORY) * here.bytes]
     for point in (here, *reversed(by_bytes(less))):
-        yield Choice(
+        yield BudgetChoice(
             point,
             saves_bytes=here.bytes - point.bytes,
             lowers_peak=here.peak_bytes - point.peak_bytes,
@@ -159,28 +166,29 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         )
 
 
-def most_expensive(sections: Iterable[GraphSection]) -> list[Row]:
-    """What takes most of the kept bytes, over all graphs."""
+def most_expensive(sections: Iterable[GraphSection]) -> list[FoldedRow]:
+    """The tensors that take most of the kept bytes, over all graphs."""
     rows = [row for s in sections for row in s.saved if row.item.bytes]
     return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)[:_MOST_EXPENSIVE]
 
 
-def reasons(graphs: Iterable[CompiledGraph]) -> list[Row]:
-    """Why linear layers stay in high precision, those with one reason put together."""
+def reasons(graphs: Iterable[CompiledGraph]) -> list[FoldedRow]:
+    """The linear layers in high precision, those of one reason folded."""
     keyed = ((y.module, (y.reason,), y) for g in graphs for y in g.plan.high_precision)
-    return [Row(*row) for row in folded(keyed)]
+    return [FoldedRow(*row) for row in folded(keyed)]
 
 
 def operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
-    """Floating point operations of a step by what does them, the most first."""
+    """Floating point operations of a step by kind of operator, the largest number first."""
     total: dict[str, float] = {}
     for compiled in graphs:
         for node in filter(is_expensive, compiled.gm.graph.nodes):
-            total[_what_runs(node)] = total.get(_what_runs(node), 0.0) + flops(node)
+            label = _operation_label(node)
+            total[label] = total.get(label, 0.0) + flops(node)
     return dict(sorted(total.items(), key=lambda x: x[1], reverse=True))
 
 
-def _what_runs(node: fx.Node) -> str:
+def _operation_label(node: fx.Node) -> str:
     if is_fp8_gemm(node):
         return FP8_LINEAR
     if kind(node) is Kind.ATTENTION:
@@ -189,14 +197,14 @@ def _what_runs(node: fx.Node) -> str:
 
 
 def options(config: Config) -> dict[str, Any]:
-    """What was asked for besides the defaults."""
+    """The options that differ from the defaults."""
     default = Config()
     given = {f.name: getattr(config, f.name) for f in fields(Config) if f.name != "compiler"}
     return {name: value for name, value in given.items() if value != getattr(default, name)}
 
 
-def page_data(explanation: Explained, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """What the page draws: pictures, the timeline, memory against time, errors."""
+def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The data of drawings: pictures, the timeline, memory against time, errors."""
     return {
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
@@ -207,7 +215,7 @@ def page_data(explanation: Explained, diagnosis: Diagnosis | None) -> dict[str, 
 
 
 def short_name(operator: str) -> str:
-    """An operator without its library and overload, `aten.add.Tensor` as `add`."""
+    """The name of an operator without library and overload: `add` for `aten.add.Tensor`."""
     if "_scaled_dot_product" in operator:
         return "attention"
     parts = operator.split(".")
@@ -228,5 +236,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    """A part as a percentage, `n/a` of nothing."""
+    """A part as a percentage; `n/a` if the whole is zero or infinite."""
     return f"{part / whole:.0%}" if whole and math.isfinite(whole) else "n/a"

@@ -1,10 +1,10 @@
-"""A compiled graph as a picture: operators in columns by module, and what flows between them.
+"""A compiled graph as a picture: operators in columns by module, with the tensors between them.
 
-Modules go from left to right in the order in which the forward runs them, a column each time one
-runs. Operators of the backward are in the column of the forward operator that they belong to.
+Modules go from left to right in the order in which the forward runs them, with a column for each
+run. Operators of the backward are in the column of the forward operator that they belong to.
 
-Not drawn, but looked through: views, casts, constants, sizes, parameters. They compute nothing that
-anybody would look for, and are half of a graph. What crosses into the backward is always drawn.
+Views, casts, constants, sizes and parameters are half of a graph and compute nothing of interest:
+they are not drawn, edges pass through them. Values that the backward uses are always drawn.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Operator:
+class DrawnOperator:
     """One operator that is drawn.
 
     Attributes:
         id: name of its node.
-        label: what is written on it.
+        label: the text on it.
         kind: a key of `KINDS`.
         module: path of the module it comes from.
-        column: which one it is in.
+        column: number of its column.
         backward: whether it runs in the backward.
-        details: what else is known, by what it is.
+        details: further facts, each with its name.
     """
 
     id: str
@@ -64,9 +64,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class Edge:
-    """What one operator hands to another, perhaps across into the backward.
+    """A tensor that one operator computes and another one uses.
 
-    What is kept for that costs `bytes`, counted at the first edge that hands it across.
+    Attributes:
+        source, target: ids of the operators.
+        crosses: whether it goes from the forward to the backward.
+        bytes: bytes kept for that, counted at the first edge of the tensor only.
     """
 
     source: str
@@ -76,8 +79,8 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One of a model's numbered layers, `count` equal ones of which the first is drawn."""
+class DrawnLayer:
+    """`count` equal numbered layers of a model, of which the first is drawn."""
 
     first: str
     last: str
@@ -87,39 +90,39 @@ class Layer:
 
 @dataclass
 class Picture:
-    """Columns, by the path of their module, and what is in them."""
+    """Operators in columns, each column with the path of its module, and edges between them."""
 
     columns: list[str]
-    operators: list[Operator]
+    operators: list[DrawnOperator]
     edges: list[Edge]
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[DrawnLayer] = field(default_factory=list)
 
 
 def draw(compiled: CompiledGraph) -> Picture:
-    """The picture of one graph, with every layer of it."""
+    """The picture of one graph, with every layer."""
     drawing = _Drawing(compiled)
     operators = [drawing.operator(n) for n in drawing.drawn]
     return Picture(drawing.columns.modules, operators, list(drawing.edges()))
 
 
 def forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
-    """What runs in the forward: all that its outputs and what is kept are computed from."""
+    """The nodes that run in the forward: all that outputs and kept tensors are computed from."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
     return graph.ancestors([*_forward_outputs(compiled), *compiled.ctx.saved])
 
 
 def _forward_outputs(compiled: CompiledGraph) -> list[fx.Node]:
-    """What the model returns; for a graph without a backward all of its outputs."""
+    """The outputs of the forward; all outputs for a graph without a backward."""
     results = graph.outputs(compiled.gm.graph)[: compiled.ctx.facts.num_fwd_outputs or None]
     return [n for n in results if isinstance(n, fx.Node)]
 
 
 class _Columns:
-    """Which column a node is in.
+    """The column of each node.
 
-    The forward makes the columns; what only the backward needs of it, and the backward itself,
-    goes where it belongs.
+    The nodes of the forward make the columns. Those of the backward, and those computed for it
+    alone, go into the column that they belong to.
     """
 
     def __init__(self, forward: list[fx.Node]) -> None:
@@ -144,7 +147,7 @@ class _Columns:
 
 
 class _Drawing:
-    """What is to be drawn of a graph, and what to say about it."""
+    """The nodes of a graph that are drawn, and the details shown of each."""
 
     def __init__(self, compiled: CompiledGraph) -> None:
         self.ctx, plan = compiled.ctx, compiled.plan
@@ -165,12 +168,12 @@ class _Drawing:
             return False
         if node in self.crossing:
             return True
-        looked_through = graph.is_getitem(node) or node.target in graph.CASTS
-        return not looked_through and kind(node) not in HIDDEN
+        hidden = graph.is_getitem(node) or node.target in graph.CASTS or kind(node) in HIDDEN
+        return not hidden
 
-    def operator(self, node: fx.Node) -> Operator:
-        """How a node is drawn."""
-        return Operator(
+    def operator(self, node: fx.Node) -> DrawnOperator:
+        """The drawn operator of a node."""
+        return DrawnOperator(
             id=node.name,
             label=_label(node),
             kind=self._kind(node),
@@ -181,7 +184,7 @@ class _Drawing:
         )
 
     def edges(self) -> Iterator[Edge]:
-        """What flows between drawn operators, each edge once."""
+        """The edges between drawn operators, each once."""
         drawn, counted = set(self.drawn), set()
         for node in self.drawn:
             for source in dict.fromkeys(_drawn_operands(node, drawn)):
@@ -217,14 +220,14 @@ class _Drawing:
             yield "dtype", str(value.dtype).removeprefix("torch.")
         yield from _quantization(node)
         yield "role", node.meta.get(ROLE, "")
-        yield from self._storage(node)
+        yield from self._saving(node)
         linear = self.linears.get(graph.module_path(node))
         if linear is not None and kind(node) is Kind.GEMM:
             yield "in high precision because", linear.reason
         yield "source", source_line(node)
 
-    def _storage(self, node: fx.Node) -> Iterator[tuple[str, str]]:
-        """How a value reaches the backward and why."""
+    def _saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+        """How a value reaches the backward, and why so."""
         name = node.meta.get(CARRIES, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
@@ -236,12 +239,12 @@ class _Drawing:
                 yield "expected gradient error", f"{saved.expected_error:.2%}"
         decision = self.decisions.get(saved.name if saved else name)
         if decision is not None:
-            recomputed = "recomputed: " if decision.recomputed else ""
-            yield "in the backward", f"{recomputed}{decision.reason}"
+            reason = decision.reason
+            yield "in the backward", f"recomputed: {reason}" if decision.recomputed else reason
 
 
 def _drawn_operands(node: fx.Node, drawn: set[fx.Node]) -> Iterator[fx.Node]:
-    """The drawn operators whose results `node` uses, through what is not drawn."""
+    """The drawn operators whose results `node` uses, also through nodes that are not drawn."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         operand = pending.pop()
@@ -262,7 +265,7 @@ def _label(node: fx.Node) -> str:
 
 
 def _quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Format and granularity of what a dialect operator reads or makes."""
+    """Format and granularity of the codes that a dialect operator reads or computes."""
     if node.target in (fp8.quantize_groups.default, fp8.dequantize_groups.default):
         yield "format", str(node.args[2])
         yield "scales", f"one for 1×{node.args[3]}"

@@ -13,9 +13,9 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def source_line(node: fx.Node) -> str:
-    """`model.py:54  q = self.q_proj(x)`, '' where nothing is known.
+    """The line, as in `model.py:54  q = self.q_proj(x)`; '' if unknown.
 
-    The innermost line outside of PyTorch: of `nn.RMSNorm`, the one that calls it.
+    It is the innermost line outside of PyTorch: for `nn.RMSNorm` the line that calls it.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     outside = [f for f in frames if not f["file"].startswith(_TORCH)]
@@ -26,7 +26,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def _short(file: str) -> str:
-    """A path from the folder that packages are installed to, or from the working directory."""
+    """A path relative to the folder of installed packages, or to the working directory."""
     path = Path(file)
     if "site-packages" in path.parts:
         return file.rsplit("site-packages/", 1)[-1]

@@ -14,8 +14,8 @@ from fp8pass.inspect.report.picture import forward_nodes
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is kept once an operator has run; `operator` counts those of the step."""
+class TimelinePoint:
+    """Bytes kept after an operator has run; `operator` is its number in the step."""
 
     operator: int
     module: str
@@ -23,21 +23,21 @@ class Moment:
     bytes: int
 
 
-def timeline(graphs: Iterable[CompiledGraph]) -> list[Moment]:
-    """Every moment at which what is kept changes: forwards in order, then backwards in reverse."""
-    moments = [Moment(0, "", False, 0)]
-    steps = [_Step(g) for g in graphs]
-    changes = [change for step in steps for change in step.forward()]
-    changes += [change for step in reversed(steps) for change in step.backward()]
+def timeline(graphs: Iterable[CompiledGraph]) -> list[TimelinePoint]:
+    """The operators that change the kept bytes: forwards in order, then backwards in reverse."""
+    points = [TimelinePoint(0, "", False, 0)]
+    runs = [_GraphRun(g) for g in graphs]
+    changes = [change for run in runs for change in run.forward()]
+    changes += [change for run in reversed(runs) for change in run.backward()]
     for count, (node, backward, change) in enumerate(changes, 1):
         if change:
-            kept = moments[-1].bytes + change
-            moments.append(Moment(count, graph.module_path(node), backward, kept))
-    return moments
+            kept = points[-1].bytes + change
+            points.append(TimelinePoint(count, graph.module_path(node), backward, kept))
+    return points
 
 
-class _Step:
-    """One graph's operators, and what each does to what is kept."""
+class _GraphRun:
+    """One graph's operators, and by how many bytes each changes those that are kept."""
 
     def __init__(self, compiled: CompiledGraph) -> None:
         forward = forward_nodes(compiled)
@@ -49,17 +49,17 @@ class _Step:
         self.kept = {n: sizes[n.name] for n in compiled.ctx.saved if n.name in sizes}
 
     def forward(self) -> Iterator[tuple[fx.Node, bool, int]]:
-        """Operators of the forward, with the bytes that are kept from then on."""
+        """Operators of the forward, with the bytes that each adds to those kept."""
         for node in self.before:
             yield node, False, self.kept.get(node, 0)
 
     def backward(self) -> Iterator[tuple[fx.Node, bool, int]]:
-        """Operators of the backward, with the bytes that nobody needs after them, negative."""
+        """Operators of the backward, with the bytes that each frees, negative."""
         order = {node: i for i, node in enumerate(self.after)}
         freed: dict[fx.Node, int] = {}
         for node, size in self.kept.items():
             last = max(_uses(node, order), key=order.__getitem__, default=None)
-            if last is None:  # returned as it is
+            if last is None:  # the backward returns it as it is
                 last = self.after[-1]
             freed[last] = freed.get(last, 0) + size
         for node in self.after:

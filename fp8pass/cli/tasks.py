@@ -1,4 +1,4 @@
-"""The stages of a command: shown while they last, and named when they fail."""
+"""The tasks of a command: shown while they run, and named if they fail."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from fp8pass.cli.parsing import Failure, UsageError
 
 
 @contextmanager
-def stage(doing: str, fix: str) -> Iterator[None]:
-    """Show on a terminal's stderr what is being done; stdout is kept for results.
+def task(doing: str, fix: str) -> Iterator[None]:
+    """Show a task on stderr if that is a terminal; stdout is for results only.
+
+    Args:
+        doing: the task, such as "building models:build".
+        fix: a sentence that says how to fix a failure of it.
 
     Raises:
-        Failure: something went wrong meanwhile; the message names it and ends in `fix`.
+        Failure: the task failed; the message names the cause and ends in `fix`.
     """
     from rich.console import Console
     from rich.text import Text
@@ -31,7 +35,7 @@ def stage(doing: str, fix: str) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """The first line of what went wrong, as a sentence."""
-    error = getattr(error, "inner_exception", error)  # what Dynamo wraps a backend's errors in
+    """The type of an error and the first line of its message, as a sentence."""
+    error = getattr(error, "inner_exception", error)  # Dynamo wraps errors of backends
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]]).rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""What was decided about a model, as data: what tables and the report are made of."""
+"""The decisions about a model as data, from which tables and the report are made."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fp8pass.passes.runner import PassRecord
 
 
 @dataclass
-class Explained:
-    """What was decided about a model, as data.
+class ExplanationData:
+    """The decisions about a model, as data.
 
     Attributes:
-        config: what was asked for.
+        config: the configuration that was explained.
         model: name of the model's class.
-        eager_bytes: what the model keeps for its backward without any compiler, measured.
-        graphs: what was compiled, in order.
+        eager_bytes: bytes that the model keeps for its backward without a compiler, measured.
+        graphs: the compiled graphs, in order.
     """
 
     config: Config
@@ -61,11 +61,11 @@ class Explained:
 
 
 def _json_ready(value: Any) -> Any:
-    """An option's value as data that JSON has: no infinity, no tuples."""
+    """An option's value as JSON can hold it: without infinity and tuples."""
     return str(value) if value == math.inf else json.loads(json.dumps(value))
 
 
 def _pass_name(record: PassRecord) -> str:
-    """The name of a pass; that of a half says which."""
+    """The name of a pass; for passes of a half with the half before it."""
     halves = ("forward", "backward")
     return f"{record.graph}.{record.name}" if record.graph in halves else record.name

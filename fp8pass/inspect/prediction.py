@@ -1,8 +1,8 @@
-"""The gradient error that the rules expect at every point of a planned backward.
+"""The error that the rules expect of every gradient in a planned backward.
 
-Errors are local: of what a region, GEMM or attention computes from exact incoming gradients, as
-`diagnose` measures them. Values are those of a real batch; rounding is idealized
-(`amplification.rounding`): of the relative error that a format has in its normal range.
+Errors are local, as `diagnose` measures them: each is the error that one region, GEMM or attention
+adds to exact incoming gradients. Values are those of a real batch; rounding is idealized
+(`amplification.rounding`): it has the relative error of the format's normal range.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from fp8pass.saving.decision import Decision
 
 fp8 = torch.ops.fp8pass
 
-# Of a GEMM's result so many rows and columns are computed, to stand for all.
+# Rows and columns of a GEMM's result that are computed to estimate its error.
 LARGEST_SAMPLE = 512
 
 
 @dataclass
 class Predictor:
-    """Expected relative RMS errors on a joint graph after planning, before its materialization.
+    """Expected relative RMS errors on a joint graph that is planned but not yet rewritten.
 
     Attributes:
-        rules: those of the graph.
-        decisions: how each of its forward values reaches the backward.
-        values: of its nodes, on a batch.
+        rules: the error rules of the graph.
+        decisions: how each forward value reaches the backward.
+        values: the values of the nodes on a batch.
         forward: errors of forward values, as the backward gets them.
-        backward: errors of gradients, by the name of the node in the graph before any pass; None
-            where nothing could be derived.
+        backward: errors of gradients, by the node's name in the graph before any pass; None if
+            no rule could be derived.
     """
 
     rules: Rules
@@ -52,7 +52,7 @@ class Predictor:
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Fill in the errors of a graph's nodes; of a region, once what enters it is known."""
+        """Fill in the errors of all nodes; those of a region once its inputs are known."""
         members = {n for region in self.rules.regions for n in region.nodes}
         order = {n: i for i, n in enumerate(g.nodes)}
         ready: dict[fx.Node, list[Region]] = {}
@@ -67,7 +67,7 @@ class Predictor:
                 self._predict_region(region)
 
     def _predict_node(self, node: fx.Node) -> None:
-        """An operator that is in no region; junctions and movement of gradients are exact here."""
+        """An operator outside of regions; junctions and movement add no error to gradients."""
         if node not in self.rules.backward:
             self.forward[node] = self._of_value(node)
         elif node.target is fp8.scaled_mm.default:
@@ -76,7 +76,7 @@ class Predictor:
             self._run_again(node)
 
     def _of_value(self, node: fx.Node) -> float:
-        """As the value is stored, or as its operands make it."""
+        """The error with which a value is stored, or recomputed from its operands."""
         decision = self.decisions.get(node)
         if decision is None:
             return 0.0
@@ -105,7 +105,7 @@ class Predictor:
         return (value * rounding(value, error)).to(value.dtype) if error else value
 
     def _of_scaled_mm(self, gemm: fx.Node) -> float:
-        """Of a product, from the errors of the operands and of rounding them to FP8."""
+        """The error of a product, from those of its operands and of rounding them to FP8."""
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._operand(operand)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How a single value would be stored: the cheapest format that the error rules allow.
+"""How a value would be stored: in the cheapest format that the error rules allow.
 
 Costs are in the units of `costs.py`.
 """
@@ -30,12 +30,12 @@ from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle
 from fp8pass.rules.error_rules import Rules
 from fp8pass.saving.costs import UNITS_PER_BYTE
 
-# An error price: a value that makes all of a gradient wrong would cost this share of its bytes
-# more. It decides between formats, and where to cut, among choices that take about equal bytes.
+# The price of errors: a value whose rounding makes a gradient wrong by 100% costs this share of its
+# bytes more. It decides between formats, and where to cut, if choices take about the same bytes.
 ERROR_WEIGHT = 0.25
 
-# In a pattern of `keep_exact`: `module:operator:number`.
-NAMES_A_VALUE = ":"
+# A `keep_exact` pattern with it is the name of a value, `module:operator:number`, not of a module.
+VALUE_SEPARATOR = ":"
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORABLE_KINDS = (
@@ -51,16 +51,16 @@ STORABLE_KINDS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """How a value would be stored in low bits, or why it would not.
 
     Attributes:
-        format: `EXACT` where no low-bit format is allowed; `group_size` is then 0.
+        format: `EXACT` if no low-bit format is allowed; `group_size` is then 0.
         group_size: elements that share a scale.
-        reason: for people.
-        bytes: kept, scales included.
-        units: what that costs, infinite where it is not possible.
-        expected_error: of the gradients, relative, root mean square.
+        reason: why this format, as text.
+        bytes: bytes kept, scales included.
+        units: the price of keeping them, infinite if no format is allowed.
+        expected_error: relative RMS error of the gradients.
     """
 
     format: Format
@@ -71,22 +71,22 @@ class Choice:
     expected_error: float = 0.0
 
 
-class Storage:
-    """Chooses formats for the values of one joint graph."""
+class FormatChoices:
+    """The format choices for the values of one joint graph, made when first asked for."""
 
     def __init__(self, config: Config, facts: JointFacts, rules: Rules) -> None:
         self.config, self.facts = config, facts
         self.rules = rules
-        self._choices: dict[fx.Node, Choice] = {}
+        self._choices: dict[fx.Node, FormatChoice] = {}
 
     @cached_property
-    def _asked(self) -> dict[fx.Node, str]:
-        """The values that the user wants exactly, with the pattern that says so."""
+    def _keep_exact(self) -> dict[fx.Node, str]:
+        """The values that match `keep_exact`, each with the pattern that it matches."""
         patterns = self.config.keep_exact
         if not patterns or self.coarsest.lossless:
             return {}
-        values = tuple(p for p in patterns if NAMES_A_VALUE in p)
-        modules = tuple(p for p in patterns if NAMES_A_VALUE not in p)
+        values = tuple(p for p in patterns if VALUE_SEPARATOR in p)
+        modules = tuple(p for p in patterns if VALUE_SEPARATOR not in p)
         names = {
             n: name
             for n, name in graph.value_names(self.rules.graph).items()
@@ -103,7 +103,7 @@ class Storage:
 
     @cached_property
     def formats(self) -> tuple[Format, ...]:
-        """What the configuration allows: its format and those of more bits."""
+        """The formats that the configuration allows: its own and those of more bits."""
         if self.config.save_format == "none":
             return (EXACT,)
         smallest = FORMATS[self.config.save_format]
@@ -117,47 +117,49 @@ class Storage:
         return self.formats[0]
 
     def why_exact(self, node: fx.Node) -> str:
-        """Why the backward needs `node` exactly; '' where it does not, or all is exact."""
+        """Why the backward needs `node` exactly; '' if it does not, or if all values are exact."""
         if self.config.save_format == "none":
             return ""
-        if node in self._asked:
-            return f"matches keep_exact pattern {self._asked[node]!r}"
+        if node in self._keep_exact:
+            return f"matches keep_exact pattern {self._keep_exact[node]!r}"
         return self.rules.why_exact(node)
 
     def must_be_available(self, node: fx.Node) -> bool:
-        """Whether the backward has `node` exactly even if others could stand in for it.
+        """Whether the backward must have `node` exactly even if it does not use it itself.
 
-        Those are values asked for by name, of which the user knows, rather than by module; and
-        what a checkpointed region has to compute again.
+        True for values that `keep_exact` names, since the user knows of them, and for values of a
+        module it names that a checkpointed region recomputes.
         """
-        return node in self._asked and (
-            NAMES_A_VALUE in self._asked[node] or compat.must_recompute(node)
+        return node in self._keep_exact and (
+            VALUE_SEPARATOR in self._keep_exact[node] or compat.must_recompute(node)
         )
 
     def may_be_recomputed(self, node: fx.Node) -> bool:
         """Whether the backward may compute `node` from values that were stored in low bits."""
-        return node not in self._asked and self.rules.may_be_recomputed(node, self.coarsest)
+        return node not in self._keep_exact and self.rules.may_be_recomputed(node, self.coarsest)
 
-    def choice(self, node: fx.Node) -> Choice:
+    def cheapest(self, node: fx.Node) -> FormatChoice:
         """The cheapest allowed way to store `node` in low bits."""
         if node not in self._choices:
             self._choices[node] = self._choose(node)
         return self._choices[node]
 
-    def _choose(self, node: fx.Node) -> Choice:
-        reason = self._why_not(node) or self.why_exact(node)
+    def _choose(self, node: fx.Node) -> FormatChoice:
+        reason = self._why_no_candidate(node) or self.why_exact(node)
         if reason:
-            return Choice(EXACT, 0, reason)
-        groups = {f: self._group(node, f) for f in self.formats}
+            return FormatChoice(EXACT, 0, reason)
+        groups = {f: self._group_size(node, f) for f in self.formats}
         if not any(groups.values()):
-            return Choice(EXACT, 0, "no group of 16 or more divides its last dimension")
+            return FormatChoice(EXACT, 0, "no group of 16 or more divides its last dimension")
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
             bound = self.rules.amplification(node).bound
-            return Choice(EXACT, 0, f"may amplify errors {bound:.1f}×, too much for any format")
+            reason = f"may amplify errors {bound:.1f}×, too much for any format"
+            return FormatChoice(EXACT, 0, reason)
         return min((self._priced(node, f, group) for f, group in allowed), key=lambda c: c.units)
 
-    def _group(self, node: fx.Node, format: Format) -> int | None:
+    def _group_size(self, node: fx.Node, format: Format) -> int | None:
+        """The group size for `node` in `format`; None if no group divides its last dimension."""
         val = graph.tensor(node)
         if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
             return None
@@ -166,8 +168,8 @@ class Storage:
             return None
         return divisor_group(length, self.config.group_size, multiple=format.group_multiple)
 
-    def _why_not(self, node: fx.Node) -> str:
-        """Why a value is no candidate, whatever uses it."""
+    def _why_no_candidate(self, node: fx.Node) -> str:
+        """Why a value cannot be stored in low bits, whatever uses it; '' if it can."""
         val = graph.value(node)
         if self.config.save_format == "none":
             return "save_format='none'"
@@ -183,7 +185,8 @@ class Storage:
             return "computed from parameters and data alone"
         return ""
 
-    def _priced(self, node: fx.Node, format: Format, group: int) -> Choice:
+    def _priced(self, node: fx.Node, format: Format, group: int) -> FormatChoice:
+        """The choice of `format` in groups of `group` elements, with its price."""
         val = graph.tensor(node)
         exact, elements = graph.nbytes(node), graph.numel(val)
         amplification = self.rules.amplification(node)
@@ -195,6 +198,6 @@ class Storage:
             reason += f", and is compared with zero: {self.coarsest.name} flushes to it"
         if format is E4M3 and not hardware.has_fp8_casts(val.device):
             format = E4M3_BYTES
-        # Reading the value once more, to store it, counts like computing it again.
+        # Reading the value once more, to store it, costs as much as recomputing it.
         units = (stored + price) * UNITS_PER_BYTE + exact
-        return Choice(format, group, reason, stored, units, error)
+        return FormatChoice(format, group, reason, stored, units, error)
