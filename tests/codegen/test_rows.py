@@ -23,6 +23,7 @@ from kernel_helpers import (
 from fp8pass.codegen.kernels import rows as row_kernel
 from fp8pass.codegen.kernels.row_source import Shape, write
 from fp8pass.codegen.program import ir as program_module
+from fp8pass.codegen.program import reference as reference_module
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import reference
 
@@ -71,7 +72,7 @@ def test_gated_activation(device, reading, columns, group):
 def test_norm_backward(device, rows, columns, monkeypatch):
     monkeypatch.setattr(row_kernel, "VECTOR", 2)  # chunks of 256
     if device == "cpu":  # which runs programs one by one
-        for module in (program_module, row_kernel):
+        for module in (program_module, reference_module, row_kernel):
             monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
         rows = min(rows, 19)
     program = norm_backward(columns)
@@ -138,7 +139,7 @@ def test_values_that_do_not_vary_along_a_row(device, columns):
 
 @both_devices
 def test_equal_sums_are_stored_twice(device, monkeypatch):
-    for module in (program_module, row_kernel):
+    for module in (program_module, reference_module, row_kernel):
         monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
     program = Program(
         (Load("x", "full"),),
