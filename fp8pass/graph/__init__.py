@@ -6,6 +6,8 @@ names.py           names of modules, values and operators, and the patterns that
 patterns.py        looking through views, casts and transposes; sums of a residual stream
 order.py           what comes before what
 joint.py           what is known about a joint graph before any pass
+symbols.py         the sympy side of pointwise operators: functions, operands, formulas
+pointwise.py       what each pointwise operator computes, in sympy and in Triton
 classify.py        what an operator is to a low-precision compiler
 linear_layers.py   the GEMMs of linear layers, forward and backward
 flops.py           floating point operations

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +16,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.nodes import aten, prims
+from fp8pass.graph.pointwise import POINTWISE
 
 
 class Kind(Enum):
@@ -139,25 +142,6 @@ CREATIONS = {
     prims.iota.default,
 }
 
-# Pointwise operators that PyTorch does not tag as such.
-UNTAGGED_POINTWISE = {
-    prims.convert_element_type.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.copy.default,
-    aten.lift_fresh_copy.default,
-    aten.where.self,
-    aten.silu_backward.default,
-    aten.gelu_backward.default,
-    aten.sigmoid_backward.default,
-    aten.tanh_backward.default,
-    aten.threshold_backward.default,
-    aten.hardtanh_backward.default,
-    aten.leaky_relu_backward.default,
-    prims.fma.default if hasattr(prims, "fma") else aten.addcmul.default,
-    *compat.seeded_random_ops(),
-}
-
 
 def kind(node: fx.Node) -> Kind:
     """The kind of a node, by its operator."""
@@ -197,12 +181,12 @@ def _without_dropout(node: fx.Node) -> bool:
     return False
 
 
-_TABLE: tuple[tuple[set, Kind], ...] = (
+_TABLE: tuple[tuple[Set[Any], Kind], ...] = (
     (VIEWS, Kind.VIEW),
     (GEMMS, Kind.GEMM),
     (QUANTIZERS, Kind.QUANTIZE),
     (REDUCTIONS, Kind.REDUCTION),
     (MOVEMENTS, Kind.MOVEMENT),
     (CREATIONS, Kind.CREATION),
-    (UNTAGGED_POINTWISE, Kind.POINTWISE),
+    (POINTWISE.keys(), Kind.POINTWISE),  # others are tagged so by PyTorch
 )

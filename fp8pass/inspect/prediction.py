@@ -18,11 +18,11 @@ from torch import Tensor, fx
 from fp8pass import compat, graph
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.symbols import Underivable
 from fp8pass.graph.tags import original_name
 from fp8pass.rules.amplification import relative_change, rounding
 from fp8pass.rules.derivation import Derivation
 from fp8pass.rules.error_rules import Rules
-from fp8pass.rules.expressions import Underivable
 from fp8pass.rules.regions import Region
 from fp8pass.saving.decision import Decision
 

@@ -19,7 +19,8 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from fp8pass.rules.expressions import TORCH, Expressions, Pointwise
+from fp8pass.graph.symbols import TORCH
+from fp8pass.rules.expressions import Expressions, Pointwise
 from fp8pass.rules.perturbation import Mean, Norm
 
 # How expressions are evaluated. A mean is over the last dimension, which statistics reduce.

@@ -12,8 +12,9 @@ from sympy import Expr, Symbol
 from torch import fx
 
 from fp8pass.dialect.formats import Format
+from fp8pass.graph.symbols import Sign, Underivable, UnitStep
 from fp8pass.rules.amplification import Moments, Samples
-from fp8pass.rules.expressions import Expressions, Sign, Step, Underivable, express
+from fp8pass.rules.expressions import Expressions, express
 from fp8pass.rules.perturbation import (
     GradientFactors,
     Norms,
@@ -135,7 +136,7 @@ class Derivation:
     @cached_property
     def has_comparison(self) -> bool:
         """Whether the region compares a value with zero."""
-        return any(d.value.has(Step, Sign) for d in self.expressions.definitions)
+        return any(d.value.has(UnitStep, Sign) for d in self.expressions.definitions)
 
     def bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, Expr]:
         """‖Δ‖ of each output's factors per unit relative perturbation of `source`.

@@ -7,87 +7,19 @@ here once; derivatives, bounds and error estimates follow from it (`error_rules.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
-import torch
 from sympy import Expr, Symbol
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten, prims
+from fp8pass.graph.pointwise import POINTWISE
+from fp8pass.graph.symbols import Operand, Underivable
 from fp8pass.rules.regions import Region, Role
-
-
-class Underivable(Exception):
-    """No bound can be derived; the message says for which operator and why."""
-
-
-class Step(sympy.Function):
-    """1 for positive arguments, else 0. A relative perturbation never crosses zero."""
-
-    nargs = 1
-    is_real = True
-    is_nonnegative = True
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """Zero where it exists."""
-        return sympy.Integer(0)
-
-
-class Sign(sympy.Function):
-    """The sign of its argument, constant under relative perturbations."""
-
-    nargs = 1
-    is_real = True
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """Zero where it exists."""
-        return sympy.Integer(0)
-
-
-class Magnitude(sympy.Function):
-    """The absolute value, whose derivative is a `Sign`."""
-
-    nargs = 1
-    is_real = True
-    is_nonnegative = True
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """The sign of the argument."""
-        return Sign(self.args[0])
-
-
-class Sigmoid(sympy.Function):
-    """1 / (1 + e^-x), whose derivative sympy would not write by the function itself."""
-
-    nargs = 1
-    is_real = True
-    is_positive = True
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """s (1 - s)."""
-        return self * (1 - self)
-
-
-# How the functions above and sympy's evaluate on tensors.
-TORCH: dict[str, Any] = {
-    "Step": lambda x: (x > 0).to(x.dtype),
-    "Sign": torch.sign,
-    "Magnitude": torch.abs,
-    "Sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "log": torch.log,
-    "sqrt": lambda x: x**0.5,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
-    "Abs": torch.abs,
-    "pi": torch.pi,
-}
 
 
 @dataclass(frozen=True)
@@ -299,113 +231,10 @@ def _operand(argument: Any, found: Expressions) -> Any:
     if isinstance(argument, fx.Node):
         if compat.is_sym_node(argument):
             raise Underivable("a size that varies is used as a number")
-        return Operand(found.symbols[argument], found)
+        symbol = found.symbols[argument]
+        # Statistics stay away from thresholds, constants stay what they are.
+        return Operand(symbol, jumps=symbol not in found.constants | found.statistics)
     return argument
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor operand: its symbol, and what is known about it."""
-
-    symbol: Symbol
-    found: Expressions
-
-    @property
-    def jumps(self) -> bool:
-        """Whether comparing it with something else than zero gives another result if perturbed.
-
-        Statistics stay away from thresholds, constants stay what they are.
-        """
-        return self.symbol not in self.found.constants | self.found.statistics
-
-
-def _number(x: Operand | float | int) -> Expr:
-    if isinstance(x, Operand):
-        return x.symbol
-    if not math.isfinite(x):
-        raise Underivable(f"computes with the constant {x}")
-    if isinstance(x, bool) or int(x) == x:
-        return sympy.Integer(int(x))
-    exact = sympy.Rational(x)
-    return exact if exact.q <= 1 << 10 else sympy.Float(x)
-
-
-def _formula(function: Callable[..., Expr]) -> Callable[..., Expr]:
-    """A formula of numbers from one of operands."""
-
-    def of_operands(*args: Any, **kwargs: Any) -> Expr:
-        alpha = kwargs.pop("alpha", None)
-        numbers = [_number(a) for a in args]
-        if alpha is not None:
-            numbers[1] = numbers[1] * _number(alpha)
-        return function(*numbers)
-
-    return of_operands
-
-
-def _over(numerator: Expr, denominator: Expr) -> Expr:
-    if denominator.is_number or denominator.is_positive:
-        return numerator / denominator
-    raise Underivable(f"division by {denominator}, which may vanish")
-
-
-def _power(base: Operand, exponent: float | Operand) -> Expr:
-    if isinstance(exponent, Operand):
-        raise Underivable("a power whose exponent is a tensor")
-    number = _number(exponent)
-    if number.is_negative:
-        return _over(sympy.Integer(1), base.symbol**-number)
-    if not number.is_integer and not base.symbol.is_nonnegative:
-        raise Underivable(f"{base.symbol}^{exponent} of something that may be negative")
-    return base.symbol**number
-
-
-def _root(x: Expr, sign: int) -> Expr:
-    if x.is_positive or (sign > 0 and x.is_nonnegative):
-        return x ** sympy.Rational(sign, 2)
-    raise Underivable(f"a root of {x}, which may vanish")
-
-
-def _logarithm(x: Expr) -> Expr:
-    if x.is_positive:
-        return sympy.log(x)
-    raise Underivable(f"a logarithm of {x}, which may vanish")
-
-
-def _compared(sign: int) -> Callable[[Operand, Any], Expr]:
-    """x > y, or with `sign` -1 x < y, as 0 or 1; equality does not matter."""
-
-    def compare(x: Operand, y: Operand | float) -> Expr:
-        if x.jumps and _number(y) != 0:
-            raise Underivable(f"a comparison of {x.symbol} jumps")
-        if isinstance(y, Operand) and y.jumps:
-            raise Underivable(f"a comparison with {y.symbol} jumps")
-        return Step(sign * (x.symbol - _number(y)))
-
-    return compare
-
-
-def _clamped(sign: int) -> Callable[[Operand, Any], Expr]:
-    """max(x, bound), or with `sign` -1 min(x, bound)."""
-
-    def clamp(x: Operand, bound: Operand | float) -> Expr:
-        limit, inside = _number(bound), _compared(sign)(x, bound)
-        return limit + sign * Magnitude(x.symbol - limit) * inside
-
-    return clamp
-
-
-def _where(condition: Operand, a: Any, b: Any) -> Expr:
-    chosen = condition.symbol
-    return chosen * _number(a) + (1 - chosen) * _number(b)
-
-
-def _threshold_backward(gradient: Operand, x: Operand, threshold: float) -> Expr:
-    return gradient.symbol * _compared(1)(x, threshold)
-
-
-def _silu_backward(g: Expr, x: Expr) -> Expr:
-    return g * Sigmoid(x) * (1 + x * (1 - Sigmoid(x)))
 
 
 IDENTITIES = VIEWS | {
@@ -422,48 +251,7 @@ REDUCTIONS = {
     aten.mean.dim,
 }
 
-FORMULAS: dict[Any, Callable[..., Expr]] = {
-    aten.add.Tensor: _formula(lambda a, b: a + b),
-    aten.add.Scalar: _formula(lambda a, b: a + b),
-    aten.sub.Tensor: _formula(lambda a, b: a - b),
-    aten.sub.Scalar: _formula(lambda a, b: a - b),
-    aten.rsub.Scalar: _formula(lambda a, b: b - a),
-    aten.mul.Tensor: _formula(lambda a, b: a * b),
-    aten.mul.Scalar: _formula(lambda a, b: a * b),
-    aten.div.Tensor: _formula(_over),
-    aten.div.Scalar: _formula(_over),
-    aten.reciprocal.default: _formula(lambda a: _over(sympy.Integer(1), a)),
-    aten.neg.default: _formula(lambda a: -a),
-    aten.abs.default: _formula(Magnitude),
-    aten.sign.default: _formula(Sign),
-    aten.square.default: _formula(lambda a: a**2),
-    aten.sqrt.default: _formula(lambda a: _root(a, 1)),
-    aten.rsqrt.default: _formula(lambda a: _root(a, -1)),
-    aten.exp.default: _formula(sympy.exp),
-    aten.expm1.default: _formula(lambda a: sympy.exp(a) - 1),
-    aten.log.default: _formula(_logarithm),
-    aten.log1p.default: _formula(lambda a: _logarithm(1 + a)),
-    aten.tanh.default: _formula(sympy.tanh),
-    aten.erf.default: _formula(sympy.erf),
-    aten.sigmoid.default: _formula(Sigmoid),
-    aten.silu.default: _formula(lambda a: a * Sigmoid(a)),
-    aten.relu.default: _formula(lambda a: Magnitude(a) * Step(a)),
-    aten.addcmul.default: _formula(lambda a, b, c: a + b * c),
-    aten.sigmoid_backward.default: _formula(lambda g, s: g * s * (1 - s)),
-    aten.tanh_backward.default: _formula(lambda g, t: g * (1 - t**2)),
-    aten.silu_backward.default: _formula(_silu_backward),
-    aten.threshold_backward.default: _threshold_backward,
-    aten.pow.Tensor_Scalar: _power,
-    aten.gt.Scalar: _compared(1),
-    aten.ge.Scalar: _compared(1),
-    aten.lt.Scalar: _compared(-1),
-    aten.le.Scalar: _compared(-1),
-    aten.clamp_min.default: _clamped(1),
-    aten.clamp_max.default: _clamped(-1),
-    aten.where.self: _where,
-}
-if hasattr(prims, "fma"):
-    FORMULAS[prims.fma.default] = _formula(lambda a, b, c: a * b + c)
+FORMULAS = {op: row.formula for op, row in POINTWISE.items() if row.formula is not None}
 
 
 def has_formula(node: fx.Node) -> bool:

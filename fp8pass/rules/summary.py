@@ -10,11 +10,11 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph.names import operator_name
+from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
 from fp8pass.rules.amplification import Moments
 from fp8pass.rules.derivation import Derivation
 from fp8pass.rules.error_rules import Rules
-from fp8pass.rules.expressions import Underivable
 from fp8pass.rules.regions import Region
 
 

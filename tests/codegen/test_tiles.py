@@ -23,9 +23,10 @@ from kernel_helpers import (
 )
 
 from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.kernels.triton_ops import EXPRESSIONS, POWERS, expression
+from fp8pass.codegen.kernels.triton_ops import expression
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import reference
+from fp8pass.graph.pointwise import POWERS, TRITON
 
 pytest.importorskip("triton")
 
@@ -65,11 +66,11 @@ def test_several_matrices_out_of_groups(device, group, rows):
 
 
 def _arity(target: str) -> int:
-    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in EXPRESSIONS[target])
+    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in TRITON[target])
 
 
 @both_devices
-@pytest.mark.parametrize("target", sorted(EXPRESSIONS))
+@pytest.mark.parametrize("target", sorted(TRITON))
 def test_every_operator(device, target):
     """What a kernel makes of an operator is what PyTorch does."""
     arity = _arity(target)

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from fp8pass import graph
 from fp8pass.dialect.formats import E2M1, E4M3
+from fp8pass.graph.symbols import Sigmoid, Underivable
 from fp8pass.passes.quantize_linears import quantize_linears
 from fp8pass.rules import attention as attention_rule
 from fp8pass.rules.amplification import Moments, Samples
 from fp8pass.rules.derivation import Derivation, derive
 from fp8pass.rules.error_rules import Rules
-from fp8pass.rules.expressions import Sigmoid, Underivable
 from fp8pass.rules.perturbation import Norm
 from fp8pass.rules.regions import Region
 

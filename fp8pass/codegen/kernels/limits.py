@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import fx
 
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
+from fp8pass.codegen.program.ir import Program
 from fp8pass.dialect import hardware
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.patterns import transposes
 
 fp8 = torch.ops.fp8pass
+
+
+class UnsupportedProgram(ValueError):
+    """A program is well formed, but not one that a kernel can run; the message says why."""
+
+
+def check_stores(kernel: str, program: Program, *, layouts: Set[str], formats: Set[str]) -> None:
+    """Raise UnsupportedProgram unless a kernel stores all that a program does."""
+    for store in program.stores:
+        for layout in store.layouts:
+            if layout not in layouts:
+                raise UnsupportedProgram(
+                    f"the {kernel} kernel cannot store layout '{layout}' of {store.name}, "
+                    f"only {', '.join(sorted(layouts))}"
+                )
+        if store.format and store.format not in formats:
+            raise UnsupportedProgram(
+                f"the {kernel} kernel cannot store format '{store.format}' of {store.name}, "
+                f"only {', '.join(sorted(formats))}"
+            )
 
 
 def why_no_rows(codes: fx.Node) -> str | None:

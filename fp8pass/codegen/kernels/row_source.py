@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from fp8pass.codegen.kernels.launch import Function
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
-from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import SMALLEST_SCALE
 
@@ -81,7 +82,7 @@ class Shape:
         return self.columns % self.chunk == 0
 
 
-class Writer:
+class RowWriter:
     """Writes the body of a function.
 
     Work is done in stages: a reduction belongs to the stage after those of all reductions that its
@@ -333,20 +334,27 @@ class Writer:
         }
 
     def _write_store(self, i: int, number: int, layout: str) -> None:
-        store, pointers_ = self.program.stores[number], self.results[number, layout]
-        name, if_there = self._along(store.name, i), self._if_there(i)
-        where = f"{pointers_[0]} + first + column_{i}"
-        if layout == "sums":
-            self.lines.append(f"sums_{number}_{i} += {self._only_there(name, i)}")
-        elif layout == "full":
-            self.lines.append(f"tl.store({where}, {name}.to(tl.{store.dtype}){if_there})")
-        elif layout == "rows":
-            codes = f"{coded(name, self.define(store.scale, i))}.to({CODE_TYPES[store.format]})"
-            self.lines.append(f"tl.store({where}, {codes}{if_there})")
-        else:
-            self._write_groups(i, store, name, pointers_)
+        value = self._along(self.program.stores[number].name, i)
+        STORES[layout](self, i, number, value)
 
-    def _write_groups(self, i: int, store: Store, value: str, pointers_: list[str]) -> None:
+    def _store_sums(self, i: int, number: int, value: str) -> None:
+        self.lines.append(f"sums_{number}_{i} += {self._only_there(value, i)}")
+
+    def _store_full(self, i: int, number: int, value: str) -> None:
+        store, (pointer,) = self.program.stores[number], self.results[number, "full"]
+        self._store_elements(i, pointer, f"{value}.to(tl.{store.dtype})")
+
+    def _store_codes(self, i: int, number: int, value: str) -> None:
+        store, (pointer,) = self.program.stores[number], self.results[number, "rows"]
+        codes = coded(value, self.define(store.scale, i))
+        self._store_elements(i, pointer, f"{codes}.to({CODE_TYPES[store.format]})")
+
+    def _store_elements(self, i: int, pointer: str, elements: str) -> None:
+        where = f"{pointer} + first + column_{i}"
+        self.lines.append(f"tl.store({where}, {elements}{self._if_there(i)})")
+
+    def _store_groups(self, i: int, number: int, value: str) -> None:
+        store = self.program.stores[number]
         names = {
             **self._names(f"{store.name}_{i}", i),
             "value": value,
@@ -357,7 +365,17 @@ class Writer:
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
         }
+        pointers_ = self.results[number, "groups"]
         self.lines += [line.format(*pointers_, **names) for line in _GROUPS]
+
+
+# How each layout is stored in a chunk; a value of a row is stored once, after all of them.
+STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
+    "rows": RowWriter._store_codes,
+    "groups": RowWriter._store_groups,
+    "full": RowWriter._store_full,
+    "sums": RowWriter._store_sums,
+}
 
 
 def _groups(load: Load) -> dict[str, int]:
@@ -378,8 +396,7 @@ def sums_rows(program: Program) -> bool:
 def write(program: Program, shape: Shape) -> Function:
     """The Triton function of a program."""
     sums = sums_rows(program)
-    assert shape.held or not sums, "sums are held, and so are the rows they are of"
-    writer = Writer(program, shape)
+    writer = RowWriter(program, shape)
     before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
     if sums:
         body = _SUMMING_BODY.format(before=before, body=textwrap.indent(body, "    "), after=after)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8pass.codegen.kernels.launch import Part
+from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
@@ -28,13 +29,34 @@ CHUNK = 4096
 SMALLEST_CHUNK = 128
 
 
+# What is stored.
+LAYOUTS = frozenset({"rows", "groups", "full", "row", "sums"})
+CODE_FORMATS = frozenset({"e4m3"})
+
+
 def prepare(program: Program, rows: Any, columns: int) -> Part:
-    """The kernel of a program, reading what was fastest on the H200 at a time."""
+    """The kernel of a program, reading what was fastest on the H200 at a time.
+
+    Raises UnsupportedProgram if this kernel cannot store something.
+    """
+    _check(program, columns)
     shape, warps = _shape(program, columns)
     function = write(program, shape)
     if sums_rows(program):
         return Part(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
     return Part(function, rows, sizes={}, constants={}, num_warps=warps)
+
+
+def _check(program: Program, columns: int) -> None:
+    check_stores("row", program, layouts=LAYOUTS, formats=CODE_FORMATS)
+    for store in program.stores:
+        if store.width:
+            raise UnsupportedProgram(f"the row kernel cannot store {store.name} beside others")
+        size = store.group_size
+        if size > CHUNK or size & (size - 1):
+            raise UnsupportedProgram(f"the row kernel cannot store groups of {size}")
+    if sums_rows(program) and columns > LONGEST_HELD:
+        raise UnsupportedProgram(f"the row kernel cannot sum over rows of {columns}")
 
 
 def _shape(program: Program, columns: int) -> tuple[Shape, int]:

@@ -6,7 +6,7 @@ one thread has the codes of a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -128,18 +128,16 @@ class TileWriter:
         return expression(replace(step, args=args))
 
     def _store(self, store: Store, where: list[str]) -> Iterator[str]:
-        if store.layouts == ("amax",):
-            yield from self._store_amax(store, where[0])
-            return
+        if store.scale:
+            yield from self._code(store)
+        for layout, pointer in zip(store.layouts, where, strict=True):
+            yield from STORES[layout](self, store, pointer)
+
+    def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
             # What pads a matrix must be zero, whatever the body makes of it.
             codes = coded(f"{store.name}_{i}", f"{store.scale}_{i}")
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
-        for layout, pointer in zip(store.layouts, where, strict=True):
-            if layout == "rows":
-                yield from self._store_rows(store, pointer)
-            else:
-                yield from self._store_columns(store, pointer)
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
         """In a program of its own, which has one slice."""
@@ -166,3 +164,11 @@ class TileWriter:
         place = f"in_row[:, None] * {width} + in_column[None, :]"
         where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
         yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"
+
+
+# How each layout is stored, at a pointer.
+STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
+    "rows": TileWriter._store_rows,
+    "columns": TileWriter._store_columns,
+    "amax": TileWriter._store_amax,
+}

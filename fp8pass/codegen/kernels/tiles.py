@@ -15,17 +15,27 @@ from typing import Any
 
 from fp8pass import compat
 from fp8pass.codegen.kernels.launch import Function, Part
+from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.tile_source import TileWriter
-from fp8pass.codegen.program.ir import AMAX_TILE, Program
+from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTIONS, Program
 from fp8pass.dialect.coding import padded
+
+# What is stored; codes are packed into words as E4M3.
+LAYOUTS = frozenset({"rows", "columns", "amax"})
+CODE_FORMATS = frozenset({"e4m3"})
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Part:
     """The kernel of a program, with the tiles that were fastest (`benchmarks/sweeps.py`).
 
-    One that is stored as rows, too, is smaller: the codes of all its stores are held at once.
+    A tile that is also stored as rows is smaller: the codes of all stores are held at once.
+    Raises UnsupportedProgram if this kernel cannot store or compute something.
     """
+    check_stores("tile", program, layouts=LAYOUTS, formats=CODE_FORMATS)
+    for step in program.steps:
+        if step.target in REDUCTIONS:
+            raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")
     m, n = AMAX_TILE
     if any("rows" in store.layouts for store in program.stores):
         m = 32

@@ -14,6 +14,7 @@ from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import OPERANDS, Program, Step, Store
 from fp8pass.codegen.program.reader import Reader, tensors_of
 from fp8pass.codegen.program.simplify import simplify
+from fp8pass.codegen.program.verify import verify
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
@@ -35,7 +36,12 @@ def emit_kernel(target: Any, parts: Iterable[Part], *, like: fx.Node) -> list[fx
 def emit_batch(
     target: Any, batch: Batch, inputs: Sequence[fx.Node], *, like: fx.Node
 ) -> list[fx.Node]:
-    """Add an operator that runs a batch, before `like`; gives its results."""
+    """Add an operator that runs a batch, before `like`; gives its results.
+
+    Raises MalformedProgram if a program is not well formed.
+    """
+    for program, operands, _ in batch.parts(inputs):
+        verify(program, [tensor(x) for x in operands])
     with like.graph.inserting_before(like):
         kernel = graph.emit(like.graph, target, list(inputs), batch.dumps(), like=like)
         return [

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.codegen.kernels.triton_ops import is_pointwise
 from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum
+from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
 
@@ -138,7 +138,7 @@ class Reader:
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
         """The step of a pointwise operator, none if the kernels have no such."""
-        if not is_pointwise(node):
+        if not _is_pointwise(node):
             return []
         for x in node.args:
             if isinstance(x, fx.Node):
@@ -187,6 +187,14 @@ class Reader:
     def _name(self, node: Any) -> str:
         self.read(node)
         return self.names[node]
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether a node is a pointwise operator that kernels compute."""
+    if node.kwargs or not all(isinstance(x, (fx.Node, int, float)) for x in node.args):
+        return False
+    arguments = tuple(x.name if isinstance(x, fx.Node) else x for x in node.args)
+    return triton_template(str(node.target), arguments) is not None
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -1,0 +1,183 @@
+"""What a well-formed program is, checked wherever one is emitted into a graph.
+
+Kernels' sources are written from programs without further questions: what is wrong with a program
+would be wrong in a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.codegen.program.ir import OPERANDS, REDUCTIONS, Load, Program, Step, Store
+from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.graph.pointwise import triton_template
+
+# The fields of a store that each layout needs; it has no others, except for the place of codes.
+_FIELDS: dict[str, frozenset[str]] = {
+    "rows": frozenset({"scale", "format"}),
+    "columns": frozenset({"scale", "format"}),
+    "groups": frozenset({"format", "group_size"}),
+    "full": frozenset({"dtype"}),
+    "row": frozenset({"dtype"}),
+    "sums": frozenset(),
+    "amax": frozenset(),
+}
+# Layouts of codes with one scale for all or for each row, which lie in any number of layouts.
+_CODES = frozenset({"rows", "columns"})
+
+
+class MalformedProgram(AssertionError):
+    """A program breaks an invariant; the message names the load, step or store."""
+
+
+def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
+    """Raise MalformedProgram unless a program is well formed.
+
+    - Every value has one definition, which comes before its uses.
+    - It reads a matrix, and operands lie in it in one of `OPERANDS`.
+    - Kernels can compute every step. Reductions take one value.
+    - Something is stored, in known layouts with the fields that they need, and no others.
+    - What is stored as `row`, or scales codes, does not vary along a row.
+    - Amaxes of tiles are stored alone, and a value is rounded to one dtype.
+
+    With the tensors that it reads also their number and their sizes are checked: groups divide the
+    rows, and codes that lie beside others fit there.
+    """
+    defined: set[str] = set()
+    varying: set[str] = set()
+    for load in program.loads:
+        _verify_load(load)
+        _define(load, defined)
+        if load.operand in ("column", "full", "groups"):
+            varying.add(load.name)
+    matrices = [load for load in program.loads if load.operand in ("full", "groups")]
+    _require(bool(matrices), "the program", "reads no matrix")
+    for step in program.steps:
+        operands = _verify_step(step, defined)
+        _define(step, defined)
+        if step.target not in REDUCTIONS and not varying.isdisjoint(operands):
+            varying.add(step.name)
+    _require(bool(program.stores), "the program", "stores nothing")
+    for store in program.stores:
+        _verify_store(store, defined, varying)
+    _verify_together(program)
+    if inputs is not None:
+        _verify_sizes(program, inputs)
+
+
+def _define(definition: Load | Step, defined: set[str]) -> None:
+    _require(definition.name not in defined, definition, "is defined twice")
+    defined.add(definition.name)
+
+
+def _verify_load(load: Load) -> None:
+    _require(load.operand in OPERANDS, load, f"unknown operand '{load.operand}'")
+    is_grouped = load.operand == "groups"
+    _require(is_grouped == (load.group_size > 0), load, f"has groups of {load.group_size}")
+
+
+def _verify_step(step: Step, defined: set[str]) -> list[str]:
+    """Gives the names of the values that a step needs."""
+    arguments = step.args
+    if step.target == "scale":
+        _require(len(arguments) == 2, step, "needs an amax and a format")
+        _verify_format(step, arguments[1])
+        arguments = arguments[:1]
+    operands = [x for x in arguments if isinstance(x, str)]
+    for operand in operands:
+        _require(operand in defined, step, f"uses {operand}, which is not defined before")
+    if step.target in ("scale", *REDUCTIONS):
+        _require(len(operands) == len(arguments) == 1, step, "takes one value")
+    else:
+        known = triton_template(step.target, arguments) is not None
+        _require(known, step, "is not an operator that kernels compute")
+    return operands
+
+
+def _verify_format(where: Step | Store, format: Any) -> None:
+    known = format in FORMATS and not FORMATS[format].lossless
+    _require(known, where, f"'{format}' is not a format of codes")
+
+
+def _verify_store(store: Store, defined: set[str], varying: set[str]) -> None:
+    _require(store.name in defined, store, "is not defined")
+    _require(bool(store.layouts), store, "has no layout")
+    for layout in store.layouts:
+        _require(layout in _FIELDS, store, f"unknown layout '{layout}'")
+    alone = len(store.layouts) == 1 or _CODES.issuperset(store.layouts)
+    distinct = len(set(store.layouts)) == len(store.layouts)
+    _require(alone and distinct, store, f"{' and '.join(store.layouts)} are not stored together")
+    _verify_fields(store)
+    if store.format:
+        _verify_format(store, store.format)
+    if store.dtype:
+        dtype = getattr(torch, store.dtype, None)
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        _require(is_float, store, f"'{store.dtype}' is not a floating point dtype")
+    if store.scale:
+        _require(store.scale in defined, store, f"its scale {store.scale} is not defined")
+        _require(store.scale not in varying, store, f"its scale {store.scale} varies along a row")
+    if store.layouts == ("row",):
+        _require(store.name not in varying, store, "varies along a row")
+
+
+def _verify_fields(store: Store) -> None:
+    layout = store.layouts[0]
+    for name in ("scale", "format", "group_size", "dtype"):
+        needs = name in _FIELDS[layout]
+        has = bool(getattr(store, name))
+        _require(has or not needs, store, f"has no {name}")
+        _require(needs or not has, store, f"has a {name}, which {layout} do not take")
+    if not store.width:
+        _require(not store.offset, store, "has an offset, but no width")
+        return
+    is_alone = store.layouts in (("rows",), ("columns",))
+    _require(is_alone, store, "lies beside others, which only codes in one layout do")
+    _require(0 <= store.offset < store.width, store, f"lies outside of {store.width} columns")
+    if layout == "columns":
+        whole = store.offset % CONTRACTION_MULTIPLE == store.width % CONTRACTION_MULTIPLE == 0
+        _require(whole, store, f"its place is not a multiple of {CONTRACTION_MULTIPLE}")
+
+
+def _verify_together(program: Program) -> None:
+    """What stores of one program have to agree on."""
+    rounded: dict[str, str] = {}
+    for store in program.stores:
+        if program.takes_amaxes:
+            _require(store.layouts == ("amax",), store, "is stored beside amaxes of tiles")
+        if store.layouts == ("full",):
+            dtype = rounded.setdefault(store.name, store.dtype)
+            _require(dtype == store.dtype, store, f"is rounded to {dtype}, too")
+
+
+def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
+    count = program.input_count
+    _require(len(inputs) == count, "the program", f"reads {count} tensors, not {len(inputs)}")
+    _, columns = program.sizes(inputs)
+    grouped: list[Load | Store] = [*program.loads, *program.stores]
+    for x in grouped:
+        divides = not x.group_size or columns % x.group_size == 0
+        _require(divides, x, f"groups of {x.group_size} do not divide {columns} columns")
+    for store in program.stores:
+        fits = store.layouts != ("rows",) or store.offset + columns <= (store.width or columns)
+        _require(fits, store, f"{columns} columns do not fit beside others")
+
+
+def _require(condition: bool, where: Load | Step | Store | str, problem: str) -> None:
+    if not condition:
+        raise MalformedProgram(f"{_text(where)}: {problem}")
+
+
+def _text(where: Load | Step | Store | str) -> str:
+    if isinstance(where, str):
+        return where
+    if isinstance(where, Load):
+        return f"load {where.name} ({where.operand})"
+    if isinstance(where, Step):
+        return f"step {where.name} = {where.target}({', '.join(map(str, where.args))})"
+    return f"store of {where.name} ({', '.join(where.layouts)})"

@@ -1,0 +1,152 @@
+"""Pointwise operators: one row for each says what it computes, in sympy and in Triton.
+
+An operator that the error rules cannot derive yet lacks a formula, one that kernels cannot compute
+yet lacks its Triton. All in the table are pointwise, whether PyTorch tags them so or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from fp8pass import compat
+from fp8pass.graph.nodes import aten, prims
+from fp8pass.graph.symbols import (
+    Formula,
+    Magnitude,
+    Sigmoid,
+    Sign,
+    UnitStep,
+    clamped,
+    compared,
+    logarithm,
+    of_numbers,
+    over,
+    power,
+    root,
+    sigmoid_backward,
+    silu_backward,
+    tanh_backward,
+    threshold_backward,
+    where,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one operator computes.
+
+    Attributes:
+        formula: its value in sympy, None where the error rules have none.
+        triton: its value in Triton, None where kernels have none. `{0}`, `{1}`, ... are operands,
+            fp32 values or constants; functions are those of `codegen/kernels/prelude.py`.
+    """
+
+    formula: Formula | None = None
+    triton: str | None = None
+
+
+_SILU_BACKWARD = "{0} * sigmoid({1}) * (1.0 + {1} * (1.0 - sigmoid({1})))"
+# Triton's own is in a library for each device.
+_TANH = "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * sigmoid(2.0 * {0}) - 1.0)"
+
+POINTWISE: dict[Any, Row] = {
+    # Arithmetic.
+    aten.add.Tensor: Row(of_numbers(lambda a, b: a + b), "{0} + {1}"),
+    aten.add.Scalar: Row(of_numbers(lambda a, b: a + b), "{0} + {1}"),
+    aten.sub.Tensor: Row(of_numbers(lambda a, b: a - b), "{0} - {1}"),
+    aten.sub.Scalar: Row(of_numbers(lambda a, b: a - b), "{0} - {1}"),
+    aten.rsub.Scalar: Row(of_numbers(lambda a, b: b - a), "{1} - {0}"),
+    aten.mul.Tensor: Row(of_numbers(lambda a, b: a * b), "{0} * {1}"),
+    aten.mul.Scalar: Row(of_numbers(lambda a, b: a * b), "{0} * {1}"),
+    aten.div.Tensor: Row(of_numbers(over), "{0} / {1}"),
+    aten.div.Scalar: Row(of_numbers(over), "{0} / {1}"),
+    aten.addcmul.default: Row(of_numbers(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
+    aten.reciprocal.default: Row(of_numbers(lambda a: over(sympy.Integer(1), a)), "1.0 / {0}"),
+    aten.neg.default: Row(of_numbers(lambda a: -a), "-{0}"),
+    aten.abs.default: Row(of_numbers(Magnitude), "tl.abs({0})"),
+    aten.sign.default: Row(of_numbers(Sign)),
+    # Powers, exponentials and their like.
+    aten.pow.Tensor_Scalar: Row(power),  # in Triton: `POWERS`
+    aten.square.default: Row(of_numbers(lambda a: a**2), "{0} * {0}"),
+    aten.sqrt.default: Row(of_numbers(lambda a: root(a, 1)), "tl.sqrt({0})"),
+    aten.rsqrt.default: Row(of_numbers(lambda a: root(a, -1)), "tl.rsqrt({0})"),
+    aten.exp.default: Row(of_numbers(sympy.exp), "exp2({0} * 1.4426950408889634)"),
+    aten.expm1.default: Row(of_numbers(lambda a: sympy.exp(a) - 1)),
+    aten.log.default: Row(of_numbers(logarithm), "tl.log({0})"),
+    aten.log1p.default: Row(of_numbers(lambda a: logarithm(1 + a))),
+    aten.sin.default: Row(None, "tl.sin({0})"),
+    aten.cos.default: Row(None, "tl.cos({0})"),
+    aten.erf.default: Row(of_numbers(sympy.erf), "tl.erf({0})"),
+    # Activations, and their gradients.
+    aten.sigmoid.default: Row(of_numbers(Sigmoid), "sigmoid({0})"),
+    aten.tanh.default: Row(of_numbers(sympy.tanh), _TANH),
+    aten.silu.default: Row(of_numbers(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
+    aten.relu.default: Row(of_numbers(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"),
+    aten.sigmoid_backward.default: Row(of_numbers(sigmoid_backward), "{0} * {1} * (1.0 - {1})"),
+    aten.tanh_backward.default: Row(of_numbers(tanh_backward), "{0} * (1.0 - {1} * {1})"),
+    aten.silu_backward.default: Row(of_numbers(silu_backward), _SILU_BACKWARD),
+    aten.threshold_backward.default: Row(threshold_backward, "tl.where({1} <= {2}, 0.0, {0})"),
+    aten.gelu_backward.default: Row(),
+    aten.hardtanh_backward.default: Row(),
+    aten.leaky_relu_backward.default: Row(),
+    # Comparisons, and what chooses by them.
+    aten.gt.Scalar: Row(compared(1), "{0} > {1}"),
+    aten.ge.Scalar: Row(compared(1), "{0} >= {1}"),
+    aten.lt.Scalar: Row(compared(-1), "{0} < {1}"),
+    aten.le.Scalar: Row(compared(-1), "{0} <= {1}"),
+    aten.eq.Scalar: Row(None, "{0} == {1}"),
+    aten.ne.Scalar: Row(None, "{0} != {1}"),
+    aten.gt.Tensor: Row(None, "{0} > {1}"),
+    aten.ge.Tensor: Row(None, "{0} >= {1}"),
+    aten.lt.Tensor: Row(None, "{0} < {1}"),
+    aten.le.Tensor: Row(None, "{0} <= {1}"),
+    aten.clamp_min.default: Row(clamped(1), "largest({0}, {1})"),
+    aten.clamp_max.default: Row(clamped(-1), "smallest({0}, {1})"),
+    aten.maximum.default: Row(None, "largest({0}, {1})"),
+    aten.minimum.default: Row(None, "smallest({0}, {1})"),
+    aten.where.self: Row(where, "tl.where({0}, {1}, {2})"),
+    # Casts and copies, through which the error rules and the readers of kernels look.
+    prims.convert_element_type.default: Row(),
+    aten._to_copy.default: Row(),
+    aten.clone.default: Row(),
+    aten.copy.default: Row(),
+    aten.lift_fresh_copy.default: Row(),
+    # Random numbers that are a function of a seed.
+    **dict.fromkeys(compat.seeded_random_ops(), Row()),
+}
+if hasattr(prims, "fma"):  # not in every PyTorch
+    POINTWISE[prims.fma.default] = Row(of_numbers(lambda a, b, c: a * b + c))
+
+# Triton of `aten.pow.Tensor_Scalar`, by exponent.
+POWERS: dict[float, str] = {
+    -1.0: "1.0 / {0}",
+    -0.5: "tl.rsqrt({0})",
+    0.5: "tl.sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+}
+
+# Triton of every operator that always has the same, by name.
+TRITON: dict[str, str] = {str(op): row.triton for op, row in POINTWISE.items() if row.triton}
+
+
+def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
+    """The Triton of a call to an operator, None where kernels cannot compute it.
+
+    They compute only calls with as many arguments as the template takes, and without constants
+    that are NaN: where all codes of a matrix are known to be equal, CUDA 13 packs half of them
+    wrongly.
+    """
+    if any(x != x for x in arguments):
+        return None
+    if target == str(aten.pow.Tensor_Scalar):
+        return POWERS.get(arguments[1])
+    template = TRITON.get(target, "")
+    takes_as_many = f"{{{len(arguments) - 1}}}" in template
+    takes_more = f"{{{len(arguments)}}}" in template
+    return template if takes_as_many and not takes_more else None

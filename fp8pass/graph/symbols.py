@@ -1,0 +1,212 @@
+"""The sympy side of pointwise operators: functions, operands, and formulas that need care.
+
+A formula takes what an operator takes, with an `Operand` in the place of each tensor, and gives a
+sympy expression of one element. It raises `Underivable` where a relative perturbation of an
+operand has no bounded effect: at a jump, or where something is divided by what may vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+
+Formula = Callable[..., Expr]
+
+
+class Underivable(Exception):
+    """No bound can be derived; the message says for which operator and why."""
+
+
+class UnitStep(sympy.Function):
+    """1 for positive arguments, else 0. A relative perturbation never crosses zero."""
+
+    nargs = 1
+    is_real = True
+    is_nonnegative = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Zero where it exists."""
+        return sympy.Integer(0)
+
+
+class Sign(sympy.Function):
+    """The sign of its argument, constant under relative perturbations."""
+
+    nargs = 1
+    is_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Zero where it exists."""
+        return sympy.Integer(0)
+
+
+class Magnitude(sympy.Function):
+    """The absolute value, whose derivative is a `Sign`."""
+
+    nargs = 1
+    is_real = True
+    is_nonnegative = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """The sign of the argument."""
+        return Sign(self.args[0])
+
+
+class Sigmoid(sympy.Function):
+    """1 / (1 + e^-x), whose derivative sympy would not write by the function itself."""
+
+    nargs = 1
+    is_real = True
+    is_positive = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """s (1 - s)."""
+        return self * (1 - self)
+
+
+# How the functions above and sympy's evaluate on tensors.
+TORCH: dict[str, Any] = {
+    "UnitStep": lambda x: (x > 0).to(x.dtype),
+    "Sign": torch.sign,
+    "Magnitude": torch.abs,
+    "Sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": lambda x: x**0.5,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "Abs": torch.abs,
+    "pi": torch.pi,
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor operand of a formula.
+
+    Attributes:
+        symbol: one element of it.
+        jumps: whether comparing it with something else than zero may give another result when it
+            is perturbed.
+    """
+
+    symbol: Symbol
+    jumps: bool
+
+
+def number(x: Operand | float | int) -> Expr:
+    """An operand's symbol, or a constant in sympy; raises Underivable if it is not finite."""
+    if isinstance(x, Operand):
+        return x.symbol
+    if not math.isfinite(x):
+        raise Underivable(f"computes with the constant {x}")
+    if isinstance(x, bool) or int(x) == x:
+        return sympy.Integer(int(x))
+    exact = sympy.Rational(x)
+    return exact if exact.q <= 1 << 10 else sympy.Float(x)
+
+
+def of_numbers(function: Callable[..., Expr]) -> Formula:
+    """The formula of an operator that is a function of numbers.
+
+    `alpha`, which sums and differences take, multiplies the second operand.
+    """
+
+    def formula(*args: Any, **kwargs: Any) -> Expr:
+        alpha = kwargs.pop("alpha", 1)
+        if kwargs:
+            raise Underivable(f"has the argument {next(iter(kwargs))}")
+        numbers = [number(a) for a in args]
+        if alpha != 1:
+            numbers[1] = numbers[1] * number(alpha)
+        return function(*numbers)
+
+    return formula
+
+
+def over(numerator: Expr, denominator: Expr) -> Expr:
+    """A quotient of numbers; the denominator must be a constant or known to be positive."""
+    if denominator.is_number or denominator.is_positive:
+        return numerator / denominator
+    raise Underivable(f"division by {denominator}, which may vanish")
+
+
+def root(x: Expr, sign: int) -> Expr:
+    """x^½, or x^-½ with `sign` -1, of a number that is known to be positive."""
+    if x.is_positive or (sign > 0 and x.is_nonnegative):
+        return x ** sympy.Rational(sign, 2)
+    raise Underivable(f"a root of {x}, which may vanish")
+
+
+def logarithm(x: Expr) -> Expr:
+    """The logarithm of a number that is known to be positive."""
+    if x.is_positive:
+        return sympy.log(x)
+    raise Underivable(f"a logarithm of {x}, which may vanish")
+
+
+def sigmoid_backward(g: Expr, sigmoid: Expr) -> Expr:
+    """The gradient of a sigmoid, by its result, times `g`."""
+    return g * sigmoid * (1 - sigmoid)
+
+
+def tanh_backward(g: Expr, tanh: Expr) -> Expr:
+    """The gradient of tanh, by its result, times `g`."""
+    return g * (1 - tanh**2)
+
+
+def silu_backward(g: Expr, x: Expr) -> Expr:
+    """The gradient of x · sigmoid(x), times `g`."""
+    return g * Sigmoid(x) * (1 + x * (1 - Sigmoid(x)))
+
+
+def power(base: Operand, exponent: float | Operand) -> Expr:
+    """A constant power."""
+    if isinstance(exponent, Operand):
+        raise Underivable("a power whose exponent is a tensor")
+    constant = number(exponent)
+    if constant.is_negative:
+        return over(sympy.Integer(1), base.symbol**-constant)
+    if not constant.is_integer and not base.symbol.is_nonnegative:
+        raise Underivable(f"{base.symbol}^{exponent} of something that may be negative")
+    return base.symbol**constant
+
+
+def compared(sign: int) -> Formula:
+    """x > y, or with `sign` -1 x < y, as 0 or 1; equality does not matter."""
+
+    def compare(x: Operand, y: Operand | float) -> Expr:
+        if x.jumps and number(y) != 0:
+            raise Underivable(f"a comparison of {x.symbol} jumps")
+        if isinstance(y, Operand) and y.jumps:
+            raise Underivable(f"a comparison with {y.symbol} jumps")
+        return UnitStep(sign * (x.symbol - number(y)))
+
+    return compare
+
+
+def clamped(sign: int) -> Formula:
+    """max(x, bound), or with `sign` -1 min(x, bound)."""
+
+    def clamp(x: Operand, bound: Operand | float) -> Expr:
+        limit, inside = number(bound), compared(sign)(x, bound)
+        return limit + sign * Magnitude(x.symbol - limit) * inside
+
+    return clamp
+
+
+def where(condition: Operand, a: Operand | float, b: Operand | float) -> Expr:
+    """`a` where a condition, which is 0 or 1, is 1, and `b` elsewhere."""
+    chosen = condition.symbol
+    return chosen * number(a) + (1 - chosen) * number(b)
+
+
+def threshold_backward(gradient: Operand, x: Operand, threshold: float) -> Expr:
+    """The gradient where `x` exceeds a threshold, else 0."""
+    return gradient.symbol * compared(1)(x, threshold)

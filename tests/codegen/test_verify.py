@@ -1,0 +1,281 @@
+"""Every way in which a program may be malformed is refused, and says what is wrong where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_helpers import (
+    CAST,
+    ROW_CAST,
+    norm,
+    norm_backward,
+    operands,
+    swiglu,
+    swiglu_backward,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass.codegen.kernels import row_source, rows, tile_source, tiles
+from fp8pass.codegen.kernels.limits import UnsupportedProgram
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.emit import emit_batch
+from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.verify import MalformedProgram, verify
+
+X = Load("x", "full")
+R = Load("r", "row")
+S = Load("s", "scalar")
+SUM = Step("y", "aten.add.Tensor", ("x", "r"))
+KEPT = Store("y", ("full",), dtype="bfloat16")
+CODES = Store("y", ("rows", "columns"), "s", "e4m3")
+
+
+def program(
+    *, loads: tuple = (S, R, X), steps: tuple = (SUM,), stores: tuple = (KEPT, CODES)
+) -> Program:
+    return Program(loads, steps, stores)
+
+
+WELL_FORMED = {
+    "as it is": program(),
+    "cast": CAST,
+    "row cast": ROW_CAST,
+    "norm": norm(128, 32),
+    "swiglu": swiglu(32),
+    "norm backward": norm_backward(128),
+    "swiglu backward": swiglu_backward(32),
+    "amax": program(stores=(Store("y", ("amax",)), Store("x", ("amax",)))),
+    "a value of rows": program(stores=(Store("r", ("row",), dtype="float32"),)),
+    "sums twice": program(stores=(Store("y", ("sums",)), Store("y", ("sums",)))),
+    "beside others": program(stores=(Store("y", ("rows",), "s", "e4m3", width=96, offset=32),)),
+}
+
+
+@pytest.mark.parametrize("case", WELL_FORMED)
+def test_well_formed(case):
+    verify(WELL_FORMED[case], operands(WELL_FORMED[case], 4, 128 - 64 * ("beside" in case), "cpu"))
+
+
+MALFORMED = {
+    "load twice": (program(loads=(S, R, X, X)), "load x (full): is defined twice"),
+    "load as a block": (
+        program(loads=(S, R, replace(X, operand="block"))),
+        "load x (block): unknown operand 'block'",
+    ),
+    "groups of nothing": (
+        program(loads=(S, R, Load("x", "groups"))),
+        "load x (groups): has groups of 0",
+    ),
+    "full in groups": (
+        program(loads=(S, R, Load("x", "full", 16))),
+        "load x (full): has groups of 16",
+    ),
+    "no matrix": (
+        program(loads=(S, R), steps=(), stores=(Store("r", ("row",), dtype="float32"),)),
+        "the program: reads no matrix",
+    ),
+    "step twice": (program(steps=(SUM, SUM)), "step y = aten.add.Tensor(x, r): is defined twice"),
+    "step named as a load": (program(steps=(replace(SUM, name="x"),)), "is defined twice"),
+    "used before": (
+        program(steps=(replace(SUM, args=("z", "r")), Step("z", "aten.neg.default", ("x",)))),
+        "uses z, which is not defined before",
+    ),
+    "used by itself": (program(steps=(replace(SUM, args=("y", "r")),)), "uses y, which"),
+    "unknown operator": (
+        program(steps=(replace(SUM, target="aten.atan2.default"),)),
+        "is not an operator that kernels compute",
+    ),
+    "too few arguments": (program(steps=(replace(SUM, args=("x",)),)), "is not an operator that"),
+    "a reduction of two": (
+        program(steps=(replace(SUM, target="row_sum"),)),
+        "step y = row_sum(x, r): takes one value",
+    ),
+    "a scale of nothing": (program(steps=(Step("y", "scale", ("x",)),)), "an amax and a format"),
+    "a scale of no format": (
+        program(steps=(Step("y", "scale", ("r", "e9m9")),)),
+        "'e9m9' is not a format of codes",
+    ),
+    "a lossless scale": (
+        program(steps=(Step("y", "scale", ("r", "exact")),)),
+        "'exact' is not a format of codes",
+    ),
+    "no store": (program(stores=()), "the program: stores nothing"),
+    "nothing by that name": (
+        program(stores=(replace(KEPT, name="z"),)),
+        "store of z (full): is not defined",
+    ),
+    "no layout": (program(stores=(replace(KEPT, layouts=()),)), "has no layout"),
+    "unknown layout": (
+        program(stores=(replace(KEPT, layouts=("diagonal",)),)),
+        "store of y (diagonal): unknown layout 'diagonal'",
+    ),
+    "values and codes": (
+        program(stores=(replace(CODES, layouts=("rows", "full")),)),
+        "rows and full are not stored together",
+    ),
+    "twice in one layout": (
+        program(stores=(replace(CODES, layouts=("rows", "rows")),)),
+        "rows and rows are not stored together",
+    ),
+    "codes without a scale": (program(stores=(replace(CODES, scale=""),)), "has no scale"),
+    "codes without a format": (program(stores=(replace(CODES, format=""),)), "has no format"),
+    "codes of a dtype": (program(stores=(replace(CODES, dtype="float32"),)), "has a dtype, which"),
+    "codes of no format": (
+        program(stores=(replace(CODES, format="exact"),)),
+        "'exact' is not a format of codes",
+    ),
+    "no such scale": (program(stores=(replace(CODES, scale="z"),)), "scale z is not defined"),
+    "a scale for each column": (
+        program(stores=(replace(CODES, scale="x"),)),
+        "its scale x varies along a row",
+    ),
+    "groups without a size": (
+        program(stores=(Store("y", ("groups",), format="e4m3"),)),
+        "has no group_size",
+    ),
+    "groups with a scale": (
+        program(stores=(Store("y", ("groups",), "s", "e4m3", 16),)),
+        "has a scale, which groups do not take",
+    ),
+    "values of no dtype": (program(stores=(replace(KEPT, dtype=""),)), "has no dtype"),
+    "values as integers": (
+        program(stores=(replace(KEPT, dtype="int32"),)),
+        "'int32' is not a floating point dtype",
+    ),
+    "values as something else": (
+        program(stores=(replace(KEPT, dtype="randn"),)),
+        "'randn' is not a floating point dtype",
+    ),
+    "a matrix as a value of rows": (
+        program(stores=(Store("y", ("row",), dtype="float32"),)),
+        "store of y (row): varies along a row",
+    ),
+    "sums of a dtype": (
+        program(stores=(Store("y", ("sums",), dtype="float32"),)),
+        "has a dtype, which sums do not take",
+    ),
+    "amaxes beside values": (
+        program(stores=(Store("y", ("amax",)), KEPT)),
+        "store of y (full): is stored beside amaxes of tiles",
+    ),
+    "rounded two ways": (
+        program(stores=(KEPT, replace(KEPT, dtype="float32"))),
+        "is rounded to bfloat16, too",
+    ),
+    "an offset alone": (
+        program(stores=(replace(CODES, offset=16),)),
+        "has an offset, but no width",
+    ),
+    "both layouts beside others": (
+        program(stores=(replace(CODES, width=96),)),
+        "which only codes in one layout do",
+    ),
+    "values beside others": (
+        program(stores=(replace(KEPT, width=96),)),
+        "which only codes in one layout do",
+    ),
+    "outside": (
+        program(stores=(replace(CODES, layouts=("rows",), width=96, offset=96),)),
+        "lies outside of 96 columns",
+    ),
+    "between words": (
+        program(stores=(replace(CODES, layouts=("columns",), width=96, offset=8),)),
+        "its place is not a multiple of 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed(case):
+    malformed, problem = MALFORMED[case]
+    with pytest.raises(MalformedProgram) as raised:
+        verify(malformed)
+    assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("well_formed", "problem"),
+    [
+        (swiglu(48), "store of g (groups): groups of 48 do not divide 64 columns"),
+        (norm_backward(64), "load x (groups): groups of 128 do not divide 64 columns"),
+        (program(stores=(replace(CODES, layouts=("rows",), width=96, offset=48),)), "do not fit"),
+    ],
+)
+def test_sizes_that_do_not_fit(well_formed, problem):
+    verify(well_formed)
+    inputs = operands(well_formed, 4, 64, "cpu")
+    with pytest.raises(MalformedProgram) as raised:
+        verify(well_formed, inputs)
+    assert problem in str(raised.value)
+    with pytest.raises(MalformedProgram, match=r"reads \d tensors, not \d"):
+        verify(well_formed, inputs[1:])
+
+
+def test_programs_are_verified_when_they_are_emitted():
+    gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.randn(32, 64))
+    x, y, _ = gm.graph.nodes
+    malformed = Program((X,), (), (Store("y", ("amax",)),))
+    with pytest.raises(MalformedProgram, match="store of y"):
+        emit_batch(tiles.tiles, Batch((malformed,)), [x], like=y)
+
+
+# --- what each kernel stores --------------------------------------------------------------------
+
+
+def test_kernels_store_all_layouts_that_they_state():
+    assert tile_source.STORES.keys() == tiles.LAYOUTS
+    assert row_source.STORES.keys() | {"row"} == rows.LAYOUTS
+    assert tile_source.CODE_TYPES.keys() >= tiles.CODE_FORMATS | rows.CODE_FORMATS
+
+
+STORES = {
+    "rows": Store("x", ("rows",), "s", "e4m3"),
+    "columns": Store("x", ("columns",), "s", "e4m3"),
+    "groups": Store("x", ("groups",), format="e4m3", group_size=16),
+    "full": Store("x", ("full",), dtype="bfloat16"),
+    "row": Store("s", ("row",), dtype="bfloat16"),
+    "sums": Store("x", ("sums",)),
+    "amax": Store("x", ("amax",)),
+}
+
+
+@pytest.mark.parametrize("layout", STORES)
+@pytest.mark.parametrize(("module", "kind"), [(rows, "row"), (tiles, "tile")])
+def test_a_kernel_refuses_other_layouts(module, kind, layout):
+    stored = Program((S, X), (), (STORES[layout],))
+    verify(stored)
+    if layout in module.LAYOUTS:
+        assert module.prepare(stored, 64, 128).function.body
+        return
+    with pytest.raises(UnsupportedProgram) as raised:
+        module.prepare(stored, 64, 128)
+    assert f"the {kind} kernel cannot store layout '{layout}' of" in str(raised.value)
+
+
+@pytest.mark.parametrize(("module", "kind"), [(rows, "row"), (tiles, "tile")])
+def test_a_kernel_refuses_other_formats(module, kind):
+    stored = Program((S, X), (), (replace(STORES["rows"], format="e5m2"),))
+    verify(stored)
+    with pytest.raises(UnsupportedProgram, match=f"the {kind} kernel cannot store format 'e5m2'"):
+        module.prepare(stored, 64, 128)
+
+
+def test_the_tile_kernel_refuses_reductions():
+    with pytest.raises(UnsupportedProgram, match="the tile kernel cannot compute row_amax"):
+        tiles.prepare(ROW_CAST, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("store", "columns", "problem"),
+    [
+        (replace(STORES["rows"], width=256), 128, "cannot store x beside others"),
+        (replace(STORES["groups"], group_size=48), 96, "cannot store groups of 48"),
+        (replace(STORES["groups"], group_size=8192), 8192, "cannot store groups of 8192"),
+        (STORES["sums"], 1 << 15, "cannot sum over rows of 32768"),
+    ],
+)
+def test_what_else_the_row_kernel_refuses(store, columns, problem):
+    with pytest.raises(UnsupportedProgram, match=f"the row kernel {problem}"):
+        rows.prepare(Program((S, X), (), (store,)), 64, columns)
