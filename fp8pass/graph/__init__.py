@@ -1,19 +1,19 @@
-"""What there is to know about FX graphs, and one way to change them.
+"""FX graphs: reading them, naming what is in them, and one way to change them.
 
 nodes.py           create a node, read its value, copy a graph
 tags.py            every key that fp8pass sets in `node.meta`
 names.py           names of modules, values and operators, and the patterns that match them
 patterns.py        looking through views, casts and transposes; sums of a residual stream
-order.py           what comes before what
+order.py           which nodes come before which
 joint.py           what is known about a joint graph before any pass
-symbols.py         the sympy side of pointwise operators: functions, operands, formulas
-pointwise.py       what each pointwise operator computes, in sympy and in Triton
-classify.py        what an operator is to a low-precision compiler
+pointwise.py       pointwise operators: one row for each, in sympy and in Triton
+symbols.py         the sympy that these rows are written in
+classify.py        the class of an operator: GEMM, view, reduction, ...
 linear_layers.py   the GEMMs of linear layers, forward and backward
 flops.py           floating point operations
 spec.py            what a well-formed graph is
 
-Helpers of the first five are here: `graph.emit`, `graph.tensor`, `graph.source`, ...
+The helpers of the first five are here: `graph.emit`, `graph.tensor`, `graph.source`, ...
 """
 
 from __future__ import annotations
