@@ -1,4 +1,4 @@
-"""What one compilation is told, what it tells those who observe it, and its key in a cache."""
+"""One compilation: what it is told, its results for observers, and its key in caches."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class CompiledGraph:
     """One compiled graph, for those who observe.
 
     Attributes:
-        plan: what was decided.
+        plan: the decisions.
         passes: the graph before and after each pass, and its halves as soon as they are compiled.
         gm: the graph after all its passes, the joint one where there is a backward.
-        ctx: what the passes were told, and decided about the nodes of `gm`.
+        ctx: the context of the passes, with decisions about the nodes of `gm`.
     """
 
     plan: Plan
@@ -71,11 +71,11 @@ class Compilation:
 
     Attributes:
         config: the user's choices.
-        inputs: what is known about the inputs.
-        observer: called with what came of the graph, for `explain`.
-        extras: what the plan should say besides, see `Context`.
-        reports: whether to log what was decided.
-        compiled: what came of it so far.
+        inputs: how long the inputs live.
+        observer: called with the compiled graph, for `explain`.
+        extras: more that the plan should say, see `Context`.
+        reports: whether to log the decisions.
+        compiled: the result so far.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""What a user can choose: a frozen, validated `Config` and its named presets, the recipes."""
+"""The choices of a user: a frozen, validated `Config` and its named presets, the recipes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 COMPILERS = ("inductor", "eager")
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # FP8 GEMMs only: every other saved value is kept as it is. What a GEMM keeps for the backward
-    # are its operand's codes, which need the backward's scale.
+    # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
+    # codes for the backward, which therefore need the backward's scale.
     "linear": {"save_format": "none", "forward_scales": "tensor"},
     # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
     "coat": {},
-    # As coat, but in 4 bits what the error rules allow in 4 bits (AGoQ section 4).
+    # As coat, but in 4 bits where the error rules allow that (AGoQ section 4).
     "agoq": {"save_format": "e2m1"},
     # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
     "exact": {"forward_format": "exact", "gradient_format": "exact", "save_format": "exact"},
@@ -48,7 +48,7 @@ class Config:
             `e4m3`, `e5m2`, `exact`. Scales are made just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
         forward_scales: `row`, one scale for each token and each output feature in the GEMMs of the
-            forward, which take one pass over what they quantize and round it less; or `tensor`.
+            forward, which take one pass over a tensor to quantize it, and round it less; or `tensor`.
             GEMMs of the backward have one scale for each tensor.
         save_format: smallest format of the values that non-linear layers keep for the backward,
             in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
@@ -60,8 +60,8 @@ class Config:
         moments: means and standard deviations of values, from `fp8pass.calibrate`, for the error
             rules; they assume unit variance elsewhere.
         memory_budget: how much the backward may keep of each graph, besides parameters: a share of
-            what it would keep without a budget (a float up to 1), or bytes (`"24GiB"`, an int).
-            What does not fit is computed again, GEMMs and attention included.
+            its plan without a budget (a float up to 1), or bytes (`"24GiB"`, an int). Values that
+            do not fit are computed again, GEMMs and attention included.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.

@@ -28,10 +28,10 @@ class Backend:
     """A `torch.compile` backend with its configuration; equal ones share compiled code.
 
     Attributes:
-        config: what fp8pass does.
+        config: the user's choices.
         observer: called with each graph's plan (see `explain`).
-        extras: what plans should say besides, see `Context`.
-        monitor: samples what is quantized in training.
+        extras: more that plans should say, see `Context`.
+        monitor: samples quantized tensors in training.
     """
 
     config: Config = field(default_factory=Config)
@@ -63,7 +63,7 @@ class Backend:
         _warn_about_activation_quantization()
         patches = {**inductor_defaults(config), **inductor_options}
         monitor = self.monitor if torch.is_grad_enabled() else None
-        # First, so that what the compilers tell Dynamo is about the other version.
+        # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
         compilation = Compilation(config, Inputs.of(example_inputs), self.observer, self.extras)
         compiled: Any = compat.compile_fx(
@@ -133,7 +133,7 @@ def _compile_sampled(
 def _either(
     monitor: Monitor, sampled: Callable[..., Any], normal: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What runs `sampled` in steps that are sampled, and `normal` in all others."""
+    """A function that runs `sampled` in steps that are sampled, and `normal` in all others."""
 
     def run(*args: Any) -> Any:
         return sampled(*args) if monitor.sampling else normal(*args)
@@ -145,8 +145,8 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
     """A backend for `torch.compile(model, backend=fp8pass.backend(config))`.
 
     Args:
-        config: what to do.
-        monitor: samples the health of what is quantized in training.
+        config: the choices.
+        monitor: samples the health of quantized tensors in training.
 
     Raises:
         TypeError: `config` is not a `Config`, or `monitor` not a `Monitor`.
@@ -170,13 +170,13 @@ def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
 def inductor_defaults(config: Config) -> dict[str, Any]:
     """Options of Inductor that suit graphs with low-bit saves; the user's own come after them."""
     options: dict[str, Any] = {
-        # Its estimate of peak memory misses what materialize.py placed well.
+        # Its estimate of peak memory is wrong for nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,
         # A buffer that is to be used again is not freed until then, which may be a layer later.
         # The allocator reuses memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
         "allow_buffer_reuse": False,
-        # What reads more than four tensors is stored if two kernels use it: gradients of gated
-        # activations, in 16 bits, which cost more to write and read than to compute again.
+        # An expression of more than four tensors is stored if two kernels use it. Gradients of gated
+        # activations, in 16 bits, cost more to write and read than to compute again.
         "realize_reads_threshold": 8,
     }
     if config.packs:

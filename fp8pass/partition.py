@@ -20,7 +20,7 @@ class Partitioner(compat.CustomPartitionerFn):
     """Runs the passes on a joint graph and cuts it where the plan says.
 
     Args:
-        compilation: what is compiled, and how.
+        compilation: the compilation that this is a part of.
         watcher: sees the graph before and after each pass.
     """
 
@@ -49,7 +49,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return forward, backward
 
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
-        """What the passes are told about a joint graph, which is brought into normal form."""
+        """The context for the passes on a joint graph, which is brought into normal form."""
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
         static = kwargs.get("static_lifetime_input_indices") or ()
@@ -63,7 +63,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return Context(self.compilation.config, facts, self.compilation.extras)
 
     def uuid(self) -> str:
-        """Key of what this partitioner does in Inductor's caches."""
+        """A key of the partitioner's results, for Inductor's caches."""
         return self.compilation.cache_key()
 
     # Inductor copies its options, this one among them, and pickles them for the keys of its caches.

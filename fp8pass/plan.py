@@ -1,4 +1,4 @@
-"""The plan as data: what each graph runs in FP8, what it keeps for the backward, and why."""
+"""The plan as data: the GEMMs in FP8, the tensors kept for the backward, and the reasons."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass
 class KernelUse:
-    """What quantizes the matrices of one graph.
+    """How the matrices of one graph are quantized.
 
     Attributes:
-        programs: what the hand-written kernels compute, by the kernel.
+        programs: programs that hand-written kernels run, by the kernel.
         launches: how often they are launched for that.
         generated: how many matrices Inductor's generated code quantizes instead, by the reason.
     """
@@ -51,7 +51,7 @@ class SavedTensor:
         expected_error: root-mean-square relative error that gradients are expected to have because
             of this value: the rounding error of its format times how much the backward amplifies
             it. 0 for a value kept exactly.
-        tensors: what actually crosses.
+        tensors: the tensors that cross.
     """
 
     name: str
@@ -121,7 +121,7 @@ class RuleSummary:
         module: where the region begins.
         inputs: the values that enter it and may be stored.
         cached: the values that Case 2 stores besides.
-        operators: what the forward computes in it.
+        operators: those of the forward in it.
         case_1: amplification with the inputs stored and all else recomputed: at most so large is
             the relative error of a gradient per unit relative error of all that is stored.
         case_2: the same with the cached values stored and read, too.

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """What Inductor's inner compile was called for: `forward`, `backward`, or `inference`."""
+    """The graph that Inductor's inner compile was called for: `forward`, `backward`, `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"
@@ -103,7 +103,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Neither look up nor keep what AOTAutograd compiles here."""
+    """Let AOTAutograd neither look up nor keep its results here."""
     with functorch_config.patch(enable_autograd_cache=False):
         yield
 

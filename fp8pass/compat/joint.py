@@ -38,7 +38,7 @@ def stock_partition(
 
 
 def normalize_joint_graph(gm: fx.GraphModule) -> None:
-    """What PyTorch's partitioner does before it decides: CSE and tags for what must be saved."""
+    """Do as PyTorch's partitioner does first: CSE, and tags for values that must be saved."""
     gm.graph.eliminate_dead_code()
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)

@@ -25,7 +25,7 @@ from torch.utils._sympy.functions import CeilDiv
 def lower_to_buffer(op: Any) -> None:
     """Have Inductor realize `op(x, order)` as `x` in memory, outermost dimension first in `order`.
 
-    What is in such memory already is not copied.
+    A tensor that is in such memory already is not copied.
     """
 
     def lowering(x: Any, order: Sequence[int]) -> Any:
@@ -53,7 +53,7 @@ def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[An
 
 
 def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Add a launch to what Inductor compiles."""
+    """Add a launch to the graph that Inductor compiles."""
     pointers = {f"in{i}": inputs[number] for i, number in enumerate(launch.inputs)}
     pointers |= {f"out{i}": outputs[number] for i, number in enumerate(launch.outputs)}
     kernel = _with_warps(launch.kernel, launch.num_warps)

@@ -1,4 +1,4 @@
-"""What fp8pass asks PyTorch about tensors, sizes and operators."""
+"""Questions about tensors, sizes and operators that PyTorch answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "weak_storage",
 ]
 
-# What a size counts as that only the data decides.
+# Stands for a size that only the data decides.
 _UNBACKED_HINT = 4096
 
 

@@ -1,4 +1,4 @@
-"""Number formats: what one stored element looks like and what storing it costs.
+"""Number formats: how one element is coded, and the bytes that this takes.
 
 A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *granularity* (`granularity.py`)
 which elements share a scale. Everywhere `x ≈ data * scale` with `scale = amax / format.max`.
@@ -87,7 +87,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """What a group's size is a multiple of, so that every plane fills whole bytes."""
+        """A divisor of every group's size, so that each plane fills whole bytes."""
         return 8 // min(self.planes)
 
     @property

@@ -43,7 +43,7 @@ def group(size: int) -> Granularity:
     return Granularity("group", size)
 
 
-# What operands of GEMMs may have, by name.
+# The granularities of GEMM operands, by name.
 OF_OPERANDS = {granularity.name: granularity for granularity in (ROW, TENSOR)}
 
 

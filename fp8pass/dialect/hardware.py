@@ -1,4 +1,4 @@
-"""What a device can do with FP8, asked at compile time."""
+"""The abilities of a device: FP8 GEMMs, FP8 casts, Triton kernels; its rates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 FP8_CAPABILITY = (8, 9)
 
-# What one H200 reaches, in operations and bytes a second. A memory budget weighs operators against
+# The rates of one H200, in operations and bytes a second. A memory budget weighs operators against
 # each other with these: only their ratios matter, which differ little between GPUs.
 FP8_FLOPS = 1300e12
 BF16_FLOPS = 680e12
@@ -17,7 +17,7 @@ BANDWIDTH = 4.27e12
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """The reason why `device` cannot run FP8 GEMMs, or None where it can.
 
-    The CPU can: its reference kernels compute what the tensor cores would.
+    The CPU can: its reference kernels compute the same as tensor cores.
     """
     if device.type == "cpu":
         return None

@@ -2,7 +2,7 @@
 
 Every operator is functional and has one exact meaning, stated in its docstring and implemented
 here in plain PyTorch, in fp32, for any device. These reference kernels run when a rewritten graph
-is interpreted (`compiler="eager"`) and are what the generated code is tested against; for speed,
+is interpreted (`compiler="eager"`), and generated code is tested against them. For speed,
 `codegen/lowering.py` says the same in terms that Inductor fuses.
 
 Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor or row and bf16
@@ -221,7 +221,7 @@ def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
 
     Returns [..., K / G] in bf16, truncated rather than rounded: fused code that keeps the scale in
-    an fp32 register must divide by what is stored. K is a multiple of G.
+    an fp32 register must divide by the stored number. K is a multiple of G.
     """
     fmt = FORMATS[format]
     groups = x.contiguous().unflatten(-1, (-1, group_size))

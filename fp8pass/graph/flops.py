@@ -15,7 +15,7 @@ from fp8pass.graph.classify import Kind, kind
 fp8 = torch.ops.fp8pass
 
 
-# What a memory budget may buy besides.
+# The operators that libraries run; a memory budget may buy their recomputation.
 EXPENSIVE = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 

@@ -1,4 +1,4 @@
-"""What is known about a joint graph, forward and backward in one, before any pass."""
+"""Facts about a joint graph, forward and backward in one, that are known before any pass."""
 
 from __future__ import annotations
 

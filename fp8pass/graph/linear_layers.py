@@ -35,7 +35,7 @@ class Layer:
     """The GEMMs of one use of a linear layer.
 
     Attributes:
-        weight: the parameter, or what the forward computes from parameters in its place.
+        weight: the parameter, or the node that computes it from parameters.
         input: the other operand of the forward.
         forward: the GEMM of the forward.
         dgrad, wgrad: those of the backward, if `weight` is a parameter.
@@ -88,7 +88,7 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
 
 
 def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What a GEMM multiplies, without zeros that Inductor's pad_mm fills a contraction up with."""
+    """The operands of a GEMM, without the zeros that Inductor's pad_mm appends to a contraction."""
     first = 1 if gemm.target in (aten.addmm.default, aten.baddbmm.default) else 0
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
@@ -175,7 +175,7 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
 
 
 def is_output_head(layer: Layer) -> bool:
-    """Whether a layer computes logits: by name, by a tied embedding, or by what it feeds."""
+    """Whether a layer computes logits: by name, by a tied embedding, or by a log-softmax behind it."""
     name = layer.module.rsplit(".", 1)[-1]
     if name in HEAD_NAMES or layer.module in TOP_LEVEL_HEAD_NAMES:
         return True

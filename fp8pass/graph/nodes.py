@@ -15,7 +15,7 @@ from fp8pass import compat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Where a node comes from, and what the user asked for there: inherited by what replaces it.
+# The origin of a node and the user's wishes there; the node that replaces it inherits them.
 _INHERITED_META = (
     "nn_module_stack",
     "fwd_nn_module_stack",

@@ -1,4 +1,4 @@
-"""What comes before what in a graph."""
+"""The order of nodes in a graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
-    """The nodes that need a gradient from outside: what can only run in the backward."""
+    """The nodes that need a gradient from outside, and so can only run in the backward."""
     found: set[fx.Node] = set()
     for node in g.nodes:
         if compat.is_tangent(node) or any(n in found for n in node.all_input_nodes):
@@ -46,7 +46,7 @@ def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
 
 
 def sort_topologically(g: fx.Graph) -> None:
-    """Move nodes behind what they use, and no further; inputs come first."""
+    """Move nodes behind their operands, and no further; inputs come first."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
@@ -61,7 +61,7 @@ def sort_topologically(g: fx.Graph) -> None:
             order.append(current)
             placed.add(current)
             pending += reversed(waiting.pop(current, []))
-    assert len(order) == len(g.nodes), "a kernel needs what it computes"
+    assert len(order) == len(g.nodes), "a kernel needs its own result"
     for previous, node in pairwise(order):
         if previous.next is not node:
             previous.append(node)

@@ -1,4 +1,4 @@
-"""Patterns: what a view, cast or transpose is of, and the sums of a residual stream."""
+"""Patterns: the tensor behind views, casts and transposes; the sums of a residual stream."""
 
 from __future__ import annotations
 

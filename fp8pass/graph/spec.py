@@ -1,4 +1,4 @@
-"""What a well-formed graph is, checked between passes (`FP8PASS_CHECK=1`, and in the tests)."""
+"""The spec of a well-formed graph, checked between passes (`FP8PASS_CHECK=1`, and in the tests)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MalformedGraph(AssertionError):
 def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
-    - Nodes come after what they use, and every one that is used has a fake value.
+    - Nodes come after their operands, and every one that is used has a fake value.
     - No FP8 tensor reaches an operator outside the dialect, as long as the graph speaks it.
     - Every operator of the dialect has operands that it takes (`VERIFIERS`).
     """
@@ -54,7 +54,9 @@ def _may_touch_fp8(node: fx.Node) -> bool:
 def _verify_amax(node: fx.Node) -> None:
     _require(_is_float(node.args[0]), node, "measures a tensor that holds no numbers")
     rows = node.target is not AMAX[TENSOR]
-    _require(not rows or _rank(node.args[0]) == 2, node, "measures parts of what is no matrix")
+    _require(
+        not rows or _rank(node.args[0]) == 2, node, "measures parts of a tensor that is no matrix"
+    )
 
 
 def _verify_scale(node: fx.Node) -> None:
@@ -86,7 +88,7 @@ def _verify_joined(node: fx.Node) -> None:
 
 
 def _verify_scaled_mm(node: fx.Node) -> None:
-    """Operands are scaled by what they were quantized with, alike, and contract equal lengths."""
+    """Operands have the scales they were quantized with, both by row or neither, and equal lengths."""
     a, a_scale, b, b_scale = node.args[:4]
     joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
     if joined:

@@ -1,4 +1,4 @@
-"""The pipeline: what happens to a graph, in this order.
+"""The pipeline: all passes over a graph, in order.
 
 A pass is one function in one file of its name, `pass_(gm, ctx) -> None`, that rewrites `gm.graph`
 in place or adds to `ctx` (`context.py`). Where it does not apply it leaves the graph as it was.
@@ -41,12 +41,12 @@ INFERENCE_PASSES: tuple[Pass, ...] = (quantize_linears,)
 
 # The forward and the backward, or an inference graph, right before Inductor compiles them.
 HALF_PASSES: tuple[Pass, ...] = (
-    fuse_rows,  # what is quantized by row -> row kernels
+    fuse_rows,  # matrices quantized by row -> row kernels
     fuse_norms,  # the backward of norms -> row kernels
-    fuse_tiles,  # what is quantized in both layouts -> tile kernels
-    fuse_scales,  # what is left of amaxes, and their scales -> one row kernel
+    fuse_tiles,  # matrices quantized in both layouts -> tile kernels
+    fuse_scales,  # second stages of amaxes, and scales -> one row kernel
     fuse_launches,  # kernels that can run together -> one launch
-    count_kernels,  # what quantizes the matrices, for the plan
+    count_kernels,  # how matrices are quantized, for the plan
     lower_dialect,  # the rest of the dialect -> aten
     buffer_residual_sums,  # sums of the residual stream -> memory
 )

@@ -1,4 +1,4 @@
-"""What every pass is given besides the graph."""
+"""The context that every pass is given besides the graph."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Context:
 
     Attributes:
         config: the user's choices.
-        facts: what is known about the joint graph; nothing about one of its halves.
-        extras: what `explain` asked for besides: `frontier`, to trace memory against time, `rules`,
+        facts: facts about the joint graph; none about one of its halves.
+        extras: requests of `explain`: `frontier`, to trace memory against time, `rules`,
             to summarize the error rules.
-        plan: what has been decided so far, for people; passes add to it.
+        plan: the decisions so far, for people; passes add to it.
         decisions: how each forward value reaches the backward, by `plan_saved_values`.
         saved: the nodes that cross into the backward, in order, by `materialize_plan`.
     """

@@ -1,4 +1,4 @@
-"""Carry out the plan: quantize what is kept, give the backward its own copy of what is recomputed.
+"""Carry out the plan: quantize kept values, give the backward its own copy of recomputed ones.
 
 Afterwards forward and backward share exactly the nodes in `ctx.saved`:
 
@@ -30,7 +30,7 @@ from fp8pass.saving.decision import Decision
 fp8 = torch.ops.fp8pass
 
 
-# What happens to a value that nobody planned for (`plan_saved_values` left out).
+# The decision about values that nobody planned for (`plan_saved_values` left out).
 KEEP = Decision(EXACT, 0, "not planned")
 
 

@@ -1,6 +1,6 @@
 """Runs the passes of a list, and lets people see what they do.
 
-TORCH_LOGS="+fp8pass"          every pass: time, nodes, what changed in numbers
+TORCH_LOGS="+fp8pass"          every pass: its time, and the nodes before and after
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
 FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
 TORCH_TRACE=DIR                the same as artifacts, for tlparse to show
