@@ -48,8 +48,8 @@ class Config:
             `e4m3`, `e5m2`, `exact`. Scales are made just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
         forward_scales: `row`, one scale for each token and each output feature in the GEMMs of the
-            forward, which take one pass over a tensor to quantize it, and round it less; or `tensor`.
-            GEMMs of the backward have one scale for each tensor.
+            forward, which take one pass over a tensor to quantize it, and round it less; or
+            `tensor`. GEMMs of the backward have one scale for each tensor.
         save_format: smallest format of the values that non-linear layers keep for the backward,
             in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
             Values that amplify its errors too much get a larger one or stay as they are. `none`

@@ -175,8 +175,8 @@ def inductor_defaults(config: Config) -> dict[str, Any]:
         # A buffer that is to be used again is not freed until then, which may be a layer later.
         # The allocator reuses memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
         "allow_buffer_reuse": False,
-        # An expression of more than four tensors is stored if two kernels use it. Gradients of gated
-        # activations, in 16 bits, cost more to write and read than to compute again.
+        # Else an expression of more than four tensors is stored if two kernels use it. Gradients of
+        # gated activations cost more to write and read, in 16 bits, than to compute again.
         "realize_reads_threshold": 8,
     }
     if config.packs:

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """The graph that Inductor's inner compile was called for: `forward`, `backward`, `inference`."""
+    """The graph that Inductor's inner compile got: `forward`, `backward` or `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"

@@ -88,7 +88,7 @@ def _verify_joined(node: fx.Node) -> None:
 
 
 def _verify_scaled_mm(node: fx.Node) -> None:
-    """Operands have the scales they were quantized with, both by row or neither, and equal lengths."""
+    """Operands have the scales of their codes, both by row or neither, and equal lengths."""
     a, a_scale, b, b_scale = node.args[:4]
     joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
     if joined:

@@ -7,7 +7,7 @@ errors) or in *any* form. Two minimum cuts choose, with PyTorch's partitioner as
                                       v_out --∞--> sink   if the backward uses v
 
 Cutting the middle arc stores v, at its bytes; cutting the first one recomputes it, at a price that
-is infinite for values that are too expensive or impossible to compute again. The first cut covers the
+is infinite for values that are too expensive or impossible to compute again. The first cut covers
 exact needs at exact prices. The second covers all needs. Values that the first one keeps are free,
 and everything else is at the bytes of the cheapest format that the error rules allow. One cut for
 both would need three states a value (exact, low-bit, absent) whose costs are not submodular.

@@ -14,8 +14,8 @@ Scales are just in time (COAT 5.2, LLMQ 3). In the backward there is one for eac
 used in two layouts, and no scale may vary along what a GEMM contracts. The forward needs one
 layout: there each row of `x` and `W` has a scale of its own (torchao calls that rowwise), so that a
 kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
-per layout and granularity, however many GEMMs share it; a tensor that Inductor padded for one of them
-counts as another tensor.
+per layout and granularity, however many GEMMs share it; a tensor that Inductor padded for one of
+them counts as another tensor.
 """
 
 from __future__ import annotations
