@@ -175,7 +175,7 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
 
 
 def is_output_head(layer: Layer) -> bool:
-    """Whether a layer computes logits: by its name, a tied embedding, or a log-softmax behind it."""
+    """Whether a layer computes logits: by its name, a tied embedding, or a later log-softmax."""
     name = layer.module.rsplit(".", 1)[-1]
     if name in HEAD_NAMES or layer.module in TOP_LEVEL_HEAD_NAMES:
         return True
