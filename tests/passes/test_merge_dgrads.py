@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers import capture_joint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import both_devices, run_batch
 from torch import nn
@@ -148,7 +148,6 @@ def test_explain_counts_them():
     assert "Input gradients of 3 layers come from one GEMM." in str(explanation)
 
 
-@settings(max_examples=10)
 @given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))
 def test_gradients_of_any_magnitudes(exponents):
     """The sum is as exact as its largest part, however much smaller the others are."""

@@ -14,7 +14,7 @@ from helpers import (
     EXACT_EAGER,
     FFN,
     MLP,
-    Joint,
+    JointGraph,
     benchmark_models,
     capture_joint,
     capture_joints,
@@ -289,7 +289,7 @@ def has_derivation(node: fx.Node) -> bool:
     return target in known or target is torch.ops.aten.var_mean.correction or kind(node) in linear
 
 
-def reads_rounded(joint: Joint) -> list[fx.Node]:
+def reads_rounded(joint: JointGraph) -> list[fx.Node]:
     """Operators that tolerate no error but are computed from values kept in low bits."""
     gradients = graph.tangent_dependent(joint.gm.graph)
     rounded: set[fx.Node] = set()

@@ -11,7 +11,7 @@ from helpers import (
     EXACT_EAGER,
     FFN,
     MLP,
-    Step,
+    TrainingStep,
     benchmark_models,
     compiled,
     cosine,
@@ -128,7 +128,7 @@ def in_dtype(args, dtype):
 
 
 @pytest.fixture(scope="module", params=["ffn", "layer"])
-def measured(request) -> tuple[Step, Step]:
+def measured(request) -> tuple[TrainingStep, TrainingStep]:
     """One step in bf16 with recipe coat, and the same in fp32 without it."""
     model, args = layer_of(request.param)
     low = copy.deepcopy(model).bfloat16()
