@@ -180,9 +180,7 @@ def step(
     )
     buffers = {n: b.clone() for n, b in model.named_buffers()} if model is not None else {}
     gradients = dict(zip(wanted, found, strict=True))
-    return TrainingStep(
-        [y.detach() for y in outputs], dict(zip(wanted, found, strict=True)), buffers
-    )
+    return TrainingStep([y.detach() for y in outputs], gradients, buffers)
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -299,14 +297,14 @@ class FFN(nn.Module):
 
 
 def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
-    """A tiny Llama with grouped-query attention."""
+    """A tiny Llama with grouped-query attention, of one layer unless asked otherwise."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 176,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
@@ -320,7 +318,7 @@ def gpt2(**changes: Any) -> nn.Module:
     """A tiny GPT-2: Conv1D layers, dropout, tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(**(sizes | changes), use_cache=False))
 
@@ -333,7 +331,7 @@ def vit() -> nn.Module:
     return ViTForImageClassification(
         ViTConfig(
             hidden_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             intermediate_size=128,
             image_size=32,
