@@ -1,6 +1,7 @@
-# make demo    train a small language model with and without fp8pass
-# make test    run the tests
-# make lint    ruff and mypy
+# make demo       train a small language model with and without fp8pass
+# make test       run the tests
+# make test-long  run the tests, with many more random examples of each
+# make lint       ruff and mypy
 #
 # All set-up happens in .venv. Choose with PYTHON=python3.12, TORCH="torch==2.11.*", and pass
 # options with ARGS="--steps 50".
@@ -17,13 +18,16 @@ export OMP_WAIT_POLICY ?= passive
 # Some virtual machines advertise AMX and kill the process that uses it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint
+.PHONY: demo test test-long lint
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m fp8pass.demo $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-long: export HYPOTHESIS_PROFILE = thorough
+test-long: test
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -21,6 +21,8 @@ from cli_helpers import here as here
 from cli_helpers import run as run
 from interpreter import round_to_nearest_even
 from kernel_helpers import graphs as graphs
+from kernel_helpers import interpreted as interpreted
+from kernel_helpers import kernels_on_cpu as kernels_on_cpu
 
 from fp8pass import compat
 
@@ -29,12 +31,11 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
 
 _COMMON = {
     "deadline": None,
-    "max_examples": 25,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("dev", **_COMMON)
-settings.register_profile("ci", **_COMMON, derandomize=True, print_blob=True)
-settings.register_profile("thorough", **{**_COMMON, "max_examples": 500})
+settings.register_profile("dev", **_COMMON, max_examples=25)
+settings.register_profile("ci", **_COMMON, max_examples=8, derandomize=True, print_blob=True)
+settings.register_profile("thorough", **_COMMON, max_examples=500)  # make test-long
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -67,7 +67,7 @@ def pad_gemms(monkeypatch: Any, padded: bool = True) -> None:
 
 
 @dataclass
-class Joint:
+class JointGraph:
     """A joint graph as the passes get it, before any of them ran."""
 
     gm: fx.GraphModule
@@ -85,7 +85,7 @@ class Joint:
 
 def capture_joint(
     model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
-) -> Joint:
+) -> JointGraph:
     """The only joint graph of `model(*args)` and its context, untouched by the passes."""
     (joint,) = capture_joints(model, *args, config=config, **compile_options)
     return joint
@@ -93,14 +93,14 @@ def capture_joint(
 
 def capture_joints(
     model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
-) -> list[Joint]:
+) -> list[JointGraph]:
     """The joint graphs of `model(*args)`; none where nothing has a gradient."""
-    found: list[Joint] = []
+    found: list[JointGraph] = []
 
     class Capture(Partitioner):
         def __call__(self, gm, joint_inputs, **kwargs):  # type: ignore
             copy = copy_of(gm)
-            found.append(Joint(copy, self.context(copy, **kwargs)))
+            found.append(JointGraph(copy, self.context(copy, **kwargs)))
             return compat.stock_partition(gm, joint_inputs, **kwargs)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 @dataclass
-class Step:
+class TrainingStep:
     """The results of one training step."""
 
     outputs: list[Tensor]
@@ -156,7 +156,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 def step(
     run: Callable[..., Any], model: nn.Module | None, args: Sequence[Any], *, seed: int = 7
-) -> Step:
+) -> TrainingStep:
     """Forward and backward from fixed random numbers; fresh gradients for parameters and inputs.
 
     Every floating point output gets its own random incoming gradient.
@@ -179,7 +179,8 @@ def step(
         else [None] * len(wanted)
     )
     buffers = {n: b.clone() for n, b in model.named_buffers()} if model is not None else {}
-    return Step([y.detach() for y in outputs], dict(zip(wanted, found, strict=True)), buffers)
+    gradients = dict(zip(wanted, found, strict=True))
+    return TrainingStep([y.detach() for y in outputs], gradients, buffers)
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -188,7 +189,7 @@ def identical(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0))
 
 
-def assert_same_step(got: Step, want: Step) -> None:
+def assert_same_step(got: TrainingStep, want: TrainingStep) -> None:
     """Outputs, gradients and buffers agree bit for bit."""
     assert len(got.outputs) == len(want.outputs)
     for i, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True)):
@@ -296,14 +297,14 @@ class FFN(nn.Module):
 
 
 def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
-    """A tiny Llama with grouped-query attention."""
+    """A tiny Llama with grouped-query attention, of one layer unless asked otherwise."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 176,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
@@ -317,7 +318,7 @@ def gpt2(**changes: Any) -> nn.Module:
     """A tiny GPT-2: Conv1D layers, dropout, tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(**(sizes | changes), use_cache=False))
 
@@ -330,7 +331,7 @@ def vit() -> nn.Module:
     return ViTForImageClassification(
         ViTConfig(
             hidden_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             intermediate_size=128,
             image_size=32,

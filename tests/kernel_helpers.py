@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
-from torch import fx
+from helpers import benchmark_models
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import compilation
+from fp8pass import compat, compilation
 from fp8pass.codegen.kernels import operator
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
@@ -15,9 +19,11 @@ from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.graph.nodes import copy_of
 from fp8pass.passes import HALF_PASSES, Context
+from fp8pass.passes.count_kernels import count_kernels
 from fp8pass.passes.lower_dialect import lower_dialect
 from fp8pass.passes.runner import run_passes
 
+fp8 = torch.ops.fp8pass
 F8 = torch.float8_e4m3fn
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -33,8 +39,27 @@ INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt"
 KERNEL_PASSES = HALF_PASSES[: HALF_PASSES.index(lower_dialect)]
 
 
+def interpret_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what the passes make of a half run op by op, where Inductor would compile it."""
+    monkeypatch.setattr(
+        compat, "compile_fx_inner", lambda gm, inputs, **kwargs: compat.interpret(gm)
+    )
+
+
 @pytest.fixture
-def graphs(monkeypatch) -> list[fx.Graph]:
+def interpreted(monkeypatch) -> None:
+    """What the passes make of a half is run op by op, where Inductor would compile it."""
+    interpret_halves(monkeypatch)
+
+
+@pytest.fixture
+def graphs(kernels_on_cpu, interpreted) -> list[fx.Graph]:
+    """Kernels work on the CPU; the graphs after they took what they take, which are interpreted."""
+    return kernels_on_cpu
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
     """Kernels work on the CPU; the graphs after they took what they take."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     found: list[fx.Graph] = []
@@ -51,6 +76,18 @@ def graphs(monkeypatch) -> list[fx.Graph]:
 def use_kernels(gm: fx.GraphModule) -> None:
     """Put kernels in a graph."""
     run_passes(KERNEL_PASSES, gm, Context(Config()), of="forward")
+
+
+def counts(graphs: list[fx.Graph]) -> Counter[str]:
+    """How many programs each kernel runs, and matrices are quantized without one."""
+    found: Counter[str] = Counter()
+    for g in graphs:
+        ctx = Context(Config())
+        count_kernels(fx.GraphModule(nn.Module(), g), ctx)
+        (use,) = ctx.plan.kernels
+        found.update(use.programs)
+        found["quantize"] += sum(use.generated.values())
+    return +found
 
 
 def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,3 +266,53 @@ def norm_backward(columns: int) -> Program:
             Store("amax", ("row",), dtype="float32"),
         ),
     )
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+def fused(monkeypatch, function, *args: torch.Tensor) -> fx.GraphModule:
+    """The graph of a function after kernels took what they take; its results are as before.
+
+    It is not verified: that functions here return codes as bytes, to be compared, breaks the spec.
+    """
+    monkeypatch.setenv("FP8PASS_CHECK", "0")
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    use_kernels(gm)
+    gm.graph.lint()
+    for got, want in zip(gm(*args), function(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    return gm
+
+
+def programs_of(gm: fx.GraphModule, op) -> list[int]:
+    """How many programs each operator of a kind runs."""
+    return [len(Batch.parse(n.args[1]).programs) for n in gm.graph.nodes if n.target is op]
+
+
+def by_rows(x):
+    """Codes with a scale for each row, and the largest magnitudes of rows."""
+    largest = fp8.row_amax(x)
+    return fp8.quantize(x, fp8.scale(largest, "e4m3"), "e4m3").view(torch.uint8), largest
+
+
+def random(*shape: int) -> torch.Tensor:
+    """The same numbers for the same shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Decoder layers of the benchmarks, small."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        models = benchmark_models()
+        self.stack = models.Stack(layers, 128, 2, 256)
+        self.tables = models.rope_tables(16, 64, torch.device("cpu"))
+
+    def forward(self, x):
+        return self.stack(x, *self.tables)

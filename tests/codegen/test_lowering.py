@@ -149,7 +149,10 @@ def test_scaled_mm(formats, with_bias, out, tracing):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tracing", "dtype"),
+    [("fake", torch.float32), ("fake", torch.float16), ("symbolic", torch.bfloat16)],
+)
 @pytest.mark.parametrize("format", [*FORMAT_NAMES, *PACKED])
 def test_groups(format, dtype, tracing):
     planes = range(len(FORMATS[format].planes))
@@ -246,23 +249,13 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
             fp8.dequantize_groups([codes], scales, format, 16, x.dtype),
         )
 
-    x = torch.randn(40, 48)
+    x = poisoned(torch.randn(40, 48))
     codes, scales, back = torch.compile(function, backend=with_inductor)(x)
     want_codes, want_scales, want_back = function(x)
-    assert torch.equal(scales, want_scales)
-    assert torch.equal(codes, want_codes)
-    assert torch.allclose(back, want_back, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3_bytes"])
-def test_generated_code_keeps_what_is_not_finite(format):
-    def function(x):
-        scales = fp8.group_scale(x, format, 16)
-        codes = fp8.quantize_groups(x, scales, format, 16)
-        return fp8.dequantize_groups([codes], scales, format, 16, x.dtype)
-
-    x = poisoned(torch.randn(40, 48))
-    back = torch.compile(function, backend=with_inductor)(x)
+    assert torch.equal(scales[1:], want_scales[1:])
+    assert torch.equal(codes[1:], want_codes[1:])
+    assert torch.allclose(back[1:], want_back[1:], rtol=1e-6, atol=0)
+    # What is not finite stays so.
     assert not back[0, :3].isfinite().any()
     assert back[1:].isfinite().all()
     assert torch.allclose(back[1:], x[1:], rtol=0.26, atol=1e-3)
@@ -304,8 +297,9 @@ def test_generated_code_packs_as_the_reference_does(format):
     assert not unpack(*want)[0][0, 0, :32].isfinite().any()
 
 
-@pytest.mark.parametrize("format", PACKED)
-def test_packing_in_generated_code_takes_varying_sizes(format):
+def test_packing_in_generated_code_takes_varying_sizes():
+    format = "e2m2"  # of two planes
+
     def function(x):
         scales = fp8.group_scale(x, format, 16)
         planes = [

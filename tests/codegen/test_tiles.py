@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import (
     CAST,
@@ -54,7 +54,6 @@ def test_what_is_tiny_huge_or_not_finite(device, scale):
 
 @both_devices
 @pytest.mark.parametrize("group", [16, 48, 128, 256])
-@settings(max_examples=10)
 @given(rows=st.integers(1, 100))
 def test_several_matrices_out_of_groups(device, group, rows):
     program = swiglu_backward(group)
@@ -158,7 +157,6 @@ def test_rows_columns_and_groups_are_broadcast(device):
 
 
 @both_devices
-@settings(max_examples=10)
 @given(rows=st.integers(1, 150), columns=st.integers(1, 20).map(lambda n: 16 * n))
 def test_amax_of_tiles(device, rows, columns):
     program = Program((Load("x", "full"),), (), (Store("x", ("amax",)),))

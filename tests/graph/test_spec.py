@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FFN, Joint, capture_joint
+from helpers import FFN, JointGraph, capture_joint
 from torch import nn
 
 from fp8pass import graph
@@ -20,7 +20,7 @@ JOINED = fp8.joined.default
 
 
 @pytest.fixture
-def joint() -> Joint:
+def joint() -> JointGraph:
     """A well-formed rewritten graph."""
     x = torch.randn(32, 64, requires_grad=True) * 1
     joint = capture_joint(nn.Sequential(nn.LayerNorm(64), FFN(64, 128)), x)
@@ -30,7 +30,7 @@ def joint() -> Joint:
     return joint
 
 
-def rejected(joint: Joint, node: torch.fx.Node, problem: str) -> None:
+def rejected(joint: JointGraph, node: torch.fx.Node, problem: str) -> None:
     with pytest.raises(MalformedGraph, match=problem) as error:
         spec.verify(joint.gm.graph)
     assert f"%{node.name} " in str(error.value)
@@ -110,7 +110,7 @@ def test_scales_of_other_groups(joint):
 
 
 @pytest.fixture
-def unpacking() -> tuple[Joint, torch.fx.Node]:
+def unpacking() -> tuple[JointGraph, torch.fx.Node]:
     """A joint graph that keeps values in two planes, and an operator that reads them."""
     config = Config(save_format="e2m3", compiler="eager")
     joint = capture_joint(FFN(64, 128), torch.randn(32, 64), config=config)

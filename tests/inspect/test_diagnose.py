@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from helpers import relative
 from torch import nn
 
 import fp8pass
-from fp8pass import Config, graph
+from fp8pass import Config, compat, graph
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.inspect.diagnosis import NEGLIGIBLE
@@ -49,14 +50,28 @@ def model(request) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("config", [Config(), Config.recipe("agoq"), UNIFORM], ids=repr)
-def test_prediction_agrees_with_measurement(model, config):
+@pytest.fixture(scope="module")
+def errors_of(model):
+    """The errors of the model's gradients in a configuration, measured once."""
+
+    @cache
+    def layers(config: Config):
+        with compat.fresh_compilation():
+            return fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
+
+    return layers
+
+
+@pytest.mark.parametrize(
+    "config", [Config(), Config.recipe("agoq"), UNIFORM], ids=["coat", "agoq", "uniform"]
+)
+def test_prediction_agrees_with_measurement(errors_of, config):
     """In order (Spearman) and within a factor of three, where errors count.
 
     An error of more than the gradient itself, as of attention without rules, is a wrong gradient,
     however wrong it is.
     """
-    found = fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
+    found = errors_of(config)
     layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
     assert len(layers) > 20
     assert config == UNIFORM or all(y.predicted is not None for y in found)
@@ -77,26 +92,26 @@ def ranked(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([(x < b).sum() + ((x == b).sum() - 1) / 2 for b in x]).double()
 
 
-def test_attention_is_the_largest_without_rules(model):
+def test_attention_is_the_largest_without_rules(errors_of):
     """AGoQ, Table 13."""
-    layers = fp8pass.diagnose(model, loss_of, tokens(1), config=UNIFORM).layers
+    layers = errors_of(UNIFORM)
     attention = [y.relative for y in layers if y.gradient.startswith("attention")]
     assert len(attention) == 3 * SIZE.layers
     assert min(attention) > max(y.relative for y in layers if "attention" not in y.gradient)
 
 
-def test_attention_is_exact_with_them(model):
-    layers = fp8pass.diagnose(model, loss_of, tokens(1), config=Config.recipe("agoq")).layers
+def test_attention_is_exact_with_them(errors_of):
+    layers = errors_of(Config.recipe("agoq"))
     assert not any(y.gradient.startswith("attention") for y in layers)
 
 
 def test_exact_recipe_has_no_errors():
-    model = new_model(SIZE, 0, torch.device("cpu"))
+    model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
     assert not fp8pass.diagnose(model, loss_of, tokens(), config=Config.recipe("exact")).layers
 
 
 def test_nothing_changes():
-    model = new_model(SIZE, 0, torch.device("cpu"))
+    model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
     loss_of(model, tokens()).backward()
     before = {n: (p.detach().clone(), p.grad.clone()) for n, p in model.named_parameters()}
     state = torch.get_rng_state()

@@ -153,7 +153,7 @@ def test_the_table_shows_the_worst_first():
 def test_hugging_face_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    model, monitor = llama(num_hidden_layers=1), Monitor(every=2, csv=tmp_path / "health.csv")
+    model, monitor = llama(), Monitor(every=2, csv=tmp_path / "health.csv")
     model.compile(backend=fp8pass.backend(COAT_EAGER, monitor=monitor))
     data = [{"input_ids": t, "labels": t} for t in tokens(12)]
     arguments = transformers.TrainingArguments(

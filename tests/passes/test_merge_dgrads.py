@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers import capture_joint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import both_devices, run_batch
 from torch import nn
@@ -99,7 +99,7 @@ def test_rows_beside_those_of_a_larger_gradient():
     assert relative(got[1:], want[1:]) < 0.06
 
 
-def test_sizes_that_vary_stay_so():
+def test_sizes_that_vary_stay_so(interpreted):
     model, x = Parallel(), inputs().detach()
     torch._dynamo.reset()
     program = torch.compile(model, backend="fp8pass", dynamic=True)
@@ -148,7 +148,6 @@ def test_explain_counts_them():
     assert "Input gradients of 3 layers come from one GEMM." in str(explanation)
 
 
-@settings(max_examples=10)
 @given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))
 def test_gradients_of_any_magnitudes(exponents):
     """The sum is as exact as its largest part, however much smaller the others are."""
@@ -177,7 +176,7 @@ def test_what_is_not_finite_reaches_the_user(value):
 
 
 def test_compiled_as_interpreted():
-    model, x = Parallel().bfloat16(), inputs().detach().bfloat16()
+    model, x = Parallel((64, 32)).bfloat16(), inputs().detach().bfloat16()
     a, b = (input_gradient(model, x, Config(), compiler) for compiler in ("inductor", "eager"))
     assert relative(a.float(), b.float()) < 0.01
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import COAT_EAGER, MLP, Joint, capture_joint, gpt2, llama, tokens
+from helpers import COAT_EAGER, MLP, JointGraph, capture_joint, gpt2, llama, tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +17,7 @@ fp8 = torch.ops.fp8pass
 ALL = ("forward", "dgrad", "wgrad")
 
 
-def rewritten(model, *args, config=COAT_EAGER, **options) -> Joint:
+def rewritten(model, *args, config=COAT_EAGER, **options) -> JointGraph:
     """The joint graph after the pass."""
     joint = capture_joint(model, *args, config=config, **options)
     quantize_linears(joint.gm, joint.ctx)
@@ -26,7 +26,7 @@ def rewritten(model, *args, config=COAT_EAGER, **options) -> Joint:
     return joint
 
 
-def reasons(joint: Joint) -> dict[str, str]:
+def reasons(joint: JointGraph) -> dict[str, str]:
     return {y.module: y.reason for y in joint.ctx.plan.linears}
 
 

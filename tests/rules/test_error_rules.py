@@ -48,7 +48,7 @@ class Between(nn.Module):
 def rules_of(function, operands: int = 1, features: int = D, rows: int = 16) -> Rules:
     torch._dynamo.reset()
     joint = capture_joint(Between(function, operands, features), torch.randn(rows, features))
-    return Rules(joint.gm.graph, joint.ctx)
+    return Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
 
 
 @cache
@@ -251,7 +251,7 @@ def test_attention_operands_stay_exact():
 
     operands = [torch.randn(1, 2, 64, 32, requires_grad=True) * 1 for _ in range(3)]
     joint = capture_joint(attend, *operands)
-    rules = Rules(joint.gm.graph, joint.ctx)
+    rules = Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
     for node in joint.ctx.activations:
         assert "attention" in rules.why_exact(node)
 
@@ -365,7 +365,7 @@ def test_what_a_head_in_high_precision_uses_stays_exact(autocast):
 
     joint = capture_joint(step, torch.randn(32, 64))
     quantize_linears(joint.gm, joint.ctx)
-    rules = Rules(joint.gm.graph, joint.ctx)
+    rules = Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
     (tanh,) = joint.calls(torch.ops.aten.tanh.default)
     assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
     rules.tolerance = math.inf  # no rule, but asked for all the same

@@ -14,7 +14,7 @@ from helpers import (
     EXACT_EAGER,
     FFN,
     MLP,
-    Joint,
+    JointGraph,
     benchmark_models,
     capture_joint,
     capture_joints,
@@ -289,7 +289,7 @@ def has_derivation(node: fx.Node) -> bool:
     return target in known or target is torch.ops.aten.var_mean.correction or kind(node) in linear
 
 
-def reads_rounded(joint: Joint) -> list[fx.Node]:
+def reads_rounded(joint: JointGraph) -> list[fx.Node]:
     """Operators that tolerate no error but are computed from values kept in low bits."""
     gradients = graph.tangent_dependent(joint.gm.graph)
     rounded: set[fx.Node] = set()
@@ -377,7 +377,7 @@ def test_values_by_module():
     for pattern in ("", "*.mlp", "layers.[01]"):  # and not the codes of its linear layers
         torch._dynamo.reset()
         config = replace(UNRULED, keep_exact=(pattern,) if pattern else ())
-        plan = plan_of(llama(num_hidden_layers=1), tokens(), config=config)
+        plan = plan_of(llama(), tokens(), config=config)
         found[pattern] = {name.split(":")[0] for name in low_bit(plan)}
     in_mlp = {m for m in found[""] if ".mlp" in m}
     assert in_mlp
@@ -440,7 +440,7 @@ def test_places_of_saved_values():
     ],
 )
 def test_a_pattern_that_matches_nothing_warns(pattern, says):
-    model = llama(num_hidden_layers=1) if "layers" in pattern else MLP()
+    model = llama() if "layers" in pattern else MLP()
     batch = tokens() if "layers" in pattern else torch.randn(32, 64)
     with pytest.warns(UserWarning, match=f"keep_exact pattern '{pattern}' {says}"):
         plan_of(model, batch, config=replace(COAT_EAGER, keep_exact=(pattern,)))

@@ -121,7 +121,7 @@ def test_graph_breaks(path):
 
 def test_dynamic_sizes(path):
     batches = [(tokens(b, s),) for b, s in ((2, 16), (3, 17), (5, 8))]
-    check(llama(num_hidden_layers=1), *batches, path=path, dynamic=True)
+    check(llama(), *batches, path=path, dynamic=True)
 
 
 def test_marked_dynamic_rows(path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import (
     MLP,
-    Step,
+    TrainingStep,
     assert_same_step,
     benchmark_models,
     compiled,
@@ -45,14 +45,14 @@ def layer(dtype=torch.bfloat16, batch=BATCH, seq=SEQ, layers=1):
     return model.to(device, dtype), (x, cos.to(dtype), sin.to(dtype))
 
 
-def reference(model: nn.Module, args) -> Step:
+def reference(model: nn.Module, args) -> TrainingStep:
     """The step in fp32."""
     wide = copy.deepcopy(model).float()
     x, *rest = args
     return step(wide, wide, (x.detach().float().requires_grad_(), *(r.float() for r in rest)))
 
 
-def assert_close(got: Step, want: Step, decibel: float = 20) -> None:
+def assert_close(got: TrainingStep, want: TrainingStep, decibel: float = 20) -> None:
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert sqnr(a, b) >= decibel
     for name, b in want.gradients.items():
@@ -73,7 +73,7 @@ def test_kernels_agree_with_generated_code(recipe, dynamic, monkeypatch):
     assert_close(got, reference(model, args), decibel=8)
 
 
-def agree(got: Step, want: Step, tolerance: float) -> None:
+def agree(got: TrainingStep, want: TrainingStep, tolerance: float) -> None:
     """Two ways to compute the same thing."""
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert relative(a, b) < tolerance
@@ -174,7 +174,7 @@ def test_modes(mode):
     for _ in range(3):  # warm-up, recording, replay
         torch.compiler.cudagraph_mark_step_begin()
         found = step(program, model, args)
-        found = Step(
+        found = TrainingStep(
             [y.clone() for y in found.outputs],
             {n: g.clone() for n, g in found.gradients.items() if g is not None},
             {},

@@ -26,7 +26,7 @@ def decoder():
     models = benchmark_models()
     cos, sin = models.rope_tables(32, 32, torch.device("cpu"))
     x = torch.randn(2, 32, 128).bfloat16().requires_grad_()
-    return models.Stack(2, 128, 4, 352).bfloat16(), (x, cos, sin), (x,)
+    return models.Stack(1, 128, 4, 352).bfloat16(), (x, cos, sin), (x,)
 
 
 def normed():
@@ -70,10 +70,8 @@ def test_saved_tensors_are_the_plan(name, recipe):
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"),
-    [("normed", "coat"), ("normed", "linear"), ("decoder", "coat"), ("decoder", "linear"),
-     ("gpt2", "coat")],
-)  # fmt: skip
+    ("name", "recipe"), [("normed", "coat"), ("normed", "linear"), ("decoder", "coat")]
+)
 def test_saved_tensors_are_the_plan_inductor(name, recipe):
     check(name, Config.recipe(recipe))
 
@@ -90,7 +88,7 @@ def test_packed_tensors_are_the_plan(format):
 
 
 def test_packed_tensors_are_the_plan_inductor():
-    check("decoder", Config(save_format="e2m3"))
+    check("normed", Config(save_format="e2m3"))
 
 
 def check(name, config):

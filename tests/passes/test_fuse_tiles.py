@@ -1,0 +1,83 @@
+"""Matrices that are needed in both layouts, or measured, are stored by tile kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.config import Config
+from fp8pass.dialect import hardware
+from fp8pass.passes import Context
+from fp8pass.passes.fuse_tiles import fuse_tiles
+
+aten, fp8 = torch.ops.aten, torch.ops.fp8pass
+
+
+@pytest.mark.parametrize("parts", ["ab", "aa", "aba"])
+def test_codes_side_by_side(parts, monkeypatch):
+    """Stored there by the kernels, or copied where one part is two."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+    def function(x, y, scale):
+        codes = {"a": fp8.quantize(x, scale, "e4m3"), "b": fp8.quantize(y, scale, "e4m3")}
+        turned = [fp8.transpose(codes[name]).view(torch.uint8) for name in "ab"]
+        return fp8.joined([codes[name] for name in parts]).view(torch.uint8), *turned
+
+    args = torch.randn(32, 64), torch.randn(32, 48), torch.tensor(0.01)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    fuse_tiles(gm, Context(Config()))
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    joined = fp8.joined.default in {n.target for n in gm.graph.nodes}
+    assert joined == (len(set(parts)) < len(parts))
+    for got, want in zip(gm(*args), function(*args), strict=True):
+        assert torch.equal(got, want)
+
+
+def heads(x):
+    return x.view(2, 16, 4, 16).transpose(1, 2)
+
+
+AT_HAND = {
+    "input": lambda x, w: x,
+    "view of an input": lambda x, w: x.view(2, -1, 64).view(64, 32),
+    "product": lambda x, w: x @ w,
+    "attention": lambda x, w: (
+        aten._scaled_dot_product_flash_attention_for_cpu(*[heads(x)] * 3)[0]
+        .transpose(1, 2)
+        .reshape(32, 64)
+    ),
+}
+COMPUTED = {
+    "pointwise": lambda x, w: x @ w + 1,
+    "copy": lambda x, w: heads(x).reshape(32, 64),
+    "part of an input": lambda x, w: x[:, 1:],
+    "one row for all": lambda x, w: w[0].expand(32, 64),
+    "gathered": lambda x, w: torch.cat([x, w]),
+    # Laid out as Inductor likes, and copied.
+    "convolution": lambda x, w: torch.conv1d(x[None], w[:32, :32, None]).view(32, 64),
+}
+
+
+@pytest.mark.parametrize("case", [*AT_HAND, *COMPUTED])
+def test_amaxes_of_what_nothing_generated_computes(case, monkeypatch):
+    """Elsewhere the generated code that computes a value takes its amax."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    value = (AT_HAND | COMPUTED)[case]
+
+    def function(x, w):
+        return fp8.amax(value(x, w))
+
+    args = torch.randn(32, 64), torch.randn(64, 64)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    fuse_tiles(gm, Context(Config()))
+    assert (tiles in {n.target for n in gm.graph.nodes}) == (case in AT_HAND)
+    are_inputs = [n.op == "placeholder" for n in gm.graph.nodes]
+    assert are_inputs == sorted(are_inputs, reverse=True)
+    for special in (1.0, -1e30, math.nan, -math.inf):
+        args[0][3, 17] = special
+        assert torch.equal(gm(*args).nan_to_num(-1.0), function(*args).nan_to_num(-1.0))
