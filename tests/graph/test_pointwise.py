@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from fp8pass import compat
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.pointwise import POINTWISE, POWERS, TRITON, triton_template
 from fp8pass.graph.symbols import TORCH, Operand, Underivable, of_numbers
@@ -24,7 +25,7 @@ CONSTANTS = {aten.pow.Tensor_Scalar: 3.0}
 
 def arguments_of(op, x: list) -> list:
     """An operand of `x` for each tensor that an operator needs, a constant for each number."""
-    schema = [a for a in op._schema.arguments if not a.has_default_value()]
+    schema = [a for a in compat.schema_of(op).arguments if not a.has_default_value()]
     remaining = iter(x)
     return [next(remaining) if str(a.type) == "Tensor" else CONSTANTS.get(op, 0.25) for a in schema]
 

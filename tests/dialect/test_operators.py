@@ -1,0 +1,90 @@
+"""Every operator of the dialect is in every table that needs it, and its fake is what it gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8pass.codegen.lowering import LOWERINGS
+from fp8pass.dialect.ops import OPERATORS
+from fp8pass.graph.classify import STATISTICS, Kind, kind
+
+fp8 = torch.ops.fp8pass
+
+
+def codes(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    return torch.randn(rows, columns).to(dtype)
+
+
+X = torch.randn(20, 32).bfloat16()
+ONE = torch.tensor(0.5)
+ROWS = torch.full((20, 1), 0.5)
+GROUPS = torch.full((20, 2), 0.5).bfloat16()
+
+# Calls of every operator, on whose arguments its shape and dtype depend.
+CALLS: dict[object, list[tuple]] = {
+    fp8.amax.default: [(X,), (X.float(),)],
+    fp8.row_amax.default: [(X,), (X.float(),)],
+    fp8.scale.default: [(ONE, "e4m3"), (ROWS, "e5m2"), (ONE, "exact")],
+    fp8.quantize.default: [(X, ONE, "e4m3"), (X, ROWS, "e5m2"), (X, ONE, "exact")],
+    fp8.transpose.default: [(codes(20, 32),), (codes(32, 16),), (X,)],
+    fp8.joined.default: [([codes(20, 32), codes(20, 16)],)],
+    fp8.scaled_mm.default: [
+        (codes(20, 32), ONE, codes(48, 32), ONE, None, torch.bfloat16),
+        (codes(20, 32), ROWS, codes(20, 32), ROWS, torch.randn(20), torch.float32),
+        (X, ONE, X, ONE, None, torch.bfloat16),
+    ],
+    fp8.group_scale.default: [(X, "e4m3", 16), (X, "e2m1", 32), (X, "exact", 16)],
+    fp8.quantize_groups.default: [
+        (X, GROUPS, "e4m3", 16),
+        (X.t().contiguous().t(), GROUPS, "e4m3", 16),
+        (X, GROUPS, "e2m3", 16, 1),
+        (X, GROUPS, "exact", 16),
+    ],
+    fp8.dequantize_groups.default: [
+        ([codes(20, 32)], GROUPS, "e4m3", 16, torch.bfloat16),
+        (
+            [codes(20, n, torch.uint8) for n in (16, 8)],
+            *(GROUPS, "e2m3", 16, torch.float32),
+        ),
+        ([X], GROUPS, "exact", 16, torch.bfloat16),
+    ],
+}
+each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
+
+
+def test_there_are_calls_of_every_operator():
+    assert CALLS.keys() == OPERATORS.keys()
+
+
+def test_there_is_a_lowering_of_every_operator():
+    assert LOWERINGS.keys() == OPERATORS.keys()
+
+
+@each_operator
+def test_class(operator):
+    node = fx.Graph().call_function(operator)
+    node.meta["val"] = torch.empty(1)
+    assert kind(node) is (Kind.GEMM if OPERATORS[operator].multiplies else Kind.QUANTIZE)
+    assert (operator in STATISTICS) == OPERATORS[operator].reduces
+
+
+@each_operator
+def test_the_operator_calls_its_reference(operator):
+    for arguments in CALLS[operator]:
+        got, want = operator(*arguments), OPERATORS[operator].reference(*arguments)
+        assert got.dtype == want.dtype
+        assert torch.equal(got.double(), want.double())
+
+
+@each_operator
+def test_fake_is_like_the_reference(operator):
+    for arguments in CALLS[operator]:
+        want = OPERATORS[operator].reference(*arguments)
+        with FakeTensorMode() as mode:
+            fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments)
+            for fake in (operator(*fakes), OPERATORS[operator].fake(*fakes)):
+                assert (fake.shape, fake.dtype) == (want.shape, want.dtype)
+                assert fake.stride() == want.stride()
