@@ -252,7 +252,7 @@ def test_attention_operands_stay_exact():
     operands = [torch.randn(1, 2, 64, 32, requires_grad=True) * 1 for _ in range(3)]
     joint = capture_joint(attend, *operands)
     rules = Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
-    for node in joint.ctx.activations:
+    for node in joint.ctx.facts.activations:
         assert "attention" in rules.why_exact(node)
 
 

@@ -432,7 +432,7 @@ def test_the_peak_counts_what_is_kept_and_gradients(planner):
     """At the end of the backward all weight gradients are there."""
     memory = planner.memory
     cuts = planner.problem.within(planner.most)
-    weights = sum(graph.nbytes(n) for n in memory.choices.ctx.parameters)
+    weights = sum(graph.nbytes(n) for n in memory.choices.facts.parameters)
     assert memory.peak({}) == max(memory.gradients)
     assert weights * 0.8 < memory.gradients[-1] + weights / 4
     assert max(planner.most, memory.peak({})) < memory.peak(cuts) < planner.most + memory.peak({})
