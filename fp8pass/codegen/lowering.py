@@ -117,14 +117,21 @@ def _row_amax(emit: Emitter, x: fx.Node) -> fx.Node:
 
 @_lowers(fp8.scale.default)
 def _scale(emit: Emitter, amax: fx.Node, format: str) -> fx.Node:
-    return _scale_of(emit, amax, FORMATS[format])
+    return scale_of(emit, amax, FORMATS[format])
 
 
-def _scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
+def scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
+    """`dialect.scaling.scale_of` in aten."""
     if fmt.lossless:
         return emit(aten.pow.Tensor_Scalar, amax, 0)
     scale = emit(aten.clamp_min.default, emit(aten.mul.Tensor, amax, 1 / fmt.max), SMALLEST_SCALE)
     return emit(aten.where.self, emit(aten.eq.Scalar, amax, 0), emit.constant(amax, 1.0), scale)
+
+
+def truncated(emit: Emitter, x: fx.Node) -> fx.Node:
+    """`dialect.scaling.truncated` in aten."""
+    bits = emit(aten.bitwise_and.Scalar, _bits(emit, x), BF16_BITS)
+    return emit(aten.view.dtype, bits, torch.float32)
 
 
 @_lowers(fp8.quantize.default)
@@ -236,9 +243,8 @@ def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.
     magnitudes = (emit(aten.abs.default, part) for part in parts)
     largest = reduce(partial(emit, aten.maximum.default), magnitudes)
     amax = emit(aten.amax.default, largest, [-1])
-    scales = _bits(emit, _scale_of(emit, emit(cast, amax, torch.float32), fmt))
-    truncated = emit(aten.bitwise_and.Scalar, scales, BF16_BITS)
-    return emit(cast, emit(aten.view.dtype, truncated, torch.float32), GROUP_SCALE_DTYPE)
+    scales = scale_of(emit, emit(cast, amax, torch.float32), fmt)
+    return emit(cast, truncated(emit, scales), GROUP_SCALE_DTYPE)
 
 
 @_lowers(fp8.quantize_groups.default)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import ROW, TENSOR, group
-from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, scale_of
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, scale_of, truncated
 
 _library = torch.library.Library("fp8pass", "DEF")
 
@@ -220,15 +220,14 @@ def scaled_mm(
 def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
 
-    Returns [..., K / G] in bf16, truncated rather than rounded: fused code that keeps the scale in
-    an fp32 register must divide by the stored number. K is a multiple of G.
+    Returns [..., K / G] in bf16, truncated rather than rounded. K is a multiple of G.
     """
     fmt = FORMATS[format]
     groups = x.contiguous().unflatten(-1, (-1, group_size))
     if fmt.lossless:
         return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
     scales = scale_of(groups.abs().amax(dim=-1).float(), fmt)
-    return (scales.view(torch.int32) & BF16_BITS).view(torch.float32).to(GROUP_SCALE_DTYPE)
+    return truncated(scales).to(GROUP_SCALE_DTYPE)
 
 
 @_dialect(

@@ -11,8 +11,6 @@ from fp8pass.dialect.formats import Format
 GROUP_SCALE_DTYPE = torch.bfloat16
 # Below this a scale is denormal, and its reciprocal infinite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-
 # The bits of an fp32 number that bf16 has.
 BF16_BITS = -1 << 16
 
@@ -22,3 +20,12 @@ def scale_of(amax: Tensor, fmt: Format) -> Tensor:
     if fmt.lossless:
         return torch.ones_like(amax)
     return torch.where(amax == 0, 1.0, (amax * (1 / fmt.max)).clamp_min(SMALLEST_SCALE))
+
+
+def truncated(x: Tensor) -> Tensor:
+    """fp32 `x` without the bits that bf16 has not, which is exact in bf16.
+
+    Group scales are truncated rather than rounded: fused code that keeps one in an fp32 register
+    must divide by what is stored.
+    """
+    return (x.view(torch.int32) & BF16_BITS).view(torch.float32)

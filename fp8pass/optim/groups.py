@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
+from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE, truncated
 from fp8pass.optim.state_formats import StateFormat
 
 EXPONENT_BITS = 0x7F800000
@@ -105,8 +105,7 @@ def _expansion(magnitude: Tensor, amax: Tensor, format: StateFormat) -> tuple[Te
     center = scale.float().log2()
     reach = torch.maximum(high - center, center - low)
     power = ((format.span / 2 - SPARE) / reach).clamp_max(MAX_POWER)
-    truncated = (power.view(torch.int32) & BF16_BITS).view(torch.float32)
-    return scale, _of_groups(truncated, amax, zero=1.0, not_finite=1.0)
+    return scale, _of_groups(truncated(power), amax, zero=1.0, not_finite=1.0)
 
 
 def _of_groups(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Tensor:

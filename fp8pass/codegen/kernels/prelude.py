@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-# NaN must reach the user: Triton's own reductions and comparisons drop it.
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+
+# NaN must reach the user: Triton's own reductions and comparisons drop it. Scales are as in
+# `dialect/scaling.py`.
 _PRELUDE = """
 import triton
 import triton.language as tl
@@ -21,13 +25,13 @@ def smallest(a, b):
 
 
 @triton.jit
-def scale_of(amax, step, smallest_scale):
-    return tl.where(amax == 0, 1.0, largest(amax * step, smallest_scale))
+def scale_of(amax, step):
+    return tl.where(amax == 0, 1.0, largest(amax * step, {smallest_scale!r}))
 
 
 @triton.jit
 def truncated(x):
-    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return (x.to(tl.int32, bitcast=True) & {bf16_bits}).to(tl.float32, bitcast=True)
 
 """
 
@@ -104,6 +108,12 @@ def sigmoid(x):
 """
 
 
+def scale_of(amax: str, format: str) -> str:
+    """A call of the Triton function `scale_of`, which is `dialect.scaling.scale_of`."""
+    return f"scale_of({amax}, {1 / FORMATS[format].max!r})"
+
+
 def prelude() -> str:
     """What every kernel's module begins with."""
-    return _PRELUDE + assembled(_INSTRUCTIONS) + _SIGMOID
+    scaling = _PRELUDE.format(smallest_scale=SMALLEST_SCALE, bf16_bits=BF16_BITS)
+    return scaling + assembled(_INSTRUCTIONS) + _SIGMOID

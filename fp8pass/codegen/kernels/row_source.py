@@ -14,10 +14,9 @@ from functools import cache
 from typing import Any
 
 from fp8pass.codegen.kernels.launch import Function
+from fp8pass.codegen.kernels.prelude import scale_of
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step
-from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.scaling import SMALLEST_SCALE
 
 # Elements that a thread reads at once: 16 bytes of BF16.
 VECTOR = 8
@@ -54,7 +53,7 @@ _OF_GROUPS = (
 _GROUPS = [
     "{v}_groups = tl.reshape({value}, ({chunk} // {size}, {size}))",
     "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
-    "{v}_scales = truncated(scale_of({v}_amax, {step}, {tiny}))",
+    "{v}_scales = truncated({scale})",
     "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
     "tl.store({1} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
@@ -360,8 +359,7 @@ class RowWriter:
             "value": value,
             "size": store.group_size,
             "code": CODE_TYPES[store.format],
-            "step": repr(1 / FORMATS[store.format].max),
-            "tiny": repr(SMALLEST_SCALE),
+            "scale": scale_of(f"{store.name}_{i}_amax", store.format),
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
         }

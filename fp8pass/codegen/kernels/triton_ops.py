@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
+from fp8pass.codegen.kernels.prelude import scale_of
 from fp8pass.codegen.program.ir import Load, Program, Step
-from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.graph.pointwise import triton_template
 
 CODE_TYPES = {"e4m3": "tl.float8e4nv"}
@@ -16,7 +15,7 @@ def expression(step: Step) -> str | None:
     """The Triton of a step that is no reduction, None where there is none."""
     if step.target == "scale":
         amax, format = step.args
-        return f"scale_of({amax}, {1 / FORMATS[format].max!r}, {SMALLEST_SCALE!r})"
+        return scale_of(amax, format)
     template = triton_template(step.target, step.args)
     return template and template.format(*map(_literal, step.args))
 
