@@ -127,7 +127,7 @@ def hot_tasks(calls: list[fx.Node]) -> dict[str, Task]:
     for node in calls:
         operands, text = node.args
         kind = OPERATORS[node.target]
-        for program, read, _ in Batch.parse(str(text)).parts(operands):  # type: ignore[arg-type]
+        for program, read, _ in Batch.parse(str(text)).split(operands):  # type: ignore[arg-type]
             name = kernel_name(kind, program)
             if name not in HOT:
                 continue

@@ -1,12 +1,13 @@
 """Values that get a buffer of their own, in a layout of their own.
 
-`fp8pass_codegen::buffer(x, order)` is `x`, held in memory with its dimensions from outermost to
-innermost as `order` says. Inductor has an operator for that, which takes strides: it can order no
-strides of varying size, and what another number stands in for has other strides once it is saved.
+`fp8pass_codegen::buffer(x, order)` is `x` in memory; `order` lists its dimensions from outermost to
+innermost. Inductor's own operator for this takes strides instead. It cannot order strides of
+varying size, and ranks given in their place would pass for the strides of a value that is saved.
 
-Inductor inlines a pointwise operator into all kernels that use it until its expression is long.
-A residual stream is such an operator: its sums would be added up again from their terms, one more
-a block, which are all held meanwhile, gradients in fp32 because their cast is inlined, too.
+Inductor inlines a pointwise operator into all kernels that use it until its expression is long. A
+residual stream consists of such operators: each block would add up its sum again from all terms
+before it, which would all be held in memory until then, gradients in fp32 because their casts would
+be inlined, too.
 """
 
 from __future__ import annotations

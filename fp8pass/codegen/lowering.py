@@ -1,8 +1,8 @@
-"""The dialect in terms of aten, so that Inductor fuses it with what surrounds it.
+"""The dialect in terms of aten, so that Inductor fuses it with the operators around it.
 
-Runs on the forward and on the backward graph right before Inductor compiles them. Each operator
-has one function here; what they compute is what the reference kernels in `ops.py` compute, and
-the tests compare the two. Only operators that survive Inductor's decompositions may be emitted.
+Runs on the forward and on the backward graph right before Inductor compiles them. Each operator of
+the dialect has one function here, which computes the same as its reference in `dialect/ops.py`; the
+tests compare the two. Only operators that survive Inductor's decompositions may be emitted.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
 
 @_lowers(fp8.amax.default)
 def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
-    """Two stages (COAT's Group Scaling): over groups, fused into what produces `x`, then over all.
+    """Two stages (COAT's Group Scaling): over groups, then over all of their maxima.
 
-    Groups of the size that saved values use share a kernel with those values' quantization; rows
-    would need one of their own.
+    Inductor fuses the first stage into the kernel that computes `x`. Groups have the size of those
+    that saved values are quantized in, and share a kernel with them; rows would need another one.
     """
     length = tensor(x).shape[-1]
     if isinstance(length, int) and length == 1:  # the first stage is done
@@ -169,7 +169,7 @@ def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
 
 
 def _row_major(x: fx.Node) -> fx.Node:
-    """Pin the layout: Inductor is free to choose another for pointwise results."""
+    """Pin the layout: Inductor may choose another one for pointwise results."""
     return emit_buffer(x, [0, 1])
 
 
@@ -237,7 +237,10 @@ def _cuda_scaled_mm(
 
 @_lowers(fp8.group_scale.default)
 def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.Node:
-    """Part by part, as the first plane is packed, so that both are loops over the same elements."""
+    """The parts of groups that share bytes of the first plane are reduced together.
+
+    Packing that plane goes over the same elements in the same way, so that both share a loop.
+    """
     fmt = FORMATS[format]
     parts = _split_parts(emit, x, group_size, 8 // fmt.planes[0])
     magnitudes = (emit(aten.abs.default, part) for part in parts)
@@ -356,7 +359,7 @@ def _dropped_bits(fmt: Format) -> int:
 
 
 def _rebias(fmt: Format) -> int:
-    """What the exponent fields of fp32 and `fmt` differ by, in place."""
+    """The difference of the exponent fields of fp32 and `fmt`, shifted to the field of `fmt`."""
     return (127 - (1 - fmt.min_exponent)) << fmt.mantissa
 
 
@@ -398,7 +401,7 @@ def _normal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
 
 
 def _denormal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
-    """A number of this size leaves the denormal in fp32's last bits, rounded, in its steps."""
+    """Adding a power of two rounds a denormal to its steps, which are then fp32's last bits."""
     shift = 2.0 ** (_dropped_bits(fmt) + fmt.min_exponent)
     shifted = _bits(emit, emit(aten.add.Tensor, magnitude, shift))
     return emit(aten.sub.Tensor, shifted, int(torch.tensor(shift).view(torch.int32)))

@@ -23,9 +23,9 @@ def scale_of(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def truncated(x: Tensor) -> Tensor:
-    """fp32 `x` without the bits that bf16 has not, which is exact in bf16.
+    """fp32 `x` without its lowest 16 bits, so that bf16 holds it exactly.
 
-    Group scales are truncated rather than rounded: fused code that keeps one in an fp32 register
-    must divide by what is stored.
+    Group scales are truncated rather than rounded: fused code that keeps the scale in an fp32
+    register must divide by the stored number.
     """
     return (x.view(torch.int32) & BF16_BITS).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What an operator is to a low-precision compiler, as data.
+"""The role of every operator for a low-precision compiler, as data.
 
 `kind` is a pure function of a node, so passes may ask about nodes that other passes created.
 """
@@ -80,7 +80,7 @@ GEMMS = {
 
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
-# Of those, the ones that read a whole tensor, row or group for one number.
+# Those of them that reduce a whole tensor, row or group to one number.
 STATISTICS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {

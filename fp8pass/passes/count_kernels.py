@@ -1,6 +1,6 @@
-"""Count what quantizes the matrices of a graph: hand-written kernels, or generated code, and why.
+"""Count the kernels of a graph, and the matrices that generated code quantizes, with the reasons.
 
-It changes nothing; `explain` shows `ctx.plan.kernels`.
+Changes nothing but `ctx.plan.kernels`, which `explain` shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels import rows, tiles
-from fp8pass.codegen.kernels.launch import grouped
+from fp8pass.codegen.kernels.launch import parts_by_launch
 from fp8pass.codegen.kernels.limits import why_no_rows, why_no_tiles
 from fp8pass.codegen.kernels.operator import Prepare, parts_of
 from fp8pass.codegen.program.batch import Batch
@@ -23,12 +23,12 @@ from fp8pass.plan import KernelUse
 
 fp8 = torch.ops.fp8pass
 
-# What the operators of kernels launch.
+# How programs are prepared, by the operator that runs them.
 _PREPARE: dict[object, Prepare] = {rows.rows: rows.prepare, tiles.tiles: tiles.prepare}
 
 
 def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add to the plan what quantizes the matrices of one graph."""
+    """Add to the plan which kernels quantize the matrices of one graph."""
     if not ctx.config.quantizes_linears:
         return
     programs: Counter[str] = Counter()
@@ -37,14 +37,14 @@ def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
         if node.target in _PREPARE:
             batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
             programs.update(_kernel_of(node, program) for program in batch.programs)
-            launches += len(grouped(parts_of(_PREPARE[node.target], batch, sizes)))
+            launches += len(parts_by_launch(parts_of(_PREPARE[node.target], batch, sizes)))
     left = [n for n in gm.graph.nodes if graph.is_call(n, fp8.quantize.default)]
     generated = dict(Counter(map(_why_generated, left)))
     ctx.plan.kernels.append(KernelUse(dict(programs), launches, generated))
 
 
 def _kernel_of(node: fx.Node, program: Program) -> str:
-    """The kernel that runs a program, for people."""
+    """The name under which a program is counted."""
     if program.finishes_amax:
         return "scales"
     return "rows" if node.target is rows.rows else "tiles"

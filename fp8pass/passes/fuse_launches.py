@@ -3,8 +3,9 @@
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel runs with the last one before it if what it reads is there already, as a weight is. It must
-be small: what it stores is in memory earlier, and large kernels take longer than their launches.
+A kernel joins the kernels before it if its inputs exist by then, as weights do. It must be small:
+results that are computed earlier take memory for longer, and a large kernel takes longer than its
+launch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.passes.context import Context
 
-# Bytes that a kernel may read and write: they take the GPU as long as a launch takes the CPU.
+# Bytes that a kernel may read and write: the GPU moves them in the time of one launch.
 MOST_MOVED = 64 * 2**20
-# Bytes that a launch may store earlier than they are needed.
+# Bytes of results that a launch may compute before they are needed.
 MOST_EARLY = 32 * 2**20
 
 
@@ -35,7 +36,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Kernels of one kind that run where the first of them does."""
+    """Kernels of one kind, in groups that can run where the first one of each group does."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:
@@ -49,7 +50,7 @@ def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
 
 
 def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether a kernel can run where a group of kernels does, and should."""
+    """Whether a kernel can run together with a group of kernels, and is small enough to."""
     first, *early = *group, node
     results = [x for member in early for x in member.meta["val"]]
     return (
@@ -72,7 +73,7 @@ def _batch(node: fx.Node) -> Batch:
 
 
 def _fuse(group: list[fx.Node]) -> None:
-    """Put one operator in place of a group, where its first one is."""
+    """Put one operator in the place of a group's first one, and replace the results of all."""
     batch = Batch(tuple(program for node in group for program in _batch(node).programs))
     inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
     results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]

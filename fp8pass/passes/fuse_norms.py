@@ -7,8 +7,8 @@
     after    g, p, r = rows([w, rstd, dy, x, residual], program)
              a = amax(r);  v = sum(p, 0)
 
-The kernel stores the sum, partial sums of the weight's gradient, always in the same order, and the
-largest magnitude in each row.
+The kernel stores the sum, the largest magnitude of each row, and partial sums of the weight's
+gradient, whose order of summation is fixed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ fp8 = torch.ops.fp8pass
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace sums of residual gradients and norms' gradients by row kernels."""
-    if not ctx.config.quantizes_linears:  # bit-equal: a kernel does not round in between
+    if not ctx.config.quantizes_linears:  # results must be bit-equal; kernels round less often
         return
     changed = False
     for node in list(gm.graph.nodes):
@@ -43,7 +43,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def fuse(node: fx.Node) -> bool:
-    """Put a kernel in place of a sum; False if it has no row reduction, or no kernel does it."""
+    """Put a kernel in place of a sum; False if it has no row reduction that a kernel computes."""
     if why_not_a_matrix(node) or tensor(node).shape[-1] > LONGEST_SUMMED:
         return False
     reader = Reader(node, by_row=True)
@@ -52,14 +52,14 @@ def fuse(node: fx.Node) -> bool:
     except NotAMatrix:
         return False
     steps = [step for steps in reader.steps.values() for step in steps]
-    if not reader.large or not any(step.target == "row_sum" for step in steps):
+    if not reader.large_loads or not any(step.target == "row_sum" for step in steps):
         return False
     sums = column_sums(reader)
     if not sums:
         return False
     if not has_shape(node) or depends(reader.loads, [node, *sums]):
         return False
-    # What else is used of the values in between is computed again where it is used.
+    # Other users of the values in between compute them again.
     dtype = str(tensor(node).dtype).removeprefix("torch.")
     stores = [Store(reader.names[node], ("full",), dtype=dtype)]
     stores += [Store(reader.names[s.args[0]], ("sums",)) for s in sums]  # type: ignore[index]
@@ -78,7 +78,7 @@ def fuse(node: fx.Node) -> bool:
 
 
 def column_sums(reader: Reader) -> list[fx.Node]:
-    """Sums over all rows of values that are computed from what the kernel reads anyway."""
+    """Sums over all rows of values that can be computed from the kernel's loads alone."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):
@@ -99,7 +99,7 @@ def column_sums(reader: Reader) -> list[fx.Node]:
 
 
 def _behind(load: fx.Node, depth: int = 8) -> set[fx.Node]:
-    """What is computed from a value in a few operators."""
+    """The nodes that depend on a value through at most `depth` operators."""
     found: set[fx.Node] = set()
     layer = {load}
     for _ in range(depth):
@@ -117,7 +117,7 @@ def _sums_columns(node: fx.Node) -> bool:
 
 
 def _amaxes(node: fx.Node) -> list[fx.Node]:
-    """Where the amax of a value is taken, if only of a view of it."""
+    """The `amax` operators of a value or of views of it."""
     found = []
     for user in node.users:
         if user.target is fp8.amax.default:
@@ -128,7 +128,7 @@ def _amaxes(node: fx.Node) -> list[fx.Node]:
 
 
 def _finish(old: fx.Node, partial: fx.Node) -> None:
-    """Sum the partial sums, into the shape and dtype of the sum that they replace."""
+    """Replace a sum by that of its partial sums, in the same shape and dtype."""
     val = tensor(old)
     with old.graph.inserting_before(old):
         total = graph.emit(old.graph, aten.sum.dim_IntList, partial, [0], like=old)

@@ -6,10 +6,10 @@
              c  = group_scale(s);      d = quantize_groups(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-The kernel also stores what others use of the values it computes, and the groups that are kept of
-those it reads.
+The kernel also stores computed values that have other users, and the codes of groups in which
+values are saved for the backward.
 
-What a kernel does not take stays as it is, for `lowering.py`.
+Other operators stay as they are, for `lower_dialect`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def fuse(codes: fx.Node) -> bool:
-    """Put a kernel in place of `codes` and what comes with them; False if no kernel does that."""
+    """Put a kernel in place of `codes` and the operators behind them; False if it takes none."""
     if why_no_rows(codes):
         return False
     plan = _plan(codes, compute=True) or _plan(codes, compute=False)
@@ -59,7 +59,7 @@ def fuse(codes: fx.Node) -> bool:
 
 @dataclass
 class RowKernel:
-    """What one kernel reads, what it stores, and the node that each of its results replaces."""
+    """One kernel: its loads and steps, its stores, and the node that each result replaces."""
 
     reader: Reader
     stores: list[Store]
@@ -67,7 +67,7 @@ class RowKernel:
 
 
 def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
-    """The kernel for `codes`; it computes what is quantized, or reads it."""
+    """The kernel for `codes`, which computes the quantized value or loads it; None if none can."""
     x, scale, format = codes.args
     assert isinstance(x, fx.Node)
     reader = Reader(codes, by_row=True)
@@ -78,7 +78,7 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
         reader.read(scale)  # type: ignore[arg-type]
     except NotAMatrix:
         return None
-    if not reader.large or scale not in reader.steps:
+    if not reader.large_loads or scale not in reader.steps:
         return None
     if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
         return None
@@ -106,10 +106,10 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
 
 
 def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
-    """Computed nodes that something outside the kernel uses, if only through a view or cast.
+    """Computed nodes that have users outside the kernel, directly or through views and casts.
 
-    Conditions are computed again where they are used.
-    `absorbed` are nodes that the kernel computes besides.
+    `absorbed` are other nodes that the kernel replaces. Conditions, which are no floating point
+    numbers, are computed again by their users.
     """
     inside = set(reader.names) | set(absorbed)
 
@@ -124,7 +124,7 @@ def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]
 
 
 def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
-    """Scales and codes of the groups that are kept of values the kernel holds."""
+    """Scales and codes of the groups that values of the kernel are saved in."""
     found = []
     for value in reader.names:
         for scales in value.users:

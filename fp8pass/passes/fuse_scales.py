@@ -4,8 +4,9 @@
              b = amax(q);  t = scale(b)
     after    s, t = rows([p, q], [program, program])
 
-`p` and `q` are what kernels leave of an amax: one number for each row or tile. To finish one is a
-launch for a few kilobytes, and a layer has a dozen and more, most of which nothing waits for.
+`p` and `q` are first stages of an amax that kernels have stored: one number for each row or tile. A
+second stage reads a few kilobytes, for which a launch takes too long, and a layer has a dozen of
+them and more, whose results are mostly needed much later.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace amaxes of what kernels left of them, and their scales."""
+    """Replace second stages of amaxes, and their scales, by row kernels."""
     groups = [group for group in _groups(gm.graph) if len(group) > 1]
     for group in groups:
         _fuse(group)
@@ -37,7 +38,10 @@ def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Amaxes of which all are known before one of them, or a scale of one, is used."""
+    """Amaxes that can be taken together: all are computed before any of their results is used.
+
+    Scales do not count as uses, since they are computed together with the amaxes.
+    """
     group: list[fx.Node] = []
     results: set[fx.Node] = set()
     for node in g.nodes:
@@ -56,7 +60,7 @@ def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _finishes(node: fx.Node) -> bool:
-    """Whether a node is the second stage of an amax, of as many numbers as a kernel holds."""
+    """Whether a node is a second stage of an amax, over no more numbers than a kernel holds."""
     if not graph.is_call(node, fp8.amax.default):
         return False
     source = node.args[0]
@@ -64,7 +68,7 @@ def _finishes(node: fx.Node) -> bool:
     kernel = source.args[0] if graph.is_getitem(source) else None
     if not isinstance(kernel, fx.Node) or kernel.target not in (rows, tiles):
         return False
-    # Of rows, or of tiles, not of a matrix that a kernel computes.
+    # One number for each row or tile; kernels store matrices, too.
     is_partial = kernel.target is tiles or tensor(source).shape[-1] == 1
     count = tensor(source).numel()
     return is_partial and isinstance(count, int) and count <= LONGEST_HELD
@@ -89,7 +93,7 @@ def _fuse(amaxes: list[fx.Node]) -> None:
 
 
 def _program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
-    """The program of one amax, whose numbers are a row."""
+    """The program of one amax, whose numbers are one row."""
     steps = [Step(amax.name, "row_amax", ("partial",))]
     steps += [Step(scale.name, "scale", (amax.name, scale.args[1])) for scale in scales]
     stores = (Store(node.name, ("row",), dtype="float32") for node in stored)

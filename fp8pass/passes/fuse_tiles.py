@@ -6,17 +6,17 @@
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
-Every quantized matrix that is needed transposed becomes a store of a program, with the pointwise
-operators that lead to it, down to what has to be in memory anyway. Matrices that read the same
-tensors share a kernel, so that each is read once. Operators that others use, too, stay where they
-are: computing them again costs less than writing and reading them.
+Every quantized matrix that is needed transposed becomes a store of a program, together with the
+pointwise operators that compute it from tensors that are in memory anyway. Matrices computed from
+the same tensors share a kernel, so that each tensor is read once. Operators with other users stay
+in the graph as well: computing them twice costs less than writing and reading them.
 
-Codes that `joined` puts side by side are stored there, each by its own kernel:
+Codes that `joined` concatenates are stored side by side, each by its own kernel:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
     after    c = tiles([s, x, t, y], [program, program])
 
-What a kernel does not take stays as it is, for `lowering.py`.
+Other operators stay as they are, for `lower_dialect`.
 """
 
 from __future__ import annotations
@@ -46,53 +46,53 @@ fp8 = torch.ops.fp8pass
 
 @dataclass(eq=False)
 class Matrix:
-    """What one kernel may store of a matrix.
+    """A matrix that a kernel may store.
 
     Attributes:
         reader: the operators behind it.
-        store: what is stored, but for the layouts.
-        replaced: by layout, the nodes that a result stands for.
-        measured: `amax` operators that take the result in place of the matrix.
+        store: its store, without layouts.
+        replaced: by layout, the nodes that the stored result replaces.
+        amaxes: the `amax` operators that take the amaxes of tiles in place of the matrix.
     """
 
     reader: Reader
     store: Store
     replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
-    measured: list[fx.Node] = field(default_factory=list)
+    amaxes: list[fx.Node] = field(default_factory=list)
 
     @property
-    def large(self) -> set[fx.Node]:
-        """What is read that is as large as the matrix."""
-        return self.reader.large
+    def large_loads(self) -> set[fx.Node]:
+        """The loaded nodes that are as large as the matrix."""
+        return self.reader.large_loads
 
     @property
     def results(self) -> list[fx.Node]:
-        """The nodes that come from the kernel."""
-        return [*(n for nodes in self.replaced.values() for n in nodes), *self.measured]
+        """The nodes that the kernel computes."""
+        return [*(n for nodes in self.replaced.values() for n in nodes), *self.amaxes]
 
     def agrees(self, other: Matrix) -> bool:
-        """Whether what both read lies in both alike."""
+        """Whether nodes that both load are broadcast to both matrices in the same way."""
         return self.reader.agrees(other.reader)
 
-    def stores(self, joint: Joint | None) -> Iterator[Store]:
-        """What is stored, with what lies in a joint result apart."""
-        apart = {x for x, nodes in self.replaced.items() if joint and joint.has(nodes)}
-        alone = tuple(x for x in self.replaced if x not in apart)
-        if alone or self.measured:
+    def stores(self, whole: Concatenation | None) -> Iterator[Store]:
+        """The stores of the matrix; that of a part of a concatenation is one of its own."""
+        parts = {x for x, nodes in self.replaced.items() if whole and whole.has(nodes)}
+        alone = tuple(x for x in self.replaced if x not in parts)
+        if alone or self.amaxes:
             yield replace(self.store, layouts=alone or ("amax",))
         for layout in self.replaced:
-            if joint and layout in apart:
-                (offset,) = (joint.offsets[n] for n in self.replaced[layout] if n in joint.offsets)
-                yield replace(self.store, layouts=(layout,), width=joint.width, offset=offset)
+            if whole and layout in parts:
+                (offset,) = (whole.offsets[n] for n in self.replaced[layout] if n in whole.offsets)
+                yield replace(self.store, layouts=(layout,), width=whole.width, offset=offset)
 
 
 @dataclass(eq=False)
-class Joint:
-    """What `joined` puts side by side.
+class Concatenation:
+    """Codes side by side in one matrix.
 
     Attributes:
-        node: the `joined`.
-        offsets: in which of its columns each part begins.
+        node: the `joined` that concatenates them.
+        offsets: the first column of each part.
     """
 
     node: fx.Node
@@ -109,7 +109,7 @@ class Joint:
 
     @property
     def width(self) -> int:
-        """Columns of all."""
+        """The columns of all parts."""
         return int(tensor(self.node).shape[1])
 
     def has(self, nodes: Iterable[fx.Node]) -> bool:
@@ -120,14 +120,14 @@ class Joint:
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace quantized and transposed matrices by tile kernels."""
     changed = False
-    for read in (read_codes, read_measured):
-        matrices = [m for n in gm.graph.nodes if (m := read(n)) is not None]
-        groups = grouped(matrices)
+    for find_matrix in (matrix_behind_codes, matrix_behind_amax):
+        matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
+        groups = matrices_by_kernel(matrices)
         for node in gm.graph.find_nodes(op="call_function", target=fp8.joined.default):
-            joint = Joint(node)
-            if parts := groups_behind(joint, groups):
-                groups = [group for group in groups if group not in parts]
-                fuse(parts, joint)
+            whole = Concatenation(node)
+            if storing := groups_that_store(whole, groups):
+                groups = [group for group in groups if group not in storing]
+                fuse(storing, whole)
         for group in groups:
             fuse([group])
         changed |= bool(matrices)
@@ -135,8 +135,8 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
         graph.settle(gm)
 
 
-def read_codes(codes: fx.Node) -> Matrix | None:
-    """The matrix behind `codes`, None if no kernel here stores them."""
+def matrix_behind_codes(codes: fx.Node) -> Matrix | None:
+    """The matrix of which a node is the codes, None if the tile kernel does not store them."""
     if not graph.is_call(codes, fp8.quantize.default) or why_no_tiles(codes):
         return None
     x, scale, format = codes.args
@@ -151,7 +151,7 @@ def read_codes(codes: fx.Node) -> Matrix | None:
         reader.load(scale)
     except NotAMatrix:
         return None
-    if not reader.large:
+    if not reader.large_loads:
         return None
     by_layout = {"rows": [codes], "columns": transposes(codes)}
     if len(codes.users) == len(by_layout["columns"]):
@@ -161,10 +161,11 @@ def read_codes(codes: fx.Node) -> Matrix | None:
     return Matrix(reader, store, by_layout)
 
 
-def read_measured(x: fx.Node) -> Matrix | None:
-    """A matrix of which `amax` is taken: computed from groups, or at hand.
+def matrix_behind_amax(x: fx.Node) -> Matrix | None:
+    """The matrix that a node is, if its `amax` is taken and no generated kernel computes it.
 
-    What is computed otherwise has its amax taken by the generated kernel that computes it.
+    It is computed from groups, or in memory already. In other cases the generated kernel that
+    computes the matrix can take its amax as well. None for other nodes.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -175,25 +176,26 @@ def read_measured(x: fx.Node) -> Matrix | None:
     except NotAMatrix:
         return None
     operands = {load.operand for load in reader.loads.values()}
-    if not reader.large or ("groups" not in operands and not is_at_hand(x)):
+    if not reader.large_loads or ("groups" not in operands and not is_in_memory_already(x)):
         return None
-    return Matrix(reader, Store(reader.names[x], ()), measured=amaxes)
+    return Matrix(reader, Store(reader.names[x], ()), amaxes=amaxes)
 
 
-def is_at_hand(x: fx.Node) -> bool:
-    """Whether a matrix is in memory without a generated kernel that could take its amax."""
+def is_in_memory_already(x: fx.Node) -> bool:
+    """Whether a matrix is an input, or computed by something else than a generated kernel."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
-def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
-    """Matrices that one kernel stores: none reads more than the first, which reads most."""
+def matrices_by_kernel(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """The matrices that each kernel stores, first the one with all loads of the others."""
     groups: list[list[Matrix]] = []
-    for matrix in sorted(matrices, key=lambda m: -len(m.large)):
+    for matrix in sorted(matrices, key=lambda m: -len(m.large_loads)):
         for group in groups:
-            fits = matrix.large <= group[0].large and all(m.agrees(matrix) for m in group)
-            if fits and not needs_itself([*group, matrix]):
+            fits = matrix.large_loads <= group[0].large_loads
+            fits = fits and all(m.agrees(matrix) for m in group)
+            if fits and not depends_on_itself([*group, matrix]):
                 group.append(matrix)
                 break
         else:
@@ -201,50 +203,47 @@ def grouped(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     return groups
 
 
-def groups_behind(joint: Joint, groups: list[list[Matrix]]) -> list[list[Matrix]]:
-    """The groups whose kernels store all of a joint result, none if there are no such.
+def groups_that_store(whole: Concatenation, groups: list[list[Matrix]]) -> list[list[Matrix]]:
+    """The groups whose kernels store all parts of a concatenation in place; none if they cannot.
 
-    Each part is stored once, and for nothing else.
+    Each part must occur once, and have no users but the concatenation and transposes.
     """
-    if len(joint.offsets) < len(joint.parts):
+    if len(whole.offsets) < len(whole.parts):
         return []
-    if any(set(part.users) - {joint.node, *transposes(part)} for part in joint.parts):
+    if any(set(part.users) - {whole.node, *transposes(part)} for part in whole.parts):
         return []
-    found = [group for group in groups if any(joint.has(m.results) for m in group)]
+    found = [group for group in groups if any(whole.has(m.results) for m in group)]
     matrices = [m for group in found for m in group]
     stored = {n for m in matrices for n in m.results}
-    return [] if set(joint.parts) - stored or needs_itself(matrices) else found
+    return [] if set(whole.parts) - stored or depends_on_itself(matrices) else found
 
 
-def needs_itself(matrices: list[Matrix]) -> bool:
-    """Whether what kernels read depends on what they store.
-
-    A single matrix is computed from what is read for it, so only several can.
-    """
+def depends_on_itself(matrices: list[Matrix]) -> bool:
+    """Whether a tensor that one of the matrices is computed from depends on another one of them."""
     reads = {n for m in matrices for n in m.reader.loads}
     return len(matrices) > 1 and depends(reads, [n for m in matrices for n in m.results])
 
 
-def fuse(groups: list[list[Matrix]], joint: Joint | None = None) -> None:
-    """Put one operator in place of groups, with a kernel for each."""
+def fuse(groups: list[list[Matrix]], whole: Concatenation | None = None) -> None:
+    """Put one operator in place of groups of matrices, with a program for each group."""
     matrices = [matrix for group in groups for matrix in group]
-    if needs_itself(matrices):  # by way of a kernel that was put in place meanwhile
+    if depends_on_itself(matrices):  # through a kernel that was put in place meanwhile
         for matrix in matrices:
             fuse([[matrix]])
         return
-    stores = [(matrix, store) for matrix in matrices for store in matrix.stores(joint)]
-    parts = [
+    stores = [(matrix, store) for matrix in matrices for store in matrix.stores(whole)]
+    drafts = [
         ([m.reader for m in group], [store for m, store in stores if m in group])
         for group in groups
     ]
-    results = iter(emit_kernel(tiles, parts, like=matrices[0].reader.matrix))
+    results = iter(emit_kernel(tiles, drafts, like=matrices[0].reader.matrix))
     for matrix, store in stores:
         for layout in store.layouts:
             result = next(results)
-            if store.width and joint:
-                joint.node.replace_all_uses_with(result)
+            if store.width and whole:
+                whole.node.replace_all_uses_with(result)
             elif layout == "amax":
-                for amax in matrix.measured:
+                for amax in matrix.amaxes:
                     amax.update_arg(0, result)
             else:
                 for node in matrix.replaced[layout]:

@@ -6,12 +6,13 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The sum is taken within the GEMM, in fp32, and not written and read in parts. All of one GEMM has
-one product of scales. Gradients, whose range is wide, keep theirs, and their codes; weights are
-coded coarser where their gradient is small. What that loses is small beside the largest entries of
-the sum, which are as they were.
+The GEMM adds up in fp32; no term of the sum is written to memory and read again. A GEMM has one
+product of scales for all of its terms. Gradients, whose range is wide, keep their scales and codes.
+Weights get a larger scale where their gradient is small. The error of this is small compared with
+the largest entries of the sum, which are as exact as before.
 
-After the plan: `diagnose`, which looks at layers one by one, sees the graph without this.
+Runs after the plan, so that `diagnose`, which compares layers one by one, sees the graph without
+merged GEMMs.
 """
 
 from __future__ import annotations
@@ -33,14 +34,20 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Beyond, two GEMMs are faster than one: on an H200 by 12% at 22016, while at 16384 they take 6%
-# longer (`benchmarks/merged.py`).
+# The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than one at 16384,
+# and 12% less at 22016 (`benchmarks/merged.py`).
 LONGEST_CONTRACTION = 16384
 
 
 @dataclass
 class Term:
-    """A GEMM, as it enters a sum: `top` is its result, or a view of it, that is added."""
+    """A GEMM whose result is a term of a sum.
+
+    Attributes:
+        gemm: the GEMM.
+        top: its result, or a view of it, which is added.
+        total: the sum of all terms.
+    """
 
     gemm: fx.Node
     top: fx.Node
@@ -48,7 +55,7 @@ class Term:
 
     @property
     def length(self) -> int:
-        """What the GEMM contracts over."""
+        """The length of the GEMM's contraction."""
         return int(tensor(self.gemm.args[0]).shape[-1])  # type: ignore[arg-type]
 
     @property
@@ -58,16 +65,17 @@ class Term:
         return codes.args[0] if _is_transposed(codes) else codes  # type: ignore
 
     def remove(self) -> None:
-        """Take the term out of its sum, of which at least one other term remains."""
+        """Take the term out of its sum. At least one other term must remain."""
         (add,) = self.top.users
         add.replace_all_uses_with(next(x for x in add.all_input_nodes if x is not self.top))
         add.graph.erase_node(add)
 
 
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
-    """Merge the FP8 GEMMs whose results are only added to one another.
+    """Merge FP8 GEMMs whose results are only added to one another.
 
-    Codes of weights that the plan keeps from the forward are used as they are.
+    A GEMM stays if the plan saves the codes of its weight in the forward, since merging changes
+    them.
     """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
@@ -83,7 +91,11 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _term(gemm: fx.Node) -> Term | None:
-    """A dgrad in FP8 that is only added to something, and whose weight is quantized for it."""
+    """The term that a GEMM is, None unless it can be merged.
+
+    It must be an FP8 dgrad whose result is only added to something, and the only user of the codes
+    of its weight.
+    """
     if not is_fp8_gemm(gemm) or gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
         return None
     top = gemm
@@ -95,7 +107,7 @@ def _term(gemm: fx.Node) -> Term | None:
         return None
     if _only_user(codes) is None or _only_user(found.weight) is None:
         return None
-    while (user := _only_user(found.total)) is not None and _adds_alike(user):
+    while (user := _only_user(found.total)) is not None and _is_sum_of_two(user):
         found.total = user
     return found if found.total is not top else None
 
@@ -108,15 +120,17 @@ def _is_transposed(codes: Any) -> bool:
     return graph.is_call(codes, fp8.transpose.default)
 
 
-def _adds_alike(node: fx.Node) -> bool:
-    """Whether a node adds two different tensors of its own shape and dtype."""
+def _is_sum_of_two(node: fx.Node) -> bool:
+    """Whether a node is the sum of two different tensors of its own shape and dtype."""
     if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
-    return all(graph.value(x) is not None and _alike(x, node) for x in node.all_input_nodes)
+    return all(
+        graph.value(x) is not None and _same_shape_and_dtype(x, node) for x in node.all_input_nodes
+    )
 
 
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether shapes and dtypes are the same, as far as sizes that vary tell."""
+def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
+    """Whether shapes and dtypes are known to be the same, also where sizes vary."""
     x, y = tensor(a), tensor(b)
     if x.dtype != y.dtype or x.ndim != y.ndim:
         return False
@@ -124,29 +138,35 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _mergeable(terms: list[Term]) -> Iterator[list[Term]]:
-    """Terms of one GEMM each, in the order of the graph: as many as it contracts over at best."""
+    """The terms of each merged GEMM: runs of two or more that fit together, in order."""
     group: list[Term] = []
     for term in terms:
-        if group and not _fits(group, term):
-            yield from [group] * (len(group) > 1)
-            group = []
-        group.append(term)
-    yield from [group] * (len(group) > 1)
+        if _fits(group, term):
+            group.append(term)
+            continue
+        if len(group) > 1:
+            yield group
+        group = [term]
+    if len(group) > 1:
+        yield group
 
 
 def _fits(group: list[Term], term: Term) -> bool:
+    """Whether a term can be in one GEMM with a group of terms, which may be empty."""
+    if not group:
+        return True
     first, other = group[0].gemm, term.gemm
     if any(t.gemm.args[0] is other.args[0] for t in group):
         return False  # the same gradient, which kernels store once
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
-        and _alike(first, other)
+        and _same_shape_and_dtype(first, other)
         and all(tensor(first.args[i]).dtype == tensor(other.args[i]).dtype for i in (0, 2))  # type: ignore[arg-type]
     )
 
 
 def _merge(g: fx.Graph, terms: list[Term]) -> None:
-    """Put one GEMM in the place of the last."""
+    """Put one GEMM in the place of the last term, and remove the others."""
     *others, last = terms
     gemm = last.gemm
     with g.inserting_before(gemm):
@@ -168,7 +188,7 @@ def _merge(g: fx.Graph, terms: list[Term]) -> None:
 
 
 def _product(add: Any, term: Term) -> fx.Node:
-    """What the codes of a term are multiplied by; nothing if its gradient is zero."""
+    """The product of a term's scales, 0 if its gradient is zero."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)
@@ -176,11 +196,11 @@ def _product(add: Any, term: Term) -> fx.Node:
 
 
 def _requantized(add: Any, term: Term, scale: fx.Node) -> fx.Node:
-    """The codes of a term's weight, which with those of its gradient are to have `scale`."""
+    """The codes of a term's weight, so that its product of scales becomes `scale`."""
     _, of_gradient, codes, of_weight = term.gemm.args[:4]
     weight = term.weight
     left = add(aten.div.Tensor, scale, of_gradient)
-    # Never finer than before, be it by rounding or because the gradient is zero.
+    # Never smaller than before, neither by rounding nor because the gradient is zero.
     left = add(aten.maximum.default, left, of_weight)
     quantized = add(fp8.quantize.default, weight.args[0], left, weight.args[2])
     quantized.meta[OPERAND_OF] = weight.meta[OPERAND_OF]

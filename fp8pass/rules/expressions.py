@@ -1,8 +1,9 @@
 """Regions as mathematics: every node a symbol with a sympy definition.
 
 Symbols stand for single elements. Casts, views and broadcasts have the symbol of their operand; a
-reduction defines a *statistic*, one number for many elements. What an operator computes is stated
-here once; derivatives, bounds and error estimates follow from it (`error_rules.py`).
+reduction defines a *statistic*, one number for many elements. Pointwise operators are defined by
+their formulas (`graph/pointwise.py`); derivatives, bounds and error estimates follow from these
+(`derivation.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Pointwise:
 class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
-    `slope` is the derivative of the summand by its element; a variance's mean counts as constant,
-    since deviations from it sum to zero. `over_rows` says that the elements are those of a column.
+    `slope` is the derivative of the summand by its element. The mean of a variance counts as
+    constant, because deviations from it sum to zero. `over_rows` says that the reduction goes over
+    the rows of a matrix, so that its elements are those of a column.
     """
 
     symbol: Symbol
@@ -55,10 +57,10 @@ class Expressions:
     """A region in symbols.
 
     Attributes:
-        symbols: of every input and member.
-        definitions: of the members that compute something, in order.
-        constants: symbols of what is exact.
-        gradients: symbols of gradients from outside.
+        symbols: the symbol of every input and member.
+        definitions: the definitions of members that compute something, in order.
+        constants: symbols of exact values.
+        gradients: symbols of gradients that enter the region.
         values: symbols of forward inputs that may be inexact.
         statistics: symbols with one number for many elements.
     """
@@ -72,14 +74,14 @@ class Expressions:
 
     @property
     def length(self) -> int:
-        """Elements that the longest reduction takes together, 1 where there is none."""
+        """Elements of the longest reduction along rows, 1 if there is none."""
         lengths = [
             d.length for d in self.definitions if isinstance(d, Statistic) and not d.over_rows
         ]
         return max(lengths, default=1)
 
     def expanded(self, expression: Expr) -> Expr:
-        """`expression` in terms of inputs and statistics; of those, roots keep their symbols."""
+        """`expression` in terms of inputs and statistics, among which roots keep their symbols."""
         for definition in reversed(self.definitions):
             if isinstance(definition, Pointwise) and not self._is_root(definition):
                 expression = expression.xreplace({definition.symbol: definition.value})
@@ -94,8 +96,8 @@ def express(region: Region) -> Expressions:
     """Write a region in symbols.
 
     Raises:
-        Underivable: it holds an operator without a definition here, one whose result jumps, or a
-            division by something that may vanish.
+        Underivable: an operator has no formula, its result jumps, or it divides by something that
+            may vanish.
     """
     found = Expressions()
     for node, role in region.inputs.items():
@@ -157,7 +159,7 @@ def _symbol_like(name: str, value: Expr) -> Symbol:
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """A symbol named as printed graphs name nodes, which no function is."""
+    """A symbol named as nodes are in printed graphs; no sympy function has such a name."""
     return Symbol(f"%{name}", **assumptions)
 
 
@@ -216,7 +218,7 @@ def _add_statistic(node: fx.Node, entry: Statistic, found: Expressions) -> None:
 
 
 def _reduced(node: fx.Node) -> int:
-    """How many elements one result of a reduction takes together."""
+    """How many elements are reduced to one."""
     before = graph.numel(graph.tensor(node.args[0]))  # type: ignore[arg-type]
     val = node.meta["val"]
     after = graph.numel(val[0] if isinstance(val, (tuple, list)) else val)
@@ -255,5 +257,5 @@ FORMULAS = {op: row.formula for op, row in POINTWISE.items() if row.formula is n
 
 
 def has_formula(node: fx.Node) -> bool:
-    """Whether a pointwise operator is stated here; of others a region says so itself."""
+    """False for a pointwise operator without a formula; `express` says so of other operators."""
     return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | IDENTITIES

@@ -26,7 +26,7 @@ from kernel_helpers import (
 
 from fp8pass.codegen.kernels import rows as row_kernel
 from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.kernels.launch import MOST_PARTS, grouped, launches
+from fp8pass.codegen.kernels.launch import MOST_PARTS, launches, parts_by_launch
 from fp8pass.codegen.kernels.operator import parts_of
 from fp8pass.codegen.kernels.rows import LONGEST_HELD
 from fp8pass.codegen.program.batch import Batch
@@ -100,7 +100,7 @@ def test_a_launch_has_not_too_many_parts(device):
     count = MOST_PARTS + 3
     batch = Batch((ROW_CAST,) * count)
     inputs = [torch.randn(2 + i, 32, device=device).bfloat16() for i in range(count)]
-    found = [len(alike) for alike in grouped(parts(row_kernel, batch, inputs))]
+    found = [len(group) for group in parts_by_launch(parts(row_kernel, batch, inputs))]
     assert found == [MOST_PARTS, 3]
     check_together(row_kernel, [(ROW_CAST, 2 + i, 32) for i in range(count)], device)
 

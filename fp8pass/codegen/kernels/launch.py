@@ -1,7 +1,7 @@
 """Launches: one Triton kernel for several programs, whose grids follow one another.
 
-A launch takes the CPU ten to twenty microseconds. That is what a layer of hidden 2048 waits for:
-its weights are quantized in five. So what can run together is launched together.
+A launch takes the CPU ten to twenty microseconds, while the GPU quantizes a weight of a layer of
+hidden 2048 in five: small layers wait for launches. So programs that can run together share one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from fp8pass import compat
 from fp8pass.codegen.kernels.prelude import prelude
 
-# Parts of a launch. Each is compiled into it, and what is common to equal programs is not shared.
+# Parts of a launch. Each adds to the size of the compiled kernel, even if several are equal.
 MOST_PARTS = 8
 
 _FUNCTION = """
@@ -35,10 +35,10 @@ def {name}({parameters}):
 
 @dataclass(frozen=True)
 class Function:
-    """A Triton function of `index`, the number of the Triton program that runs it, and parameters.
+    """A Triton function that computes a program; its first parameter is `index`, a program id.
 
     Attributes:
-        name: what a profiler shows.
+        name: the name that profilers show.
         pointers: parameters for tensors, inputs and then results.
         sizes: run-time parameters.
         constants: compile-time parameters.
@@ -61,16 +61,16 @@ class Function:
 
 @dataclass(frozen=True)
 class Part:
-    """What one program is in a launch.
+    """One program in a launch.
 
     Attributes:
-        function: what its Triton programs run.
-        grid: how many there are.
-        sizes: its run-time arguments.
-        constants: its compile-time arguments.
-        num_warps: of a Triton program.
-        inputs: numbers of the tensors it reads, among the operator's.
-        outputs: numbers of the tensors it writes, among the operator's results.
+        function: the Triton function that computes it.
+        grid: how many Triton programs run the function.
+        sizes: run-time arguments.
+        constants: compile-time arguments.
+        num_warps: warps of a Triton program.
+        inputs: which of the operator's inputs are read.
+        outputs: which of the operator's results are written.
     """
 
     function: Function
@@ -84,15 +84,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with what it is launched with.
+    """A Triton kernel and its arguments.
 
     Attributes:
         kernel: the Triton function, of inputs `in0`, ..., results `out0`, ... and `sizes`.
-        grid: how many Triton programs.
+        grid: how many Triton programs run it.
         sizes: run-time arguments.
-        num_warps: of a Triton program.
-        inputs: numbers of the tensors it reads, among the operator's.
-        outputs: numbers of the tensors it writes, among the operator's results.
+        num_warps: warps of a Triton program.
+        inputs: which of the operator's inputs are read.
+        outputs: which of the operator's results are written.
     """
 
     kernel: Any
@@ -109,29 +109,29 @@ class Launch:
 
 
 def launches(parts: Iterable[Part]) -> list[Launch]:
-    """The launches of parts: as few as there can be."""
-    return [launch(alike) for alike in grouped(parts)]
+    """The launches that run parts, as few as possible."""
+    return [launch(group) for group in parts_by_launch(parts)]
 
 
-def grouped(parts: Iterable[Part]) -> list[list[Part]]:
-    """Parts that share a launch: of as many warps, and not too many.
+def parts_by_launch(parts: Iterable[Part]) -> list[list[Part]]:
+    """The parts of each launch: at most `MOST_PARTS`, with the same number of warps.
 
-    Parts that are alike are side by side, so that models of many layers have few kernels.
+    Parts of the same function are neighbours, so that models of many layers have few kernels.
     """
     by_warps: dict[int, list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.function.name, part.function.body)):
         by_warps.setdefault(part.num_warps, []).append(part)
     return [
-        alike[i : i + MOST_PARTS]
-        for alike in by_warps.values()
-        for i in range(0, len(alike), MOST_PARTS)
+        same_warps[i : i + MOST_PARTS]
+        for same_warps in by_warps.values()
+        for i in range(0, len(same_warps), MOST_PARTS)
     ]
 
 
 def launch(parts: Sequence[Part]) -> Launch:
-    """One launch of parts of as many warps."""
+    """One launch of parts with the same number of warps."""
     inputs = tuple(i for part in parts for i in part.inputs)
-    # Programs may store side by side in one.
+    # Several programs may write to one result, side by side.
     outputs = tuple(dict.fromkeys(i for part in parts for i in part.outputs))
     ends = list(accumulate(part.grid for part in parts))
     sizes = {f"end_{i}": end for i, end in enumerate(ends[:-1])}
@@ -151,14 +151,14 @@ def launch(parts: Sequence[Part]) -> Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """A part in the source of a kernel: its function, pointers and constants."""
+    """How the source of a kernel calls the function of a part."""
 
     function: Function
     pointers: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Calls the function by its `name`, as the part of a number."""
+        """The call of the function `name` by part `number`, which starts at `index`."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
@@ -166,9 +166,15 @@ class Call:
 
 @cache
 def _kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
-    counted = Counter(call.function.name for call in calls)
-    name = "_and_".join(x + f"_x{n}" * (n > 1) for x, n in counted.items())[:120]
+    name = _name(calls)
     return getattr(compat.load_source(_source(name, calls, parameters)), name)
+
+
+def _name(calls: Sequence[Call]) -> str:
+    """The name of a kernel: its functions, and how often each is called if more than once."""
+    counts = Counter(call.function.name for call in calls)
+    words = (name if count == 1 else f"{name}_x{count}" for name, count in counts.items())
+    return "_and_".join(words)[:120]
 
 
 def _source(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
@@ -191,7 +197,7 @@ def _source(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
 
 
 def _when(number: int, count: int) -> str:
-    """Whether the index is in the part of a number, of as many, as the beginning of a line."""
+    """The condition before a call: that the index lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

@@ -15,6 +15,10 @@ from fp8pass.graph.patterns import transposes
 
 fp8 = torch.ops.fp8pass
 
+# A kernel computes a matrix if it reads at most this many times the matrix's own bytes for it;
+# otherwise the matrix is read from memory.
+LARGEST_INPUTS = 2.0
+
 
 class UnsupportedProgram(ValueError):
     """A program is well formed, but not one that a kernel can run; the message says why."""
@@ -37,31 +41,27 @@ def check_stores(kernel: str, program: Program, *, layouts: Set[str], formats: S
 
 
 def why_no_rows(codes: fx.Node) -> str | None:
-    """Why no row kernel quantizes a matrix, if that can be told from the matrix alone."""
+    """Why the row kernel does not take a matrix of codes, as far as the matrix alone tells."""
     if tensor(codes.args[1]).ndim != 2:  # type: ignore[arg-type]
         return "one scale for all"
     return why_no_kernel(codes)
 
 
-# A matrix may be computed from this many times its own bytes; beyond, it is read from memory.
-LARGEST_INPUTS = 2.0
-
-
 def why_no_tiles(codes: fx.Node) -> str | None:
-    """Why no tile kernel quantizes a matrix, if that can be told from the matrix alone."""
+    """Why the tile kernel does not take a matrix of codes, as far as the matrix alone tells."""
     if tensor(codes.args[1]).ndim:  # type: ignore[arg-type]
         return "scales by row"
     return why_no_kernel(codes) or (None if transposes(codes) else "not needed transposed")
 
 
 def why_no_kernel(codes: fx.Node) -> str | None:
-    """Why the kernels do not work on a matrix of this size and format, on its device."""
+    """Why neither kernel takes a matrix of codes: its format, its size or its device."""
     format = str(codes.args[2])
     return why_not_a_matrix(codes) if format in CODE_TYPES else f"no kernel for {format}"
 
 
 def why_not_a_matrix(x: fx.Node) -> str | None:
-    """Why kernels do not work on a value of this size, on its device."""
+    """Why no kernel takes a value: its size or its device."""
     val = tensor(x)
     if val.ndim < 2 or not isinstance(val.shape[-1], int) or val.shape[-1] == 1:
         return "not a matrix of fixed width"

@@ -1,8 +1,8 @@
 """Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-Called eagerly on a GPU they run Triton kernels generated for the programs, elsewhere references.
-Inductor allocates the results and launches the kernels as it does its own. Programs are an
-argument, so that graphs can be cached.
+Called eagerly on a GPU they run Triton kernels generated for the programs; on the CPU they run the
+references. Inductor allocates the results and launches the kernels as it does its own. Programs are
+a string argument, so that graphs can be cached.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fp8pass.codegen.kernels.launch import Launch, Part, launches
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Program
 
-# From a program and the sizes M and N of its matrix, of which M may be symbolic.
+# Takes a program and the sizes M and N of its matrix; M may be symbolic.
 Prepare = Callable[[Program, Any, int], Part]
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """The operator that runs batches of programs with the kernels that `prepare` makes for them."""
+    """An operator that runs batches of programs with the kernels that `prepare` makes."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -55,7 +55,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run a batch's kernels on the device of its inputs, into `results`."""
+    """Run a batch's kernels on the device of its inputs and write their results to `results`."""
     operands = [x.contiguous() for x in inputs]
     parts = parts_of(prepare, batch, [x.shape for x in operands])
     for launch in launches(part for part in parts if part.grid):
@@ -63,8 +63,8 @@ def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[
 
 
 def parts_of(prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]) -> Iterator[Part]:
-    """What each program of a batch is in a launch, with inputs of these sizes."""
-    for program, read, numbers in batch.parts(range(len(sizes))):
+    """The parts of a batch's launches, one for each program, with inputs of these sizes."""
+    for program, read, numbers in batch.split(range(len(sizes))):
         *leading, columns = sizes[read[program.matrix_input]]
         part = prepare(program, math.prod(leading), int(columns))
         yield replace(part, inputs=tuple(read), outputs=tuple(numbers))

@@ -1,4 +1,4 @@
-"""Triton functions that all kernels share."""
+"""Triton functions that all kernels call."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ _ASSEMBLY = """tl.inline_asm_elementwise(
 
 @dataclass(frozen=True)
 class Instructions:
-    """A Triton function of elements that is a few of the GPU's instructions.
+    """A Triton function of elements that is written in the GPU's own instructions.
 
-    What Triton makes of functions takes care of denormals, is in a library, or takes numbers out of
-    registers twice: two to twenty instructions for one, for which kernels would wait instead of for
-    memory. The hardware's own approximations are off by 2^-22.
+    Triton's own functions handle denormals, come from a library, or unpack registers twice. They
+    take two to twenty instructions where the hardware has one, and kernels would be limited by them
+    rather than by memory. The hardware's approximations have a relative error of 2^-22.
 
     Attributes:
         instructions: in PTX.
-        interpreted: the same in Triton, whose interpreter has no assembly.
-        parameters: the function's.
-        registers: of results, then of parameters, as constraints of inline assembly.
-        dtype: of results.
-        pack: elements at a time.
+        interpreted: the same in Triton, for its interpreter, which has no inline assembly.
+        parameters: the function's parameters.
+        registers: constraints of the inline assembly: results, then parameters.
+        dtype: dtype of the results.
+        pack: how many elements one execution takes.
     """
 
     instructions: str
@@ -72,7 +72,7 @@ class Instructions:
 
 
 def assembled(functions: dict[str, Instructions]) -> str:
-    """Triton functions by their names."""
+    """The source of Triton functions, by name."""
     import triton
 
     found = []
@@ -114,6 +114,6 @@ def scale_of(amax: str, format: str) -> str:
 
 
 def prelude() -> str:
-    """What every kernel's module begins with."""
+    """The source that every kernel's module begins with."""
     scaling = _PRELUDE.format(smallest_scale=SMALLEST_SCALE, bf16_bits=BF16_BITS)
     return scaling + assembled(_INSTRUCTIONS) + _SIGMOID

@@ -1,7 +1,8 @@
 """The Triton source of row kernels.
 
-A row is cut into chunks. One that fits is held in registers, chunk by chunk; a longer one is read
-in a loop, once for each reduction that waits for another one, from the cache after the first time.
+A row is cut into chunks. A row that fits is held in registers, chunk by chunk. A longer one is read
+in a loop over chunks, which is repeated for every stage of reductions; after the first time, the
+row comes from the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ row = index.to(tl.int64)
 {body}
 """
 
-# A program that sums over rows works on several, and keeps its sums in registers.
+# With sums over rows, a Triton program goes over several rows and keeps their sums in registers.
 _SUMMING_BODY = """
 {before}
 for row in range(index.to(tl.int64), M, PROGRAMS):
@@ -41,7 +42,7 @@ _LOADS = {
     "row": "tl.load({0} + row)",
     "scalar": "tl.load({0})",
 }
-# One scale for every few neighbours, so that no thread reads the same one several times.
+# A scale is loaded once for a few neighbours, so that no thread loads the same one several times.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
     "{v}_scales = tl.load({1} + row * ({N} // {size}) + {v}_few // {size}{few_or_zero})",
@@ -63,7 +64,13 @@ _GROUPS = [
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel goes over a row: its elements, those of a chunk, and whether it is held."""
+    """How a kernel goes over a row.
+
+    Attributes:
+        columns: elements of the row.
+        chunk: elements of a chunk.
+        held: whether the row is held in registers, or read in a loop.
+    """
 
     columns: int
     chunk: int
@@ -71,11 +78,11 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """Numbers of the chunks that are written out: those of a loop are one."""
+        """The chunks that the source spells out: all of a held row, one for a loop."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
-        """Whether all elements of a chunk are there."""
+        """Whether no element of a chunk lies behind the end of the row."""
         if self.held:
             return (i + 1) * self.chunk <= self.columns
         return self.columns % self.chunk == 0
@@ -84,9 +91,10 @@ class Shape:
 class RowWriter:
     """Writes the body of a function.
 
-    Work is done in stages: a reduction belongs to the stage after those of all reductions that its
-    operand needs, a store likewise. Values that vary along a row have a name in each chunk. They
-    are computed once if the row is held, and in every stage that needs them if it is not.
+    Work is done in stages. A reduction, or a store, belongs to the first stage in which all
+    reductions that it depends on are done. Values that vary along a row have a name in each chunk.
+    They are computed once if the row is held, and again in every stage that needs them if it is
+    read in a loop.
     """
 
     def __init__(self, program: Program, shape: Shape) -> None:
@@ -104,7 +112,7 @@ class RowWriter:
         self.known: set[str] = set()
 
     def _name_results(self) -> dict[tuple[int, str], list[str]]:
-        """The pointers of every store, by its number and layout."""
+        """The pointer parameters of every store, by its number and layout."""
         found: dict[tuple[int, str], list[str]] = {}
         count = 0
         for i, store in enumerate(self.program.stores):
@@ -115,14 +123,14 @@ class RowWriter:
         return found
 
     def parameters(self) -> list[str]:
-        """The kernel's pointers."""
+        """The function's pointer parameters."""
         inputs = [f"in{i}" for i in range(self.program.input_count)]
         return inputs + [name for names in self.results.values() for name in names]
 
     def _place(self, definition: Load | Step) -> None:
-        """Whether a value varies along a row, and the stage in which it is first known.
+        """Note whether a value varies along a row, and the first stage that can use it.
 
-        A reduction is known in the stage after its own.
+        For the result of a reduction this is the stage after the reduction's own.
         """
         name = definition.name
         if isinstance(definition, Load):
@@ -138,7 +146,7 @@ class RowWriter:
     # --- the parts of a kernel ------------------------------------------------------------------
 
     def before(self) -> list[str]:
-        """What is the same for all rows."""
+        """The lines that are the same for all rows."""
         self.lines = []
         if self.shape.held:
             for i in self.shape.chunks:
@@ -150,9 +158,9 @@ class RowWriter:
         return self.lines
 
     def body(self) -> list[str]:
-        """What is done for a row."""
+        """The lines for a row."""
         self.lines = [f"first = row * {self.shape.columns}"]
-        if self.shape.held:  # everything is asked for before anything waits
+        if self.shape.held:  # all loads are issued before the first one is waited for
             self._read("full", "groups")
         reductions = [s for s in self.program.steps if s.target in REDUCTIONS]
         when = {key: self._stage_of_store(key[0]) for key in self.results}
@@ -165,7 +173,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """What is stored when all rows are done."""
+        """The lines after all rows: stores of sums."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:
@@ -174,7 +182,7 @@ class RowWriter:
         return self.lines
 
     def _sums(self) -> list[tuple[int, str]]:
-        """Numbers and pointers of sums over rows."""
+        """The numbers and pointers of stores of sums over rows."""
         found = self.results.items()
         return [(number, pointers_[0]) for (number, layout), pointers_ in found if layout == "sums"]
 
@@ -208,7 +216,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """What does not vary along a row and is needed to compute values."""
+        """Values that named ones depend on and that do not vary along a row, unless known."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -260,24 +268,24 @@ class RowWriter:
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
     def _if_there(self, i: int, condition: str = "") -> str:
-        """The last argument of a load or store, where not all elements of a chunk are there."""
+        """The mask argument of a load or store; empty in a chunk that is full."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int) -> str:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """The name of a value in a chunk."""
+        """The name of a value in a chunk: one for all chunks unless the value varies."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
-        """A value in all elements of a chunk, whether it varies or not."""
+        """A value broadcast to the elements of a chunk."""
         name = self.define(value, i)
         varies = value in self.varying
         return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
-        """Compute a value in a chunk, and what it needs, unless it is known; gives its name."""
+        """Compute a value in a chunk, with its operands, unless it is known. Returns its name."""
         name = self.name(value, i)
         if name in self.known:
             return name
@@ -295,7 +303,7 @@ class RowWriter:
         return name
 
     def _read(self, *kinds: str) -> None:
-        """Ask for operands of some kinds in all chunks."""
+        """Load operands of some kinds in all chunks."""
         for i in self.shape.chunks:
             for load in self.program.loads:
                 if load.operand in kinds:
@@ -367,7 +375,7 @@ class RowWriter:
         self.lines += [line.format(*pointers_, **names) for line in _GROUPS]
 
 
-# How each layout is stored in a chunk; a value of a row is stored once, after all of them.
+# How each layout is stored in a chunk. `row`, one value for all chunks, is stored after them.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_codes,
     "groups": RowWriter._store_groups,
@@ -393,17 +401,15 @@ def sums_rows(program: Program) -> bool:
 @cache
 def write(program: Program, shape: Shape) -> Function:
     """The Triton function of a program."""
-    sums = sums_rows(program)
     writer = RowWriter(program, shape)
     before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
-    if sums:
+    sizes: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    if sums_rows(program):
+        sizes, constants = ("M",), ("PROGRAMS",)
         body = _SUMMING_BODY.format(before=before, body=textwrap.indent(body, "    "), after=after)
     else:
         body = _BODY.format(before=before, body=body)
     return Function(
-        kernel_name("rows", program),
-        pointers=tuple(writer.parameters()),
-        sizes=("M",) * sums,
-        constants=("PROGRAMS",) * sums,
-        body=body.strip("\n"),
+        kernel_name("rows", program), tuple(writer.parameters()), sizes, constants, body.strip("\n")
     )

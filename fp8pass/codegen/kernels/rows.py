@@ -1,9 +1,9 @@
-"""The Triton kernel of a program with reductions over rows: a row is read once and done with.
+"""The row kernel: programs with reductions over rows, each row read once.
 
-COAT 5.2, LLMQ 3. What a linear layer of the forward reads is a norm, an activation or a weight,
-with a scale for each row: the kernel that holds the row finds the norm's statistics, the scale, the
-codes, and the codes of groups that are kept for the backward. Inductor's own reductions go over a
-row once for each of these and leave the groups to another kernel (`benchmarks/kernels.py`).
+COAT 5.2, LLMQ 3. In the forward, operands of linear layers are norms, activations and weights, with
+a scale for each row. The kernel holds a row and computes the norm's statistics, the scale, the
+codes, and the codes of groups that are saved for the backward. Inductor's own reductions read a row
+once for each of these and leave the groups to another kernel (`benchmarks/kernels.py`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
-# Longer rows are read in a loop; a kernel that sums over rows needs registers for its sums.
+# Longer rows are read in a loop.
 LONGEST_HELD = 16384
+# Longer rows are not summed over: sums take registers, too.
 LONGEST_SUMMED = 8192
-# Elements that a thread holds: with more, too few threads fit on the GPU to hide its latency
+# Most elements that a thread holds: with more, too few threads fit on the GPU to hide its latency
 # (`benchmarks/sweeps.py`).
 HELD = 44
 HELD_SUMMED = 32
 # Elements of a chunk in a loop.
 CHUNK = 4096
-# Elements of any chunk.
+# Fewest elements of any chunk.
 SMALLEST_CHUNK = 128
 
 
-# What is stored.
+# The layouts and formats that this kernel stores.
 LAYOUTS = frozenset({"rows", "groups", "full", "row", "sums"})
 CODE_FORMATS = frozenset({"e4m3"})
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Part:
-    """The kernel of a program, reading what was fastest on the H200 at a time.
+    """One program in a launch, with the chunks and warps that were fastest on the H200.
 
     Raises UnsupportedProgram if this kernel cannot store something.
     """
@@ -60,7 +61,7 @@ def _check(program: Program, columns: int) -> None:
 
 
 def _shape(program: Program, columns: int) -> tuple[Shape, int]:
-    """Chunks, and warps for them; no group lies in two chunks."""
+    """The chunks of a row, of which no group lies in two, and the number of warps."""
     if columns > LONGEST_HELD:
         return Shape(columns, CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)

@@ -1,7 +1,7 @@
 """The Triton source of tile kernels.
 
-A tile is cut into slices of its rows. Of n slices, slice i has rows i, i + n, i + 2n, ..., so that
-one thread has the codes of a word.
+A tile is cut into slices of rows. Of n slices, slice i has the rows i, i + n, i + 2n, ..., so that
+one thread has all codes of a word.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
-# A matrix may have more elements than 32 bits count, a tile has not.
+# Offsets in a matrix may need 64 bits, those in a tile do not.
 _FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
 _SLICE = """
 in_tile_{i} = {slices} * in_tile + {i}
@@ -55,13 +55,13 @@ _LOADS = {
 
 @dataclass(frozen=True)
 class TileWriter:
-    """Writes the function of a program. The name of a value in slice i ends in i."""
+    """Writes the function of a program. The names of values in slice i end in i."""
 
     program: Program
 
     @cached_property
     def slices(self) -> int:
-        """How many slices a tile has: the codes of a word lie below one another."""
+        """How many slices a tile has: one for each code of a word, which lie below one another."""
         transposes = any("columns" in store.layouts for store in self.program.stores)
         return WORD if transposes else 1
 
@@ -85,7 +85,7 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """Where the tile's elements lie in matrices."""
+        """The places of the tile's elements in matrices."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
@@ -108,7 +108,7 @@ class TileWriter:
         codes, scales = where
         first = f"{scales} + row_{i}.to(tl.int64) * (N // {size})"
         return [
-            # A tile within one group has one scale in each row.
+            # Where a tile lies within one group, each row has one scale.
             f"if {size} % N_TILE == 0:",
             f"    {name}_scale = tl.load({first} + first_column // {size}, row_there_{i},"
             " other=0.0).to(tl.float32)[:, None]",
@@ -135,12 +135,12 @@ class TileWriter:
 
     def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
-            # What pads a matrix must be zero, whatever the body makes of it.
+            # Padding must be zero, whatever the steps compute from it.
             codes = coded(f"{store.name}_{i}", f"{store.scale}_{i}")
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
-        """In a program of its own, which has one slice."""
+        """Programs that store amaxes store nothing else, and have one slice."""
         magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"

@@ -1,11 +1,12 @@
-"""The Triton kernel of a program without reductions: reads a tile once, stores it in both layouts.
+"""The tile kernel: programs without reductions, each tile read once and stored in both layouts.
 
-COAT G.3. A linear layer's operand in the backward is contracted over its rows by one GEMM and over
-its columns by another, and FP8 tensor cores take one layout. What Inductor generates for a
-transposed store moves 50 to 70% of what a copy does (`benchmarks/kernels.py`); this kernel, 85%:
-neighbouring programs read neighbouring tiles of the same rows, and a thread packs the codes of four
-rows into a word, so that shared memory, where they change layout, sees words instead of bytes. The
-pointwise body is generated from the graph, so that any activation gets this kernel.
+COAT G.3. In the backward, an operand of a linear layer is contracted over its rows by one GEMM and
+over its columns by another, and FP8 tensor cores take one layout only. Inductor's generated code
+for a transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`), this
+kernel 85%: neighbouring Triton programs read neighbouring tiles of the same rows, and a thread
+packs the codes of four rows into a word, so that shared memory, in which the layout changes, moves
+words rather than bytes. The pointwise body is generated from the graph, so that any activation gets
+this kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from fp8pass.codegen.kernels.tile_source import TileWriter
 from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTIONS, Program
 from fp8pass.dialect.coding import padded
 
-# What is stored; codes are packed into words as E4M3.
+# The layouts and formats that this kernel stores. Codes are packed into words as E4M3.
 LAYOUTS = frozenset({"rows", "columns", "amax"})
 CODE_FORMATS = frozenset({"e4m3"})
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Part:
-    """The kernel of a program, with the tiles that were fastest (`benchmarks/sweeps.py`).
+    """One program in a launch, with the tiles that were fastest (`benchmarks/sweeps.py`).
 
-    A tile that is also stored as rows is smaller: the codes of all stores are held at once.
+    Tiles that are stored in rows, too, are smaller: the codes of all stores are held at once.
     Raises UnsupportedProgram if this kernel cannot store or compute something.
     """
     check_stores("tile", program, layouts=LAYOUTS, formats=CODE_FORMATS)

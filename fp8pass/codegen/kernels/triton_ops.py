@@ -8,6 +8,7 @@ from fp8pass.codegen.kernels.prelude import scale_of
 from fp8pass.codegen.program.ir import Load, Program, Step
 from fp8pass.graph.pointwise import triton_template
 
+# The Triton types of codes, by format.
 CODE_TYPES = {"e4m3": "tl.float8e4nv"}
 
 
@@ -21,14 +22,14 @@ def expression(step: Step) -> str | None:
 
 
 def _literal(argument: str | float) -> str:
-    """A value's name, or a number."""
+    """A name as it is, a number in parentheses."""
     if isinstance(argument, str):
         return argument
     return f"({argument!r})" if math.isfinite(argument) else f"float('{argument}')"
 
 
 def kernel_name(kind: str, program: Program) -> str:
-    """What a profiler shows: the kind of kernel, and the operators it computes."""
+    """The name that profilers show: the kind of kernel, and the operators that it computes."""
     targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
     words = [kind, *dict.fromkeys(targets)]
     if program.takes_amaxes:
@@ -39,12 +40,12 @@ def kernel_name(kind: str, program: Program) -> str:
 
 
 def coded(value: str, scale: str) -> str:
-    """Codes of a value, as fp32 that converts to them: conversions saturate, and keep NaN."""
+    """A value divided by its scale. The conversion to codes rounds, saturates and keeps NaN."""
     return f"({value} * tl.div_rn(1.0, {scale}))"
 
 
 def pointers(program: Program) -> dict[Load, list[str]]:
-    """The parameters that hold each operand."""
+    """The pointer parameters of each load."""
     found, number = {}, 0
     for load in program.loads:
         count = 2 if load.operand == "groups" else 1

@@ -1,9 +1,8 @@
-"""Programs that one operator runs, side by side, and the result that they share.
+"""Programs that one operator runs. They are independent: none reads a result of another.
 
-None reads what another stores.
-
-What programs store side by side in one matrix is the operator's first result: each writes its
-columns, and no copy puts them together. All else that they store follows, in order.
+Programs may store codes side by side in one matrix, each in its own columns, so that no copy has to
+put them together. This matrix is the operator's first result. All other results follow in the order
+of the programs and their stores.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """Programs, whose inputs follow one another."""
+    """Programs of one operator, whose inputs are those of the programs, one after another."""
 
     programs: tuple[Program, ...]
 
@@ -36,16 +35,16 @@ class Batch:
     @staticmethod
     @cache
     def parse(text: str) -> Batch:
-        """What `dumps` wrote."""
+        """The batch that `dumps` wrote."""
         return Batch(tuple(map(Program.parse, json.loads(text))))
 
     @property
     def joins(self) -> bool:
-        """Whether programs store side by side."""
+        """Whether programs store codes side by side in one matrix."""
         return any(store.width for program in self.programs for store in program.stores)
 
-    def parts(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
-        """Each program with its inputs, and with the numbers of its results."""
+    def split(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
+        """Each program with its inputs and the positions of its results among the operator's."""
         first, number = 0, int(self.joins)
         for program in self.programs:
             numbers = []
@@ -59,7 +58,7 @@ class Batch:
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialized results."""
         found: dict[int, Tensor] = {}
-        for program, operands, numbers in self.parts(inputs):
+        for program, operands, numbers in self.split(inputs):
             for number, x in zip(numbers, program.empty_outputs(operands), strict=True):
                 found.setdefault(number, x)
         return [found[number] for number in range(len(found))]
@@ -67,7 +66,7 @@ class Batch:
     def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The results, computed operator by operator."""
         results = self.empty_outputs(inputs)
-        for program, operands, numbers in self.parts(inputs):
+        for program, operands, numbers in self.split(inputs):
             stores = [store for store in program.stores for _ in range(store.result_count)]
             found = reference(program, operands)
             for store, number, x in zip(stores, numbers, found, strict=True):

@@ -1,4 +1,4 @@
-"""From what readers read to an operator in the graph, and its results in place of nodes."""
+"""Makes programs of what readers have read, and adds the operator that runs them to the graph."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from fp8pass.codegen.program.verify import verify
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
-# The readers of a program, and what it stores.
-Part = tuple[Iterable[Reader], Iterable[Store]]
+# A program to be: the readers of its loads and steps, and its stores.
+Draft = tuple[Iterable[Reader], Iterable[Store]]
 
 
-def emit_kernel(target: Any, parts: Iterable[Part], *, like: fx.Node) -> list[fx.Node]:
-    """Add the kernels that compute what programs store from what their readers have read.
+def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[fx.Node]:
+    """Add an operator that runs a program for each draft, before `like`.
 
-    Gives the results in the order of the stores; those that are joined are all the same node.
+    Returns the results in the order of the stores. Codes that lie side by side are one result,
+    which is returned for each of their stores.
     """
-    programs, inputs = zip(*(_program(readers, stores) for readers, stores in parts), strict=True)
+    programs, inputs = zip(*(_program(readers, stores) for readers, stores in drafts), strict=True)
     batch, operands = Batch(programs), [x for tensors in inputs for x in tensors]
     results = emit_batch(target, batch, operands, like=like)
-    return [results[i] for _, _, numbers in batch.parts(operands) for i in numbers]
+    return [results[i] for _, _, numbers in batch.split(operands) for i in numbers]
 
 
 def emit_batch(
     target: Any, batch: Batch, inputs: Sequence[fx.Node], *, like: fx.Node
 ) -> list[fx.Node]:
-    """Add an operator that runs a batch, before `like`; gives its results.
+    """Add an operator that runs a batch, before `like`, and return its results.
 
     Raises MalformedProgram if a program is not well formed.
     """
-    for program, operands, _ in batch.parts(inputs):
+    for program, operands, _ in batch.split(inputs):
         verify(program, [tensor(x) for x in operands])
     with like.graph.inserting_before(like):
         kernel = graph.emit(like.graph, target, list(inputs), batch.dumps(), like=like)
@@ -51,7 +52,7 @@ def emit_batch(
 
 
 def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Program, list[fx.Node]]:
-    """A program, and the nodes whose tensors it reads."""
+    """The program of a draft, and the nodes whose tensors it reads."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
     steps: dict[fx.Node, list[Step]] = {}
@@ -71,7 +72,7 @@ def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Progra
 def _merged(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """The steps of `others`' nodes: those in `steps`, and of what is computed elsewhere."""
+    """The steps of each node in `others`: those that `steps` has for it, then all that it lacks."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
@@ -80,7 +81,10 @@ def _merged(
 
 
 def _in_memory(node: fx.Node) -> fx.Node:
-    """`node`, or its buffer if a generated kernel computes it: laid out as the matrix, for all."""
+    """`node` as a contiguous tensor: itself, or its buffer if generated code computes it.
+
+    All users of the node take the buffer, so that it is computed once.
+    """
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
         return node

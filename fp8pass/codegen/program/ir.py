@@ -1,9 +1,9 @@
-"""What a fused kernel computes: operators on an [M, N] matrix, and what of it to store.
+"""Programs: loads, steps and stores of a fused kernel that works on an [M, N] matrix.
 
-A `Program` is plain data, so that it travels as a string through graphs and caches. It is read off
-FX nodes by `reader.py`; `reference` here says what it means, in fp32 and plain PyTorch, and
-`tile_kernel.py` and `row_kernel.py` write Triton kernels that compute it. Values are fp32 and not
-rounded in between, as in Inductor's kernels, unless they are stored.
+A `Program` is plain data, so that it travels as a string through graphs and caches. `reader.py`
+makes it from FX nodes, `reference.py` defines its results, and `codegen/kernels` writes Triton
+kernels that compute them. Values are fp32. As in Inductor's kernels, they are not rounded in
+between unless they are stored.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from fp8pass.dialect.coding import padded
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
-# How an operand lies in the matrix. `groups` is a pair: codes like `full`, and the scales of groups
-# along its rows, [M, N / G].
+# How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` is a pair: codes
+# [M, N], and the scales of groups along rows, [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
-# Rows and columns over which the first stage of an amax goes.
+# Rows and columns of the tiles that the first stage of an amax reduces.
 AMAX_TILE = 64, 128
-# Programs that sum over rows, each over its own, so that the order of the sum is always the same.
+# Partial sums over rows. Each goes over rows of its own, so that the order of summation is fixed.
 PARTIAL_SUMS = 1024
+# Steps that reduce over rows; their results are [M, 1].
+REDUCTIONS = ("row_sum", "row_amax")
 
 
 class NotAMatrix(Exception):
-    """A value does not lie in the matrix that a kernel works on."""
+    """A value cannot be broadcast to the matrix that a kernel works on."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """An operand of one of `OPERANDS`, value `name`; `group_size` is only of `groups`."""
+    """Reads the value `name`, which is one of `OPERANDS`; only `groups` have a `group_size`."""
 
     name: str
     operand: str
@@ -48,7 +50,7 @@ class Load:
 class Step:
     """`name = target(*args)`: an operator on values (their names) and constants.
 
-    An aten operator, or one of `ROW_OPERATORS`, whose result is a value for each row.
+    A pointwise aten operator, one of `REDUCTIONS`, or `scale`, of an amax and a format.
     """
 
     name: str
@@ -58,18 +60,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Store:
-    """What is kept of the value `name`, one tensor for each of `layouts`.
+    """Stores the value `name`, in one tensor for each of `layouts`.
 
-    `rows`     codes [M, N], `scale` being a scalar or a value for each row
-    `columns`  their transpose [N, M'], M' being M padded with zeros to what GEMMs contract
+    `rows`     codes [M, N], with a `scale` for all or one for each row
+    `columns`  their transpose [N, M'], where M' is M padded with zeros to a length that GEMMs take
     `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
     `groups`   codes [M, N] and bf16 scales [M, N / G] of groups: two tensors
-    `full`     the value, [M, N] in `dtype`; what follows uses the rounded value
+    `full`     the value, [M, N] in `dtype`; later steps use the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
 
     Codes in `rows` or `columns` may lie in a matrix of `width` columns, from column `offset` on,
-    beside what other programs store there (`batch.py`).
+    beside the codes of other programs (`batch.py`).
     """
 
     name: str
@@ -111,7 +113,7 @@ class Program:
         )
 
     def canonical(self) -> Program:
-        """The program with values numbered, so that layers that are alike share a kernel."""
+        """The program with values numbered, so that repeated layers share a kernel."""
         names = [x.name for x in self.loads] + [x.name for x in self.steps]
         new = {name: f"v{i}" for i, name in enumerate(names)}
         return Program(
@@ -122,12 +124,12 @@ class Program:
 
     @property
     def finishes_amax(self) -> bool:
-        """Whether all that is stored are numbers of rows: an amax of what kernels left of it."""
+        """Whether only values of rows are stored: the second stage of an amax, and its scales."""
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
     def takes_amaxes(self) -> bool:
-        """Whether amaxes of tiles are stored, by a kernel of its own, with tiles of one size."""
+        """Whether amaxes of tiles are stored; such a program stores nothing else."""
         return any("amax" in store.layouts for store in self.stores)
 
     @property
@@ -137,7 +139,7 @@ class Program:
 
     @property
     def matrix_input(self) -> int:
-        """Index of the first input that is a matrix; before it, every operand is one tensor."""
+        """Index of the first input that is a matrix; each load before it is one tensor."""
         kinds = [load.operand for load in self.loads]
         return min(kinds.index(kind) for kind in ("full", "groups") if kind in kinds)
 
@@ -176,6 +178,3 @@ def amax_shape(rows: Any, columns: int) -> tuple[Any, int]:
 
 def _renamed(args: tuple[Any, ...], new: dict[str, str]) -> tuple[Any, ...]:
     return tuple(new.get(x, x) if isinstance(x, str) else x for x in args)
-
-
-REDUCTIONS = ("row_sum", "row_amax")

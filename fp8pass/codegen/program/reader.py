@@ -1,4 +1,4 @@
-"""Reads FX operators into a program: from a matrix back to what has to be in memory anyway."""
+"""Reads FX operators into a program: from a matrix back to tensors that are in memory anyway."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
 @dataclass
 class Reader:
-    """The operators behind one matrix.
+    """Collects the operators that compute one matrix, and the tensors that these read.
+
+    `read` adds a node with everything that it is computed from. Nodes that no kernel can compute
+    are loaded from memory; those that cannot be broadcast to the matrix raise NotAMatrix.
 
     Attributes:
-        matrix: what the kernel works on, [M, N].
-        by_row: whether a kernel holds whole rows: it can reduce over them, and computes a sum of
-            the residual stream for others to use, too.
-        names: of the value of each node; a cast or view has that of its operand.
+        matrix: the matrix that the kernel works on, [M, N].
+        by_row: whether the kernel holds whole rows. Such a kernel can reduce over rows, and it
+            computes sums of the residual stream, which it stores for their other users.
+        loads: the loads so far, by the node that is loaded.
+        steps: the steps so far, by the node that they compute.
+        names: the name of each node's value; casts and views have that of their operand.
     """
 
     matrix: fx.Node
@@ -41,22 +46,22 @@ class Reader:
     names: dict[fx.Node, str] = field(default_factory=dict)
 
     @property
-    def large(self) -> set[fx.Node]:
-        """What is read that is as large as the matrix."""
+    def large_loads(self) -> set[fx.Node]:
+        """The loaded nodes that are as large as the matrix."""
         return {n for n, load in self.loads.items() if load.operand in ("full", "groups")}
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of what is as large as the matrix."""
-        return sum(graph.nbytes(next(tensors_of(n, self.loads[n]))) for n in self.large)
+        """Bytes of the loaded tensors that are as large as the matrix."""
+        return sum(graph.nbytes(next(tensors_of(n, self.loads[n]))) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
-        """Add `node` and what it is computed from; raises NotAMatrix."""
+        """Add `node` and everything that it is computed from; raises NotAMatrix."""
         if node not in self.names and not self._compute(node):
             self.load(node)
 
     def load(self, node: fx.Node) -> None:
-        """Have `node` read from memory; raises NotAMatrix."""
+        """Read `node` from memory; raises NotAMatrix where a kernel cannot."""
         val = graph.value(node)
         if val is None or not val.is_floating_point() or not val.is_contiguous():
             raise NotAMatrix
@@ -66,7 +71,7 @@ class Reader:
         self.names[node] = node.name
 
     def operand(self, node: fx.Node) -> str:
-        """How `node` lies in the matrix; raises NotAMatrix if it does not."""
+        """How `node` is broadcast to the matrix, one of `OPERANDS`; raises NotAMatrix if not."""
         val, matrix = graph.value(node), tensor(self.matrix)
         if val is None:
             raise NotAMatrix
@@ -84,7 +89,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator that computes `node`; False, and nothing added, if none here does."""
+        """Add the operator that computes `node`. Returns False, with nothing added, if none can."""
         if node.op != "call_function" or (is_residual_sum(node) and not self.by_row):
             return False
         if node.target is fp8.dequantize_groups.default:
@@ -92,7 +97,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add what computes a node that lies in the matrix; False, and nothing added, if not."""
+        """Add a node and its operands. Returns False, with nothing added, if one cannot be read."""
         before = dict(self.loads), dict(self.steps), dict(self.names)
         try:
             self.operand(node)
@@ -104,7 +109,7 @@ class Reader:
         return False
 
     def agrees(self, other: Reader) -> bool:
-        """Whether what both read lies in both of their matrices alike."""
+        """Whether nodes that both readers load are broadcast to both matrices in the same way."""
         return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
     def _load_groups(self, node: fx.Node) -> bool:
@@ -121,7 +126,7 @@ class Reader:
             source = node.args[0]
             if not isinstance(source, fx.Node) or not all(map(_is_float, (node, source))):
                 return False
-            # A view may make a row of a column: of [N] an [N, 1], where M is N.
+            # A view may turn a column into a row: [N] into [N, 1], where M is N.
             if not _looks_through(node, self.operand(source), self.operand(node)):
                 return False
             self.read(source)
@@ -137,7 +142,7 @@ class Reader:
         return True
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
-        """The step of a pointwise operator, none if the kernels have no such."""
+        """The step of a pointwise operator, none if kernels cannot compute it."""
         if not _is_pointwise(node):
             return []
         for x in node.args:
@@ -147,7 +152,7 @@ class Reader:
         return [Step(node.name, str(node.target), args)]
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
-        """The steps of an operator that reduces over rows; None if it is no such operator."""
+        """The steps of a reduction over rows or of a scale; None for other operators."""
         columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
         if node.target is fp8.row_amax.default:
             return [Step(name, "row_amax", (self._name(args[0]),))]
@@ -203,14 +208,14 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _looks_through(node: fx.Node, source: str, result: str) -> bool:
-    """Whether a value lies in the matrix after a view or cast as it did before."""
+    """Whether a value is broadcast to the matrix after a view or cast as before it."""
     if node.target is aten.expand.default:
         return source == result or source == "scalar" or result == "full"
     return source == result
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:
-    """Whether a reduction is over the last dimension, the matrix's, which it keeps."""
+    """Whether a reduction is over the last dimension, with `keepdim`, and as long as a row."""
     if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
         return False
     x, dims = node.args[:2]
@@ -220,7 +225,7 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
 
 
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
-    """The nodes whose tensors an operand is read from."""
+    """The nodes whose tensors a load reads."""
     if load.operand == "groups":
         planes, scales = node.args[:2]
         yield planes[0]  # type: ignore[index,misc]

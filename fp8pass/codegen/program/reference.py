@@ -1,4 +1,4 @@
-"""What a program computes, operator by operator, in fp32 and plain PyTorch."""
+"""The results of a program, computed operator by operator in fp32 and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,11 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.ops import group_scale, quantize_groups, transpose
 from fp8pass.dialect.scaling import scale_of
 
-# Reductions over rows, and the scale of what they give.
-ROW_OPERATORS: dict[str, Callable[..., Tensor]] = {
+# Steps that are no aten operators, and `where`, which takes tensors only in aten.
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
     "scale": lambda amax, format: scale_of(amax, FORMATS[format]),
-}
-
-
-# `aten.where.self` takes no numbers.
-_OPERATORS: dict[str, Callable[..., Tensor]] = {
-    **ROW_OPERATORS,
     "aten.where.self": torch.where,
 }
 

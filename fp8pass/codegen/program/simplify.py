@@ -1,10 +1,10 @@
-"""Programs with fewer operators: what PyTorch spells out, and what is then computed twice.
+"""Programs with fewer steps: sigmoids in place of their formula, and nothing computed twice.
 
     before   e = exp(-g);  a = g / (e + 1);  p = sigmoid(g);  x = pow(y, 1.0);  b = a * x
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
-Kernels of activations wait for their instructions before they wait for memory, and PyTorch's
-decompositions spell silu out in the forward and use sigmoid in the backward.
+Kernels of activations are limited by instructions rather than by memory. PyTorch's decompositions
+write silu as a quotient in the forward and with a sigmoid in the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
 
 def simplify(program: Program) -> Program:
-    """An equal program; what differs is where its values are rounded."""
+    """An equal program, except that its values are rounded elsewhere."""
     stored = {name for store in program.stores for name in (store.name, store.scale)}
     rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
@@ -39,7 +39,7 @@ def simplify(program: Program) -> Program:
 
 
 def _shorter(step: Step, steps: dict[str, Step]) -> list[Step]:
-    """y / (1 + exp(-x)) as y · sigmoid(x), and what else takes fewer steps."""
+    """The steps in place of one: y / (1 + exp(-x)) is y · sigmoid(x), 1 / (1 + exp(-x)) sigmoid."""
     if step.target == "aten.reciprocal.default" and (x := _logistic(step.args[0], steps)):
         return [Step(step.name, "aten.sigmoid.default", (x,))]
     if step.target == "aten.div.Tensor" and (x := _logistic(step.args[1], steps)):
@@ -49,7 +49,7 @@ def _shorter(step: Step, steps: dict[str, Step]) -> list[Step]:
 
 
 def _logistic(name: object, steps: dict[str, Step]) -> str | None:
-    """x where a value is 1 + exp(-x)."""
+    """The name of x if a value is 1 + exp(-x), else None."""
     sum_ = steps.get(str(name))
     if sum_ is None or sum_.target not in _SUMS or 1 not in sum_.args or len(sum_.args) != 2:
         return None
@@ -62,13 +62,13 @@ def _logistic(name: object, steps: dict[str, Step]) -> str | None:
 
 
 def _operand_itself(step: Step) -> str | None:
-    """The operand of a step that does nothing."""
+    """The operand of a step that returns it unchanged, None for other steps."""
     is_first_power = step.target == "aten.pow.Tensor_Scalar" and step.args[1] == 1
     return step.args[0] if is_first_power else None
 
 
 def _needed(steps: dict[str, Step], stored: Iterable[str]) -> list[Step]:
-    """The steps that something stored is computed from, in order."""
+    """The steps that stored values depend on, in order."""
     needed = set(stored)
     for step in reversed(steps.values()):
         if step.name in needed:

@@ -1,7 +1,7 @@
-"""What a well-formed program is, checked wherever one is emitted into a graph.
+"""The rules of a well-formed program, checked when an operator that runs it enters a graph.
 
-Kernels' sources are written from programs without further questions: what is wrong with a program
-would be wrong in a result.
+Kernels are written from programs without further checks: a mistake in a program would become a
+wrong result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
-# The fields of a store that each layout needs; it has no others, except for the place of codes.
+# The fields that a store of each layout has, besides the place of codes among others.
 _FIELDS: dict[str, frozenset[str]] = {
     "rows": frozenset({"scale", "format"}),
     "columns": frozenset({"scale", "format"}),
@@ -27,7 +27,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     "sums": frozenset(),
     "amax": frozenset(),
 }
-# Layouts of codes with one scale for all or for each row, which lie in any number of layouts.
+# Layouts of codes with a scale for all or for each row; one store may have both.
 _CODES = frozenset({"rows", "columns"})
 
 
@@ -41,12 +41,12 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     - Every value has one definition, which comes before its uses.
     - It reads a matrix, and operands lie in it in one of `OPERANDS`.
     - Kernels can compute every step. Reductions take one value.
-    - Something is stored, in known layouts with the fields that they need, and no others.
-    - What is stored as `row`, or scales codes, does not vary along a row.
+    - Stores have known layouts, and exactly the fields that these need. There is at least one.
+    - Values stored as `row`, and scales of codes, do not vary along a row.
     - Amaxes of tiles are stored alone, and a value is rounded to one dtype.
 
-    With the tensors that it reads also their number and their sizes are checked: groups divide the
-    rows, and codes that lie beside others fit there.
+    If the tensors that it reads are given, their number and sizes are checked, too: groups divide
+    the rows, and codes that lie beside others fit there.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -82,7 +82,7 @@ def _verify_load(load: Load) -> None:
 
 
 def _verify_step(step: Step, defined: set[str]) -> list[str]:
-    """Gives the names of the values that a step needs."""
+    """Check a step and return the names of its operands."""
     arguments = step.args
     if step.target == "scale":
         _require(len(arguments) == 2, step, "needs an amax and a format")
@@ -145,7 +145,7 @@ def _verify_fields(store: Store) -> None:
 
 
 def _verify_together(program: Program) -> None:
-    """What stores of one program have to agree on."""
+    """Check the rules for several stores of one program."""
     rounded: dict[str, str] = {}
     for store in program.stores:
         if program.takes_amaxes:
