@@ -25,6 +25,7 @@ from kernel_helpers import interpreted as interpreted
 from kernel_helpers import kernels_on_cpu as kernels_on_cpu
 
 from fp8pass import compat
+from fp8pass.compilation import Compilation
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     round_to_nearest_even()
@@ -52,6 +53,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def halves_only_where_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests that keep plans do not look at what the passes make of halves."""
+    shows_halves = Compilation.shows_halves.fget
+
+    def shown(compilation: Compilation) -> bool:
+        observer = compilation.observer
+        return shows_halves(compilation) and getattr(observer, "halves", True)
+
+    monkeypatch.setattr(Compilation, "shows_halves", property(shown))
 
 
 @pytest.fixture(autouse=True)

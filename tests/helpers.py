@@ -36,8 +36,14 @@ COAT_EAGER = Config.recipe("coat", compiler="eager")
 
 @dataclass(eq=False)
 class Spy:
-    """An observer that keeps every plan and every pass's graphs."""
+    """An observer that keeps every plan and every pass's graphs.
 
+    Attributes:
+        halves: whether halves of which no code is generated are rewritten to be looked at, which
+            takes as long as all the rest.
+    """
+
+    halves: bool = False
     plans: list[Plan] = field(default_factory=list)
     passes: list[list[PassRecord]] = field(default_factory=list)
 
@@ -53,10 +59,10 @@ class Spy:
 
 
 def compiled(
-    model: Callable[..., Any], config: Config = COAT_EAGER, **kwargs: Any
+    model: Callable[..., Any], config: Config = COAT_EAGER, *, halves: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Spy]:
-    """`model` compiled with fp8pass, and what it decided."""
-    spy = Spy()
+    """`model` compiled with fp8pass, and what it decided; `halves` is as in `Spy`."""
+    spy = Spy(halves)
     return torch.compile(model, backend=Backend(config, spy), **kwargs), spy
 
 

@@ -8,7 +8,7 @@ from helpers import MLP
 from torch import fx
 
 import fp8pass
-from fp8pass import compilation, partition
+from fp8pass import compat, compilation, partition
 from fp8pass.graph.nodes import aten, emit
 from fp8pass.passes import HALF_PASSES, JOINT_PASSES, Context
 
@@ -43,31 +43,43 @@ def monitored():
     return [(r.module, r.tensor, r.amax, r.sqnr_db) for r in monitor.latest]
 
 
+def explained():
+    torch.manual_seed(0)
+    (graph,) = fp8pass.explain(MLP(), torch.randn(32, 64)).graphs
+    return graph
+
+
 def inserted(passes, index):
     return (*passes[:index], add_dead_views, *passes[index:])
 
 
+@pytest.fixture(scope="module")
+def measured():
+    """Without another pass."""
+    with compat.fresh_compilation():
+        return diagnosis(), monitored()
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """Without another pass."""
+    with compat.fresh_compilation():
+        return explained().plan
+
+
 @pytest.mark.parametrize("index", range(len(JOINT_PASSES) + 1))
-def test_into_the_joint_passes(index, monkeypatch):
-    want = diagnosis(), monitored()
+def test_into_the_joint_passes(index, measured, monkeypatch):
     monkeypatch.setattr(partition, "JOINT_PASSES", inserted(JOINT_PASSES, index))
     torch._dynamo.reset()
-    assert (diagnosis(), monitored()) == want
-    assert want[0]
-    assert want[1]
+    assert (diagnosis(), monitored()) == measured
+    assert all(measured)
 
 
 @pytest.mark.parametrize("index", range(len(HALF_PASSES) + 1))
-def test_into_the_passes_of_the_halves(index, monkeypatch):
-    def explained():
-        torch.manual_seed(0)
-        (graph,) = fp8pass.explain(MLP(), torch.randn(32, 64)).graphs
-        return graph
-
-    want = explained().plan
+def test_into_the_passes_of_the_halves(index, planned, monkeypatch):
     monkeypatch.setattr(compilation, "HALF_PASSES", inserted(HALF_PASSES, index))
     torch._dynamo.reset()
     got = explained()
-    assert got.plan == want
+    assert got.plan == planned
     names = [r.name for r in got.passes if r.graph == "backward"]
     assert names.index("add_dead_views") == index

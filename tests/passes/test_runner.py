@@ -21,7 +21,7 @@ GRAPHS = {"joint": NAMES, "forward": HALF_NAMES, "backward": HALF_NAMES}
 
 def run(config=COAT_EAGER):
     model, x = MLP(), torch.randn(32, 64, requires_grad=True)
-    program, spy = compiled(model, config)
+    program, spy = compiled(model, config, halves=True)
     return step(program, model, (x,)), step(model, model, (x,)), spy
 
 
