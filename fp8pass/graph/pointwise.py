@@ -36,7 +36,7 @@ from fp8pass.graph.symbols import (
 
 
 @dataclass(frozen=True)
-class Row:
+class Meaning:
     """What one operator computes.
 
     Attributes:
@@ -53,73 +53,75 @@ _SILU_BACKWARD = "{0} * sigmoid({1}) * (1.0 + {1} * (1.0 - sigmoid({1})))"
 # Triton's own is in a library for each device.
 _TANH = "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * sigmoid(2.0 * {0}) - 1.0)"
 
-POINTWISE: dict[Any, Row] = {
+POINTWISE: dict[Any, Meaning] = {
     # Arithmetic.
-    aten.add.Tensor: Row(of_numbers(lambda a, b: a + b), "{0} + {1}"),
-    aten.add.Scalar: Row(of_numbers(lambda a, b: a + b), "{0} + {1}"),
-    aten.sub.Tensor: Row(of_numbers(lambda a, b: a - b), "{0} - {1}"),
-    aten.sub.Scalar: Row(of_numbers(lambda a, b: a - b), "{0} - {1}"),
-    aten.rsub.Scalar: Row(of_numbers(lambda a, b: b - a), "{1} - {0}"),
-    aten.mul.Tensor: Row(of_numbers(lambda a, b: a * b), "{0} * {1}"),
-    aten.mul.Scalar: Row(of_numbers(lambda a, b: a * b), "{0} * {1}"),
-    aten.div.Tensor: Row(of_numbers(over), "{0} / {1}"),
-    aten.div.Scalar: Row(of_numbers(over), "{0} / {1}"),
-    aten.addcmul.default: Row(of_numbers(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
-    aten.reciprocal.default: Row(of_numbers(lambda a: over(sympy.Integer(1), a)), "1.0 / {0}"),
-    aten.neg.default: Row(of_numbers(lambda a: -a), "-{0}"),
-    aten.abs.default: Row(of_numbers(Magnitude), "tl.abs({0})"),
-    aten.sign.default: Row(of_numbers(Sign)),
+    aten.add.Tensor: Meaning(of_numbers(lambda a, b: a + b), "{0} + {1}"),
+    aten.add.Scalar: Meaning(of_numbers(lambda a, b: a + b), "{0} + {1}"),
+    aten.sub.Tensor: Meaning(of_numbers(lambda a, b: a - b), "{0} - {1}"),
+    aten.sub.Scalar: Meaning(of_numbers(lambda a, b: a - b), "{0} - {1}"),
+    aten.rsub.Scalar: Meaning(of_numbers(lambda a, b: b - a), "{1} - {0}"),
+    aten.mul.Tensor: Meaning(of_numbers(lambda a, b: a * b), "{0} * {1}"),
+    aten.mul.Scalar: Meaning(of_numbers(lambda a, b: a * b), "{0} * {1}"),
+    aten.div.Tensor: Meaning(of_numbers(over), "{0} / {1}"),
+    aten.div.Scalar: Meaning(of_numbers(over), "{0} / {1}"),
+    aten.addcmul.default: Meaning(of_numbers(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
+    aten.reciprocal.default: Meaning(of_numbers(lambda a: over(sympy.Integer(1), a)), "1.0 / {0}"),
+    aten.neg.default: Meaning(of_numbers(lambda a: -a), "-{0}"),
+    aten.abs.default: Meaning(of_numbers(Magnitude), "tl.abs({0})"),
+    aten.sign.default: Meaning(of_numbers(Sign)),
     # Powers, exponentials and their like.
-    aten.pow.Tensor_Scalar: Row(power),  # in Triton: `POWERS`
-    aten.square.default: Row(of_numbers(lambda a: a**2), "{0} * {0}"),
-    aten.sqrt.default: Row(of_numbers(lambda a: root(a, 1)), "tl.sqrt({0})"),
-    aten.rsqrt.default: Row(of_numbers(lambda a: root(a, -1)), "tl.rsqrt({0})"),
-    aten.exp.default: Row(of_numbers(sympy.exp), "exp2({0} * 1.4426950408889634)"),
-    aten.expm1.default: Row(of_numbers(lambda a: sympy.exp(a) - 1)),
-    aten.log.default: Row(of_numbers(logarithm), "tl.log({0})"),
-    aten.log1p.default: Row(of_numbers(lambda a: logarithm(1 + a))),
-    aten.sin.default: Row(None, "tl.sin({0})"),
-    aten.cos.default: Row(None, "tl.cos({0})"),
-    aten.erf.default: Row(of_numbers(sympy.erf), "tl.erf({0})"),
+    aten.pow.Tensor_Scalar: Meaning(power),  # in Triton: `POWERS`
+    aten.square.default: Meaning(of_numbers(lambda a: a**2), "{0} * {0}"),
+    aten.sqrt.default: Meaning(of_numbers(lambda a: root(a, 1)), "tl.sqrt({0})"),
+    aten.rsqrt.default: Meaning(of_numbers(lambda a: root(a, -1)), "tl.rsqrt({0})"),
+    aten.exp.default: Meaning(of_numbers(sympy.exp), "exp2({0} * 1.4426950408889634)"),
+    aten.expm1.default: Meaning(of_numbers(lambda a: sympy.exp(a) - 1)),
+    aten.log.default: Meaning(of_numbers(logarithm), "tl.log({0})"),
+    aten.log1p.default: Meaning(of_numbers(lambda a: logarithm(1 + a))),
+    aten.sin.default: Meaning(None, "tl.sin({0})"),
+    aten.cos.default: Meaning(None, "tl.cos({0})"),
+    aten.erf.default: Meaning(of_numbers(sympy.erf), "tl.erf({0})"),
     # Activations, and their gradients.
-    aten.sigmoid.default: Row(of_numbers(Sigmoid), "sigmoid({0})"),
-    aten.tanh.default: Row(of_numbers(sympy.tanh), _TANH),
-    aten.silu.default: Row(of_numbers(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
-    aten.relu.default: Row(of_numbers(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"),
-    aten.sigmoid_backward.default: Row(of_numbers(sigmoid_backward), "{0} * {1} * (1.0 - {1})"),
-    aten.tanh_backward.default: Row(of_numbers(tanh_backward), "{0} * (1.0 - {1} * {1})"),
-    aten.silu_backward.default: Row(of_numbers(silu_backward), _SILU_BACKWARD),
-    aten.threshold_backward.default: Row(threshold_backward, "tl.where({1} <= {2}, 0.0, {0})"),
-    aten.gelu_backward.default: Row(),
-    aten.hardtanh_backward.default: Row(),
-    aten.leaky_relu_backward.default: Row(),
+    aten.sigmoid.default: Meaning(of_numbers(Sigmoid), "sigmoid({0})"),
+    aten.tanh.default: Meaning(of_numbers(sympy.tanh), _TANH),
+    aten.silu.default: Meaning(of_numbers(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
+    aten.relu.default: Meaning(
+        of_numbers(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"
+    ),
+    aten.sigmoid_backward.default: Meaning(of_numbers(sigmoid_backward), "{0} * {1} * (1.0 - {1})"),
+    aten.tanh_backward.default: Meaning(of_numbers(tanh_backward), "{0} * (1.0 - {1} * {1})"),
+    aten.silu_backward.default: Meaning(of_numbers(silu_backward), _SILU_BACKWARD),
+    aten.threshold_backward.default: Meaning(threshold_backward, "tl.where({1} <= {2}, 0.0, {0})"),
+    aten.gelu_backward.default: Meaning(),
+    aten.hardtanh_backward.default: Meaning(),
+    aten.leaky_relu_backward.default: Meaning(),
     # Comparisons, and what chooses by them.
-    aten.gt.Scalar: Row(compared(1), "{0} > {1}"),
-    aten.ge.Scalar: Row(compared(1), "{0} >= {1}"),
-    aten.lt.Scalar: Row(compared(-1), "{0} < {1}"),
-    aten.le.Scalar: Row(compared(-1), "{0} <= {1}"),
-    aten.eq.Scalar: Row(None, "{0} == {1}"),
-    aten.ne.Scalar: Row(None, "{0} != {1}"),
-    aten.gt.Tensor: Row(None, "{0} > {1}"),
-    aten.ge.Tensor: Row(None, "{0} >= {1}"),
-    aten.lt.Tensor: Row(None, "{0} < {1}"),
-    aten.le.Tensor: Row(None, "{0} <= {1}"),
-    aten.clamp_min.default: Row(clamped(1), "largest({0}, {1})"),
-    aten.clamp_max.default: Row(clamped(-1), "smallest({0}, {1})"),
-    aten.maximum.default: Row(None, "largest({0}, {1})"),
-    aten.minimum.default: Row(None, "smallest({0}, {1})"),
-    aten.where.self: Row(where, "tl.where({0}, {1}, {2})"),
+    aten.gt.Scalar: Meaning(compared(1), "{0} > {1}"),
+    aten.ge.Scalar: Meaning(compared(1), "{0} >= {1}"),
+    aten.lt.Scalar: Meaning(compared(-1), "{0} < {1}"),
+    aten.le.Scalar: Meaning(compared(-1), "{0} <= {1}"),
+    aten.eq.Scalar: Meaning(None, "{0} == {1}"),
+    aten.ne.Scalar: Meaning(None, "{0} != {1}"),
+    aten.gt.Tensor: Meaning(None, "{0} > {1}"),
+    aten.ge.Tensor: Meaning(None, "{0} >= {1}"),
+    aten.lt.Tensor: Meaning(None, "{0} < {1}"),
+    aten.le.Tensor: Meaning(None, "{0} <= {1}"),
+    aten.clamp_min.default: Meaning(clamped(1), "largest({0}, {1})"),
+    aten.clamp_max.default: Meaning(clamped(-1), "smallest({0}, {1})"),
+    aten.maximum.default: Meaning(None, "largest({0}, {1})"),
+    aten.minimum.default: Meaning(None, "smallest({0}, {1})"),
+    aten.where.self: Meaning(where, "tl.where({0}, {1}, {2})"),
     # Casts and copies, through which the error rules and the readers of kernels look.
-    prims.convert_element_type.default: Row(),
-    aten._to_copy.default: Row(),
-    aten.clone.default: Row(),
-    aten.copy.default: Row(),
-    aten.lift_fresh_copy.default: Row(),
+    prims.convert_element_type.default: Meaning(),
+    aten._to_copy.default: Meaning(),
+    aten.clone.default: Meaning(),
+    aten.copy.default: Meaning(),
+    aten.lift_fresh_copy.default: Meaning(),
     # Random numbers that are a function of a seed.
-    **dict.fromkeys(compat.seeded_random_ops(), Row()),
+    **dict.fromkeys(compat.seeded_random_ops(), Meaning()),
 }
 if hasattr(prims, "fma"):  # not in every PyTorch
-    POINTWISE[prims.fma.default] = Row(of_numbers(lambda a, b, c: a * b + c))
+    POINTWISE[prims.fma.default] = Meaning(of_numbers(lambda a, b, c: a * b + c))
 
 # Triton of `aten.pow.Tensor_Scalar`, by exponent.
 POWERS: dict[float, str] = {
