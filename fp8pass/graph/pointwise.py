@@ -93,7 +93,7 @@ POINTWISE: dict[Any, Row] = {
     aten.gelu_backward.default: Row(),
     aten.hardtanh_backward.default: Row(),
     aten.leaky_relu_backward.default: Row(),
-    # Comparisons, and what chooses by them.
+    # Comparisons and choices.
     aten.gt.Scalar: Row(compared(1), "{0} > {1}"),
     aten.ge.Scalar: Row(compared(1), "{0} >= {1}"),
     aten.lt.Scalar: Row(compared(-1), "{0} < {1}"),

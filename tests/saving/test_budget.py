@@ -138,9 +138,7 @@ def train_within(budget: float, recipe: str) -> tuple[TrainingStep, Plan]:
     """A step of the decoder, and the plan, which says what autograd keeps."""
     torch._dynamo.reset()
     model, args = decoder()
-    program, spy = compiled(
-        model, Config.recipe(recipe, compiler="eager", memory_budget=budget)
-    )
+    program, spy = compiled(model, Config.recipe(recipe, compiler="eager", memory_budget=budget))
     found = step(program, model, args)
     kept = kept_tensors(program, args, args[:1])
     assert kept == planned_tensors(spy.plan)
