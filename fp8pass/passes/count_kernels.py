@@ -11,20 +11,17 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels import rows, tiles
 from fp8pass.codegen.kernels.launch import parts_by_launch
 from fp8pass.codegen.kernels.limits import why_no_rows, why_no_tiles
-from fp8pass.codegen.kernels.operator import Prepare, parts_of
+from fp8pass.codegen.kernels.operator import KERNELS, parts_of
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Program
+from fp8pass.dialect.granularity import ROW, of_operand
 from fp8pass.graph import tensor
 from fp8pass.passes.context import Context
 from fp8pass.plan import KernelUse
 
 fp8 = torch.ops.fp8pass
-
-# How programs are prepared, by the operator that runs them.
-_PREPARE: dict[object, Prepare] = {rows.rows: rows.prepare, tiles.tiles: tiles.prepare}
 
 
 def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
@@ -34,10 +31,10 @@ def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
     programs: Counter[str] = Counter()
     launches = 0
     for node in gm.graph.nodes:
-        if node.target in _PREPARE:
+        if node.target in KERNELS:
             batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
             programs.update(_kernel_of(node, program) for program in batch.programs)
-            launches += len(parts_by_launch(parts_of(_PREPARE[node.target], batch, sizes)))
+            launches += len(parts_by_launch(parts_of(KERNELS[node.target], batch, sizes)))
     left = [n for n in gm.graph.nodes if graph.is_call(n, fp8.quantize.default)]
     generated = dict(Counter(map(_why_generated, left)))
     ctx.plan.kernels.append(KernelUse(dict(programs), launches, generated))
@@ -45,12 +42,10 @@ def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
 
 def _kernel_of(node: fx.Node, program: Program) -> str:
     """The name under which a program is counted."""
-    if program.finishes_amax:
-        return "scales"
-    return "rows" if node.target is rows.rows else "tiles"
+    return "scales" if program.finishes_amax else graph.operator_name(node).rpartition(".")[2]
 
 
 def _why_generated(codes: fx.Node) -> str:
-    by_row = tensor(codes.args[1]).ndim == 2  # type: ignore[arg-type]
-    why_not = why_no_rows if by_row else why_no_tiles
+    granularity = of_operand(tensor(codes.args[1]).ndim)  # type: ignore[arg-type]
+    why_not = why_no_rows if granularity is ROW else why_no_tiles
     return why_not(codes) or "its operands do not lie in one matrix"

@@ -24,6 +24,9 @@ from fp8pass.codegen.program.ir import Program
 # Takes a program and the sizes M and N of its matrix; M may be symbolic.
 Prepare = Callable[[Program, Any, int], Part]
 
+# How the programs of every kernel are prepared, by its operator.
+KERNELS: dict[Any, Prepare] = {}
+
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
     """An operator that runs batches of programs with the kernels that `prepare` makes."""
@@ -51,6 +54,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
         return launches(parts_of(prepare, Batch.parse(programs), sizes))
 
     compat.lower_to_triton(op, prepare_all)
+    KERNELS[op] = prepare
     return op
 
 
