@@ -5,5 +5,7 @@ In the order in which a graph meets them; the passes that call them are in `fp8p
 program/       what a kernel computes, as data
 kernels/       Triton kernels that compute programs
 lowering.py    the rest of the dialect in aten, for Inductor to generate code from
+coding.py      encoding and decoding in aten, part of this
+emitter.py     adds aten operators to a graph
 buffers.py     values that get memory of their own, in a layout of their own
 """

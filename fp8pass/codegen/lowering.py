@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import compat
 from fp8pass.codegen.buffers import emit_buffer
+from fp8pass.codegen.coding import bits_of, decode, encode, shift_left, shift_right
+from fp8pass.codegen.emitter import Emitter
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group
 from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
@@ -27,43 +29,6 @@ cast = prims.convert_element_type.default
 
 # The first stage of a tensor's amax; the size of the groups that saved values are quantized in.
 AMAX_GROUP = 128
-
-
-class Emitter:
-    """Emits aten operators at one place of a graph; `self(op, ...)` adds a node."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-
-    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        return graph.emit(self.node.graph, target, *args, like=self.node, **kwargs)
-
-    def sizes(self, x: fx.Node) -> list[Any]:
-        """The sizes of `x` as arguments: numbers, or nodes where they vary."""
-        return [
-            size if isinstance(size, int) else self(aten.sym_size.int, x, dim)
-            for dim, size in enumerate(tensor(x).shape)
-        ]
-
-    def constant(self, like: fx.Node, value: float) -> fx.Node:
-        """A scalar tensor with dtype and device of `like`."""
-        val = tensor(like)
-        with compat.fake_mode_of(val):
-            return self(aten.full.default, [], value, dtype=val.dtype, device=val.device)
-
-    def steps(self, like: fx.Node, count: int, step: int) -> fx.Node:
-        """0, step, 2·step, ..., as int32 [count] on the device of `like`."""
-        val = tensor(like)
-        with compat.fake_mode_of(val):
-            return self(
-                prims.iota.default,
-                count,
-                start=0,
-                step=step,
-                dtype=torch.int32,
-                device=val.device,
-                requires_grad=False,
-            )
 
 
 Lowering = Callable[..., fx.Node]
@@ -130,7 +95,7 @@ def scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
 
 def truncated(emit: Emitter, x: fx.Node) -> fx.Node:
     """`dialect.scaling.truncated` in aten."""
-    bits = emit(aten.bitwise_and.Scalar, _bits(emit, x), BF16_BITS)
+    bits = emit(aten.bitwise_and.Scalar, bits_of(emit, x), BF16_BITS)
     return emit(aten.view.dtype, bits, torch.float32)
 
 
@@ -140,7 +105,7 @@ def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node
     if fmt.lossless:
         return x
     scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
-    codes = _encode(emit, scaled, fmt)
+    codes = encode(emit, scaled, fmt)
     return _row_major(emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
 
 
@@ -260,12 +225,12 @@ def _quantize_groups(
     width = fmt.planes[plane]
     inverse = emit(aten.unsqueeze.default, _inverse(emit, scales), -1)
     codes = [
-        _encode(emit, emit(aten.mul.Tensor, part, inverse), fmt)
+        encode(emit, emit(aten.mul.Tensor, part, inverse), fmt)
         for part in _split_parts(emit, emit(cast, x, torch.float32), group_size, 8 // width)
     ]
     if fmt.emulated:
         fields = (
-            _shift_left(emit, _field(emit, code, fmt, plane), position * width)
+            shift_left(emit, _field(emit, code, fmt, plane), position * width)
             for position, code in enumerate(codes)
         )
         data = emit(cast, reduce(partial(emit, aten.bitwise_or.Tensor), fields), torch.uint8)
@@ -292,7 +257,7 @@ def _dequantize_groups(
     else:
         codes = _split_groups(emit, planes[0], group_size)
     factors = emit(aten.unsqueeze.default, emit(cast, scales, torch.float32), -1)
-    values = emit(cast, emit(aten.mul.Tensor, _decode(emit, codes, fmt), factors), dtype)
+    values = emit(cast, emit(aten.mul.Tensor, decode(emit, codes, fmt), factors), dtype)
     *leading, groups = emit.sizes(scales)
     return emit(aten.reshape.default, values, [*leading, groups * group_size])
 
@@ -315,7 +280,7 @@ def _split_parts(emit: Emitter, x: fx.Node, group_size: int, count: int) -> list
 def _field(emit: Emitter, code: fx.Node, fmt: Format, plane: int) -> fx.Node:
     """The bits of a code that are in one of its planes."""
     offset, width = sum(fmt.planes[:plane]), fmt.planes[plane]
-    field = _shift_right(emit, code, offset)
+    field = shift_right(emit, code, offset)
     is_last = offset + width == fmt.bits
     return field if is_last else emit(aten.bitwise_and.Scalar, field, (1 << width) - 1)
 
@@ -331,95 +296,10 @@ def _unpack(emit: Emitter, planes: list[fx.Node], fmt: Format, group_size: int) 
         field = emit(aten.bitwise_and.Scalar, parts, (1 << width) - 1)
         *leading, number, _ = emit.sizes(groups)
         field = emit(aten.reshape.default, field, [*leading, number, group_size])
-        fields.append(_shift_left(emit, field, offset))
+        fields.append(shift_left(emit, field, offset))
         offset += width
     return reduce(partial(emit, aten.bitwise_or.Tensor), fields)
 
 
 def _inverse(emit: Emitter, scale: fx.Node) -> fx.Node:
     return emit(aten.reciprocal.default, emit(cast, scale, torch.float32))
-
-
-def _encode(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
-    """Codes of fp32 `x`, one an element: in the format's dtype, or in int32 if emulated."""
-    clamped = emit(aten.clamp_max.default, emit(aten.clamp_min.default, x, -fmt.max), fmt.max)
-    return _code_points(emit, clamped, fmt) if fmt.emulated else emit(cast, clamped, fmt.dtype)
-
-
-def _decode(emit: Emitter, codes: fx.Node, fmt: Format) -> fx.Node:
-    return _values(emit, codes, fmt) if fmt.emulated else emit(cast, codes, torch.float32)
-
-
-# Integer arithmetic for codes that no cast converts to. An fp32 number has 23 mantissa bits and
-# exponent bias 127.
-
-
-def _dropped_bits(fmt: Format) -> int:
-    return 23 - fmt.mantissa
-
-
-def _rebias(fmt: Format) -> int:
-    """The difference of the exponent fields of fp32 and `fmt`, shifted to the field of `fmt`."""
-    return (127 - (1 - fmt.min_exponent)) << fmt.mantissa
-
-
-def _bits(emit: Emitter, x: fx.Node) -> fx.Node:
-    return emit(aten.view.dtype, x, torch.int32)
-
-
-def _shift_right(emit: Emitter, x: fx.Node, count: int) -> fx.Node:
-    return emit(aten.bitwise_right_shift.Tensor_Scalar, x, count) if count else x
-
-
-def _shift_left(emit: Emitter, x: fx.Node, count: int) -> fx.Node:
-    return emit(aten.bitwise_left_shift.Tensor_Scalar, x, count) if count else x
-
-
-def _code_points(emit: Emitter, x: fx.Node, fmt: Format) -> fx.Node:
-    """fp32 within ±fmt.max to code points, nearest even, as int32."""
-    magnitude = emit(aten.abs.default, x)
-    is_denormal = emit(aten.lt.Scalar, magnitude, 2.0**fmt.min_exponent)
-    code = emit(
-        aten.where.self,
-        is_denormal,
-        _denormal_code(emit, magnitude, fmt),
-        _normal_code(emit, magnitude, fmt),
-    )
-    sign_bit = 1 << fmt.bits - 1
-    sign = _shift_right(emit, _bits(emit, x), 32 - fmt.bits)
-    code = emit(aten.bitwise_or.Tensor, code, emit(aten.bitwise_and.Scalar, sign, sign_bit))
-    nan = emit.constant(code, fmt.nan)
-    return emit(aten.where.self, emit(aten.isnan.default, x), nan, code)
-
-
-def _normal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
-    bits, dropped = _bits(emit, magnitude), _dropped_bits(fmt)
-    # Half a step less one, plus one if the last kept bit is odd: ties go to even.
-    odd = emit(aten.bitwise_and.Scalar, _shift_right(emit, bits, dropped), 1)
-    rounded = emit(aten.add.Tensor, emit(aten.add.Tensor, bits, odd), (1 << dropped - 1) - 1)
-    return emit(aten.sub.Tensor, _shift_right(emit, rounded, dropped), _rebias(fmt))
-
-
-def _denormal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
-    """Adding a power of two rounds a denormal to its steps, which are then fp32's last bits."""
-    shift = 2.0 ** (_dropped_bits(fmt) + fmt.min_exponent)
-    shifted = _bits(emit, emit(aten.add.Tensor, magnitude, shift))
-    return emit(aten.sub.Tensor, shifted, int(torch.tensor(shift).view(torch.int32)))
-
-
-def _values(emit: Emitter, codes: fx.Node, fmt: Format) -> fx.Node:
-    """Code points to fp32, as fp16 numbers of the same digits and another exponent bias.
-
-    fp16 has an exponent bias of 15 and 10 mantissa bits; its denormals convert exactly.
-    """
-    code = emit(cast, codes, torch.int32)
-    sign_bit = 1 << fmt.bits - 1
-    sign = emit(aten.bitwise_and.Scalar, _shift_left(emit, code, 16 - fmt.bits), 1 << 15)
-    magnitude = emit(aten.bitwise_and.Scalar, code, sign_bit - 1)
-    digits = emit(aten.bitwise_or.Tensor, sign, _shift_left(emit, magnitude, 10 - fmt.mantissa))
-    half = emit(aten.view.dtype, emit(cast, digits, torch.int16), torch.float16)
-    value = emit(aten.mul.Tensor, emit(cast, half, torch.float32), 2.0 ** (14 + fmt.min_exponent))
-    if not fmt.nan:
-        return value
-    nan = emit.constant(value, float("nan"))
-    return emit(aten.where.self, emit(aten.eq.Scalar, magnitude, fmt.nan), nan, value)

@@ -95,7 +95,7 @@ POINTWISE: dict[Any, Meaning] = {
     aten.gelu_backward.default: Meaning(),
     aten.hardtanh_backward.default: Meaning(),
     aten.leaky_relu_backward.default: Meaning(),
-    # Comparisons, and what chooses by them.
+    # Comparisons and choices.
     aten.gt.Scalar: Meaning(compared(1), "{0} > {1}"),
     aten.ge.Scalar: Meaning(compared(1), "{0} >= {1}"),
     aten.lt.Scalar: Meaning(compared(-1), "{0} < {1}"),

@@ -1,8 +1,8 @@
 """The sympy side of pointwise operators: functions, operands, and formulas that need care.
 
-A formula takes what an operator takes, with an `Operand` in the place of each tensor, and gives a
-sympy expression of one element. It raises `Underivable` where a relative perturbation of an
-operand has no bounded effect: at a jump, or where something is divided by what may vanish.
+A formula takes the arguments of an operator, with an `Operand` in the place of each tensor, and
+returns a sympy expression of one element. It raises `Underivable` where a relative perturbation of
+an operand has no bounded effect: at a jump, or at a division by something that may vanish.
 """
 
 from __future__ import annotations

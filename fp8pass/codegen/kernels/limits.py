@@ -1,4 +1,4 @@
-"""What the kernels take: devices, sizes, formats, and layouts."""
+"""Which matrices and programs the kernels take: devices, sizes, formats and layouts."""
 
 from __future__ import annotations
 

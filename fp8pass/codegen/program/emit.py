@@ -1,4 +1,4 @@
-"""Makes programs of what readers have read, and adds the operator that runs them to the graph."""
+"""Makes programs of loads, steps and stores, and adds the operator that runs them to the graph."""
 
 from __future__ import annotations
 
