@@ -19,6 +19,7 @@ from fp8pass import compat
 from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.codegen.coding import bits_of, decode, encode, shift_left, shift_right
 from fp8pass.codegen.emitter import Emitter
+from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group
 from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE

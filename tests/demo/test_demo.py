@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import fp8pass
-from fp8pass import compat
 from fp8pass.demo import data as text
 from fp8pass.demo.__main__ import main
 from fp8pass.demo.data import Data, read_text
@@ -40,7 +39,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("demo") / "out"
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        compat.inductor_config.patch(COMPILES_FASTER),
+        torch._inductor.config.patch(COMPILES_FASTER),
     ):
         stock, ours = main(["--device", "cpu", "--size", "tiny", "--out", str(folder)])
     return Outcome(stock, ours, folder, printed.getvalue())
