@@ -77,10 +77,14 @@ class Record:
 
 
 class Recorder:
-    """Observes the passes over one joint graph; adds to `records` when the plan is materialized."""
+    """Observes the passes over one joint graph.
 
-    def __init__(self, records: list[Record]) -> None:
-        self.records = records
+    Attributes:
+        record: the joint graph, as soon as the plan is materialized.
+    """
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
         self._exact: fx.GraphModule | None = None
         self._planned: tuple[fx.GraphModule, Context, dict[fx.Node, Decision]] | None = None
 
@@ -101,15 +105,14 @@ class Recorder:
             for module in (self._exact, rewritten):
                 compat.draw_from_seeds(module)
             planned, planned_ctx, decisions = self._planned
-            record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
-            self.records.append(record)
+            self.record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
 
 
 def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
     """A backend that fills `records`."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        recorder = Recorder(records)
+        recorder = Recorder()
         compilation = Compilation(config, Inputs.of(example_inputs))
 
         def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -117,7 +120,10 @@ def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
             run = compat.interpret(gm)
             if compat.half_of(kwargs) == "inference":
                 return run
-            record = records[-1]
+            record = recorder.record
+            assert record is not None
+            if compat.half_of(kwargs) == "forward":  # a backward may be compiled much later
+                records.append(record)
 
             def recording(arguments: list[Any]) -> Any:
                 # If a graph runs several times: the last forward, whose backward runs first.
