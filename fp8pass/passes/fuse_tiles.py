@@ -119,6 +119,8 @@ class Concatenation:
 
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace quantized and transposed matrices by tile kernels."""
+    if not ctx.config.quantizes_linears:  # recipe exact has amaxes, too, and stays as it is
+        return
     changed = False
     for find_matrix in (matrix_behind_codes, matrix_behind_amax):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]

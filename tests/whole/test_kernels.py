@@ -85,7 +85,7 @@ def test_recipe_exact_uses_none(graphs):
     model, x = Layers(1).bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     program = torch.compile(model, backend=make_backend(Config.recipe("exact")))
     program(x).sum().backward()
-    assert not any(counts(graphs).values())
+    assert set(counts(graphs)) == {"quantize"}  # in a lossless format
 
 
 def test_disabled_kernels(graphs, monkeypatch):
