@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8pass.config import ConfigError
 from fp8pass.optim.groups import Stored, decode
-from fp8pass.optim.options import STORAGE, Storage
+from fp8pass.optim.options import STORAGE, Storage, check_group
 from fp8pass.optim.slots import (
     State,
     from_rows,
@@ -40,7 +40,7 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     """The checkpoint with `Hidden` keys, so that PyTorch does not cast states, and own storage.
 
     Raises:
-        ConfigError: the checkpoint was made with AMSGrad.
+        ConfigError: the checkpoint was made with AMSGrad, or has an option with an invalid value.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if any(group.get("amsgrad") for group in saved_groups):
@@ -51,6 +51,7 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     states, merged = dict(state_dict["state"]), []
     for saved, group in zip(saved_groups, groups, strict=False):
         own = {**group, **{k: v for k, v in saved.items() if k not in STORAGE}}
+        _check_options(saved, {**own, "params": group["params"]})
         merged.append({**own, "params": saved["params"]})
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
@@ -58,6 +59,22 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     # Groups without a counterpart, about which PyTorch raises an error.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
+
+
+def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ConfigError if options of a checkpoint, or a group's with some of them, are wrong."""
+    stored = [name for name in STORAGE if name in saved]
+    if stored and (missing := set(STORAGE) - set(stored)):
+        raise ConfigError(
+            f"The checkpoint has {stored[0]} without {', '.join(sorted(missing))}: it is not "
+            "complete."
+        )
+    try:
+        check_group(own)
+        if stored:
+            check_group({**own, **{name: saved[name] for name in STORAGE}})
+    except ConfigError as error:
+        raise ConfigError(f"The checkpoint cannot be loaded. {error}") from None
 
 
 def converted(values: Mapping[str, Any], hidden: Hidden) -> State:

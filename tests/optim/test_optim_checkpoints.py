@@ -101,6 +101,34 @@ def test_checkpoints_of_torch(fused):
         AdamW(ours).load_state_dict(torch.optim.AdamW(ours, amsgrad=True).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"betas": (2, 3)}, r"betas\[0\] must be a number in \[0, 1\), got 2"),
+        ({"group_size": 7}, "group_size must be a power of two from 16 to 1024, got 7"),
+        ({"lr": "fast"}, "lr must be a number"),
+        ({"eps": -1.0}, "eps must be"),
+        ({"weights": "stochastik"}, "Did you mean 'stochastic'"),
+        ({"second_moment": "e4m4+expand"}, "second_moment: Unknown format"),
+        ({"seed": None}, "seed must be an int"),
+    ],
+)
+def test_wrong_options_of_checkpoints_say_what_to_do(options, message):
+    params = parameters()
+    optimizer = AdamW(params)
+    run(params, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0] |= options
+    other = AdamW(params)
+    with pytest.raises(fp8pass.ConfigError, match=f"checkpoint cannot be loaded. .*{message}"):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["betas"] == (0.9, 0.999)
+    assert not other.state
+    del saved["param_groups"][0]["group_size"]
+    with pytest.raises(fp8pass.ConfigError, match="without group_size: it is not complete"):
+        other.load_state_dict(saved)
+
+
 def test_checkpoints_that_do_not_fit():
     params = parameters()
     optimizer = AdamW(params)
