@@ -2,7 +2,7 @@
 
     state_formats.py  formats of moments and master weights
     groups.py         1×G groups of values to codes and back, with Dynamic Range Expansion
-    rounding.py       stochastic rounding of weights and second moments
+    rounding.py       stochastic rounding of weights, states and sums of gradients
     options.py        the options of a parameter group, checked, and presets
     slots.py          the stored states of a parameter
     update.py         the update, in vectorized PyTorch

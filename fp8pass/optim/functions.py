@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fp8pass.codegen.kernels.prelude import Instructions, assembled
 from fp8pass.dialect.scaling import SMALLEST_SCALE
+from fp8pass.optim.groups import DIGITS
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
 
 
@@ -133,6 +134,11 @@ def neighbours(a, b):
     return tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * a.shape[2]))
 
 
+@triton.jit
+def uniform(bits):
+    return (bits >> 9 & 0x7FFFFF).to(tl.float32) * {uniform_step!r}
+
+
 # FACTOR maps the format's subnormal numbers to those of fp32, so that the bits of a number from
 # SHIFT on are its code, and the bits below decide about rounding.
 @triton.jit
@@ -186,6 +192,7 @@ def functions() -> str:
         first=FIRST_FACTOR,
         second=SECOND_FACTOR,
         folds=FOLDED_FACTORS,
+        uniform_step=2.0**-DIGITS,
         magic=QUOTIENT.magic,
         part=axes().part,
     )

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from fp8pass.dialect import hardware
 from fp8pass.optim import groups
-from fp8pass.optim.kernel import CHUNK, LAUNCH, PARAMETER, kernel, table_columns
-from fp8pass.optim.options import Storage
+from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
+from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, State
+from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.update import factors
 
 # Alignment of pointers, in bytes, and of sizes, in elements, with which threads read vectors.
@@ -84,7 +85,7 @@ class FusedUpdate:
         self.gradients_aligned = False
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
         self.launches = self._launches(slots, gradients)
-        self.dynamic = [self._dynamic(format) for format in (storage.first, storage.second)]
+        self.values = [self._values(format) for format in (storage.first, storage.second)]
 
     def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
         """Update with gradients times `control[0]`; do nothing if `control[1]` is not 0."""
@@ -104,8 +105,7 @@ class FusedUpdate:
                     control,
                     launch.parameter_of,
                     self.first_chunk,
-                    *self.dynamic[0],
-                    *self.dynamic[1],
+                    *self.values,
                     len(self.steps),
                     (group["seed"] + (1 << 31)) % (1 << 32) - (1 << 31),
                     1 - beta1,
@@ -119,11 +119,9 @@ class FusedUpdate:
     def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def _dynamic(self, format: Any) -> tuple[Tensor, Tensor]:
-        """Values and boundaries of a dynamic format; unused tensors for other formats."""
-        if not format.values:
-            return self.steps, self.steps
-        return groups.values_of(format, self.device), groups.boundaries(format, self.device)
+    def _values(self, format: StateFormat) -> Tensor:
+        """Values of a dynamic format; for other formats a tensor that is not used."""
+        return groups.values_of(format, self.device) if format.values else self.steps
 
     def _tables(self, slots: Sequence[Slot]) -> Tensor:
         """Addresses of each parameter and of its states' tensors, int64 [parameters, columns]."""

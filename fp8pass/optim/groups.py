@@ -21,16 +21,20 @@ import torch
 from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE, truncated
+from fp8pass.optim.rounding import round_to_bf16, uniform
 from fp8pass.optim.state_formats import StateFormat
 
 EXPONENT_BITS = 0x7F800000
+# Of the noise by which codes of dynamic formats are rounded.
+DIGITS = 23
 # A range wider than the square of the format's is cut at its lower end: smaller powers would make
 # the codes of the whole group coarser for the sake of its smallest values.
 MIN_POWER = 0.5
 # Groups of nearly equal values need no finer codes, and larger powers amplify fp32's own errors.
 MAX_POWER = 64.0
-# Binades left free at each end of a format, so that errors of fp32 logarithms do not exceed it.
-SPARE = 2.0**-9
+# Binades left free at each end of a format, so that errors of fp32 logarithms, and what is added to
+# numbers that are rounded stochastically, do not exceed it.
+SPARE = 2.0**-7
 
 
 class Stored(NamedTuple):
@@ -41,23 +45,25 @@ class Stored(NamedTuple):
     power: Tensor | None = None
 
 
-def encode(x: Tensor, format: StateFormat, noise: Tensor | None = None) -> Stored:
-    """fp32 rows `x` [R, G] in `format`, rounded to nearest, or by `noise` in [-1/2, 1/2).
+def encode(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Stored:
+    """fp32 rows `x` [R, G] in `format`, rounded to nearest, or stochastically by random `bits`.
 
     A group in which all numbers are subnormal in fp32 becomes zero.
     """
     if not format.grouped:
-        return Stored(x.to(format.dtype))
+        return Stored(x.to(format.dtype) if bits is None else round_to_bf16(x, bits))
     amax = x.abs().amax(-1)
     amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
         scale = _scale(amax, format)
-        return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format, noise), scale)
+        return Stored(_codes(x * scale.float().reciprocal().unsqueeze(-1), format, bits), scale)
     scale, power = _expansion(x.abs(), amax, format)
     relative = x.abs() * scale.float().reciprocal().unsqueeze(-1)
     expanded = (power.float().unsqueeze(-1) * relative.log2()).exp2() * format.middle
-    return Stored(_codes(expanded.copysign(x), format, noise), scale, power)
+    if bits is not None:
+        expanded = expanded * (1 + (1 - power.float().reciprocal()) * format.lost).unsqueeze(-1)
+    return Stored(_codes(expanded.copysign(x), format, bits), scale, power)
 
 
 def decode(stored: Stored, format: StateFormat) -> Tensor:
@@ -114,14 +120,33 @@ def _of_groups(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Te
     return torch.where(amax == 0, zero, x).to(GROUP_SCALE_DTYPE)
 
 
-def _codes(x: Tensor, format: StateFormat, noise: Tensor | None) -> Tensor:
+def _codes(x: Tensor, format: StateFormat, bits: Tensor | None) -> Tensor:
     """The codes of scaled values `x`."""
     if not format.signed:
         x = torch.where(x > 0, x.clamp_min(format.min), x)
-    if noise is not None:
-        binade = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
-        step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
-        x = (x / step + (noise + 0.5)).floor() * step
     if format.values:
+        if bits is not None:
+            return _up_or_down(x, format, bits).to(format.dtype)
         return torch.bucketize(x, boundaries(format, x.device)).to(format.dtype)
+    if bits is not None:
+        x = _dithered(x, format, bits)
     return x.clamp(-format.max, format.max).to(format.dtype).view(format.stored)
+
+
+def _dithered(x: Tensor, format: StateFormat, bits: Tensor) -> Tensor:
+    """`x` rounded stochastically to the numbers of a float format.
+
+    There is noise of as many digits as are dropped, so that the sum of both is exact.
+    """
+    magnitude = x.abs()
+    binade = (magnitude.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
+    return ((magnitude / step + uniform(bits, format.dropped)).floor() * step).copysign(x)
+
+
+def _up_or_down(x: Tensor, format: StateFormat, bits: Tensor) -> Tensor:
+    """The codes of `x` in a dynamic format, rounded stochastically."""
+    values = values_of(format, x.device)
+    below = (torch.bucketize(x, values, right=True) - 1).clamp(0, len(values) - 2)
+    low, high = values[below], values[below + 1]
+    return below + (x - low > uniform(bits, DIGITS) * (high - low))

@@ -22,7 +22,8 @@ from fp8pass.codegen.kernels.prelude import prelude
 from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.optim.functions import QUOTIENT, axes, functions
 from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
-from fp8pass.optim.options import Storage
+from fp8pass.optim.options import PARAMETER, Storage
+from fp8pass.optim.rounding import ROTATIONS
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.update import SMALLEST_EPS
 
@@ -36,8 +37,7 @@ LAUNCH = {"num_warps": 1, "maxnreg": 168}
 # A smaller rate counts as zero, so that no finite second moment gives a divisor beyond 2^126. An
 # infinite one gives no finite quotient, and a group that is not finite from the next step on.
 SMALLEST_RATE = 2.0**-61
-# Columns of the table of pointers, in addition to those of states.
-PARAMETER, GRADIENT = "parameter", "gradient"
+GRADIENT = "gradient"
 
 _TYPES = {
     torch.float32: "tl.float32",
@@ -52,7 +52,7 @@ _KERNEL = """
 @triton.jit(do_not_specialize=["count", "seed"])
 def adamw(
     tables, gradients, sizes, numbers, steps, factors, control, parameter_of, first_chunk,
-    exp_avg_values, exp_avg_bounds, exp_avg_sq_values, exp_avg_sq_bounds,
+    exp_avg_values, exp_avg_sq_values,
     count, seed, complement1, beta2, complement2, eps, ALIGNED: tl.constexpr,
 ):
     if tl.load(control + 1) != 0.0:
@@ -110,7 +110,9 @@ key = mix(key + tl.load(steps + number).to(tl.int32)) + (begin // 2).to(tl.int32
 pair_in_tile = (row{each_row} * {parts} + part) * {pairs}
 pair_in_tile += tl.arange(0, {pairs})[None, None, :]
 """
-_DRAW = "bits, exchanged_bits = random_bits(key, (first // 2) + pair_in_tile)"
+# Bits rotated by 16 come with the others; those rotated by 0 are the others.
+_DRAW = "bits, rotated_16 = random_bits(key, (first // 2) + pair_in_tile)"
+_ROTATE = "rotated_{by} = bits << {by} | bits >> {rest} & {mask}"
 
 _UPDATE = """
 exp_avg = exp_avg + of_first * gradient
@@ -161,25 +163,30 @@ _EXPANSION = """
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
 {x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
-{x}_offset = ({log2_middle!r} - {x}_power * {x}_center){each_row}
+{x}_offset = {log2_middle!r} - {x}_power * {x}_center
+{x}_offset = ({x}_offset + (1.0 - reciprocal({x}_power)) * {log2_lost!r}){each_row}
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
-_SIGNED_CODES = """
-{x}_coded = exp2({x}_log * {x}_power{each_row} + {x}_offset)
-{x}_coded = with_sign({x}_coded, bits_of({x}))
-"""
+_SIGNED_CODES = "{x}_coded = exp2({x}_log * {x}_power{each_row} + {x}_offset)"
+_SIGN = "{x}_coded = with_sign({x}_coded, bits_of({x}))"
 # Zeros remain NaN, and no other number becomes zero.
 _UNSIGNED_CODES = """
 {x}_coded = {x}_finite * {x}_power{each_row} + {x}_offset
 {x}_coded = exp2(largest({x}_coded, {log2_min!r}))
 """
+# The code below, or the one above: never beyond the last.
 _SEARCH = """
 {x}_code = tl.zeros({x}_coded.shape, tl.int32)
 for bit in tl.static_range(8):
     {x}_probe = {x}_code + (128 >> bit)
-    {x}_code = tl.where(tl.load({x}_bounds + {x}_probe - 1) < {x}_coded, {x}_probe, {x}_code)
-tl.store({x}_first + result + of_part, {x}_code.to(tl.uint8), result_there)
+    {x}_code = tl.where(tl.load({x}_values + {x}_probe) <= {x}_coded, {x}_probe, {x}_code)
+{x}_code = tl.minimum({x}_code, 254)
+{x}_low = tl.load({x}_values + {x}_code)
+{x}_distance = tl.load({x}_values + {x}_code + 1) - {x}_low
+{x}_code += ({x}_coded - {x}_low > uniform({bits}) * {x}_distance).to(tl.int32)
 """
+# The sign of a code that is a float, above the bits of its magnitude.
+_SIGNED = "{x}_code = {x}_code | bits_of({x}) >> {down} & {sign}"
 
 # The factor of a state when it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
@@ -192,8 +199,7 @@ class UpdateWriter:
         self.states = storage.states(parameter)
         self.columns = table_columns(storage, parameter)
         self.dtypes = {PARAMETER: parameter, GRADIENT: gradient}
-        self.stochastic = storage.rounds_weights(parameter)
-        self.draws = self.stochastic or storage.second.dithers
+        self.rounded = storage.rounded(parameter)
         self.group_size = storage.group_size
         self.rows = max(1, TILE // self.group_size)
         self.parts = min(MAX_PARTS, self.group_size // 8)
@@ -211,12 +217,12 @@ class UpdateWriter:
         if weights == PARAMETER:
             self._load(PARAMETER)
         self._update(weights)
-        if self.draws:
+        if self.rounded:
             pairs = self.group_size // self.parts // 2
             key = _KEY.format(each_row=axes().each_row, parts=self.parts, pairs=pairs)
             self.before += key.strip().splitlines()
             self.lines.append(_DRAW)
-        # In the order that takes the fewest registers: first moments, last, need no random bits.
+        # In the order that takes the fewest registers.
         self._store_parameter(weights)
         for name, format in reversed(self.states.items()):
             self._write_state(name, format)
@@ -292,13 +298,15 @@ class UpdateWriter:
 
     def _write_state(self, x: str, format: StateFormat) -> None:
         if not format.grouped:
-            self._store(x, x, format.dtype)
+            value = f"stochastic({x}, {self._bits(x)})" if format.rounds else x
+            self._store(x, value, format.dtype)
             return
         numbers = {
             "per_max": 1 / format.max,
             "tiny": SMALLEST_SCALE,
             "log2_middle": math.log2(format.middle),
             "log2_min": math.log2(format.min),
+            "log2_lost": math.log2(1 + format.lost),
             "half_span": format.span / 2 - SPARE,
             "longest": format.span / MIN_POWER,
             "max_power": MAX_POWER,
@@ -309,22 +317,47 @@ class UpdateWriter:
         else:
             self._add(_AMAX + _PLAIN_SCALE, x=x, **numbers)
             if not format.signed:
-                self.lines.append(f"{x}_coded = smallest({x}_coded, {format.max!r})")
                 least = f"largest({x}_coded, {format.min!r})"
                 self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
         self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
         if format.values:
-            self._add(_SEARCH, x=x)
-        elif format.dithers:
-            dithered = f"dithered({x}_coded, bits, {_factor(format)!r}, {_shift(format)})"
-            self._store(x, _upper_bits(dithered, format), format.stored, bitcast=True)
+            self._write_dynamic(x, format)
         else:
-            # Rounded to nearest, no number exceeds the largest code.
-            code = f"{x}_coded.to({_TYPES[format.dtype]})"
-            self._store(x, code, format.stored, bitcast=True)
+            self._write_float(x, format)
+
+    def _write_dynamic(self, x: str, format: StateFormat) -> None:
+        """Find and store the codes of a format without dtype."""
+        if format.signed and format.expands:
+            self._add(_SIGN, x=x)
+        self._add(_SEARCH, x=x, bits=self._bits(x))
+        self._store(x, f"{x}_code", format.stored)
+
+    def _write_float(self, x: str, format: StateFormat) -> None:
+        """Store codes that are floats."""
+        magnitude, shift = f"{x}_coded", _shift(format)
+        if not format.expands:  # which leaves room for errors of scaled values
+            magnitude = f"smallest(tl.abs({magnitude}), {format.max!r})"
+        noise = self._bits(x)
+        self.lines.append(
+            f"{x}_code = dithered({magnitude}, {noise}, {_factor(format)!r}, {shift})"
+        )
+        if format.signed:
+            sign = shift + 8 * format.dtype.itemsize - 1
+            self._add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)
+        self._store(x, _upper_bits(f"{x}_code", format), format.stored, bitcast=True)
+
+    def _bits(self, name: str) -> str:
+        """The random bits by which `name` is rounded."""
+        by = ROTATIONS[name]
+        if by in (0, 16):
+            return "rotated_16" if by else "bits"
+        self._add(_ROTATE, by=by, rest=32 - by, mask=(1 << by) - 1)
+        return f"rotated_{by}"
 
     def _store_parameter(self, weights: str) -> None:
-        value = f"stochastic({weights}, exchanged_bits)" if self.stochastic else weights
+        value = weights
+        if PARAMETER in self.rounded:
+            value = f"stochastic({weights}, {self._bits(PARAMETER)})"
         self._store(PARAMETER, value, self.dtypes[PARAMETER])
 
     def _store(self, name: str, value: str, dtype: torch.dtype, *, bitcast: bool = False) -> None:

@@ -27,6 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # FP8-LM 2.2, Eq. 8, with a scale for each group instead of each tensor: finer, in one pass.
     "fp8-lm": {"first_moment": "e4m3", "second_moment": "fp16", "weights": "fp16"},
 }
+# The name of weights among those of states.
+PARAMETER = "parameter"
 # The options that say how states are stored. A checkpoint with others is converted to these.
 STORAGE = ("first_moment", "second_moment", "weights", "group_size")
 
@@ -57,15 +59,17 @@ class Storage:
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
 
-    def rounds_weights(self, dtype: torch.dtype) -> bool:
-        """Whether parameters of `dtype` are rounded stochastically."""
-        return self.weights == "stochastic" and dtype == torch.bfloat16
-
     def states(self, dtype: torch.dtype) -> dict[str, StateFormat]:
         """The stored states of a parameter of `dtype`, by name, with their formats."""
         found = {"exp_avg": self.first, "exp_avg_sq": self.second}
         master = self.master(dtype)
         return found | {"master": master} if master else found
+
+    def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """What an update rounds stochastically: states of a parameter of `dtype`, or itself."""
+        found = tuple(name for name, format in self.states(dtype).items() if format.rounds)
+        weights = self.weights == "stochastic" and dtype == torch.bfloat16
+        return (*found, PARAMETER) if weights else found
 
 
 @cache

@@ -1,9 +1,10 @@
 """Stochastic rounding with a counter-based generator (LLMQ 3).
 
-A number is rounded up with the probability that preserves its expectation, so that updates far
-below its last bit add up: those of BF16 weights, and of second moments in FP8. The random bits are
-a hash of seed, parameter, step and element. They have no state and are the same on every run,
-whichever parameters are updated together. All arithmetic is in integers, which wrap around.
+A number is rounded up with the probability that preserves its expectation, so that changes far
+below its last bit add up: those of BF16 weights, of master copies, moments and sums of gradients.
+The random bits are a hash of seed, parameter, step and element. They have no state and are the same
+on every run, whichever parameters are updated together. All arithmetic is in integers, which wrap
+around.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
 # Factors of 64-bit products, which are folded to 32 bits: digits of e.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
+# What an update rounds of an element has its own bits of the hash: rotated by so many to the left,
+# the upper ones are those that decide. Weights have no bits of their own beside a master copy.
+ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "master": 16, "parameter": 16}
 
 
 def mix(x: Tensor) -> Tensor:
@@ -33,11 +37,15 @@ def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
     return mix(mix(mix(torch.full_like(parameters, wrapped)) + parameters) + steps.int())
 
 
+def key_of_sum(key: Tensor, count: int) -> Tensor:
+    """The key of a sum of `count` gradients after the step that `key` is of: of no other step."""
+    return mix(key + count)
+
+
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
     """Random int32 for elements of parameters with the keys `key`, int32 (they broadcast).
 
-    Two neighbours have the same bits with the halves exchanged: a weight is rounded by the lower
-    half, its second moment mainly by the upper one.
+    Two neighbours have the same bits with the halves exchanged.
     """
     x = key.long() + (element >> 1) & LOW_WORD
     for factor in FOLDED_FACTORS:
@@ -46,12 +54,17 @@ def random_bits(key: Tensor, element: Tensor) -> Tensor:
     return torch.where(element & 1 == 0, x, x >> 16 | x << 16).int()
 
 
+def rotated(bits: Tensor, by: int) -> Tensor:
+    """int32 `bits` rotated to the left by `by`, 0 to 31."""
+    return bits << by | bits >> 32 - by & (1 << by) - 1
+
+
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 `x` stochastically rounded to bf16 by the lower half of random `bits`."""
-    rounded = (x.view(torch.int32) + (bits & 0xFFFF) & BF16_BITS).view(torch.float32)
+    """fp32 `x` stochastically rounded to bf16 by the upper half of random `bits`."""
+    rounded = (x.view(torch.int32) + (bits >> 16 & 0xFFFF) & BF16_BITS).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def uniform(bits: Tensor) -> Tensor:
-    """Numbers in [-1/2, 1/2) from the upper bits of random `bits`."""
-    return (bits >> 9 & 0x7FFFFF | 0x3F800000).view(torch.float32) - 1.5
+def uniform(bits: Tensor, digits: int) -> Tensor:
+    """fp32 numbers in [0, 1) of up to 24 binary digits: the upper ones of random `bits`."""
+    return (bits >> 32 - digits & (1 << digits) - 1).float() * 2.0**-digits

@@ -55,13 +55,14 @@ class StateFormat:
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
-    def dithers(self) -> bool:
-        """Whether a step rounds codes stochastically.
+    def rounds(self) -> bool:
+        """Whether it does not hold every fp32 number."""
+        return self.dtype != torch.float32
 
-        A second moment decays by less than half the distance of two codes: rounded to nearest it
-        would never decay. A first moment decays by more.
-        """
-        return not self.signed and self.mantissa > 0
+    @property
+    def dropped(self) -> int:
+        """How many of fp32's mantissa bits a code that is a float does not have."""
+        return 23 - self.mantissa
 
     @property
     def zero(self) -> int:
@@ -77,6 +78,16 @@ class StateFormat:
     def middle(self) -> float:
         """The geometric mean of the smallest and the largest code."""
         return math.sqrt(self.max * self.min)
+
+    @property
+    def lost(self) -> float:
+        """What stochastic rounding takes from the mean of values with a large power of expansion.
+
+        It keeps the mean of codes, of which a power p keeps (1 - p) · p/2 · variance / code² less.
+        Relative to codes, and for floats: a twelfth of the squared distance of two codes, on
+        average over a binade. That of dynamic formats is not worth a correction.
+        """
+        return 4.0**-self.mantissa / (32 * math.log(2)) if self.mantissa else 0.0
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -137,9 +148,12 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
+    # The largest magnitude of both signs: -1 would be cut, and a sum lose by it in every addition.
+    largest = min(max(values), -min(values)) if values and signed else base.max
     return replace(
         base,
         name=name,
+        max=largest,
         min=smallest,
         signed=signed,
         expands=name.endswith(EXPAND),

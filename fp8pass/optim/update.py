@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8pass.optim import rounding
 from fp8pass.optim.groups import Stored, decode, encode
-from fp8pass.optim.options import Storage
+from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
 from fp8pass.optim.state_formats import StateFormat
 
@@ -29,6 +29,11 @@ CPU_BATCH = 1 << 17
 BATCH = 1 << 24
 # A smaller ε is replaced by this one: nothing is divided by zero where gradients were zero.
 SMALLEST_EPS = 2.0**-100
+
+
+def batch_size(device: torch.device) -> int:
+    """How many elements are computed with at once on a device."""
+    return CPU_BATCH if device.type == "cpu" else BATCH
 
 
 class Factors(NamedTuple):
@@ -131,7 +136,7 @@ def _batches(
     slots: Sequence[Slot], gradients: Sequence[Tensor], group_size: int
 ) -> Iterator[list[tuple[Slot, Tensor]]]:
     """Slots, or pieces of them, with their gradients, in batches to be joined."""
-    limit = CPU_BATCH if slots[0].parameter.device.type == "cpu" else BATCH
+    limit = batch_size(slots[0].parameter.device)
     batch: list[tuple[Slot, Tensor]] = []
     joined = 0
     for slot, gradient in zip(slots, gradients, strict=True):
@@ -180,19 +185,17 @@ def _update_batch(
         weights = rows.join((s.parameter for s in slots), torch.float32)
     weights = weights * decay - rate * (m / (v.sqrt() * correction + eps))
 
-    stochastic = storage.rounds_weights(slots[0].parameter.dtype)
-    bits = None
-    if stochastic or storage.second.dithers:
+    bits: dict[str, Tensor] = {}
+    if rounded := storage.rounded(slots[0].parameter.dtype):
         numbers = torch.tensor([s.number for s in slots], dtype=torch.int32, device=steps.device)
         keys = rows.spread(rounding.keys(group["seed"], numbers, steps))
-        bits = rounding.random_bits(keys, rows.elements((s.first for s in slots), steps.device))
-    noise = rounding.uniform(bits) if bits is not None and storage.second.dithers else None
-    _write(rows, slots, "exp_avg", encode(m, storage.first))
-    _write(rows, slots, "exp_avg_sq", encode(v, storage.second, noise))
-    if master:
-        _write(rows, slots, "master", encode(weights, master))
-    if bits is not None and stochastic:
-        weights = rounding.round_to_bf16(weights, bits)
+        shared = rounding.random_bits(keys, rows.elements((s.first for s in slots), steps.device))
+        bits = {name: rounding.rotated(shared, rounding.ROTATIONS[name]) for name in rounded}
+    values = {"exp_avg": m, "exp_avg_sq": v, "master": weights}
+    for name, format in storage.states(slots[0].parameter.dtype).items():
+        _write(rows, slots, name, encode(values[name], format, bits.get(name)))
+    if PARAMETER in bits:
+        weights = rounding.round_to_bf16(weights, bits[PARAMETER])
     rows.split(weights, (s.parameter for s in slots))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from optim_helpers import parameters, run, single_process
+from optim_helpers import EXACT_STATES, parameters, run, single_process
 from torch import nn
 
 from fp8pass.optim import AdamW
@@ -79,7 +79,7 @@ def test_zero_redundancy(tmp_path):
     with single_process(tmp_path):
         ours, sharded = parameters(), parameters()
         # It sorts parameters by size, and numbers, which random bits depend on, are others.
-        options = {"lr": 0.01, "second_moment": "fp32"}
+        options = {"lr": 0.01, **EXACT_STATES}
         run(sharded, ZeroRedundancyOptimizer(sharded, AdamW, **options), range(3))
         run(ours, AdamW(ours, **options), range(3))
         for p, q in zip(ours, sharded, strict=True):

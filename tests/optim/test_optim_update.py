@@ -50,25 +50,29 @@ def test_with_fp32_states_equals_torch_and_fp64(options, shapes, steps):
 
 
 @given(hyperparameters, st.integers(1, 9))
-def test_bf16_parameters_and_states_equal_the_fused_torch(options, steps):
-    """Fused, it computes in fp32 and rounds what it stores, as we do."""
+def test_bf16_parameters_and_states_are_near_those_of_the_fused_torch(options, steps):
+    """Fused, it computes in fp32 and rounds what it stores, to nearest: the first step is equal,
+    the next ones are of moments that may be a code apart for each step."""
     ours, theirs = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     storage = {"first_moment": "bf16", "second_moment": "bf16", "weights": "nearest"}
     run(ours, AdamW(ours, **options, **storage), range(steps))
     run(theirs, torch.optim.AdamW(theirs, **options, fused=True), range(steps))
     for p, q in zip(ours, theirs, strict=True):
         # Values near the middle between two numbers may be rounded two ways.
-        torch.testing.assert_close(p, q, rtol=2**-7, atol=options["lr"] * 2**-6)
-        if p.numel() > 100:
+        atol = options["lr"] * 2**-6 * (1 if steps == 1 else 4 * steps)
+        torch.testing.assert_close(p, q, rtol=2**-7 * steps, atol=atol)
+        if p.numel() > 100 and steps == 1:
             assert (p != q).double().mean() < 0.05
 
 
+@pytest.mark.parametrize(("name", "distance"), [("e4m3+expand", 0.15), ("bf16", 2**-7)])
 @given(hyperparameters, some_shapes, st.integers(1, 9))
-def test_fp8_states_are_near_those_of_fp64(options, shapes, steps):
+def test_rounded_states_are_near_those_of_fp64(name, distance, options, shapes, steps):
     """A step rounds by up to the distance of two codes, an eighth; roundings add up at random."""
     ours, wide = parameters(shapes), parameters(shapes)
     wide = [nn.Parameter(p.detach().double()) for p in wide]
-    optimizer, exact = AdamW(ours, **options), torch.optim.AdamW(wide, **options)
+    optimizer = AdamW(ours, first_moment=name, second_moment=name, **options)
+    exact = torch.optim.AdamW(wide, **options)
     for step in range(steps):
         set_gradients(ours, step)
         for p, q in zip(wide, ours, strict=True):
@@ -82,7 +86,7 @@ def test_fp8_states_are_near_those_of_fp64(options, shapes, steps):
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             want = exact.state[q][name].reshape(-1)
             error = values_of(optimizer, number, name, signed).double() - want
-            assert error.norm() <= 0.15 * steps**0.5 * want.norm() + 1e-30
+            assert error.norm() <= distance * steps**0.5 * want.norm() + 1e-30
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -108,8 +112,9 @@ def test_weights_stay_near_those_of_fp32(dtype, weights):
 
 
 def test_a_master_copy_keeps_what_parameters_lose():
-    """Updates far below a weight's last bit add up; an FP16 copy has three bits more."""
-    for weights, lr in (("fp32", 1e-4), ("stochastic", 1e-4), ("nearest", 1e-4), ("fp16", 6e-4)):
+    """Updates far below a weight's last bit add up, and those below the last bit of an FP16 copy,
+    which has three bits more."""
+    for weights, lr in (("fp32", 1e-4), ("stochastic", 1e-4), ("nearest", 1e-4), ("fp16", 5e-5)):
         p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         optimizer = AdamW([p], lr=lr, weight_decay=0.0, weights=weights)
         for _ in range(round(0.02 / lr)):
