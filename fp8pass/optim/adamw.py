@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim import checkpoint, fused
+from fp8pass.optim import checkpoint, fused, rounding
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.slots import Slot, local, new_state
@@ -33,11 +33,13 @@ class AdamW(torch.optim.Optimizer):
         preset: `coat`, or `fp8-lm`: first moment FP8, second moment and master weights FP16.
         first_moment: format, by default that of the preset: `e4m3`, `e5m2` or `de8` (8-bit dynamic
             exponent), each also with `+expand`, `fp16`, `bf16`, `fp32`.
-        second_moment: the same. In FP8 and FP16 it is rounded stochastically: rounded to nearest it
-            would not follow gradients that become smaller if `betas[1]` is near 1.
+            Both moments are rounded stochastically: rounded to nearest they would not follow
+            gradients that become smaller if their beta is near 1.
+        second_moment: the same.
         weights: how 16-bit parameters get updates smaller than their precision. `stochastic`: BF16
             is rounded stochastically, so that the update is there on average (FP16 is rounded to
-            nearest). `nearest`: the update is lost. `fp32`, `fp16`: a master copy gets it.
+            nearest). `nearest`: the update is lost. `fp32`, `fp16`: a master copy gets it, the
+            latter rounded stochastically.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
         maximize: whether to maximize the objective instead of minimizing it.
@@ -194,6 +196,13 @@ class AdamW(torch.optim.Optimizer):
             slots.append(Slot.of(self._number(parameter), parameter, state, storage))
         return slots
 
+    def key(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        """The key of random bits for a parameter of `group` at its last step, int32 [1]."""
+        step = self.state[parameter]["step"] if self.state.get(parameter) else torch.zeros(())
+        number = torch.full((1,), self._number(parameter), dtype=torch.int32)
+        device = local(parameter).device
+        return rounding.keys(group["seed"], number.to(device), step.to(device))
+
     def _number(self, parameter: Tensor) -> int:
         """The number of a parameter among all of the optimizer."""
         if parameter not in self._numbers:
@@ -207,7 +216,8 @@ class AdamW(torch.optim.Optimizer):
         States are converted to the formats of this optimizer; other options are the checkpoint's.
 
         Raises:
-            ConfigError: the checkpoint is of another optimizer, or of parameters of other shapes.
+            ConfigError: the checkpoint is of another optimizer, or of parameters of other shapes,
+                or has an option with an invalid value.
             ValueError: the checkpoint has other parameter groups.
         """
         # PyTorch would cast states to the dtype of their parameter, which the hook hides. It runs

@@ -2,12 +2,14 @@
 
 The gradient is freed before the next one is computed, so that gradients never take memory together.
 Gradients of several backwards are accumulated in a buffer of 8 bits an element (AGoQ 5): decoded,
-added in fp32, and encoded again in groups.
+added in fp32, and encoded again in groups, rounded stochastically. Rounded to nearest, the sum
+would lose gradients smaller than half the distance of two codes. The price of its mean being right
+is noise that grows with every gradient: many are accumulated in 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +20,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass.config import ConfigError
+from fp8pass.optim import rounding
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.groups import Stored, decode, encode
 from fp8pass.optim.slots import from_rows, local, to_rows
 from fp8pass.optim.state_formats import StateFormat, moment_format
+from fp8pass.optim.update import batch_size
 
 GROUP_SIZE = 128
+# The formats of sums: 8 bits for up to so many gradients, then 16.
+FEW = 8
+BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
 
 
 @dataclass
@@ -42,20 +49,47 @@ class Accumulated:
         self.count += 1
         return rows
 
-    def keep(self, rows: Tensor) -> None:
-        """Store a sum."""
-        self.stored = encode(rows, self.format)
+    def keep(self, rows: Tensor, key: Tensor) -> None:
+        """Store a sum, rounded by the random bits of `key`, int32 [1]."""
+        key = rounding.key_of_sum(key, self.count)
+        size = batch_size(rows.device) // GROUP_SIZE
+        # In pieces: random bits and what else encoding needs would be larger than the sum.
+        self.stored = _joined(
+            [
+                encode(piece, self.format, rounding.random_bits(key, _elements(piece, i * size)))
+                for i, piece in enumerate(rows.split(size))
+            ]
+        )
 
     def clear(self) -> None:
         """Start a new sum."""
         self.stored, self.count = None, 0
 
 
+def _elements(rows: Tensor, first: int) -> Tensor:
+    """The positions of elements in a tensor, int64 [R, G], from row `first` on."""
+    begin = first * GROUP_SIZE
+    return torch.arange(begin, begin + rows.numel(), device=rows.device).view_as(rows)
+
+
+def _joined(pieces: list[Stored]) -> Stored:
+    """Pieces of a sum as one."""
+    codes, *groups = zip(*pieces, strict=True)
+    return Stored(torch.cat(codes), *(None if x[0] is None else torch.cat(x) for x in groups))
+
+
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """An optimizer that steps within the backward; `detach` ends that."""
+    """An optimizer that steps within the backward; `detach` ends that.
+
+    Attributes:
+        optimizer: the optimizer that steps.
+        parameters: the parameters that it updates.
+        accumulated: their sums of gradients, if it does not step in every backward.
+    """
 
     optimizer: AdamW
+    parameters: frozenset[Tensor]
     accumulated: dict[Tensor, Accumulated]
     _handles: list[RemovableHandle] = field(repr=False)
 
@@ -77,7 +111,7 @@ _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
 def attach(
-    model: nn.Module, optimizer: AdamW, *, accumulate: int = 1, buffer: str = "e4m3"
+    model: nn.Module, optimizer: AdamW, *, accumulate: int = 1, buffer: str | None = None
 ) -> Attached:
     """Have `loss.backward()` update the parameters of `model`.
 
@@ -92,17 +126,22 @@ def attach(
         model: the module to train. A parameter that it uses several times is updated once.
         optimizer: the optimizer of all parameters of `model` that are trained.
         accumulate: update in every n-th backward, by the sum of gradients since the last update.
-        buffer: format of that sum: `e4m3`, `e5m2` or `de8`.
+        buffer: format of that sum: `e4m3`, `e5m2`, `de8`, or `fp16`, with two bytes an element. By
+            default `e4m3` for the sum of up to 8 gradients, and `fp16` for that of more: each
+            addition rounds the sum, and in 8 bits the errors of many become as large as it is.
 
     Raises:
-        ConfigError: the optimizer is no `fp8pass.optim.AdamW` or lacks a parameter, the model's
-            gradients are reduced over ranks, or an option has an invalid value.
+        ConfigError: the optimizer is no `fp8pass.optim.AdamW` or lacks a parameter, parameters are
+            attached already, the model's gradients are reduced over ranks, or an option has an
+            invalid value.
     """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
+    if buffer is None:
+        buffer = "e4m3" if accumulate <= FEW else "fp16"
+    if buffer not in BUFFERS:
+        raise ConfigError(f"buffer is one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
     format = moment_format(buffer, signed=True)
-    if format.stored != torch.uint8 or format.expands:
-        raise ConfigError(f"buffer is one of 'e4m3', 'e5m2', 'de8', got {buffer!r}.")
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
             f"attach takes an fp8pass.optim.AdamW, got {type(optimizer).__name__}: make one of the "
@@ -117,6 +156,7 @@ def attach(
             f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Give it "
             "model.parameters(), or switch their gradients off with requires_grad_(False)."
         )
+    _check_nothing_is_attached(trained)
     accumulated: dict[Tensor, Accumulated] = {}
     if accumulate > 1:
         accumulated |= {p: Accumulated(format) for p in trained.values()}
@@ -124,9 +164,10 @@ def attach(
     for parameter in trained.values():
         hook: Callable[..., None] = partial(_step, ref(optimizer), groups[parameter])
         if accumulate > 1:
-            hook = partial(_accumulate, hook, accumulated[parameter], accumulate)
+            sum_ = accumulated[parameter]
+            hook = partial(_accumulate, ref(optimizer), groups[parameter], sum_, accumulate)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    attached = Attached(optimizer, accumulated, handles)
+    attached = Attached(optimizer, frozenset(trained.values()), accumulated, handles)
     for module in model.modules():
         if any(p in groups for p in module.parameters(recurse=False)):
             _ATTACHED.setdefault(module, []).append(attached)
@@ -148,28 +189,49 @@ def _check_nothing_reduces_later(model: nn.Module) -> None:
             )
 
 
-def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
-    optimizer = reference()
-    if optimizer is None:
-        raise RuntimeError(
-            "A parameter outlived its module and the optimizer that was attached to it: keep the "
-            "optimizer, or detach it first."
+def _check_nothing_is_attached(trained: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if a backward updates some of these parameters already."""
+    # A parameter is an element of a set by identity: equality would compare its numbers.
+    already = {id(p) for each in _ATTACHED.values() for x in each for p in x.parameters}
+    if names := [name for name, p in trained.items() if id(p) in already]:
+        raise ConfigError(
+            f"An optimizer is attached already to parameters of the model: {', '.join(names[:3])}. "
+            "Call detach() of what that attach returned first."
         )
+
+
+def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
+    optimizer = _alive(reference)
     optimizer.update(optimizer.param_groups[group], [parameter])
     parameter.grad = None
 
 
 @torch.no_grad()
 def _accumulate(
-    step: Callable[[Tensor], None], accumulated: Accumulated, backwards: int, parameter: Tensor
+    reference: ref[AdamW],
+    group: int,
+    accumulated: Accumulated,
+    backwards: int,
+    parameter: Tensor,
 ) -> None:
     assert parameter.grad is not None
     gradient = local(parameter.grad)
     rows = accumulated.add(gradient)
     if accumulated.count < backwards:
-        accumulated.keep(rows)
+        optimizer = _alive(reference)
+        accumulated.keep(rows, optimizer.key(optimizer.param_groups[group], parameter))
         parameter.grad = None
         return
     accumulated.clear()
     gradient.copy_(from_rows(rows, gradient.shape))
-    step(parameter)
+    _step(reference, group, parameter)
+
+
+def _alive(reference: ref[AdamW]) -> AdamW:
+    optimizer = reference()
+    if optimizer is None:
+        raise RuntimeError(
+            "A parameter outlived its module and the optimizer that was attached to it: keep the "
+            "optimizer, or detach it first."
+        )
+    return optimizer
