@@ -33,6 +33,7 @@ LARGEST_WORK = 40_000
 Relative = dict[Symbol, dict[Symbol, float]]
 
 
+@torch.enable_grad()  # compilers run without
 def relative_bounds(
     samples: Samples,
     sources: Sequence[Symbol],
@@ -175,6 +176,7 @@ def _ratio(change: Tensor, size: Tensor) -> float:
     return worst if math.isfinite(worst) else math.inf
 
 
+@torch.enable_grad()
 def expected(samples: Samples, sources: Sequence[Symbol], outputs: Sequence[Symbol]) -> Relative:
     """Relative RMS change of each output, per unit relative RMS perturbation of each source.
 
