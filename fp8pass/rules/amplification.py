@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from sympy import Symbol
@@ -30,6 +31,14 @@ from fp8pass.rules.samples import ON_CPU, Samples, compute
 # Passes of autograd over a region times its operators: some tenths of a second.
 LARGEST_WORK = 40_000
 
+
+class Size(Enum):
+    """What a perturbation of a value is relative to."""
+
+    OWN = "own"  # the value: as formats round
+    LARGEST = "largest"  # the largest value of the row: as formats flush to zero
+
+
 Relative = dict[Symbol, dict[Symbol, float]]
 
 
@@ -39,6 +48,7 @@ def relative_bounds(
     sources: Sequence[Symbol],
     outputs: Sequence[Symbol],
     kept: Collection[Symbol] = (),
+    relative_to: Size = Size.OWN,
 ) -> Relative:
     """‖Δ‖ of each output's factors, relative to theirs, per unit relative perturbation of a source.
 
@@ -50,7 +60,7 @@ def relative_bounds(
     expressions = samples.expressions
     stored = {s: samples.values[s] for s in kept}
     factors = Factors(expressions, samples.inputs, Reduction(expressions.length), stored)
-    return Bounds(factors, sources).relative(outputs)
+    return Bounds(factors, sources, relative_to).relative(outputs)
 
 
 @dataclass(frozen=True)
@@ -64,10 +74,15 @@ class Derivatives:
 class Bounds:
     """Bounds of the perturbation of factors, for all sources at once."""
 
-    def __init__(self, factors: Factors, sources: Sequence[Symbol]) -> None:
+    def __init__(
+        self, factors: Factors, sources: Sequence[Symbol], relative_to: Size = Size.OWN
+    ) -> None:
         self.factors, self.sources = factors, sources
         self.length = factors.expressions.length
         self._values = [factors.values[s] for s in sources]
+        self._sizes = [x.detach().abs() for x in self._values]
+        if relative_to is Size.LARGEST:
+            self._sizes = [x.amax(-1, keepdim=True) for x in self._sizes]
         self._inputs = [x for x in (*self._values, *factors.cut.values()) if x.requires_grad]
         self._work = 0
         self._rows: dict[Key, list[Tensor | None]] = {}
@@ -113,14 +128,14 @@ class Bounds:
         """The `order`-norm of Δfactor per unit of ‖δ‖_∞ of each source: AGoQ's Eq. 8 and Eq. 12."""
         slopes = self._derivatives(factor)
         totals: list[Tensor | None] = [
-            None if local is None else self._norm(local * value, order)
-            for local, value in zip(slopes.sources, self._values, strict=True)
+            None if local is None else self._norm(local * size, order)
+            for local, size in zip(slopes.sources, self._sizes, strict=True)
         ]
         for key, slope in slopes.statistics.items():
-            size = self._norm(slope, order)
-            for i, (row, value) in enumerate(zip(self._rows[key], self._values, strict=True)):
+            height = self._norm(slope, order)
+            for i, (row, size) in enumerate(zip(self._rows[key], self._sizes, strict=True)):
                 if row is not None:
-                    totals[i] = _plus(totals[i], size * self._norm(row * value, 1))
+                    totals[i] = _plus(totals[i], height * self._norm(row * size, 1))
         return totals
 
     def _row_of(self, key: Key) -> list[Tensor | None]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from fp8pass.dialect.formats import Format
 from fp8pass.graph.symbols import Underivable
-from fp8pass.rules.amplification import Relative, expected, relative_bounds
+from fp8pass.rules.amplification import Relative, Size, expected, relative_bounds
 from fp8pass.rules.expressions import Expressions, express
 from fp8pass.rules.jumps import Jumps, find_jumps, sign_roots
 from fp8pass.rules.ranges import wild_symbols
@@ -27,21 +27,27 @@ class Amplification:
     Attributes:
         bound: the most that any perturbation gives, to first order.
         expected: the root mean square for independent perturbations.
-        needs_signs: whether both hold only for formats that round no value to zero, because the
+        spread: as `bound`, per unit error relative to the largest value of a row, however small
+            the value itself is.
+        needs_signs: whether these hold only for formats that round no value to zero, because the
             backward compares with zero, as that of ReLU does.
     """
 
     bound: float
     expected: float
+    spread: float = 1.0
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
         """Whether a value may be stored in `format`."""
         if math.isinf(tolerance):
             return True
-        signs = format.keeps_signs or not self.needs_signs
-        return signs and self.bound * format.half_step <= tolerance
+        if self.needs_signs and not format.keeps_signs:
+            return False
+        return max(self.bound * format.half_step, self.spread * format.flushed_share) <= tolerance
 
+
+MASKED = "a mask may have made it huge in places, and a group shares one scale"
 
 UNITY = Amplification(1.0, 1.0)
 
@@ -56,13 +62,13 @@ class RegionRule:
         by_index: the amplification of each that may be stored.
         compared: members that must not be computed from inexact values, since a comparison would
             jump.
-        wild: those that may be huge or infinite in a few places.
+        ungrouped: those whose elements cannot share a scale, each with the reason.
         reason: why no rule could be derived; '' if one was.
     """
 
     by_index: dict[int, Amplification] = field(default_factory=dict)
     compared: frozenset[int] = frozenset()
-    wild: frozenset[int] = frozenset()
+    ungrouped: Mapping[int, str] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -166,32 +172,38 @@ class Derivation:
             if n not in self.region.backward and symbols.get(n) in amplifications
         }
         barriers = self.jumps.exact | self.jumps.signs - set(self.expressions.values)
-        wild = self._wild()
+        reasons = dict.fromkeys(self.expressions.statistics, "one number for many values")
+        reasons |= dict.fromkeys(self._wild(), MASKED)
         return RegionRule(
             storable,
             frozenset(first[s] for s in barriers),  # what follows are casts and views of it
-            frozenset(i for i, n in enumerate(nodes) if symbols.get(n) in wild),
+            {i: reasons[symbols[n]] for i, n in enumerate(nodes) if symbols.get(n) in reasons},
         )
 
     def amplifications(self) -> dict[Symbol, Amplification]:
         """The worst over the region's outputs, with all other values recomputed from a value."""
         bounds = self.relative_bounds(self.storable)
+        spreads = self.relative_bounds(self.storable, relative_to=Size.LARGEST)
         means = expected(self.samples, self.storable, self.outputs)
         roots = sign_roots(self.expressions)
         return {
             s: Amplification(
                 max(bounds[s].values(), default=0.0),
                 max(means[s].values(), default=0.0),
+                max(spreads[s].values(), default=0.0),
                 needs_signs=roots.get(s, s) in self.jumps.signs,
             )
             for s in self.storable
         }
 
     def relative_bounds(
-        self, sources: Collection[Symbol], kept: Collection[Symbol] = ()
+        self,
+        sources: Collection[Symbol],
+        kept: Collection[Symbol] = (),
+        relative_to: Size = Size.OWN,
     ) -> Relative:
         """The bound of each output by each source; symbols in `kept` are not recomputed."""
-        return relative_bounds(self.samples, list(sources), self.outputs, kept)
+        return relative_bounds(self.samples, list(sources), self.outputs, kept, relative_to)
 
     def cases(self) -> tuple[dict[Symbol, float], dict[Symbol, float]]:
         """Bounds of each output in Case 1 and Case 2, summed over the stored values (AGoQ 4.1).

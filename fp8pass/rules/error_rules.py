@@ -29,7 +29,7 @@ from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import KEPT_BY_CHOICE
 from fp8pass.rules import attention as attention_rule
-from fp8pass.rules.derivation import UNITY, Amplification, Known, RegionRule, derive
+from fp8pass.rules.derivation import MASKED, UNITY, Amplification, Known, RegionRule, derive
 from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
 from fp8pass.rules.samples import Moments
@@ -37,7 +37,7 @@ from fp8pass.rules.samples import Moments
 # Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
-UNUSED = Amplification(0.0, 0.0)
+UNUSED = Amplification(0.0, 0.0, 0.0)
 
 
 class Rules:
@@ -66,6 +66,7 @@ class Rules:
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
         self._wild: set[fx.Node] = set()
+        self._ungrouped: dict[fx.Node, str] = {}
         self._compared: set[fx.Node] = set()
 
     def _computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
@@ -92,10 +93,12 @@ class Rules:
         for node in self.graph.nodes:
             if node in self.junctions and not self._wild.isdisjoint(node.all_input_nodes):
                 self._wild.add(node)
+                self._ungrouped[node] = MASKED
             for region in ready.get(node, ()):
                 found[region] = rule = derive(region, self.known_of(region))
                 members = (*region.inputs, *region.nodes)
-                self._wild.update(members[i] for i in rule.wild)
+                self._ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
+                self._wild.update(members[i] for i, why in rule.ungrouped.items() if why == MASKED)
                 self._compared.update(members[i] for i in rule.compared)
         return [found[region] for region in self.regions]
 
@@ -128,9 +131,9 @@ class Rules:
         """Whether errors of any size are tolerated, so that nothing has to be derived."""
         return math.isinf(self.tolerance)
 
-    def is_wild(self, node: fx.Node) -> bool:
-        """Whether a mask may have made `node` huge or infinite in places."""
-        return bool(self._rules) and node in self._wild
+    def why_ungrouped(self, node: fx.Node) -> str:
+        """Why elements of `node` cannot share a scale; '' if they can, as far as is known."""
+        return self._ungrouped.get(node, "") if self._rules else ""
 
     def why_exact(self, node: fx.Node) -> str:
         """Why the backward needs `node` exactly; '' if it does not."""
@@ -145,7 +148,8 @@ class Rules:
             return UNITY
         uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
         worst = max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
-        return replace(worst, needs_signs=any(x.needs_signs for x in uses))
+        spread = max((x.spread for x in uses), default=0.0)
+        return replace(worst, spread=spread, needs_signs=any(x.needs_signs for x in uses))
 
     def allows(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may have the rounding error of `format`."""

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
 from networkx.utils import UnionFind
 from torch import fx
 
@@ -30,6 +29,11 @@ from fp8pass.graph.patterns import SUMS
 
 # Kinds of nodes that a region consists of, junctions aside.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
+
+COMPARISONS = {
+    *(aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar),
+    *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
+}
 
 # Kinds of nodes whose results may have errors even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
@@ -193,11 +197,10 @@ class Splitter:
         return not self._is_mask(node)
 
     def _is_mask(self, node: fx.Node) -> bool:
-        """Whether a node is a comparison, or a combination of some, whose maths is known."""
-        is_bool = graph.tensor(node).dtype is torch.bool
+        """Whether a node is a comparison, or follows from some, and its maths is known."""
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)
-        is_cast = any(_is_float(n) for n in node.all_input_nodes) and node.target in graph.CASTS
-        return is_bool and derivable and not is_cast and self.has_formula(node)
+        rounds = any(_is_float(n) for n in node.all_input_nodes)
+        return derivable and self.has_formula(node) and (not rounds or node.target in COMPARISONS)
 
     def _is_junction(self, node: fx.Node) -> bool:
         if node.target not in SUMS:

@@ -183,9 +183,7 @@ class FormatChoices:
             return f"{operator_name(node)} is not computed from activations"
         if node in self.rules.constants:
             return "computed from parameters and data alone"
-        if self.rules.is_wild(node):
-            return "a mask may have made it huge in places, and a group shares one scale"
-        return ""
+        return self.rules.why_ungrouped(node)
 
     def _priced(self, node: fx.Node, format: Format, group: int) -> FormatChoice:
         """The choice of `format` in groups of `group` elements, with its price."""
