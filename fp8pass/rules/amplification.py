@@ -23,13 +23,9 @@ import torch
 from sympy import Symbol
 from torch import Tensor
 
-from fp8pass.graph.symbols import Underivable
 from fp8pass.rules.expressions import Expressions
 from fp8pass.rules.factors import Factors, Jacobian, Key, Reduction
 from fp8pass.rules.samples import ON_CPU, Samples, compute
-
-# Passes of autograd over a region times its operators: some tenths of a second.
-LARGEST_WORK = 40_000
 
 
 class Size(Enum):
@@ -55,7 +51,7 @@ def relative_bounds(
     The backward computes all values again but those in `kept` and the source.
 
     Raises:
-        Underivable: the region is not linear in gradients, or too large.
+        Underivable: the region is not linear in gradients.
     """
     expressions = samples.expressions
     stored = {s: samples.values[s] for s in kept}
@@ -84,7 +80,6 @@ class Bounds:
         if relative_to is Size.LARGEST:
             self._sizes = [x.amax(-1, keepdim=True) for x in self._sizes]
         self._inputs = [x for x in (*self._values, *factors.cut.values()) if x.requires_grad]
-        self._work = 0
         self._rows: dict[Key, list[Tensor | None]] = {}
         for key in factors.contributions:
             self._rows[key] = self._row_of(key)
@@ -153,11 +148,6 @@ class Bounds:
         """Element-wise derivatives: the sum's gradient, since no element acts on another."""
         if not of.requires_grad or not self._inputs:
             return Derivatives([None] * len(self.sources), {})
-        self._work += len(self.factors.values)
-        if self._work > LARGEST_WORK:
-            raise Underivable(
-                "too many operators and statistics to derive a rule in reasonable time"
-            )
         found = torch.autograd.grad(of.sum(), self._inputs, retain_graph=True, allow_unused=True)
         by_input = dict(zip(map(id, self._inputs), found, strict=True))
         statistics = {

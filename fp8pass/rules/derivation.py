@@ -18,6 +18,7 @@ from fp8pass.rules.jumps import Jumps, find_jumps, sign_roots
 from fp8pass.rules.ranges import wild_symbols
 from fp8pass.rules.regions import Region
 from fp8pass.rules.samples import Moments, Samples
+from fp8pass.rules.work import check_work
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ class Derivation:
         symbols = self.expressions.symbols
         moments = {symbols[n]: m for n, m in self.known.moments.items() if n in symbols}
         self.samples = Samples(self.expressions, moments)
+
+        check_work(self.expressions, self.outputs)
 
     @cached_property
     def outputs(self) -> list[Symbol]:

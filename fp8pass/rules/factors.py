@@ -28,11 +28,6 @@ from fp8pass.graph.symbols import Underivable
 from fp8pass.rules.expressions import Definition, Expressions, Pointwise, Statistic
 from fp8pass.rules.samples import evaluate
 
-# Operators that may be run on factors: a region of S statistics runs each S times. Beyond, its
-# derivation would take more than a few tenths of a second.
-LARGEST_WORK = 4000
-TOO_LARGE = "too many operators and statistics to derive a rule in reasonable time"
-
 # By what a statistic is known: the forward's by their symbol, means over factors by three.
 Key: TypeAlias = Hashable
 
@@ -85,7 +80,7 @@ class Factors:
         rows: w_s, by the gradient that enters, then by statistic.
 
     Raises:
-        Underivable: it is not linear in gradients, or there are too many statistics.
+        Underivable: it is not linear in gradients.
     """
 
     def __init__(
@@ -102,11 +97,11 @@ class Factors:
         self.contributions: dict[Key, Tensor] = {}
         self.responses: dict[Symbol, dict[Symbol, Response]] = {}
         self.rows: dict[Symbol, dict[Symbol, Tensor]] = {}
-        self._reduce, self._kept, self._work = reduce, kept or {}, 0
+        self._reduce, self._kept = reduce, kept or {}
         for symbol in (*expressions.constants, *expressions.values):
             if symbol in inputs:
                 self.values[symbol] = _leaf(inputs[symbol], symbol in expressions.values)
-        dependent = self._dependent()
+        dependent = dependent_on_gradients(expressions)
         for definition in expressions.definitions:
             if definition.symbol not in dependent:
                 self.values[definition.symbol] = self._forward(definition)
@@ -114,26 +109,17 @@ class Factors:
         for gradient in expressions.gradients:
             self._respond_to(gradient, backward)
 
-    def _dependent(self) -> set[Symbol]:
-        """The gradients, and the symbols that depend on them."""
-        found = set(self.expressions.gradients)
-        for definition in self.expressions.definitions:
-            if not found.isdisjoint(definition.value.free_symbols):
-                found.add(definition.symbol)
-        return found
-
     # --- the forward ----------------------------------------------------------------------------
 
     def _forward(self, definition: Definition) -> Tensor:
         symbol = definition.symbol
         if symbol in self._kept:
             return _leaf(self._kept[symbol])
-        self._count(1)
         if isinstance(definition, Pointwise):
             return evaluate(definition.value, self.values).expand(self.shape)
         # A variance does not change with its mean, from which deviations sum to zero.
-        fixed = definition.value.free_symbols - {definition.operand}
-        operands = self.values | {s: self.values[s].detach() for s in fixed}
+        operands = {s: self.values[s] for s in definition.value.free_symbols}
+        operands |= {s: x.detach() for s, x in operands.items() if s != definition.operand}
         each = float(definition.weight) * evaluate(definition.value, operands)
         return self._statistic(symbol, each, definition.over_rows)
 
@@ -177,18 +163,20 @@ class Factors:
         self, definition: Definition, factors: Mapping[Symbol, Tensor | None]
     ) -> Tensor | None:
         """A definition on factors of its operands in place of gradients; None are zeros."""
-        if all(f is None for f in factors.values()):
+        given = {s: f for s, f in factors.items() if f is not None}
+        if not given:
             return None
-        self._count(1)
+        operands = definition.value.free_symbols
+        known = {s: self.values[s] for s in operands if s in self.values}
         zero = torch.zeros((), dtype=torch.float64)
-        dependent = {s: zero for s in definition.value.free_symbols if s not in self.values}
-        dependent |= {s: f for s, f in factors.items() if f is not None}
-        result = evaluate(definition.value, self.values | dependent)
+        dependent = {s: given.get(s, zero) for s in operands if s not in known}
+        result = evaluate(definition.value, known | dependent)
         with torch.no_grad():
-            fixed = {s: x for s, x in self.values.items() if s in definition.value.free_symbols}
-            twice = evaluate(definition.value, fixed | {s: -2 * f for s, f in dependent.items()})
+            twice = evaluate(definition.value, known | {s: -2 * f for s, f in dependent.items()})
         if not torch.allclose(twice, -2 * result.detach(), equal_nan=True):
-            raise Underivable(f"{definition.symbol} is not linear in the gradient")
+            overflows = not bool(result.isfinite().all())
+            problem = "overflows on samples" if overflows else "is not linear in the gradient"
+            raise Underivable(f"{definition.symbol} {problem}")
         return result.expand(self.shape)
 
     def _row(
@@ -206,13 +194,6 @@ class Factors:
             total = total + weight * statistic.length * mean * self.rows[gradient][other]
         return total
 
-    def _count(self, operators: int) -> None:
-        self._work += operators
-        if self._work > LARGEST_WORK:
-            raise Underivable(
-                "too many operators and statistics to derive a rule in reasonable time"
-            )
-
     # --- results --------------------------------------------------------------------------------
 
     def jacobians(self, output: Symbol) -> list[Jacobian]:
@@ -229,6 +210,15 @@ class Factors:
                 pairs = [(u, self.rows[gradient][s]) for s, u in response.through.items()]
                 found.append(Jacobian(response.local, pairs))
         return found
+
+
+def dependent_on_gradients(expressions: Expressions) -> set[Symbol]:
+    """The gradients that enter a region, and the symbols that depend on them."""
+    found = set(expressions.gradients)
+    for definition in expressions.definitions:
+        if not found.isdisjoint(definition.value.free_symbols):
+            found.add(definition.symbol)
+    return found
 
 
 @dataclass(frozen=True)
