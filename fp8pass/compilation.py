@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fp8pass.config import Config
 from fp8pass.passes import HALF_PASSES, Context
@@ -19,15 +19,18 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a Dynamo graph, by index, as far as memory is concerned.
+    """What Dynamo knows about the inputs of a graph, by index.
 
     Attributes:
+        weights: those that are an `nn.Parameter`, trained or frozen. Buffers are none, nor are
+            tensors that a module merely has as attributes.
         held: leaves that require a gradient. Their gradient accumulator keeps a reference until
             the backward, so that using them there costs no memory.
         activations: other inputs that require a gradient: outputs of other graphs, which nobody
             may be holding but us.
     """
 
+    weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
 
@@ -39,7 +42,9 @@ class Inputs:
             for i, x in enumerate(example_inputs)
             if isinstance(x, torch.Tensor) and x.requires_grad
         }
+        parameters = (i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter))
         return cls(
+            weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
         )

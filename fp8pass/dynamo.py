@@ -15,7 +15,7 @@ from fp8pass.compilation import Compilation, CompiledGraph, Inputs, Observer
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint import JointFacts, inputs_among
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
@@ -99,7 +99,8 @@ def rewrite_inference(
 ) -> None:
     """Run the passes on a graph without a backward."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    facts = JointFacts(parameters=frozenset(placeholders[i] for i in parameters))
+    static = frozenset(placeholders[i] for i in parameters)
+    facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))
     ctx = Context(compilation.config, facts)
     observed = compilation.observer is not None
     records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=observed)

@@ -91,9 +91,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if not config.quantize_lm_head and is_output_head(layer):
         return Reason("output head: quantize_lm_head=False", chosen=True)
-    if layer.weight.op == "call_function":
-        operator = graph.operator_name(layer.weight)
-        return Reason(f"its weight is computed by {operator}: only parameters run in FP8")
+    if layer.flaw:
+        return Reason(layer.flaw)
     gemm, weight = layer.forward, tensor(layer.weight)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
