@@ -11,10 +11,14 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
+from fp8pass import graph
 from fp8pass.config import Config
+from fp8pass.graph.linear_layers import has_head_name
+from fp8pass.graph.names import matching_pattern
 from fp8pass.passes import HALF_PASSES, Context
 from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan
+from fp8pass.saving.format_choices import VALUE_SEPARATOR
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,23 @@ class Inputs:
         )
 
 
+def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
+    """All that module paths decide about a Dynamo graph, operator by operator.
+
+    Caches compare graphs without their paths. Which patterns match says enough, so that equal
+    layers share compiled code; only names of single values number what a module computes.
+    """
+    subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+    paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
+    if config.moments or any(VALUE_SEPARATOR in pattern for pattern in config.keep_exact):
+        return tuple(paths)
+    patterns = config.skip, config.keep_exact
+    return tuple(
+        (has_head_name(path), *(matching_pattern(path, given) for given in patterns))
+        for path in paths
+    )
+
+
 @dataclass(frozen=True)
 class CompiledGraph:
     """One compiled graph, for those who observe.
@@ -79,6 +100,7 @@ class Compilation:
         inputs: how long the inputs live.
         observer: called with the compiled graph, for `explain`.
         extras: more that the plan should say, see `Context`.
+        by_name: what module paths decide, see `decided_by_name`.
         reports: whether to log the decisions.
         compiled: the result so far.
     """
@@ -87,6 +109,7 @@ class Compilation:
     inputs: Inputs = field(default_factory=Inputs)
     observer: Observer | None = None
     extras: frozenset[str] = frozenset()
+    by_name: tuple[object, ...] = ()
     reports: bool = True
     compiled: CompiledGraph | None = None
 
@@ -115,6 +138,7 @@ class Compilation:
             repr(self.config),
             torch.__version__,
             repr(self.inputs),
+            self.by_name,
             disabled_passes(),
         )
         return hashlib.sha256(repr(key).encode()).hexdigest()

@@ -11,7 +11,13 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.compilation import Compilation, CompiledGraph, Inputs, Observer
+from fp8pass.compilation import (
+    Compilation,
+    CompiledGraph,
+    Inputs,
+    Observer,
+    decided_by_name,
+)
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
@@ -65,7 +71,13 @@ class Backend:
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
-        compilation = Compilation(config, Inputs.of(example_inputs), self.observer, self.extras)
+        compilation = Compilation(
+            config,
+            Inputs.of(example_inputs),
+            self.observer,
+            self.extras,
+            decided_by_name(gm, config),
+        )
         compiled: Any = compat.compile_fx(
             gm,
             list(example_inputs),

@@ -185,10 +185,14 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
     return next((y for y in layers if y.module == path), layers[0])
 
 
+def has_head_name(path: str) -> bool:
+    """Whether a module with this path computes logits, as far as its name says."""
+    return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
+
+
 def is_output_head(layer: Layer) -> bool:
     """Whether a layer computes logits: by its name, a tied embedding, or a later log-softmax."""
-    name = layer.module.rsplit(".", 1)[-1]
-    if name in HEAD_NAMES or layer.module in TOP_LEVEL_HEAD_NAMES:
+    if has_head_name(layer.module):
         return True
     if any(user.target is aten.embedding.default for user in layer.weight.users):
         return True
