@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from fp8pass import graph
 from fp8pass.config import Config
-from fp8pass.graph.linear_layers import has_head_name
 from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.output_heads import has_head_name
 from fp8pass.passes import HALF_PASSES, Context
 from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp8pass import compat, graph
@@ -32,15 +31,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
-
-HEAD_NAMES = ("lm_head", "embed_out", "unembed")
-TOP_LEVEL_HEAD_NAMES = ("output",)
-LOG_SOFTMAX = {
-    aten.log.default,
-    aten._log_softmax.default,
-    aten.logsumexp.default,
-    torch.ops.prims.prepare_softmax_online.default,
-}
+from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits
 
 
 @dataclass
@@ -52,6 +43,7 @@ class Layer:
         input: the other operand of the forward.
         forward: the GEMM of the forward.
         flaw: what it lacks to be activation × parameter; '' for a linear layer.
+        is_head: whether it computes logits, see `output_heads.py`.
         dgrad, wgrad: those of the backward, if `weight` is a parameter.
     """
 
@@ -59,6 +51,7 @@ class Layer:
     input: fx.Node
     forward: fx.Node
     flaw: str = ""
+    is_head: bool = False
     dgrad: list[fx.Node] = field(default_factory=list)
     wgrad: list[fx.Node] = field(default_factory=list)
 
@@ -77,6 +70,7 @@ class Layer:
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
     """The linear layers of a graph and what comes close, with the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
+    before_softmax = logits(g)
     layers: list[Layer] = []
     differentiated: dict[int, list[fx.Node]] = {}
     for node in g.nodes:
@@ -85,6 +79,7 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
         if node not in backward:
             differentiated.setdefault(node.meta.get("seq_nr", -1), []).append(node)
             if layer := _layer_of(node, facts, origins):
+                layer.is_head = _is_head(layer, before_softmax)
                 layers.append(layer)
             continue
         known, gradient = _split_gradient(node, backward)
@@ -161,6 +156,11 @@ def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
+def _is_head(layer: Layer, before_softmax: set[fx.Node]) -> bool:
+    named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
+    return named or layer.forward in before_softmax
+
+
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
     """The operand known since the forward, and the one that is a gradient."""
     a, b = operands_of(gemm)
@@ -183,33 +183,6 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
     """The layer that a backward GEMM belongs to, where several share its operand."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
-
-
-def has_head_name(path: str) -> bool:
-    """Whether a module with this path computes logits, as far as its name says."""
-    return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
-
-
-def is_output_head(layer: Layer) -> bool:
-    """Whether a layer computes logits: by its name, a tied embedding, or a later log-softmax."""
-    if has_head_name(layer.module):
-        return True
-    if any(user.target is aten.embedding.default for user in layer.weight.users):
-        return True
-    return _feeds_log_softmax(layer.forward)
-
-
-def _feeds_log_softmax(gemm: fx.Node) -> bool:
-    through = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
-    seen, pending = {gemm}, [gemm]
-    while pending:
-        for user in pending.pop().users:
-            if user.target in LOG_SOFTMAX:
-                return True
-            if user not in seen and kind(user) in through:
-                seen.add(user)
-                pending.append(user)
-    return False
 
 
 def is_multiple_of_16(length: Any) -> bool:
