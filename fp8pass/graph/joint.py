@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
+
+from fp8pass import compat
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,14 @@ class JointFacts:
 
     Attributes:
         parameters: inputs that live through the step whatever we do: parameters and buffers.
+        weights: those of them that are an `nn.Parameter`, trained or frozen.
         held: other inputs that autograd keeps alive: leaves that require a gradient.
         activations: inputs that require a gradient and are no leaves: outputs of other graphs.
         num_fwd_outputs: how many of the graph's outputs belong to the forward.
     """
 
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
+    weights: frozenset[fx.Node] = field(default_factory=frozenset)
     held: frozenset[fx.Node] = field(default_factory=frozenset)
     activations: frozenset[fx.Node] = field(default_factory=frozenset)
     num_fwd_outputs: int = 0
@@ -32,7 +36,13 @@ class JointFacts:
         """The same about a copy of the graph."""
         return JointFacts(
             frozenset(copies[n] for n in self.parameters),
+            frozenset(copies[n] for n in self.weights),
             frozenset(copies[n] for n in self.held),
             frozenset(copies[n] for n in self.activations),
             self.num_fwd_outputs,
         )
+
+
+def inputs_among(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
+    """Those of `nodes` that are the inputs `indices` of the Dynamo graph."""
+    return frozenset(n for n in nodes if compat.input_index(n) in indices)
