@@ -10,7 +10,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, CompiledGraph
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, inputs_among
+from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import Watcher, report, run_passes
 from fp8pass.saving.stock import stock_saved_bytes
@@ -60,6 +60,7 @@ class Partitioner(compat.CustomPartitionerFn):
             weights=inputs_among(parameters, inputs.weights),
             held=inputs_among(primals, inputs.held),
             activations=inputs_among(primals, inputs.activations),
+            overwritten=overwritten_inputs(gm.graph),
             num_fwd_outputs=kwargs["num_fwd_outputs"],
         )
         return Context(self.compilation.config, facts, self.compilation.extras)

@@ -79,18 +79,18 @@ class Known:
 
     Attributes:
         moments: of values.
-        trained: exact inputs that are parameters.
+        weights: exact inputs that are parameters.
         wild: values that may be huge or infinite in a few places.
     """
 
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
-    trained: Collection[fx.Node] = ()
+    weights: Collection[fx.Node] = ()
     wild: Collection[fx.Node] = ()
 
     def key(self, region: Region) -> tuple[object, ...]:
         """Equal for the inputs of equal regions of which the same is known."""
         return tuple(
-            (self.moments.get(n), n in self.trained, n in self.wild) for n in region.inputs
+            (self.moments.get(n), n in self.weights, n in self.wild) for n in region.inputs
         )
 
 
@@ -224,6 +224,6 @@ class Derivation:
 
     def _wild(self) -> set[Symbol]:
         symbols = self.expressions.symbols
-        trained = {symbols[n] for n in self.known.trained if n in symbols}
+        weights = {symbols[n] for n in self.known.weights if n in symbols}
         wild = {symbols[n] for n in self.known.wild if n in symbols}
-        return wild_symbols(self.expressions, self.samples, trained, wild)
+        return wild_symbols(self.expressions, self.samples, weights, wild)

@@ -62,7 +62,7 @@ class Rules:
         self.junctions = splitter.junctions
         self.constants = splitter.constants
         self.discrete = splitter.discrete
-        self._trained = self._computed_from(facts.parameters & facts.held)
+        self._weights = self._computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
         self._wild: set[fx.Node] = set()
@@ -211,7 +211,7 @@ class Rules:
     def known_of(self, region: Region) -> Known:
         """What is known of the values that enter a region."""
         moments = {n: self._moments[n] for n in region.values if n in self._moments}
-        return Known(moments, self._trained, self._wild)
+        return Known(moments, self._weights, self._wild)
 
     def _record(
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]

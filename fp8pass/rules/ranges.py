@@ -24,18 +24,18 @@ MASKED = -1e9  # infinity is found by the same path
 
 
 def wild_symbols(
-    expressions: Expressions, samples: Samples, trained: Collection[Symbol], wild: set[Symbol]
+    expressions: Expressions, samples: Samples, weights: Collection[Symbol], wild: set[Symbol]
 ) -> set[Symbol]:
     """The forward symbols that may be huge in places.
 
     Args:
         expressions: the region in symbols.
         samples: its samples.
-        trained: constants that are parameters.
+        weights: constants that are parameters.
         wild: inputs that may be huge themselves.
     """
     huge = {s: x for s, x in expressions.numbers.items() if not abs(x) < HUGE}
-    masked = (_added(expressions) - set(trained) - expressions.numbers.keys()) | wild
+    masked = (_added(expressions) - set(weights) - expressions.numbers.keys()) | wild
     if not masked and not huge:
         return set()
     inputs = dict(samples.inputs)
