@@ -9,25 +9,32 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from fp8pass import graph
 from fp8pass.config import Config
+from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.output_heads import has_head_name
 from fp8pass.passes import HALF_PASSES, Context
 from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan
+from fp8pass.saving.format_choices import VALUE_SEPARATOR
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a Dynamo graph, by index, as far as memory is concerned.
+    """What Dynamo knows about the inputs of a graph, by index.
 
     Attributes:
+        weights: those that are an `nn.Parameter`, trained or frozen. Buffers are none, nor are
+            tensors that a module merely has as attributes.
         held: leaves that require a gradient. Their gradient accumulator keeps a reference until
             the backward, so that using them there costs no memory.
         activations: other inputs that require a gradient: outputs of other graphs, which nobody
             may be holding but us.
     """
 
+    weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
 
@@ -39,10 +46,29 @@ class Inputs:
             for i, x in enumerate(example_inputs)
             if isinstance(x, torch.Tensor) and x.requires_grad
         }
+        parameters = (i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter))
         return cls(
+            weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
         )
+
+
+def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
+    """All that module paths decide about a Dynamo graph, operator by operator.
+
+    Caches compare graphs without their paths. Which patterns match says enough, so that equal
+    layers share compiled code; only names of single values number what a module computes.
+    """
+    subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+    paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
+    if config.moments or any(VALUE_SEPARATOR in pattern for pattern in config.keep_exact):
+        return tuple(paths)
+    patterns = config.skip, config.keep_exact
+    return tuple(
+        (has_head_name(path), *(matching_pattern(path, given) for given in patterns))
+        for path in paths
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,7 @@ class Compilation:
         inputs: how long the inputs live.
         observer: called with the compiled graph, for `explain`.
         extras: more that the plan should say, see `Context`.
+        by_name: what module paths decide, see `decided_by_name`.
         reports: whether to log the decisions.
         compiled: the result so far.
     """
@@ -82,6 +109,7 @@ class Compilation:
     inputs: Inputs = field(default_factory=Inputs)
     observer: Observer | None = None
     extras: frozenset[str] = frozenset()
+    by_name: tuple[object, ...] = ()
     reports: bool = True
     compiled: CompiledGraph | None = None
 
@@ -110,6 +138,7 @@ class Compilation:
             repr(self.config),
             torch.__version__,
             repr(self.inputs),
+            self.by_name,
             disabled_passes(),
         )
         return hashlib.sha256(repr(key).encode()).hexdigest()

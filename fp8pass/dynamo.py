@@ -11,11 +11,17 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.compilation import Compilation, CompiledGraph, Inputs, Observer
+from fp8pass.compilation import (
+    Compilation,
+    CompiledGraph,
+    Inputs,
+    Observer,
+    decided_by_name,
+)
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint import JointFacts, inputs_among
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
@@ -65,7 +71,13 @@ class Backend:
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
-        compilation = Compilation(config, Inputs.of(example_inputs), self.observer, self.extras)
+        compilation = Compilation(
+            config,
+            Inputs.of(example_inputs),
+            self.observer,
+            self.extras,
+            decided_by_name(gm, config),
+        )
         compiled: Any = compat.compile_fx(
             gm,
             list(example_inputs),
@@ -99,7 +111,8 @@ def rewrite_inference(
 ) -> None:
     """Run the passes on a graph without a backward."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    facts = JointFacts(parameters=frozenset(placeholders[i] for i in parameters))
+    static = frozenset(placeholders[i] for i in parameters)
+    facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))
     ctx = Context(compilation.config, facts)
     observed = compilation.observer is not None
     records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=observed)

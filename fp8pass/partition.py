@@ -10,7 +10,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, CompiledGraph
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import Watcher, report, run_passes
 from fp8pass.saving.stock import stock_saved_bytes
@@ -53,11 +53,14 @@ class Partitioner(compat.CustomPartitionerFn):
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
         static = kwargs.get("static_lifetime_input_indices") or ()
+        parameters = frozenset(primals[i] for i in static)
         inputs = self.compilation.inputs
         facts = JointFacts(
-            parameters=frozenset(primals[i] for i in static),
-            held=_inputs_among(primals, inputs.held),
-            activations=_inputs_among(primals, inputs.activations),
+            parameters=parameters,
+            weights=inputs_among(parameters, inputs.weights),
+            held=inputs_among(primals, inputs.held),
+            activations=inputs_among(primals, inputs.activations),
+            overwritten=overwritten_inputs(gm.graph),
             num_fwd_outputs=kwargs["num_fwd_outputs"],
         )
         return Context(self.compilation.config, facts, self.compilation.extras)
@@ -88,8 +91,3 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     if crossing != set(planned):
         raise AssertionError(f"planned to save {planned}, saved {sorted(crossing)}")
     return forward, backward
-
-
-def _inputs_among(primals: list[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """The primals that are the Dynamo inputs `indices`."""
-    return frozenset(n for n in primals if compat.input_index(n) in indices)

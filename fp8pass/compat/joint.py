@@ -10,7 +10,7 @@ import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as _partitioners
 from torch import fx
 from torch._dynamo.utils import counters as counters
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._functorch.partitioners import (
     cleanup_recompute_tags,
@@ -92,6 +92,8 @@ def must_save(node: fx.Node) -> bool:
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Which input of the Dynamo graph a primal is, None where that is unknown."""
+    """Which input of the Dynamo graph a primal is, or is a part of; None where that is unknown."""
     desc = node.meta.get("desc")
+    while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
+        desc = desc.base
     return desc.idx if isinstance(desc, PlainAOTInput) else None

@@ -98,8 +98,12 @@ class Format:
     @property
     def keeps_signs(self) -> bool:
         """Whether hardly a value of a group is so small that it becomes zero."""
-        smallest = 2.0 ** (self.min_exponent - self.mantissa)
-        return self.lossless or smallest / self.max < 2.0**-10
+        return self.flushed_share < 2.0**-11
+
+    @property
+    def flushed_share(self) -> float:
+        """Largest share of a group's largest magnitude that is rounded to zero."""
+        return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
         """Bytes of `elements` in groups of `group_size`, with their scales.

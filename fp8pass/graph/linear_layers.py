@@ -1,17 +1,28 @@
 """The GEMMs of linear layers: forward `x Wᵀ`, input gradient `dY W`, weight gradient `dYᵀ x`.
 
-A GEMM is a linear layer if one operand is a parameter, looked at through casts, views and
-transposes, or is computed from trained parameters alone: a normalized, masked or gathered weight.
-Roles are found by data flow; module paths decide only between layers that share an input.
+A linear layer is activation × weight:
+
+- a *weight* is an `nn.Parameter`, trained or frozen, looked at through casts, views and transposes;
+- an *activation* depends on the data: on an input that is no parameter and no buffer, or on random
+  numbers.
+
+Three kinds of GEMMs come close. They are listed as layers with a `flaw` and stay in high precision:
+those whose weight is computed from parameters (normalized, masked, gathered, low-rank), those whose
+weight is a buffer or a constant tensor (a Fourier or mel matrix, a graph's Laplacian, a rotation),
+and those of parameters alone (an orthogonality penalty, a projection of learned queries). Any other
+GEMM is no layer.
+
+What belongs to which layer in the backward follows from the step of autograd that a GEMM
+differentiates, where that is known, and from data flow; module paths decide only between layers
+that share an input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp8pass import compat, graph
@@ -19,31 +30,28 @@ from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.nodes import aten, tensor
-
-HEAD_NAMES = ("lm_head", "embed_out", "unembed")
-TOP_LEVEL_HEAD_NAMES = ("output",)
-LOG_SOFTMAX = {
-    aten.log.default,
-    aten._log_softmax.default,
-    aten.logsumexp.default,
-    torch.ops.prims.prepare_softmax_online.default,
-}
+from fp8pass.graph.origins import Origins
+from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits
 
 
 @dataclass
 class Layer:
-    """The GEMMs of one use of a linear layer.
+    """The GEMMs of one use of a linear layer, or of what comes close to one.
 
     Attributes:
-        weight: the parameter, or the node that computes it from parameters.
+        weight: the parameter, or the node that computes it from parameters, or a buffer.
         input: the other operand of the forward.
         forward: the GEMM of the forward.
+        flaw: what it lacks to be activation × parameter; '' for a linear layer.
+        is_head: whether it computes logits, see `output_heads.py`.
         dgrad, wgrad: those of the backward, if `weight` is a parameter.
     """
 
     weight: fx.Node
     input: fx.Node
     forward: fx.Node
+    flaw: str = ""
+    is_head: bool = False
     dgrad: list[fx.Node] = field(default_factory=list)
     wgrad: list[fx.Node] = field(default_factory=list)
 
@@ -60,31 +68,65 @@ class Layer:
 
 
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
-    """The linear layers of a graph: GEMMs with a weight, and the GEMMs of their gradients."""
-    backward = graph.tangent_dependent(g)
-    computed = _computed_weights(g, facts)
+    """The linear layers of a graph and what comes close, with the GEMMs of their gradients."""
+    backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
+    before_softmax = logits(g)
     layers: list[Layer] = []
+    differentiated: dict[int, list[fx.Node]] = {}
     for node in g.nodes:
         if kind(node) is not Kind.GEMM or node.op != "call_function":
             continue
         if node not in backward:
-            weight, other = _split_weight(node, facts.parameters)
-            if weight is None:
-                weight, other = _split_weight(node, computed, computed | facts.parameters)
-            if weight is not None and other is not None:
-                layers.append(Layer(graph.source(weight), other, node))
+            differentiated.setdefault(node.meta.get("seq_nr", -1), []).append(node)
+            if layer := _layer_of(node, facts, origins):
+                layer.is_head = _is_head(layer, before_softmax)
+                layers.append(layer)
             continue
         known, gradient = _split_gradient(node, backward)
         if known is None or gradient is None:
             continue
-        dgrad_of = [y for y in layers if y.weight is graph.source(known)]
+        forwards = differentiated.get(node.meta.get("seq_nr"), ())
+        candidates = [y for y in layers if not forwards or y.forward in forwards]
+        dgrad_of = [y for y in candidates if y.weight is graph.source(known)]
         if dgrad_of:
             _nearest(node, dgrad_of).dgrad.append(node)
             continue
-        wgrad_of = [y for y in layers if _same_matrix(y.input, known) and _is_wgrad(node, y)]
+        wgrad_of = [y for y in candidates if _same_matrix(y.input, known) and _is_wgrad(node, y)]
         if wgrad_of:
             _nearest(node, wgrad_of).wgrad.append(node)
     return layers
+
+
+def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | None:
+    """The layer whose forward a GEMM is, by what its operands are computed from."""
+    a, b = operands_of(gemm)
+    found = []
+    for weight, other in ((b, a), (a, b)):
+        source = graph.source(weight)
+        flaw = _flaw(gemm, source, graph.source(other), facts, origins)
+        if flaw is not None and tensor(source).ndim >= 2:
+            found.append(Layer(source, other, gemm, flaw))
+    return min(found, key=lambda layer: bool(layer.flaw), default=None)
+
+
+def _flaw(
+    gemm: fx.Node, weight: fx.Node, other: fx.Node, facts: JointFacts, origins: Origins
+) -> str | None:
+    """What a GEMM lacks to be a linear layer with this weight; None if it is not even close."""
+    is_activation = origins.is_activation(other)
+    if weight in facts.weights:
+        return "" if is_activation else "none of its operands is an activation"
+    if not is_activation:
+        return None
+    if weight in facts.parameters:
+        return "its weight is a buffer or constant: only parameters run in FP8"
+    # A product of parameters is a low-rank or an orthogonal weight. Where such products are
+    # batched they are learned queries, which attend to the data.
+    is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
+    if weight in origins.computed or (weight in origins.products and is_matrix):
+        operator = graph.operator_name(weight)
+        return f"its weight is computed by {operator}: only parameters run in FP8"
+    return None
 
 
 def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -114,40 +156,9 @@ def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
-def _split_weight(
-    gemm: fx.Node, weights: Collection[fx.Node], others: Collection[fx.Node] = ()
-) -> tuple[fx.Node | None, fx.Node | None]:
-    """The operand that is one of `weights`, and the other one, which is none of `others`."""
-    a, b = operands_of(gemm)
-    for weight, other in ((b, a), (a, b)):
-        source = graph.source(weight)
-        if source in weights and tensor(source).ndim >= 2 and graph.source(other) not in others:
-            return weight, other
-    return None, None
-
-
-def _computed_weights(g: fx.Graph, facts: JointFacts) -> set[fx.Node]:
-    """The nodes that are computed from trained parameters, and from no activation.
-
-    A product of two matrices is none of them: that of learned queries and a weight is as good as
-    an activation. One of a matrix and a vector, which spectral norm takes, may be.
-    """
-    trained = facts.parameters & facts.held
-    static, found = set(facts.parameters), set(trained)
-    for node in g.nodes:
-        if node.op in ("placeholder", "output") or _multiplies_matrices(node):
-            continue
-        if static.issuperset(node.all_input_nodes):
-            static.add(node)
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-    return found - trained
-
-
-def _multiplies_matrices(node: fx.Node) -> bool:
-    val = graph.value(node)
-    is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
-    return is_product and (val is None or val.ndim >= 2)
+def _is_head(layer: Layer, before_softmax: set[fx.Node]) -> bool:
+    named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
+    return named or layer.forward in before_softmax
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
@@ -172,29 +183,6 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
     """The layer that a backward GEMM belongs to, where several share its operand."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
-
-
-def is_output_head(layer: Layer) -> bool:
-    """Whether a layer computes logits: by its name, a tied embedding, or a later log-softmax."""
-    name = layer.module.rsplit(".", 1)[-1]
-    if name in HEAD_NAMES or layer.module in TOP_LEVEL_HEAD_NAMES:
-        return True
-    if any(user.target is aten.embedding.default for user in layer.weight.users):
-        return True
-    return _feeds_log_softmax(layer.forward)
-
-
-def _feeds_log_softmax(gemm: fx.Node) -> bool:
-    through = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
-    seen, pending = {gemm}, [gemm]
-    while pending:
-        for user in pending.pop().users:
-            if user.target in LOG_SOFTMAX:
-                return True
-            if user not in seen and kind(user) in through:
-                seen.add(user)
-                pending.append(user)
-    return False
 
 
 def is_multiple_of_16(length: Any) -> bool:

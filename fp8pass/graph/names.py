@@ -12,6 +12,12 @@ from torch import fx
 from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.tags import REPLACED
 
+# Added to the warning about a pattern that matches nothing.
+_RELATIVE = (
+    "Paths start at the module that is compiled: where blocks are compiled one by one, no pattern "
+    "tells them apart; compile those that it is meant for with a Config of their own."
+)
+
 
 def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
     """The first pattern that matches a module path, a module above it, or a suffix of either."""
@@ -36,7 +42,7 @@ def warn_about_idle_patterns(
             nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {names[:8]}."
             warnings.warn(
-                f"{option} pattern {pattern!r} matches no {what} of this graph.{hint}",
+                f"{option} pattern {pattern!r} matches no {what} of this graph.{hint} {_RELATIVE}",
                 stacklevel=2,
             )
 

@@ -65,15 +65,16 @@ def is_residual_sum(node: fx.Node) -> bool:
 
     Terms have the shape of the sum: taking a maximum away, as softmax does, is something else.
     """
-    return _is_sum_of_alike(node) and len(node.users) > 1 and _is_term(node)
+    return is_sum_of_alike(node) and len(node.users) > 1 and _is_term(node)
 
 
 def _is_term(node: fx.Node) -> bool:
     through = RESHAPES | CASTS
-    return any(_is_sum_of_alike(u) or (u.target in through and _is_term(u)) for u in node.users)
+    return any(is_sum_of_alike(u) or (u.target in through and _is_term(u)) for u in node.users)
 
 
-def _is_sum_of_alike(node: fx.Node) -> bool:
+def is_sum_of_alike(node: fx.Node) -> bool:
+    """Whether `node` adds two values of its own shape, or takes one from the other."""
     if node.target not in SUMS or len(node.all_input_nodes) != 2:
         return False
     tensors = [value(n) for n in (node, *node.all_input_nodes)]

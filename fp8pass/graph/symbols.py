@@ -2,7 +2,8 @@
 
 A formula takes the arguments of an operator, with an `Operand` in the place of each tensor, and
 returns a sympy expression of one element. It raises `Underivable` where a relative perturbation of
-an operand has no bounded effect: at a jump, or at a division by something that may vanish.
+an operand has no bounded effect: at a division by something that may vanish. Comparisons are
+written down as they are; whether they make anything jump is found later (`rules/jumps.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,24 @@ class UnitStep(sympy.Function):
     def fdiff(self, argindex: int = 1) -> Expr:
         """Zero where it exists."""
         return sympy.Integer(0)
+
+
+class Where(sympy.Function):
+    """`Where(c, a, b)`: a where c is 1, b where it is 0; only the chosen one has to be finite."""
+
+    nargs = 3
+    is_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """A change of the condition is a jump, not a derivative."""
+        condition = self.args[0]
+        return {1: sympy.Integer(0), 2: condition, 3: 1 - condition}[argindex]
+
+    def _eval_is_positive(self) -> bool | None:
+        return True if self.args[1].is_positive and self.args[2].is_positive else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return True if self.args[1].is_nonnegative and self.args[2].is_nonnegative else None
 
 
 class Sign(sympy.Function):
@@ -74,6 +93,7 @@ class Sigmoid(sympy.Function):
 TORCH: dict[str, Any] = {
     "UnitStep": lambda x: (x > 0).to(x.dtype),
     "Sign": torch.sign,
+    "Where": lambda c, a, b: torch.where(c > 0.5, a, b),
     "Magnitude": torch.abs,
     "Sigmoid": torch.sigmoid,
     "exp": torch.exp,
@@ -88,16 +108,9 @@ TORCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor operand of a formula.
-
-    Attributes:
-        symbol: one element of it.
-        jumps: whether comparing it with something else than zero may give another result when it
-            is perturbed.
-    """
+    """A tensor operand of a formula; its symbol stands for one element."""
 
     symbol: Symbol
-    jumps: bool
 
 
 def number(x: Operand | float | int) -> Expr:
@@ -178,15 +191,12 @@ def power(base: Operand, exponent: float | Operand) -> Expr:
     return base.symbol**constant
 
 
-def compared(sign: int) -> Formula:
-    """x > y, or with `sign` -1 x < y, as 0 or 1; equality does not matter."""
+def compared(sign: int, *, or_equal: bool = False) -> Formula:
+    """x > y, or with `sign` -1 x < y, as 0 or 1."""
 
     def compare(x: Operand, y: Operand | float) -> Expr:
-        if x.jumps and number(y) != 0:
-            raise Underivable(f"a comparison of {x.symbol} jumps")
-        if isinstance(y, Operand) and y.jumps:
-            raise Underivable(f"a comparison with {y.symbol} jumps")
-        return UnitStep(sign * (x.symbol - number(y)))
+        difference = sign * (x.symbol - number(y))
+        return 1 - UnitStep(-difference) if or_equal else UnitStep(difference)
 
     return compare
 
@@ -203,8 +213,7 @@ def clamped(sign: int) -> Formula:
 
 def where(condition: Operand, a: Operand | float, b: Operand | float) -> Expr:
     """`a` where a condition, which is 0 or 1, is 1, and `b` elsewhere."""
-    chosen = condition.symbol
-    return chosen * number(a) + (1 - chosen) * number(b)
+    return Where(condition.symbol, number(a), number(b))
 
 
 def threshold_backward(gradient: Operand, x: Operand, threshold: float) -> Expr:

@@ -2,7 +2,7 @@
 
 Errors are local, as `diagnose` measures them: each is the error that one region, GEMM or attention
 adds to exact incoming gradients. Values are those of a real batch; rounding is idealized
-(`amplification.rounding`): it has the relative error of the format's normal range.
+(`samples.rounding`): it has the relative error of the format's normal range.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.symbols import Underivable
 from fp8pass.graph.tags import original_name
-from fp8pass.rules.amplification import relative_change, rounding
 from fp8pass.rules.derivation import Derivation
 from fp8pass.rules.error_rules import Rules
 from fp8pass.rules.regions import Region
+from fp8pass.rules.samples import relative_change, rounding
 from fp8pass.saving.decision import Decision
 
 fp8 = torch.ops.fp8pass
@@ -148,7 +148,7 @@ class Predictor:
                 self.forward[node] = kept.get(node, known)
 
     def _region_errors(self, region: Region, kept: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
-        derivation = Derivation(region, {})
+        derivation = Derivation(region)
         symbols = derivation.expressions.symbols
         derivation.samples.use(
             {

@@ -111,7 +111,7 @@ class Carrier:
             return copy
         if decision.low_bit:
             return self._through_low_bits(node, decision)
-        if kind(node) is Kind.VIEW:
+        if kind(node) is Kind.VIEW or node in self.ctx.facts.overwritten:
             return self._as_copy(node, decision)
         self._cross(node, decision, node)
         return node
@@ -151,7 +151,7 @@ class Carrier:
         return emit(self.graph, aten.permute.default, dense, inverse, like=back)
 
     def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """A view that is kept without its base, which would hold the base's memory."""
+        """A view kept without its base, whose memory it would hold; an input before it changes."""
         with self.graph.inserting_before(_after(node)):
             copy = emit(self.graph, aten.clone.default, node, like=node)
         self._cross(node, decision, copy)
@@ -160,7 +160,7 @@ class Carrier:
     def _cross(self, node: fx.Node, decision: Decision, *tensors: fx.Node) -> None:
         """Let `tensors`, which `node` is kept as, cross the boundary."""
         self.crossing.update(dict.fromkeys(tensors))
-        if node in self.ctx.facts.parameters:
+        if node in self.ctx.facts.parameters - self.ctx.facts.overwritten:
             self.ctx.plan.parameters.append(node.name)
         elif not compat.is_sym_node(node):
             value, place = self._names[node], self._places[node]

@@ -37,7 +37,6 @@ from fp8pass.graph.linear_layers import (
     Layer,
     find_layers,
     is_multiple_of_16,
-    is_output_head,
     operands_of,
 )
 from fp8pass.graph.names import matching_pattern, warn_about_idle_patterns
@@ -89,11 +88,10 @@ def why_not(layer: Layer, config: Config) -> Reason:
     pattern = matching_pattern(layer.module, config.skip)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
-    if not config.quantize_lm_head and is_output_head(layer):
+    if not config.quantize_lm_head and layer.is_head:
         return Reason("output head: quantize_lm_head=False", chosen=True)
-    if layer.weight.op == "call_function":
-        operator = graph.operator_name(layer.weight)
-        return Reason(f"its weight is computed by {operator}: only parameters run in FP8")
+    if layer.flaw:
+        return Reason(layer.flaw)
     gemm, weight = layer.forward, tensor(layer.weight)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")

@@ -1,194 +1,219 @@
-"""Bounds and gradients of a region as numbers, for inputs with given moments.
+"""How much errors of a region's values are amplified in its gradients (AGoQ 4.1, 8.1), as numbers.
 
-The *bound* of a source is the formula of `perturbation.py`, relative to the norm of the perturbed
-factors, evaluated on samples. The *expected* amplification is the effect of independent
-perturbations on average: the region is run on the samples, forward and backward, with and without
-them.
+The *bound* is the most that any perturbation gives, to first order. Storing a value k as k (1 + δ)
+perturbs each gradient factor h (`factors.py`) by
+
+    Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
+
+Taking norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality gives a bound per unit of ‖δ‖_∞:
+AGoQ's Eq. 15 and 20 are this for RMSNorm. `formulas.py` writes the same in symbols.
+
+The *expected* amplification is the effect of independent perturbations on average, the Frobenius
+norm of an output's derivative by the value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from enum import Enum
 
-import sympy
 import torch
-from sympy import Expr, Symbol
+from sympy import Symbol
 from torch import Tensor
 
-from fp8pass.graph.symbols import TORCH
-from fp8pass.rules.expressions import Expressions, Pointwise
-from fp8pass.rules.perturbation import Mean, Norm
+from fp8pass.rules.expressions import Expressions
+from fp8pass.rules.factors import Factors, Jacobian, Key, Reduction
+from fp8pass.rules.samples import ON_CPU, Samples, compute
 
-# How expressions are evaluated. A mean is over the last dimension, which statistics reduce.
-FUNCTIONS = {**TORCH, Mean.__name__: lambda x, _: x.mean(dim=-1, keepdim=True)}
 
-ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
-ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 8, 128, 1024  # shape of samples
-PERTURBATION = 1e-4  # small enough to be linear, far above the rounding errors of fp64
+class Size(Enum):
+    """What a perturbation of a value is relative to."""
+
+    OWN = "own"  # the value: as formats round
+    LARGEST = "largest"  # the largest value of the row: as formats flush to zero
+
+
+Relative = dict[Symbol, dict[Symbol, float]]
+
+
+@torch.enable_grad()  # compilers run without
+def relative_bounds(
+    samples: Samples,
+    sources: Sequence[Symbol],
+    outputs: Sequence[Symbol],
+    kept: Collection[Symbol] = (),
+    relative_to: Size = Size.OWN,
+) -> Relative:
+    """‖Δ‖ of each output's factors, relative to theirs, per unit relative perturbation of a source.
+
+    The backward computes all values again but those in `kept` and the source.
+
+    Raises:
+        Underivable: the region is not linear in gradients.
+    """
+    expressions = samples.expressions
+    stored = {s: samples.values[s] for s in kept}
+    factors = Factors(expressions, samples.inputs, Reduction(expressions.length), stored)
+    return Bounds(factors, sources, relative_to).relative(outputs)
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Mean and standard deviation of an activation."""
+class Derivatives:
+    """Of one factor or statistic, element by element: by the sources, and by the cut statistics."""
 
-    mean: float = 0.0
-    std: float = 1.0
-
-    @classmethod
-    def rounded(cls, mean: float, std: float) -> Moments:
-        """Moments rounded to within a fifth, so that similar layers share a rule."""
-        if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
-            return UNIT_VARIANCE
-        near = 2 ** (round(2 * math.log2(std)) / 2)
-        return cls(round(2 * mean / near) * near / 2, near)
+    sources: list[Tensor | None]
+    statistics: dict[Key, Tensor]
 
 
-UNIT_VARIANCE = Moments()
+class Bounds:
+    """Bounds of the perturbation of factors, for all sources at once."""
 
+    def __init__(
+        self, factors: Factors, sources: Sequence[Symbol], relative_to: Size = Size.OWN
+    ) -> None:
+        self.factors, self.sources = factors, sources
+        self.length = factors.expressions.length
+        self._values = [factors.values[s] for s in sources]
+        self._sizes = [x.detach().abs() for x in self._values]
+        if relative_to is Size.LARGEST:
+            self._sizes = [x.amax(-1, keepdim=True) for x in self._sizes]
+        self._inputs = [x for x in (*self._values, *factors.cut.values()) if x.requires_grad]
+        self._rows: dict[Key, list[Tensor | None]] = {}
+        for key in factors.contributions:
+            self._rows[key] = self._row_of(key)
 
-class Samples:
-    """Values of a region's symbols for random inputs.
+    def relative(self, outputs: Sequence[Symbol]) -> Relative:
+        """The bounds relative to the factors, the worst over the scales of the samples."""
+        found: Relative = {s: dict.fromkeys(outputs, 0.0) for s in self.sources}
+        for output in outputs:
+            jacobians = self.factors.jacobians(output)
+            size = sum((self._size(j) for j in jacobians), torch.zeros(1, 1, 1, **ON_CPU))
+            changes = [self._change(j) for j in jacobians]
+            for i, source in enumerate(self.sources):
+                changed = [c[i] for c in changes if c[i] is not None]
+                if changed:
+                    found[source][output] = _ratio(sum(changed), size)  # type: ignore[arg-type]
+        return found
 
-    Inputs are normal with the given moments, gradients normal with unit variance, constants are
-    one. There are `ROWS` rows; a statistic has one value for each.
-    """
+    def _change(self, jacobian: Jacobian) -> list[Tensor | None]:
+        """‖ΔJ‖₂ per unit of ‖δ‖_∞ of each source."""
+        totals: list[Tensor | None] = [None] * len(self.sources)
+        if jacobian.diagonal is not None:
+            totals = self._perturbation(jacobian.diagonal, jacobian.order)
+        for column, row in jacobian.pairs:
+            of_column, of_row = self._perturbation(column, 2), self._perturbation(row, 2)
+            width, height = self._norm(row, 2), self._norm(column, 2)
+            for i, (c, r) in enumerate(zip(of_column, of_row, strict=True)):
+                totals[i] = _plus(totals[i], None if c is None else c * width)
+                totals[i] = _plus(totals[i], None if r is None else r * height)
+        return totals
 
-    def __init__(self, expressions: Expressions, moments: Mapping[Symbol, Moments]) -> None:
-        self.expressions = expressions
-        self.width = min(max(expressions.length, SMALLEST_WIDTH), LARGEST_WIDTH)
-        self._random = torch.Generator().manual_seed(0)
-        self._compiled = {d.symbol: _compile(d.value) for d in expressions.definitions}
-        one = torch.ones(ROWS, self.width, **ON_CPU)
-        self._inputs = dict.fromkeys(expressions.constants, one)
-        for symbol in (*expressions.values, *expressions.gradients):
-            given = moments.get(symbol, UNIT_VARIANCE)
-            self._inputs[symbol] = given.mean + given.std * self.normal()
-        self.values = self.run()
-        self._norms: dict[Expr, Tensor] = {}
+    def _size(self, jacobian: Jacobian) -> Tensor:
+        """‖J‖₂, bounded by the same inequalities."""
+        total = torch.zeros(1, 1, 1, **ON_CPU)
+        if jacobian.diagonal is not None:
+            total = total + self._norm(jacobian.diagonal, jacobian.order)
+        for column, row in jacobian.pairs:
+            total = total + self._norm(column, 2) * self._norm(row, 2)
+        return total
 
-    def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Take the inputs from real tensors instead: the same rows of each, a subset."""
-        length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
-        numbers = {x.numel() for s, x in data.items() if s not in self.expressions.constants}
-        if len(numbers) != 1 or (count := numbers.pop()) % length or count < length:
-            return  # the inputs broadcast against each other: their rows would not match
-        self.width = length
-        rows_there = count // length
-        chosen = torch.linspace(
-            0, rows_there - 1, min(rows_there, LARGEST_WIDTH), device="cpu"
-        ).long()
-        for symbol in self._inputs:
-            given = data.get(symbol)
-            if given is None or symbol not in self.expressions.constants:
-                rows = None if given is None else given.reshape(-1, length)[chosen.to(given.device)]
-            else:
-                whole = given.numel() in (1, length)
-                rows = given.reshape(-1) if whole else given.double().mean()
-            x = torch.ones((), **ON_CPU) if rows is None else rows.to(**ON_CPU)
-            self._inputs[symbol] = x.broadcast_to(len(chosen), length)
-        self.values = self.run()
+    def _perturbation(self, factor: Tensor, order: float) -> list[Tensor | None]:
+        """The `order`-norm of Δfactor per unit of ‖δ‖_∞ of each source: AGoQ's Eq. 8 and Eq. 12."""
+        slopes = self._derivatives(factor)
+        totals: list[Tensor | None] = [
+            None if local is None else self._norm(local * size, order)
+            for local, size in zip(slopes.sources, self._sizes, strict=True)
+        ]
+        for key, slope in slopes.statistics.items():
+            height = self._norm(slope, order)
+            for i, (row, size) in enumerate(zip(self._rows[key], self._sizes, strict=True)):
+                if row is not None:
+                    totals[i] = _plus(totals[i], height * self._norm(row * size, 1))
+        return totals
 
-    def normal(self) -> Tensor:
-        """Independent standard normal numbers."""
-        size = ROWS, self.width
-        return torch.randn(size, generator=self._random, **ON_CPU)
+    def _row_of(self, key: Key) -> list[Tensor | None]:
+        """ω: the derivative of a statistic by the elements of each source."""
+        each = self.factors.contributions[key]
+        slopes = self._derivatives(each)
+        total = list(slopes.sources)
+        for other, slope in slopes.statistics.items():
+            share = slope.mean(-1, keepdim=True) * self.length
+            for i, row in enumerate(self._rows[other]):
+                total[i] = _plus(total[i], None if row is None else share * row)
+        return total
 
-    def noise_like(self, x: Tensor) -> Tensor:
-        """Independent standard normal numbers in the shape of `x`."""
-        return torch.randn(x.shape, generator=self._random, **ON_CPU)
+    def _derivatives(self, of: Tensor) -> Derivatives:
+        """Element-wise derivatives: the sum's gradient, since no element acts on another."""
+        if not of.requires_grad or not self._inputs:
+            return Derivatives([None] * len(self.sources), {})
+        found = torch.autograd.grad(of.sum(), self._inputs, retain_graph=True, allow_unused=True)
+        by_input = dict(zip(map(id, self._inputs), found, strict=True))
+        statistics = {
+            key: slope
+            for key, leaf in self.factors.cut.items()
+            if (slope := by_input.get(id(leaf))) is not None
+        }
+        return Derivatives([by_input.get(id(x)) for x in self._values], statistics)
 
-    def run(
-        self,
-        perturbed: Mapping[Symbol, Tensor] | None = None,
-        stored: Collection[Symbol] = (),
-    ) -> dict[Symbol, Tensor]:
-        """The values of all symbols, those in `perturbed` multiplied by the factors given there.
-
-        Symbols in `stored` are not recomputed from perturbed values.
-        """
-        perturbed = perturbed or {}
-        values = {s: x * perturbed.get(s, 1.0) for s, x in self._inputs.items()}
-        for definition in self.expressions.definitions:
-            symbol = definition.symbol
-            if symbol in self._inputs:
-                continue
-            if symbol in stored:
-                values[symbol] = self.values[symbol] * perturbed.get(symbol, 1.0)
-                continue
-            function, operands = self._compiled[symbol]
-            result = function(*(values[s] for s in operands))
-            if not isinstance(definition, Pointwise):
-                dim = 0 if definition.over_rows else -1
-                total = result.mean(dim=dim, keepdim=True) * definition.length
-                result = float(definition.weight) * total
-            values[symbol] = result * perturbed.get(symbol, 1.0)
-        return values
-
-    def expected(self, source: Symbol, outputs: list[Symbol]) -> dict[Symbol, float]:
-        """Relative RMS change of each output, per unit relative RMS perturbation of `source`."""
-        like = self.values[source]
-        changed = self.run({source: 1 + PERTURBATION * self.noise_like(like)})
-        return {s: relative_change(self.values[s], changed[s]) / PERTURBATION for s in outputs}
-
-    def errors(
-        self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
-    ) -> dict[Symbol, float]:
-        """Relative RMS change of every symbol, for relative rounding errors `noise`."""
-        perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
-        changed = self.run(perturbed, stored)
-        return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
-
-    def evaluate(self, bound: Expr) -> float:
-        """The mean over rows of an expression of norms, means and statistics."""
-        atoms = sorted(bound.atoms(Norm), key=str)
-        numbers = {sympy.Dummy(f"norm_{i}"): atom for i, atom in enumerate(atoms)}
-        values = {dummy: self._atom(atom) for dummy, atom in numbers.items()}
-        reduced = bound.xreplace({atom: dummy for dummy, atom in numbers.items()})
-        function, operands = _compile(reduced)
-        result = function(*(values[s] if s in values else self.values[s] for s in operands))
-        return float(torch.as_tensor(result, dtype=torch.float64).mean())
-
-    def _atom(self, atom: Expr) -> Tensor:
-        if atom not in self._norms:
-            self._norms[atom] = self._norm(atom)
-        return self._norms[atom]
-
-    def _norm(self, atom: Expr) -> Tensor:
-        function, operands = _compile(atom.args[0])
-        x = torch.as_tensor(function(*(self.values[s] for s in operands)), dtype=torch.float64)
-        x = x.broadcast_to(ROWS, self.width)
-        length, order = self.expressions.length, atom.args[1]
+    def _norm(self, x: Tensor, order: float) -> Tensor:
+        """The norm over the elements of a statistic, of which the samples are a part."""
+        x = x.detach().abs()
         if order == 1:
-            return x.abs().mean(dim=-1, keepdim=True) * length
+            return x.mean(-1, keepdim=True) * self.length
         if order == 2:
-            return (x.square().mean(dim=-1, keepdim=True) * length).sqrt()
-        return x.abs().amax(dim=-1, keepdim=True)
+            return (x.square().mean(-1, keepdim=True) * self.length).sqrt()
+        return x.amax(-1, keepdim=True)
 
 
-def rounding(x: Tensor, relative_error: float) -> Tensor:
-    """Factors that round `x` with a relative RMS error of `relative_error`, as a format would.
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
-    The error is a function of the value, so that equal values have equal errors: in a sum over
-    tokens the errors of repeated rows add up, where independent ones would average out. The grid is
-    even in the logarithm: unlike a format it has no largest and no smallest number.
+
+def _ratio(change: Tensor, size: Tensor) -> float:
+    """The worst over scales of two bounds, each averaged over rows; infinite if not a number."""
+    change, size = change.mean((-2, -1)), size.mean((-2, -1))
+    ratio = torch.where(change == 0, 0.0, change / size)
+    worst = float(ratio.max())
+    return worst if math.isfinite(worst) else math.inf
+
+
+@torch.enable_grad()
+def expected(samples: Samples, sources: Sequence[Symbol], outputs: Sequence[Symbol]) -> Relative:
+    """Relative RMS change of each output, per unit relative RMS perturbation of each source.
+
+    A product of a Jacobian with random signs r has the expected square norm of the Jacobian itself:
+    one pass of autograd for each output.
     """
-    step = relative_error * math.sqrt(12)
-    position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step
-    return 1 + step * (position.round() - position)
+    values = _differentiable(samples)
+    found: Relative = {s: dict.fromkeys(outputs, 0.0) for s in sources}
+    varying = [s for s in sources if values[s].requires_grad]
+    tensors = [values[s] for s in varying]
+    random = torch.Generator().manual_seed(0)
+    for output in outputs:
+        result = values[output]
+        size = float(result.detach().norm())
+        if not result.requires_grad or not size:
+            continue
+        signs = torch.randint(0, 2, result.shape, generator=random).to(**ON_CPU) * 2 - 1
+        slopes = torch.autograd.grad(result, tensors, signs, retain_graph=True, allow_unused=True)
+        for source, value, slope in zip(varying, tensors, slopes, strict=True):
+            if slope is not None:
+                change = float((slope * value.detach()).norm()) / size
+                found[source][output] = change if math.isfinite(change) else math.inf
+    return found
 
 
-def relative_change(before: Tensor, after: Tensor) -> float:
-    """‖after - before‖₂ / ‖before‖₂; 0 if `before` is."""
-    before, after = before.double(), after.double()
-    change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
-    return float(change / size) if size > 0 else 0.0
-
-
-@lru_cache(maxsize=4096)
-def _compile(expression: Expr) -> tuple[Callable[..., Any], tuple[Symbol, ...]]:
-    operands = tuple(sorted(expression.free_symbols, key=str))
-    return sympy.lambdify(operands, expression, modules=[FUNCTIONS]), operands
+def _differentiable(samples: Samples) -> Mapping[Symbol, Tensor]:
+    """The values of all symbols at the first scale, with autograd's graph."""
+    expressions: Expressions = samples.expressions
+    inexact = set(expressions.values)
+    values = {
+        s: x[:1].detach().clone().requires_grad_(s in inexact) for s, x in samples.inputs.items()
+    }
+    for definition in expressions.definitions:
+        values[definition.symbol] = compute(definition, values)
+    return values

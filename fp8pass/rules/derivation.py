@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
-import sympy
-from sympy import Expr, Symbol
+from sympy import Symbol
 from torch import fx
 
 from fp8pass.dialect.formats import Format
-from fp8pass.graph.symbols import Sign, Underivable, UnitStep
-from fp8pass.rules.amplification import Moments, Samples
+from fp8pass.graph.symbols import Underivable
+from fp8pass.rules.amplification import Relative, Size, expected, relative_bounds
 from fp8pass.rules.expressions import Expressions, express
-from fp8pass.rules.perturbation import (
-    GradientFactors,
-    Norms,
-    bound,
-    gradient_factors,
-    respond,
-    size,
-)
+from fp8pass.rules.jumps import Jumps, find_jumps, sign_roots
+from fp8pass.rules.ranges import wild_symbols
 from fp8pass.rules.regions import Region
+from fp8pass.rules.samples import Moments, Samples
+from fp8pass.rules.work import check_work
 
 
 @dataclass(frozen=True)
@@ -33,134 +28,185 @@ class Amplification:
     Attributes:
         bound: the most that any perturbation gives, to first order.
         expected: the root mean square for independent perturbations.
-        needs_signs: whether both hold only for formats that round no value to zero, because the
+        spread: as `bound`, per unit error relative to the largest value of a row, however small
+            the value itself is.
+        needs_signs: whether these hold only for formats that round no value to zero, because the
             backward compares with zero, as that of ReLU does.
     """
 
     bound: float
     expected: float
+    spread: float = 1.0
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
         """Whether a value may be stored in `format`."""
         if math.isinf(tolerance):
             return True
-        signs = format.keeps_signs or not self.needs_signs
-        return signs and self.bound * format.half_step <= tolerance
+        if self.needs_signs and not format.keeps_signs:
+            return False
+        return max(self.bound * format.half_step, self.spread * format.flushed_share) <= tolerance
 
+
+MASKED = "a mask may have made it huge in places, and a group shares one scale"
 
 UNITY = Amplification(1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class RegionRule:
-    """The amplifications of the inputs and members of one region that may be stored.
+    """What holds for the inputs and members of one region, by their number.
+
+    That is their place in `(*region.inputs, *region.nodes)`.
 
     Attributes:
-        by_index: the amplification of a node by its number in `(*region.inputs, *region.nodes)`.
+        by_index: the amplification of each that may be stored.
+        compared: members that must not be computed from inexact values, since a comparison would
+            jump.
+        ungrouped: those whose elements cannot share a scale, each with the reason.
         reason: why no rule could be derived; '' if one was.
     """
 
     by_index: dict[int, Amplification] = field(default_factory=dict)
+    compared: frozenset[int] = frozenset()
+    ungrouped: Mapping[int, str] = field(default_factory=dict)
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of the inputs of a region besides their roles.
+
+    Attributes:
+        moments: of values.
+        weights: exact inputs that are parameters.
+        wild: values that may be huge or infinite in a few places.
+    """
+
+    moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
+    weights: Collection[fx.Node] = ()
+    wild: Collection[fx.Node] = ()
+
+    def key(self, region: Region) -> tuple[object, ...]:
+        """Equal for the inputs of equal regions of which the same is known."""
+        return tuple(
+            (self.moments.get(n), n in self.weights, n in self.wild) for n in region.inputs
+        )
 
 
 _rule_cache: dict[object, RegionRule] = {}
 _LARGEST_CACHE = 1 << 12  # rules; then the cache is emptied
 
 
-def derive(region: Region, moments: Mapping[fx.Node, Moments]) -> RegionRule:
+def derive(region: Region, known: Known) -> RegionRule:
     """The rule of a region; regions of equal structure, repeated layers, are derived once."""
-    inputs = list(region.inputs)
-    key = (region.key(), tuple((inputs.index(n), m) for n, m in moments.items()))
+    key = region.key(), known.key(region)
     if key not in _rule_cache:
         if len(_rule_cache) >= _LARGEST_CACHE:
             _rule_cache.clear()
-        _rule_cache[key] = _derive(region, moments)
+        _rule_cache[key] = _derive(region, known)
     return _rule_cache[key]
 
 
-def _derive(region: Region, moments: Mapping[fx.Node, Moments]) -> RegionRule:
+def _derive(region: Region, known: Known) -> RegionRule:
     try:
-        derivation = Derivation(region, moments)
+        return Derivation(region, known).rule()
     except Underivable as error:
         return RegionRule(reason=str(error))
-    by_symbol = cache(derivation.amplification)
-    numbered = enumerate((*region.inputs, *region.nodes))
-    stored = {i: symbol for i, n in numbered if (symbol := derivation.storable(n)) is not None}
-    return RegionRule({i: by_symbol(symbol) for i, symbol in stored.items()})
+    except Exception as error:  # a formula met what nobody thought of: no rule is never wrong
+        return RegionRule(reason=f"no derivation ({type(error).__name__}: {error})")
 
 
 class Derivation:
-    """Bounds of one region, as symbols and as numbers.
+    """The rule of one region, on samples.
 
     Attributes:
-        factors: the gradient factors of each output; a forward value is its own factor.
+        expressions: the region in symbols.
+        samples: values of its symbols.
 
     Raises:
         Underivable: the region has an operator that no bound can be derived for.
     """
 
-    def __init__(self, region: Region, moments: Mapping[fx.Node, Moments]) -> None:
-        self.region = region
+    def __init__(self, region: Region, known: Known | None = None) -> None:
+        self.region, self.known = region, known or Known()
         self.expressions: Expressions = express(region)
         symbols = self.expressions.symbols
-        self.norms = Norms(self.expressions)
-        self.samples = Samples(self.expressions, {symbols[n]: m for n, m in moments.items()})
-        self.factors: dict[Symbol, list[GradientFactors]] = {}
-        for output, node in ((symbols[n], n) for n in region.outputs):
-            if node in region.backward:
-                self.factors[output] = gradient_factors(self.expressions, output)
-            else:
-                self.factors[output] = [GradientFactors(output, order=sympy.Integer(2))]
-        self._sizes = {
-            output: self.samples.evaluate(_sum(size(f, self.norms) for f in factors))
-            for output, factors in self.factors.items()
-        }
+        moments = {symbols[n]: m for n, m in self.known.moments.items() if n in symbols}
+        self.samples = Samples(self.expressions, moments)
 
-    def storable(self, node: fx.Node) -> Symbol | None:
-        """The symbol of an element-wise forward value; None for other nodes."""
-        symbol = self.expressions.symbols.get(node)
-        exact = self.expressions.constants | self.expressions.statistics
-        if node in self.region.backward or symbol in exact:
-            return None
-        return None if symbol in self.expressions.gradients else symbol
-
-    def amplification(self, source: Symbol) -> Amplification:
-        """The worst over the region's outputs, with all other values recomputed from `source`."""
-        bounds = self.relative_bounds(source, frozenset((source,)))
-        expected = self.samples.expected(source, list(self.factors))
-        largest = max(bounds.values(), default=0), max(expected.values(), default=0)
-        return Amplification(*largest, needs_signs=self.has_comparison)
+        check_work(self.expressions, self.outputs)
 
     @cached_property
-    def has_comparison(self) -> bool:
-        """Whether the region compares a value with zero."""
-        return any(d.value.has(UnitStep, Sign) for d in self.expressions.definitions)
+    def outputs(self) -> list[Symbol]:
+        """The symbols of what leaves the region."""
+        return list(dict.fromkeys(self.expressions.symbols[n] for n in self.region.outputs))
 
-    def bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, Expr]:
-        """‖Δ‖ of each output's factors per unit relative perturbation of `source`.
+    @cached_property
+    def storable(self) -> list[Symbol]:
+        """The symbols of element-wise forward values."""
+        symbols, found = self.expressions.symbols, self.expressions
+        other = found.constants | found.statistics | set(found.gradients)
+        forward = (n for n in (*self.region.inputs, *self.region.nodes) if n in symbols)
+        stored = (symbols[n] for n in forward if n not in self.region.backward)
+        return [s for s in dict.fromkeys(stored) if s not in other]
 
-        Symbols in `kept` are stored: the backward reads them and does not recompute them.
+    @cached_property
+    def jumps(self) -> Jumps:
+        """The comparisons that need more than any inexact operand.
+
+        Raises:
+            Underivable: one of them is part of a larger formula.
         """
-        responses = respond(self.expressions, source, source, kept)
+        found = find_jumps(self.expressions, self.samples, self.outputs)
+        if found.others:
+            raise Underivable(f"a comparison in {min(map(str, found.others))} jumps")
+        return found
+
+    def rule(self) -> RegionRule:
+        """The rule of the region."""
+        nodes = (*self.region.inputs, *self.region.nodes)
+        symbols = self.expressions.symbols
+        first = {symbols[n]: i for i, n in reversed(list(enumerate(nodes))) if n in symbols}
+        amplifications = self.amplifications()
+        storable = {
+            i: amplifications[symbols[n]]
+            for i, n in enumerate(nodes)
+            if n not in self.region.backward and symbols.get(n) in amplifications
+        }
+        barriers = self.jumps.exact | self.jumps.signs - set(self.expressions.values)
+        reasons = dict.fromkeys(self.expressions.statistics, "one number for many values")
+        reasons |= dict.fromkeys(self._wild(), MASKED)
+        return RegionRule(
+            storable,
+            frozenset(first[s] for s in barriers),  # what follows are casts and views of it
+            {i: reasons[symbols[n]] for i, n in enumerate(nodes) if symbols.get(n) in reasons},
+        )
+
+    def amplifications(self) -> dict[Symbol, Amplification]:
+        """The worst over the region's outputs, with all other values recomputed from a value."""
+        bounds = self.relative_bounds(self.storable)
+        spreads = self.relative_bounds(self.storable, relative_to=Size.LARGEST)
+        means = expected(self.samples, self.storable, self.outputs)
+        roots = sign_roots(self.expressions)
         return {
-            output: _sum(bound(f, responses, self.norms) for f in factors)
-            for output, factors in self.factors.items()
+            s: Amplification(
+                max(bounds[s].values(), default=0.0),
+                max(means[s].values(), default=0.0),
+                max(spreads[s].values(), default=0.0),
+                needs_signs=roots.get(s, s) in self.jumps.signs,
+            )
+            for s in self.storable
         }
 
-    def relative_bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, float]:
-        """`bounds` relative to the norm of the unperturbed factors, as numbers."""
-        return {
-            output: self._relative(output, perturbed)
-            for output, perturbed in self.bounds(source, kept).items()
-        }
-
-    def _relative(self, output: Symbol, perturbed: Expr) -> float:
-        if perturbed == 0:
-            return 0.0
-        whole = self._sizes[output]
-        return self.samples.evaluate(perturbed) / whole if whole else math.inf
+    def relative_bounds(
+        self,
+        sources: Collection[Symbol],
+        kept: Collection[Symbol] = (),
+        relative_to: Size = Size.OWN,
+    ) -> Relative:
+        """The bound of each output by each source; symbols in `kept` are not recomputed."""
+        return relative_bounds(self.samples, list(sources), self.outputs, kept, relative_to)
 
     def cases(self) -> tuple[dict[Symbol, float], dict[Symbol, float]]:
         """Bounds of each output in Case 1 and Case 2, summed over the stored values (AGoQ 4.1).
@@ -168,17 +214,16 @@ class Derivation:
         Case 1 stores the inputs and recomputes all other values; Case 2 also stores the values that
         the backward reads.
         """
-        inputs = frozenset(self.expressions.values)
+        inputs = set(self.expressions.values)
         cached = {self.expressions.symbols[n] for n in self.region.cached}
         return self._total(inputs), self._total(inputs | cached - self.expressions.constants)
 
-    def _total(self, kept: frozenset[Symbol]) -> dict[Symbol, float]:
-        total = dict.fromkeys(self.factors, 0.0)
-        for source in sorted(kept, key=str):
-            for output, value in self.relative_bounds(source, kept).items():
-                total[output] += value
-        return total
+    def _total(self, kept: set[Symbol]) -> dict[Symbol, float]:
+        bounds = self.relative_bounds(sorted(kept, key=str), kept - set(self.expressions.values))
+        return {o: sum(of_source[o] for of_source in bounds.values()) for o in self.outputs}
 
-
-def _sum(terms: Iterable[Expr]) -> Expr:
-    return sum(terms, sympy.S.Zero)
+    def _wild(self) -> set[Symbol]:
+        symbols = self.expressions.symbols
+        weights = {symbols[n] for n in self.known.weights if n in symbols}
+        wild = {symbols[n] for n in self.known.wild if n in symbols}
+        return wild_symbols(self.expressions, self.samples, weights, wild)

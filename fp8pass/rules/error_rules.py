@@ -1,20 +1,21 @@
 """Which values may be kept in low bits, derived from the gradients that the backward computes.
 
-The maths of every region of a joint graph (`regions.py`) becomes formulas (`expressions.py`), which
-are perturbed to first order (`perturbation.py`). The *amplification* of a value is the relative
-error of the gradients per unit relative error of the value, as a worst case (`bound`) and for
-independent rounding errors (`expected`). A format is allowed if
+The maths of every region of a joint graph (`regions.py`) is perturbed to first order
+(`derivation.py`). The *amplification* of a value is the relative error of the gradients per unit
+relative error of the value, as a worst case (`bound`) and for independent rounding errors
+(`expected`). A format is allowed if
 
     bound × half step of the format ≤ tolerance
 
 Attention has a rule of its own (`attention.py`). A value whose rule cannot be derived stays exact,
-and the reason is kept.
+and the reason is kept. So do values that are not floats, and values that a mask may have made huge
+in places (`ranges.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -28,15 +29,15 @@ from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import KEPT_BY_CHOICE
 from fp8pass.rules import attention as attention_rule
-from fp8pass.rules.amplification import Moments
-from fp8pass.rules.derivation import UNITY, Amplification, RegionRule, derive
+from fp8pass.rules.derivation import MASKED, UNITY, Amplification, Known, RegionRule, derive
 from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
+from fp8pass.rules.samples import Moments
 
 # Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
-UNUSED = Amplification(0.0, 0.0)
+UNUSED = Amplification(0.0, 0.0, 0.0)
 
 
 class Rules:
@@ -60,14 +61,56 @@ class Rules:
         self.regions = splitter.split()
         self.junctions = splitter.junctions
         self.constants = splitter.constants
+        self.discrete = splitter.discrete
+        self._weights = self._computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
+        self._wild: set[fx.Node] = set()
+        self._ungrouped: dict[fx.Node, str] = {}
+        self._compared: set[fx.Node] = set()
+
+    def _computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
+        """`inputs`, and constants that are computed from these alone."""
+        found = set(inputs)
+        for node in self.graph.nodes:
+            operands = node.all_input_nodes
+            if operands and node in self.constants and found.issuperset(operands):
+                found.add(node)
+        return found
 
     @cached_property
     def _rules(self) -> list[RegionRule]:
-        """The rule of each region."""
+        """The rule of each region; none are derived if any error is tolerated."""
+        if math.isinf(self.tolerance):
+            return [RegionRule() for _ in self.regions]
         with compat.real_tensors():  # the passes run where tensors are fake
-            return [self._rule(region) for region in self.regions]
+            return self._derive_in_order()
+
+    def _derive_in_order(self) -> list[RegionRule]:
+        """The rules, each once its inputs are known to be wild or not."""
+        found: dict[Region, RegionRule] = {}
+        ready = self._ready()
+        for node in self.graph.nodes:
+            if node in self.junctions and not self._wild.isdisjoint(node.all_input_nodes):
+                self._wild.add(node)
+                self._ungrouped[node] = MASKED
+            for region in ready.get(node, ()):
+                found[region] = rule = derive(region, self.known_of(region))
+                members = (*region.inputs, *region.nodes)
+                self._ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
+                self._wild.update(members[i] for i, why in rule.ungrouped.items() if why == MASKED)
+                self._compared.update(members[i] for i in rule.compared)
+        return [found[region] for region in self.regions]
+
+    def _ready(self) -> dict[fx.Node, list[Region]]:
+        """The regions by the last of their forward inputs."""
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        found: dict[fx.Node, list[Region]] = {}
+        for region in self.regions:
+            forward = [n for n in region.inputs if n not in self.backward]
+            last = max(forward, key=order.__getitem__, default=region.nodes[0])
+            found.setdefault(last, []).append(region)
+        return found
 
     @cached_property
     def _derived(self) -> set[fx.Node]:
@@ -83,18 +126,30 @@ class Rules:
             self._record(region, rule, found)
         return found
 
+    @property
+    def _are_off(self) -> bool:
+        """Whether errors of any size are tolerated, so that nothing has to be derived."""
+        return math.isinf(self.tolerance)
+
+    def why_ungrouped(self, node: fx.Node) -> str:
+        """Why elements of `node` cannot share a scale; '' if they can, as far as is known."""
+        return self._ungrouped.get(node, "") if self._rules else ""
+
     def why_exact(self, node: fx.Node) -> str:
         """Why the backward needs `node` exactly; '' if it does not."""
         uses = self._uses(node)
-        if math.isinf(self.tolerance):  # the rules are off, the user's choices are not
+        if self._are_off:  # the user's choices are not
             uses = (self._by_choice(user) for user in node.users)
         return next((x for x in uses if x and isinstance(x, str)), "")
 
     def amplification(self, node: fx.Node) -> Amplification:
         """How much an error of `node` is amplified in the gradients: the worst of all its uses."""
+        if self._are_off:
+            return UNITY
         uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
         worst = max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
-        return replace(worst, needs_signs=any(x.needs_signs for x in uses))
+        spread = max((x.spread for x in uses), default=0.0)
+        return replace(worst, spread=spread, needs_signs=any(x.needs_signs for x in uses))
 
     def allows(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may have the rounding error of `format`."""
@@ -108,11 +163,15 @@ class Rules:
         """
         if format.lossless or node in self.constants:
             return True
+        if node in self.discrete:
+            return False
+        if self._are_off:
+            return True
         if node in self.junctions or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
             return self.allows(node, format)
         if kind(node) is Kind.ATTENTION:
-            return math.isinf(self.tolerance)
-        return kind(node) not in DERIVABLE or node in self._derived
+            return False
+        return kind(node) not in DERIVABLE or (node in self._derived - self._compared)
 
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
         yield from self._found.get(node, ())
@@ -149,12 +208,10 @@ class Rules:
         with compat.real_tensors():
             return Amplification(bound, attention_rule.expected(*_attention_sizes(user)))
 
-    def moments_of(self, region: Region) -> dict[fx.Node, Moments]:
-        """The known moments of the values that enter a region."""
-        return {n: self._moments[n] for n in region.values if n in self._moments}
-
-    def _rule(self, region: Region) -> RegionRule:
-        return derive(region, self.moments_of(region))
+    def known_of(self, region: Region) -> Known:
+        """What is known of the values that enter a region."""
+        moments = {n: self._moments[n] for n in region.values if n in self._moments}
+        return Known(moments, self._weights, self._wild)
 
     def _record(
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]

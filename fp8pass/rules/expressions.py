@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
+import torch
 from sympy import Expr, Symbol
 from torch import fx
 
@@ -20,7 +21,7 @@ from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten, prims
 from fp8pass.graph.pointwise import POINTWISE
 from fp8pass.graph.symbols import Operand, Underivable
-from fp8pass.rules.regions import Region, Role
+from fp8pass.rules.regions import Region, Role, filled_with
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Expressions:
         symbols: the symbol of every input and member.
         definitions: the definitions of members that compute something, in order.
         constants: symbols of exact values.
+        numbers: those of them whose value the graph says.
+        masks: those of them that are booleans.
         gradients: symbols of gradients that enter the region.
         values: symbols of forward inputs that may be inexact.
         statistics: symbols with one number for many elements.
@@ -68,6 +71,8 @@ class Expressions:
     symbols: dict[fx.Node, Symbol] = field(default_factory=dict)
     definitions: list[Definition] = field(default_factory=list)
     constants: set[Symbol] = field(default_factory=set)
+    numbers: dict[Symbol, float] = field(default_factory=dict)
+    masks: set[Symbol] = field(default_factory=set)
     gradients: list[Symbol] = field(default_factory=list)
     values: list[Symbol] = field(default_factory=list)
     statistics: set[Symbol] = field(default_factory=set)
@@ -96,20 +101,28 @@ def express(region: Region) -> Expressions:
     """Write a region in symbols.
 
     Raises:
-        Underivable: an operator has no formula, its result jumps, or it divides by something that
-            may vanish.
+        Underivable: an operator has no formula, or it divides by something that may vanish.
     """
     found = Expressions()
     for node, role in region.inputs.items():
         symbol = _symbol(node.name, real=True)
         found.symbols[node] = symbol
         if role is Role.CONSTANT:
-            found.constants.add(symbol)
+            _add_constant(node, symbol, found)
         else:
             (found.gradients if role is Role.GRADIENT else found.values).append(symbol)
     for node in region.nodes:
         _define(node, found)
     return found
+
+
+def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
+    found.constants.add(symbol)
+    filled = filled_with(node)
+    if filled is not None:
+        found.numbers[symbol] = filled
+    elif graph.tensor(node).dtype is torch.bool:
+        found.masks.add(symbol)
 
 
 def _define(node: fx.Node, found: Expressions) -> None:
@@ -133,11 +146,7 @@ def _define(node: fx.Node, found: Expressions) -> None:
 
 
 def _define_identity(node: fx.Node, found: Expressions) -> None:
-    val, operand = graph.value(node), node.all_input_nodes[0]
-    symbol = found.symbols[operand]
-    if val is not None and not val.is_floating_point() and _varies(symbol, found):
-        raise Underivable(f"a cast to {str(val.dtype).removeprefix('torch.')} jumps")
-    found.symbols[node] = symbol
+    found.symbols[node] = found.symbols[node.all_input_nodes[0]]
 
 
 def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
@@ -166,6 +175,9 @@ def _symbol(name: str, **assumptions: bool) -> Symbol:
 def _define_reduction(node: fx.Node, found: Expressions) -> None:
     operand = found.symbols[node.args[0]]  # type: ignore[index]
     length = _reduced(node)
+    if length == 1:
+        found.symbols[node] = operand
+        return
     mean = node.target in (aten.mean.dim, aten.mean.default)
     weight = sympy.Rational(1, length) if mean else sympy.Integer(1)
     one = sympy.Integer(1)
@@ -225,17 +237,11 @@ def _reduced(node: fx.Node) -> int:
     return max(before // max(after, 1), 1)
 
 
-def _varies(symbol: Symbol, found: Expressions) -> bool:
-    return symbol not in found.constants
-
-
 def _operand(argument: Any, found: Expressions) -> Any:
     if isinstance(argument, fx.Node):
         if compat.is_sym_node(argument):
             raise Underivable("a size that varies is used as a number")
-        symbol = found.symbols[argument]
-        # Statistics stay away from thresholds, constants stay what they are.
-        return Operand(symbol, jumps=symbol not in found.constants | found.statistics)
+        return Operand(found.symbols[argument])
     return argument
 
 

@@ -7,6 +7,10 @@ end a region. Their results have the relative error of their operands, which nee
 - a *junction*, a sum of independent values (`x + attention(x)`): without this the residual stream
   would join all layers into one region;
 - *movement* of elements: slices, concatenations, gathers.
+
+What is no longer a float ends a region, too, unless the maths of the comparison that it comes from
+is known: it is *discrete*. An inexact operand may give quite another result, so that the backward
+gets it as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ from fp8pass.graph.patterns import SUMS
 
 # Kinds of nodes that a region consists of, junctions aside.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
+
+COMPARISONS = {
+    *(aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar),
+    *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
+}
 
 # Kinds of nodes whose results may have errors even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
@@ -78,7 +87,10 @@ class Region:
     def key(self) -> tuple[object, ...]:
         """Equal for regions of equal structure and sizes, so that repeated layers share a rule."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
-        roles = tuple((role, graph.shape_text(graph.tensor(n))) for n, role in self.inputs.items())
+        roles = tuple(
+            (role, graph.shape_text(graph.tensor(n)), filled_with(n))
+            for n, role in self.inputs.items()
+        )
         members = tuple(
             (
                 n.target,
@@ -90,6 +102,24 @@ class Region:
             for n in self.nodes
         )
         return roles, members
+
+
+FILLS = (aten.full.default, aten.full_like.default)
+ZEROS = (aten.zeros.default, aten.zeros_like.default)
+ONES = (aten.ones.default, aten.ones_like.default)
+
+
+def filled_with(node: fx.Node) -> float | None:
+    """The number that all elements of a node are, where the graph says so."""
+    while node.target in graph.RESHAPES or node.target in graph.CASTS:
+        node = node.all_input_nodes[0]
+    if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
+        return float(node.args[1])
+    if node.target is aten.scalar_tensor.default and isinstance(node.args[0], (int, float)):
+        return float(node.args[0])
+    if node.target in ZEROS:
+        return 0.0
+    return 1.0 if node.target in ONES else None
 
 
 def is_movement(node: fx.Node) -> bool:
@@ -109,7 +139,8 @@ class Splitter:
         has_formula: whether the maths of an operator is known.
 
     Attributes:
-        constants: after `split`, the nodes computed from `exact` inputs alone.
+        constants: after `split`, the nodes computed from `exact` inputs and discrete values alone.
+        discrete: after `split`, the nodes that are no floats although their operands are.
         junctions: after `split`, the nodes that end a region and have their operands' error.
     """
 
@@ -126,6 +157,7 @@ class Splitter:
         self.backward = backward
         self.junctions: set[fx.Node] = set()
         self.constants: set[fx.Node] = set()
+        self.discrete: set[fx.Node] = set()
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self._members: dict[fx.Node, None] = {}
 
@@ -146,19 +178,29 @@ class Splitter:
         sources = frozenset[fx.Node]().union(*(self._sources[n] for n in node.all_input_nodes))
         junction = is_movement(node) or self._is_junction(node)
         if node in self.exact or (not sources and not _is_origin(node)):
-            self._end(node, constant=True)
+            self.constants.add(node)
+            self._sources[node] = frozenset()
+        elif self._is_discrete(node):
+            self.discrete.add(node)
+            self._sources[node] = frozenset()
         elif junction or kind(node) not in DERIVABLE or not self.has_formula(node):
-            self._end(node, constant=not _is_float(node))
+            self._sources[node] = frozenset((node,))
         else:
             self._sources[node] = sources
             self._members[node] = None
         if junction:
             self.junctions.add(node)
 
-    def _end(self, node: fx.Node, *, constant: bool) -> None:
-        if constant:
-            self.constants.add(node)
-        self._sources[node] = frozenset() if constant else frozenset((node,))
+    def _is_discrete(self, node: fx.Node) -> bool:
+        if node in self.backward or graph.value(node) is None or _is_float(node):
+            return False
+        return not self._is_mask(node)
+
+    def _is_mask(self, node: fx.Node) -> bool:
+        """Whether a node is a comparison, or follows from some, and its maths is known."""
+        derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)
+        rounds = any(_is_float(n) for n in node.all_input_nodes)
+        return derivable and self.has_formula(node) and (not rounds or node.target in COMPARISONS)
 
     def _is_junction(self, node: fx.Node) -> bool:
         if node.target not in SUMS:
@@ -180,7 +222,7 @@ class Splitter:
             region.outputs.append(node)
 
     def _role(self, node: fx.Node) -> Role:
-        if node in self.constants:
+        if node in self.constants or node in self.discrete:
             return Role.CONSTANT
         return Role.GRADIENT if node in self.backward else Role.VALUE
 

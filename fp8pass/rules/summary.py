@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from sympy import Expr, S
+from sympy import S, Symbol
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
-from fp8pass.rules.amplification import Moments
-from fp8pass.rules.derivation import Derivation
+from fp8pass.rules.derivation import Derivation, Known
 from fp8pass.rules.error_rules import Rules
+from fp8pass.rules.formulas import Formulas
 from fp8pass.rules.regions import Region
+
+# Operators of a region whose bound is written as a formula: four times a norm's.
+LARGEST_FORMULA = 40
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ def summarize_rules(rules: Rules) -> list[RuleSummary]:
         for region in rules.regions:
             if not region.backward or not region.values:
                 continue
-            moments = rules.moments_of(region)
-            key = region.key(), tuple(moments.get(n) for n in region.values)
+            of_inputs = rules.known_of(region)
+            key = region.key(), of_inputs.key(region)
             if key not in known:
-                known[key] = region, _cases(region, moments)
+                known[key] = region, _cases(region, of_inputs)
             equal, cases = known[key]
             summaries.append(_summary(region, replace(cases, bound=_renamed(cases, equal, region))))
     return summaries
@@ -73,20 +76,27 @@ def _summary(region: Region, cases: Cases) -> RuleSummary:
     )
 
 
-def _cases(region: Region, moments: dict[fx.Node, Moments]) -> Cases:
+def _cases(region: Region, known: Known) -> Cases:
     try:
-        derivation = Derivation(region, moments)
+        derivation = Derivation(region, known)
+        one, two = derivation.cases()
     except Underivable as error:
         return Cases(reason=str(error))
-    if not derivation.factors:
+    if not one:
         return Cases(reason="no gradient leaves it")
-    one, two = derivation.cases()
     worst = max(one, key=lambda s: one[s])
-    inputs = frozenset(derivation.expressions.values)
-    terms: list[Expr] = [
-        derivation.bounds(source, inputs)[worst] for source in sorted(inputs, key=str)
-    ]
-    return Cases(one[worst], max(two.values()), str(sum(terms, S.Zero)))
+    return Cases(one[worst], max(two.values()), _formula(derivation, worst))
+
+
+def _formula(derivation: Derivation, output: Symbol) -> str:
+    """The bound of an output in Case 1; '' if it would be too long to read."""
+    expressions = derivation.expressions
+    if len(expressions.definitions) > LARGEST_FORMULA:
+        return ""
+    formulas = Formulas(expressions, [output])
+    inputs = frozenset(expressions.values)
+    terms = [formulas.bounds(source, inputs)[output] for source in sorted(inputs, key=str)]
+    return str(sum(terms, S.Zero))
 
 
 def _described(node: fx.Node) -> str:

@@ -183,7 +183,7 @@ class FormatChoices:
             return f"{operator_name(node)} is not computed from activations"
         if node in self.rules.constants:
             return "computed from parameters and data alone"
-        return ""
+        return self.rules.why_ungrouped(node)
 
     def _priced(self, node: fx.Node, format: Format, group: int) -> FormatChoice:
         """The choice of `format` in groups of `group` elements, with its price."""

@@ -20,6 +20,7 @@ from fp8pass.graph.symbols import TORCH, Operand, Underivable, of_numbers
 aten = torch.ops.aten
 OPERATORS = sorted(POINTWISE, key=str)
 DERIVABLE = [op for op in OPERATORS if POINTWISE[op].formula]
+LOGICAL = {aten.logical_and.default, aten.logical_or.default, aten.logical_not.default}
 CONSTANTS = {aten.pow.Tensor_Scalar: 3.0}
 
 
@@ -37,13 +38,15 @@ def samples(op, *, positive: bool) -> list[Tensor]:
         found = [x.abs() + 0.1 for x in found]
     if op is aten.where.self:
         found[0] = found[0] > 0.5
+    if op in LOGICAL:
+        found = [x > 0.5 for x in found]
     return found
 
 
 def formula_of(op, *, positive: bool) -> tuple[list[sympy.Symbol], sympy.Expr]:
     """The formula of an operator in symbols."""
     symbols = [sympy.Symbol(name, real=True, positive=positive or None) for name in "abc"]
-    operands = [Operand(symbol, jumps=False) for symbol in symbols]
+    operands = [Operand(symbol) for symbol in symbols]
     return symbols, POINTWISE[op].formula(*arguments_of(op, operands))
 
 
@@ -74,7 +77,7 @@ def test_formula_is_what_pytorch_computes(op):
 
 
 def test_arguments_that_a_formula_does_not_know_are_refused():
-    x = Operand(sympy.Symbol("x"), jumps=True)
+    x = Operand(sympy.Symbol("x"))
     assert of_numbers(lambda a, b: a + b)(x, x, alpha=3) == 4 * x.symbol
     with pytest.raises(Underivable, match="value"):
         POINTWISE[aten.addcmul.default].formula(x, x, x, value=2)

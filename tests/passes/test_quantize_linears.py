@@ -283,6 +283,67 @@ def test_output_head_by_the_log_softmax_it_feeds(loss):
     assert found == ["", "output head: quantize_lm_head=False"]
 
 
+class Stream(nn.Module):
+    """A residual stream of two blocks that ends in a log-softmax, with or without a head."""
+
+    def __init__(self, head, norm_last=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP((64, 128, 64)) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(64))
+        self.norm_last = norm_last
+        self.classify = nn.Linear(64, 96) if head else nn.Identity()
+
+    def forward(self, x):
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = norm(x + block(x)) if self.norm_last else 0.5 * x + self.gain * block(norm(x))
+        return self.classify(x).log_softmax(-1)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+@pytest.mark.parametrize("norm_last", [False, True])
+def test_a_stream_that_ends_in_log_softmax_without_a_head_has_none(norm_last, shape):
+    found = reasons(rewritten(Stream(False, norm_last), torch.randn(shape)))
+    assert len(found) == 4
+    assert not any(found.values())
+
+
+def test_the_head_of_a_stream_is_its_only_one():
+    found = reasons(rewritten(Stream(True), rows()))
+    heads = [name for name, reason in found.items() if "output head" in reason]
+    assert (len(found), heads) == (5, ["classify"])
+
+
+def test_a_parallel_branch_makes_no_head():
+    """As in GPT-J: attention and MLP read the same normed stream, and are added in turn."""
+
+    class Parallel(Stream):
+        def forward(self, x):
+            y = self.norms[0](x)
+            return (x + self.blocks[0](y) + self.blocks[1](y)).log_softmax(-1)
+
+    assert not any(reasons(rewritten(Parallel(False), rows())).values())
+
+
+def test_logits_that_are_a_sum_of_several_layers_have_several_heads():
+    """As with an adapter beside the head, a mask, and noise."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(64, 64)
+            self.base = nn.Linear(64, 96)
+            self.down, self.up = nn.Linear(64, 16), nn.Linear(16, 96)
+
+        def forward(self, x, mask):
+            x = nn.functional.gelu(self.body(x))
+            y = self.base(x) + self.up(self.down(x)) + mask
+            return (y + torch.rand_like(y)).log_softmax(-1)
+
+    found = reasons(rewritten(Adapted(), rows(), torch.zeros(32, 96)))
+    assert {name for name, reason in found.items() if reason} == {"base", "up"}
+
+
 def test_softmax_inside_attention_makes_no_head():
     joint = rewritten(llama("eager"), tokens())
     assert [y.module for y in joint.ctx.plan.linears if not y.fp8] == ["lm_head"]

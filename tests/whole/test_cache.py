@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import fx
 
 from fp8pass import compilation
-from fp8pass.compilation import Compilation, Inputs
+from fp8pass.compilation import Compilation, Inputs, decided_by_name
 from fp8pass.config import Config
 from fp8pass.partition import Partitioner
 
@@ -125,3 +127,93 @@ def test_key_covers_the_environment_that_changes_the_passes(key, monkeypatch, va
     """A graph compiled without a pass must not be served to a run with it."""
     monkeypatch.setenv(variable, "quantize_linears")
     assert key_of() != key
+
+
+NAMES = '''
+import sys
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Product(nn.Module):
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight)
+
+class Named(nn.Module):
+    """Its weight has the same source whatever the module is called that multiplies with it."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.add_module(name, Product())
+
+    def forward(self, x):
+        return nn.functional.gelu(self.get_submodule(self.name)(x, self.weight))
+
+x = torch.randn(32, 64)
+options = {"skip": ("skipped",)}
+for name in sys.argv[1:]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Named(name)
+    y = torch.compile(model, backend="fp8pass", options=options)(x)
+    hits = counters["aot_autograd"].pop("autograd_cache_hit", 0)
+    print(name, hits, bool(torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)))
+    y.sum().backward()
+'''
+
+
+def test_graphs_that_differ_in_names_that_matter_do_not_share_an_entry(tmp_path):
+    """A layer stays exact because of its name, and no other because it looks the same."""
+    names = ("body", "lm_head", "skipped", "other")
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "FP8PASS_CHECK": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", NAMES, *names],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [line.split() for line in result.stdout.splitlines()]
+    assert found == [
+        ["body", "0", "False"],
+        ["lm_head", "0", "True"],
+        ["skipped", "0", "True"],
+        ["other", "1", "False"],
+    ]
+
+
+def named(path: str) -> fx.GraphModule:
+    """A graph of one operator that comes from the module `path`."""
+    g = fx.Graph()
+    node = g.call_function(torch.relu, (g.placeholder("x"),))
+    node.meta["nn_module_stack"] = {"1": (f"L['self'].{path}", torch.nn.ReLU)}
+    g.output(node)
+    return fx.GraphModule(torch.nn.Module(), g)
+
+
+@pytest.mark.parametrize(
+    ("options", "matters"),
+    [
+        ({}, False),
+        ({"skip": ("layers.0",)}, True),
+        ({"skip": ("layers",)}, False),
+        ({"keep_exact": ("*.0",)}, True),
+        ({"keep_exact": ("layers.1.mlp",)}, False),
+        ({"keep_exact": ("layers.2:relu:0",)}, True),
+        ({"moments": (("layers.2:relu:0", 0.0, 1.0),)}, True),
+    ],
+)
+def test_key_covers_what_names_decide(options, matters):
+    """But not more, so that equal layers share what was compiled."""
+    first, second = (decided_by_name(named(f"layers.{i}"), Config(**options)) for i in range(2))
+    assert (first != second) == matters
+    keys = [Compilation(Config(**options), by_name=names).cache_key() for names in (first, second)]
+    assert (keys[0] != keys[1]) == matters
+
+
+def test_key_covers_the_names_of_heads_and_of_modules_in_checkpointed_regions():
+    body, head = (decided_by_name(named(path), Config()) for path in ("a.body", "a.lm_head"))
+    assert body != head
+    outer = named("a")
+    outer.add_module("wrap_body_0", named("lm_head"))
+    assert decided_by_name(outer, Config()) != decided_by_name(named("a"), Config())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import MLP
+from helpers import COAT_EAGER, MLP
+from torch import nn
 
 import fp8pass
 from fp8pass import compat
@@ -142,3 +144,18 @@ def test_unsupported_pytorch_names_the_versions_that_work():
             compat.check_version(version)
     compat.check_version("2.11.0+cu130")
     compat.check_version("2.13.1a0+git")
+
+
+def test_blocks_compiled_one_by_one_have_configurations_of_their_own():
+    """Patterns cannot choose among them, since paths start at the block; the warning says so."""
+    blocks = nn.ModuleList(MLP((64, 64, 64)) for _ in range(3))
+    blocks[0].compile(backend=fp8pass.backend(replace(COAT_EAGER, skip=("*",))))
+    for block in blocks[1:]:
+        block.compile(backend=fp8pass.backend(COAT_EAGER))
+    x = torch.randn(32, 64)
+    exact = [torch.allclose(block(x), block.forward(x), atol=1e-6) for block in blocks]
+    assert exact == [True, False, False]
+
+    blocks[1].compile(backend=fp8pass.backend(replace(COAT_EAGER, skip=("blocks.1",))))
+    with pytest.warns(UserWarning, match=r"Paths start at the module that is compiled.*Config of"):
+        blocks[1](x)

@@ -1,22 +1,16 @@
-"""First-order perturbation of a region's gradients, as symbols and as numbers (AGoQ 4.1, 8.1).
+"""Bounds of small regions as formulas, for people to read (AGoQ 4.1, 8.1).
 
-A region's output is linear in the gradients g that enter it. Over the elements that a statistic
-reduces, its Jacobian is diagonal plus a few rank-one terms,
+What `amplification.py` computes in numbers, in symbols: the Jacobian of a region's output,
 
-    J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of g)
+    J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of a gradient)
 
-where a, u_s and w_s are the *gradient factors*, expressions of forward values. Storing a value k as
-k (1 + δ) perturbs each factor h by
-
-    Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
-
-to first order. Taking norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality gives a bound per
-unit of ‖δ‖_∞: AGoQ's Eq. 15 and 20 are this for RMSNorm. Both J and Δh come from the same chain
-rule, `respond`.
+perturbed to first order. Both J and its perturbation come from the same chain rule, `respond`.
+Formulas grow with every operator that they go through, numbers do not: no decision waits for these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import sympy
@@ -212,14 +206,6 @@ def bound(factors: GradientFactors, responses: Responses, calculus: Norms) -> Ex
     return total
 
 
-def size(factors: GradientFactors, calculus: Norms) -> Expr:
-    """‖J‖₂, bounded by the same inequalities."""
-    total = calculus.norm(factors.diagonal, factors.order)
-    for column, row in zip(factors.columns, factors.rows, strict=True):
-        total += calculus.norm(column, 2) * calculus.norm(row, 2)
-    return total
-
-
 @dataclass
 class Norms:
     """Norms over elements, with common factors taken out.
@@ -269,3 +255,32 @@ class Norms:
         if order == 1 and inside.is_Pow and inside.exp == 2:
             return Norm(inside.base, 2) ** 2
         return Norm(inside, order)
+
+
+class Formulas:
+    """The bounds of one region.
+
+    Attributes:
+        expressions: the region in symbols.
+        factors: the gradient factors of each output; a forward value is its own factor.
+    """
+
+    def __init__(self, expressions: Expressions, outputs: Iterable[Symbol]) -> None:
+        self.expressions = expressions
+        self._norms = Norms(expressions)
+        self.factors = {output: self._factors(output) for output in outputs}
+
+    def _factors(self, output: Symbol) -> list[GradientFactors]:
+        found = gradient_factors(self.expressions, output)
+        return found or [GradientFactors(output, order=sympy.Integer(2))]
+
+    def bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, Expr]:
+        """‖Δ‖ of each output's factors per unit relative perturbation of `source`.
+
+        Symbols in `kept` are stored: the backward reads them and does not recompute them.
+        """
+        responses = respond(self.expressions, source, source, kept)
+        return {
+            output: sum((bound(f, responses, self._norms) for f in factors), ZERO)
+            for output, factors in self.factors.items()
+        }

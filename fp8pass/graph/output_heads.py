@@ -1,0 +1,75 @@
+"""Output heads: the layers that compute logits.
+
+A layer is one by its name, by an embedding that shares its weight, or because a log-softmax follows
+with nothing but pointwise operators, views, reductions and copies between. The sum of a residual
+stream ends that way back: the last layer of a branch that is added to a stream is no head, even if
+the stream ends in a log-softmax without one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.nodes import aten, value
+from fp8pass.graph.order import ancestors
+from fp8pass.graph.patterns import is_sum_of_alike
+
+HEAD_NAMES = ("lm_head", "embed_out", "unembed")
+TOP_LEVEL_HEAD_NAMES = ("output",)
+LOG_SOFTMAX = {
+    aten.log.default,
+    aten._log_softmax.default,
+    aten.logsumexp.default,
+    torch.ops.prims.prepare_softmax_online.default,
+}
+BETWEEN = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
+
+
+def has_head_name(path: str) -> bool:
+    """Whether a module with this path computes logits, as far as its name says."""
+    return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
+
+
+def is_tied_to_embedding(weight: fx.Node) -> bool:
+    """Whether a weight is also the table of an embedding."""
+    return any(user.target is aten.embedding.default for user in weight.users)
+
+
+def logits(g: fx.Graph) -> set[fx.Node]:
+    """The GEMMs whose result a log-softmax of the forward reads."""
+    backward = graph.tangent_dependent(g)
+    pending = [n for n in g.nodes if n.target in LOG_SOFTMAX and n not in backward]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if kind(node) in BETWEEN and not _joins_stream(node):
+            pending += [n for n in node.all_input_nodes if n not in seen]
+            seen.update(node.all_input_nodes)
+    return {n for n in seen if kind(n) is Kind.GEMM}
+
+
+def _joins_stream(node: fx.Node) -> bool:
+    """Whether `node` adds a branch to the stream that the branch is computed from."""
+    if not is_sum_of_alike(node):
+        return False
+    a, b = node.all_input_nodes
+    (terms_a, behind_a), (terms_b, behind_b) = _terms(a), _terms(b)
+    return not (terms_a.isdisjoint(behind_b) and terms_b.isdisjoint(behind_a))
+
+
+def _terms(node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What goes into a value without a layer between, in its size; and all behind these layers."""
+    seen, pending, layers = {node}, [node], list[fx.Node]()
+    while pending:
+        current = pending.pop()
+        if kind(current) in BETWEEN:
+            pending += [n for n in current.all_input_nodes if n not in seen]
+            seen.update(current.all_input_nodes)
+        else:
+            layers += current.all_input_nodes
+    size = graph.numel(graph.tensor(node))
+    terms = {n for n in seen if (val := value(n)) is not None and graph.numel(val) == size}
+    return terms, ancestors(layers)

@@ -1,0 +1,79 @@
+"""A function between two linear layers, its rules, and a step of it with inexact saves alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import capture_joint, cosine
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass import Config
+from fp8pass.plan import Plan
+from fp8pass.rules.error_rules import Rules
+
+D, ROWS = 128, 64
+
+
+class Between(nn.Module):
+    """`function(module, h, *others)` between two linear layers; `ema` is a buffer of it."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.gain = nn.Parameter(torch.ones(D))
+        self.register_buffer("ema", torch.ones(D))
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x), *others))
+
+
+def saves_only(save_format: str) -> Config:
+    """Exact GEMMs, so that all errors are those of saved values."""
+    return Config(
+        forward_format="exact",
+        gradient_format="exact",
+        save_format=save_format,
+        compiler="eager",
+    )
+
+
+def rules_of(function: Callable[..., Tensor], *others: Tensor) -> Rules:
+    torch._dynamo.reset()
+    joint = capture_joint(Between(function), torch.randn(ROWS, D), *others)
+    return Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
+
+
+def plan_of(function: Callable[..., Tensor], save_format: str, *others: Tensor) -> Plan:
+    torch.manual_seed(0)
+    model, x = Between(function), torch.randn(ROWS, D)
+    (compiled,) = fp8pass.explain(model, x, *others, config=saves_only(save_format)).graphs
+    return compiled.plan
+
+
+def gradients(model: nn.Module, run: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The gradients of the first input and of all parameters."""
+    x = inputs[0].clone().requires_grad_()
+    run(x, *inputs[1:]).square().sum().backward()
+    assert x.grad is not None
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def gradient_cosines(
+    function: Callable[..., Tensor], save_format: str, *others: Tensor, **options: Any
+) -> list[float]:
+    """The cosines of all gradients with those of eager PyTorch; lengths within a tenth."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Between(function), torch.randn(ROWS, D)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=fp8pass.backend(saves_only(save_format)), **options)
+    want = gradients(reference, reference, x, *others)
+    got = gradients(model, compiled, x, *others)
+    for a, b in zip(got, want, strict=True):
+        assert 0.9 < float(a.norm() / b.norm()) < 1.1
+    return [cosine(a, b) for a, b in zip(got, want, strict=True)]
