@@ -7,13 +7,11 @@ import importlib.util
 import logging
 import os
 
-# A compilation makes objects by the million and keeps most of them: looking for garbage among them
-# as often as Python does by itself takes an eighth of the time.
-gc.set_threshold(100_000, 20, 20)
-
 os.environ["FP8PASS_CHECK"] = "1"
 # Threads that spin while they wait slow each other down where others use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# pytest keeps the cores busy: a pool of processes for Inductor, in every process, would only cost.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -35,6 +33,10 @@ from fp8pass.compilation import Compilation
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     round_to_nearest_even()
+
+# A compilation makes objects by the million and keeps most of them: looking for garbage among them
+# as often as Python does by itself takes an eighth of the time.
+gc.set_threshold(100_000, 20, 20)
 
 # Where somebody listens PyTorch writes down every graph and guard of every compilation, and pytest
 # listens to all loggers that do not propagate.
