@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import logging
 import os
 
 os.environ["FP8PASS_CHECK"] = "1"
 # Threads that spin while they wait slow each other down where others use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# pytest keeps the cores busy: a pool of processes for Inductor, in every process, would only cost.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -29,6 +33,17 @@ from fp8pass.compilation import Compilation
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     round_to_nearest_even()
+
+# A compilation makes objects by the million and keeps most of them: looking for garbage among them
+# as often as Python does by itself takes an eighth of the time.
+gc.set_threshold(100_000, 20, 20)
+
+# Where somebody listens PyTorch writes down every graph and guard of every compilation, and pytest
+# listens to all loggers that do not propagate.
+if "TORCH_TRACE" not in os.environ:
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = True
 
 _COMMON = {
     "deadline": None,

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.fx_passes import pad_mm
 
-from fp8pass import compat
+from fp8pass import compat, explain
 from fp8pass.compilation import Compilation, CompiledGraph, Inputs
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph.nodes import copy_of
+from fp8pass.inspect.explanation import Explanation
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 from fp8pass.passes.runner import PassRecord
@@ -302,6 +304,20 @@ class FFN(nn.Module):
         return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+class Residuals(nn.Module):
+    """Equal layers, with a tenth of a Llama's operators."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(MLP((64, 128, 64)) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
     """A tiny Llama with grouped-query attention, of one layer unless asked otherwise."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -318,6 +334,12 @@ def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
     }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**(sizes | changes), attn_implementation=attention))
+
+
+@cache
+def explained_llama() -> Explanation:
+    """A Llama of four layers, of which two are drawn as one."""
+    return explain(llama(num_hidden_layers=4).bfloat16(), tokens(), labels=tokens())
 
 
 def gpt2(**changes: Any) -> nn.Module:

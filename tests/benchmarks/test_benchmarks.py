@@ -165,7 +165,7 @@ def test_the_shipped_setting_of_every_hot_kernel_is_swept(load, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     sweeps, layer = load("sweeps"), load("layer")
-    calls = sweeps.kernel_calls(layer.Case("", 1, 256, 2, 8208, 2304, 4), "cpu")
+    calls = sweeps.kernel_calls(layer.Case("", 1, 128, 2, 8208, 2304, 4), "cpu")
     tasks = sweeps.hot_tasks(calls)
     for name, task in tasks.items():
         rows, columns = (16384, 11008 if "SwiGLU" in sweeps.HOT[name] else 4096)

