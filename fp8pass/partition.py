@@ -51,7 +51,7 @@ class Partitioner(compat.CustomPartitionerFn):
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
         """The context for the passes on a joint graph, which is brought into normal form."""
         compat.normalize_joint_graph(gm)
-        primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
+        primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
         # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
         parameters = inputs_among(primals, static)
