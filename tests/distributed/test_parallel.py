@@ -1,0 +1,138 @@
+"""Training on two ranks, in every way that PyTorch has: right, and the same on all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import parallel
+import pytest
+import torch
+from ranks import Ranks, ranks
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+import fp8pass
+from fp8pass import Config
+
+pytestmark = pytest.mark.xdist_group("two ranks")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Iterator[Ranks]:
+    with ranks(tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+def distributed(way: str, device: str, recipe: str | None) -> nn.Module:
+    """The same model on all ranks, distributed; eager without a recipe."""
+    torch.manual_seed(0)
+    model = parallel.Decoder().to(device)
+    backend = recipe and fp8pass.backend(Config.recipe(recipe, compiler="eager"))
+    return parallel.WAYS[way](model, backend or None)
+
+
+def backward(way: str, device: str, model: nn.Module, seed: int = 0) -> Tensor:
+    """The loss of a batch, whose gradients are accumulated."""
+    ids = parallel.batch(device, seed, of_rank=way not in parallel.SPLITS_THE_MODEL)
+    loss = parallel.loss_of(model(ids), ids)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parallel.full(p.grad) for p in model.parameters()]
+
+
+def clip(model: nn.Module) -> None:
+    """To a norm of one; PyTorch cannot take that of distributed and plain gradients together."""
+    for distributed in (False, True):
+        chosen = [p for p in model.parameters() if isinstance(p, DTensor) == distributed]
+        assert not chosen or bool(parallel.full(nn.utils.clip_grad_norm_(chosen, 1.0)) > 0)
+
+
+def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert float((a - b).norm()) <= tolerance * float(b.norm()) + 1e-12
+
+
+def assert_replicas_are_equal(model: nn.Module) -> None:
+    """What several ranks have whole, and what they gather, is the same on all of them."""
+    for name, p in model.named_parameters():
+        mine = parallel.full(p) if isinstance(p, DTensor) else p.detach().cpu()
+        local = p.to_local().detach() if isinstance(p, DTensor) else p.detach()
+        copies: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(copies, mine)
+        assert all(torch.equal(mine, copy) for copy in copies), name
+        if isinstance(p, DTensor) and all(x.is_replicate() for x in p.placements):
+            dist.all_gather_object(copies, local.cpu())
+            assert all(torch.equal(copies[0], copy) for copy in copies), name
+
+
+# --- what ranks do ------------------------------------------------------------------------------
+
+
+def exact_equals_eager(device: str, way: str) -> None:
+    found = []
+    for recipe in (None, "exact"):
+        model = distributed(way, device, recipe)
+        losses = [backward(way, device, model, seed) for seed in range(2)]
+        found.append([*losses, *gradients(model)])
+    assert_near(found[1], found[0], 4e-5)
+
+
+def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
+    """With our optimizer, clipping, an evaluation, and training again."""
+    model = distributed(way, device, "coat")
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(8):
+        losses.append(backward(way, device, model, seed=step % 2))
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            model.eval()
+            with torch.no_grad():
+                ids = parallel.batch(device, of_rank=way not in parallel.SPLITS_THE_MODEL)
+                assert model(ids).isfinite().all()
+            model.train()
+    assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+    assert_replicas_are_equal(model)
+
+
+def accumulated_without_synchronization(device: str, way: str) -> None:
+    found = []
+    for recipe in (None, "exact"):
+        model = distributed(way, device, recipe)
+        with parallel.no_sync(model):
+            backward(way, device, model, seed=0)
+        backward(way, device, model, seed=1)
+        found.append(gradients(model))
+    assert_near(found[1], found[0], 4e-5)
+
+
+def checkpointed(device: str, way: str) -> None:
+    found = []
+    for recipe in (None, "exact", "coat"):
+        model = distributed(way, device, recipe)
+        getattr(model, "module", model).checkpoints = True
+        backward(way, device, model)
+        found.append(gradients(model))
+    assert_near(found[1], found[0], 4e-5)
+    assert_near(found[2], found[0], 0.3)
+
+
+CLAIMS = (
+    exact_equals_eager,
+    coat_trains_and_replicas_stay_equal,
+    accumulated_without_synchronization,
+    checkpointed,
+)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("way", parallel.WAYS)
+def test_two_ranks(two, way, claim):
+    two(claim, way)
