@@ -23,7 +23,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 class Ranks:
-    """Runs functions on all ranks at once; each is called with the device type and its arguments."""
+    """Runs functions on all ranks at once, with the type of their device as first argument."""
 
     def __init__(self, tasks: list[Any], results: Any, device: str) -> None:
         self._tasks, self._results, self._device = tasks, results, device

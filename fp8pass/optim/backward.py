@@ -119,8 +119,8 @@ def attach(
         fp8pass.optim.attach(model, optimizer)
 
     Learning rate schedules and checkpoints work as before, and `optimizer.step()` finds nothing to
-    do. With FSDP2 each shard is updated when its gradient has been reduced. Methods that need all gradients at once do not work: clipping by their common norm, and
-    `torch.amp.GradScaler`.
+    do. With FSDP2 a shard is updated as soon as its gradient has been reduced. Methods that need
+    all gradients at once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
 
     Args:
         model: the module to train. A parameter that it uses several times is updated once.

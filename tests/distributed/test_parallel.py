@@ -124,6 +124,50 @@ def checkpointed(device: str, way: str) -> None:
     assert_near(found[2], found[0], 0.3)
 
 
+def diagnosed(device: str, way: str) -> None:
+    """The errors of all layers, measured on records of a step whose shards are free again."""
+    model = distributed(way, device, None)
+    ids = parallel.batch(device, of_rank=way not in parallel.SPLITS_THE_MODEL)
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return parallel.loss_of(model(ids), ids)
+
+    found = fp8pass.diagnose(model, loss, ids, config=Config(compiler="eager"))
+    assert len(found.layers) >= 6
+    assert all(0 <= layer.relative < 0.3 for layer in found.layers)
+
+
+def attached(device: str, way: str) -> None:
+    """The optimizer in the backward ends where it ends after it."""
+    found = []
+    for attaches in (False, True):
+        model = distributed(way, device, "exact")
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+        if attaches:
+            fp8pass.optim.attach(model, optimizer)
+        for seed in range(3):
+            backward(way, device, model, seed)
+            assert all(p.grad is None for p in model.parameters()) == attaches
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parallel.full(p) for p in model.parameters()])
+        assert_replicas_are_equal(model)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def attached_to_sums(device: str, way: str) -> None:
+    """Sums of two backwards, in 8 bits."""
+    model = distributed(way, device, "coat")
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+    fp8pass.optim.attach(model, optimizer, accumulate=2)
+    losses = [backward(way, device, model, seed % 2) for seed in range(16)]
+    assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+    assert_replicas_are_equal(model)
+
+
+# --- tests --------------------------------------------------------------------------------------
+
 CLAIMS = (
     exact_equals_eager,
     coat_trains_and_replicas_stay_equal,
@@ -135,4 +179,15 @@ CLAIMS = (
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("way", parallel.WAYS)
 def test_two_ranks(two, way, claim):
+    two(claim, way)
+
+
+@pytest.mark.parametrize("way", [way for way in parallel.WAYS if way != "ddp"])
+def test_diagnosis(two, way):
+    two(diagnosed, way)
+
+
+@pytest.mark.parametrize("claim", [attached, attached_to_sums], ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("way", ["fsdp blocks", "fsdp whole", "hsdp", "tensor", "sequence"])
+def test_the_optimizer_in_the_backward(two, way, claim):
     two(claim, way)
