@@ -59,9 +59,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks(folder: Path, world: int = 2) -> Iterator[Ranks]:
-    """Processes with a process group: NCCL where there are GPUs enough, otherwise gloo."""
-    device = "cuda" if torch.cuda.device_count() >= world else "cpu"
+def ranks(folder: Path, device: str, world: int = 2) -> Iterator[Ranks]:
+    """Processes with a process group, of NCCL on GPUs and of gloo on CPUs."""
     context = multiprocessing.get_context("spawn")
     tasks, results = [context.Queue() for _ in range(world)], context.Queue()
     store = folder / "store"

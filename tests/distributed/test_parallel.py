@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import parallel
 import pytest
 import torch
-from ranks import Ranks, ranks
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 import fp8pass
 from fp8pass import Config
-
-pytestmark = pytest.mark.xdist_group("two ranks")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Iterator[Ranks]:
-    with ranks(tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 def distributed(way: str, device: str, recipe: str | None) -> nn.Module:
