@@ -64,11 +64,16 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
 
 
 def exact_equals_eager(device: str, way: str) -> None:
+    """In one backward, and in one that leaves gradients on their rank and one that reduces both."""
     found = []
     for recipe in (None, "exact"):
         model = distributed(way, device, recipe)
-        losses = [backward(way, device, model, seed) for seed in range(2)]
-        found.append([*losses, *gradients(model)])
+        found.append([backward(way, device, model), *gradients(model)])
+        model.zero_grad()
+        with parallel.no_sync(model):
+            backward(way, device, model, seed=1)
+        backward(way, device, model, seed=2)
+        found[-1] += gradients(model)
     assert_near(found[1], found[0], 4e-5)
 
 
@@ -90,17 +95,6 @@ def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
             model.train()
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
     assert_replicas_are_equal(model)
-
-
-def accumulated_without_synchronization(device: str, way: str) -> None:
-    found = []
-    for recipe in (None, "exact"):
-        model = distributed(way, device, recipe)
-        with parallel.no_sync(model):
-            backward(way, device, model, seed=0)
-        backward(way, device, model, seed=1)
-        found.append(gradients(model))
-    assert_near(found[1], found[0], 4e-5)
 
 
 def checkpointed(device: str, way: str) -> None:
@@ -158,12 +152,7 @@ def attached_to_sums(device: str, way: str) -> None:
 
 # --- tests --------------------------------------------------------------------------------------
 
-CLAIMS = (
-    exact_equals_eager,
-    coat_trains_and_replicas_stay_equal,
-    accumulated_without_synchronization,
-    checkpointed,
-)
+CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
@@ -172,12 +161,12 @@ def test_two_ranks(two, way, claim):
     two(claim, way)
 
 
-@pytest.mark.parametrize("way", [way for way in parallel.WAYS if way != "ddp"])
+@pytest.mark.parametrize("way", ["fsdp blocks", "tensor", "sequence"])
 def test_diagnosis(two, way):
     two(diagnosed, way)
 
 
 @pytest.mark.parametrize("claim", [attached, attached_to_sums], ids=lambda claim: claim.__name__)
-@pytest.mark.parametrize("way", ["fsdp blocks", "fsdp whole", "hsdp", "tensor", "sequence"])
+@pytest.mark.parametrize("way", ["fsdp blocks", "fsdp whole", "sequence"])
 def test_the_optimizer_in_the_backward(two, way, claim):
     two(claim, way)
