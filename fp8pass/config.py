@@ -17,6 +17,10 @@ LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
 SCALES = tuple(OF_OPERANDS)
 SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 COMPILERS = ("inductor", "eager")
+# Arguments of `torch.compile` that look like options.
+ARGUMENTS = ("mode", "dynamic", "fullgraph")
+# The options that are patterns, and of what.
+PATTERNS = {"skip": "module path", "keep_exact": "value name or module path"}
 
 RECIPES: dict[str, dict[str, Any]] = {
     # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
@@ -85,6 +89,16 @@ class Config:
     quantize_lm_head: bool = False
     compiler: str = "inductor"
 
+    def __new__(cls, *args: Any, **options: Any) -> Config:
+        """A configuration to be filled; an unknown option is an error that names the nearest."""
+        if args:
+            raise ConfigError(
+                f"Config takes options by name, got {args[0]!r}. A recipe is Config.recipe('coat')."
+            )
+        for name in options:
+            _check_known(name)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         _check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
         _check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
@@ -101,17 +115,23 @@ class Config:
                 "forward_format and gradient_format cannot both be 'e5m2': FP8 tensor cores take "
                 "at most one E5M2 operand. Use forward_format='e4m3'."
             )
-        if not isinstance(self.tolerance, (int, float)) or not self.tolerance > 0:
-            raise ConfigError(f"tolerance must be a positive number, got {self.tolerance!r}.")
+        if not _is_number(self.tolerance) or not self.tolerance > 0:
+            raise ConfigError(
+                f"tolerance must be a positive number, or float('inf'), got {self.tolerance!r}."
+            )
         object.__setattr__(self, "moments", _checked_moments(self.moments))
         _check_budget(self.memory_budget)
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
-            raise ConfigError(f"group_size must be a positive multiple of 16, got {size!r}.")
-        for field, of in (("skip", "module path"), ("keep_exact", "value name or module path")):
+            raise ConfigError(
+                f"group_size must be a positive multiple of 16, such as 128, got {size!r}."
+            )
+        for field, of in PATTERNS.items():
             object.__setattr__(self, field, _checked_patterns(field, of, getattr(self, field)))
         if not isinstance(self.quantize_lm_head, bool):
-            raise ConfigError(f"quantize_lm_head must be a bool, got {self.quantize_lm_head!r}.")
+            raise ConfigError(
+                f"quantize_lm_head must be a bool, True or False, got {self.quantize_lm_head!r}."
+            )
 
     @classmethod
     def recipe(cls, name: str, /, **overrides: Any) -> Config:
@@ -122,8 +142,7 @@ class Config:
         """
         _check_choice("recipe", name, tuple(RECIPES))
         for field in overrides:
-            if field not in FIELDS:
-                raise ConfigError(unknown("option", field, FIELDS))
+            _check_known(field)
         return cls(**{**RECIPES[name], **overrides})
 
     def budget_bytes(self, unlimited: float) -> float:
@@ -163,8 +182,13 @@ def split_options(
     for key, value in options.items():
         if key in FIELDS or key == "recipe":
             ours[key] = value
-        elif key.replace("-", "_") in known:
-            theirs[key.replace("-", "_")] = value
+        elif (name := str(key).replace("-", "_")) in known:
+            theirs[name] = value
+        elif key in ARGUMENTS:
+            raise ConfigError(
+                f"{key} is no option but an argument: torch.compile(model, {key}=..., "
+                "backend=fp8pass.backend(fp8pass.Config(...)))."
+            )
         else:
             raise ConfigError(
                 unknown("option", key, ("recipe", *FIELDS), also=known)
@@ -187,39 +211,66 @@ def parse_bytes(text: str) -> float:
     except ValueError:
         number = math.nan
     if match is None or math.isnan(number):
-        raise ConfigError(f"memory_budget is a size such as '24GiB' or '800MB', got {text!r}.")
+        raise ConfigError(
+            "memory_budget is a share up to 1.0 (a number), or a size such as '24GiB' or '800MB', "
+            f"got {text!r}."
+        )
     base = 1024 if match[3] else 1000
     return float(number * base ** " KMGT".index(match[2].upper() or " "))
 
 
+def bytes_text(count: float) -> str:
+    """A number of bytes as `parse_bytes` reads it, with about three significant digits."""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
+
+
 def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
     try:
-        return tuple((str(name), float(mean), float(std)) for name, mean, std in given)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "moments are (name, mean, standard deviation) of values, as fp8pass.calibrate gives "
-            f"them; got {str(given)[:60]!r}."
-        ) from error
+        found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
+        if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(
+        "moments are (name, mean, standard deviation) of values, finite numbers, as "
+        f"fp8pass.calibrate gives them; got {str(given)[:60]!r}."
+    )
 
 
 def _checked_patterns(field: str, of: str, given: object) -> tuple[str, ...]:
-    listed = isinstance(given, Iterable) and not isinstance(given, str)
-    if not listed or not all(isinstance(p, str) for p in given):  # type: ignore[attr-defined]
-        raise ConfigError(f"{field} must be a tuple of {of} patterns, got {given!r}.")
-    return tuple(given)  # type: ignore[arg-type]
+    if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):
+        return tuple(given)
+    fix = f": {field}=({given!r},)" if isinstance(given, str) else ""
+    raise ConfigError(f"{field} must be a tuple of {of} patterns, got {given!r}{fix}.")
 
 
 def _check_budget(budget: object) -> None:
     if budget is None:
         return
     size = parse_bytes(budget) if isinstance(budget, str) else budget
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
-        raise ConfigError(f"memory_budget must be positive, got {budget!r}.")
+    if not _is_number(size) or not size > 0:  # type: ignore[operator]
+        raise ConfigError(
+            f"memory_budget must be positive, got {budget!r}: it is a share up to 1.0, a number of "
+            "bytes, or a size such as '24GiB'."
+        )
     if isinstance(budget, float) and budget > 1:
         raise ConfigError(
             f"memory_budget={budget!r}: a float is a share, up to 1.0; for bytes give an int or a "
             "size such as '24GiB'."
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_known(option: str) -> None:
+    if option not in FIELDS:
+        listed = ", ".join(FIELDS)
+        raise ConfigError(f"{unknown('option', option, FIELDS)} Options are: {listed}.")
 
 
 def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:

@@ -109,7 +109,12 @@ class InnerCompile:
 def rewrite_inference(
     gm: fx.GraphModule, compilation: Compilation, parameters: frozenset[int]
 ) -> None:
-    """Run the passes on a graph without a backward."""
+    """Run the passes on a graph without a backward.
+
+    A backward that compiled autograd captured is left as it is: no layer has its forward there.
+    """
+    if compat.captures_backward():
+        return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     static = frozenset(placeholders[i] for i in parameters)
     facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fp8pass.config import bytes_text
+
 
 @dataclass
 class KernelUse:
@@ -192,7 +194,7 @@ class Plan:
         return (
             f"{fp8} of {len(self.linears)} linear layers in FP8"
             f" ({len(self.high_precision)} stay in high precision), {low_bit} of"
-            f" {len(self.saved)} saved tensors in low bits, {self.saved_bytes / 2**20:.1f} MiB kept"
+            f" {len(self.saved)} saved tensors in low bits, {bytes_text(self.saved_bytes)} kept"
             + (f"; {self.note}" if self.note else "")
         )
 

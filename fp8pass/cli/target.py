@@ -19,7 +19,7 @@ from typing import Any
 from fp8pass.cli.inputs import FLOATS, Input, dtype_name, parse_input
 from fp8pass.cli.parsing import UsageError, device_name, device_of
 from fp8pass.cli.tasks import task
-from fp8pass.config import RECIPES, Config, ConfigError, unknown
+from fp8pass.config import PATTERNS, RECIPES, Config, ConfigError, unknown
 
 DESCRIPTION = """\
 TARGET is one of
@@ -215,7 +215,7 @@ def _option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
-    return key, tuple(value.split(",")) if key == "skip" else _literal(value)
+    return key, tuple(value.split(",")) if key in PATTERNS else _literal(value)
 
 
 def _literal(text: str) -> Any:

@@ -80,7 +80,8 @@ def _denormal_code(emit: Emitter, magnitude: fx.Node, fmt: Format) -> fx.Node:
     """Adding a power of two rounds a denormal to its steps, which are then fp32's last bits."""
     shift = 2.0 ** (_dropped_bits(fmt) + fmt.min_exponent)
     shifted = bits_of(emit, emit(aten.add.Tensor, magnitude, shift))
-    return emit(aten.sub.Tensor, shifted, int(torch.tensor(shift).view(torch.int32)))
+    bits = torch.tensor(shift, dtype=torch.float32).view(torch.int32)
+    return emit(aten.sub.Tensor, shifted, int(bits))
 
 
 def _values(emit: Emitter, codes: fx.Node, fmt: Format) -> fx.Node:

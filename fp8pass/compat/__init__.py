@@ -17,8 +17,10 @@ from fp8pass.compat.compiling import (  # noqa: E402
     activation_quantization_is_on,
     backend_of,
     boxed,
+    captures_backward,
     compile_fx,
     compile_fx_inner,
+    compiled_in_vain,
     copy_captured,
     counters,
     fresh_compilation,
@@ -30,6 +32,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     static_inputs,
     trace_structured,
     uncached,
+    uncompiled,
 )
 from fp8pass.compat.joint import (  # noqa: E402
     extract_forward_backward,
@@ -65,6 +68,7 @@ from fp8pass.compat.symbols import (  # noqa: E402
     statically_known_true,
     tree_leaves,
     tree_map_only,
+    version_of,
     weak_storage,
 )
 
@@ -76,10 +80,12 @@ __all__ = [
     "arg_tree_leaves",
     "backend_of",
     "boxed",
+    "captures_backward",
     "ceil_div",
     "check_version",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_in_vain",
     "copy_captured",
     "counters",
     "draw_from_seeds",
@@ -115,5 +121,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "uncached",
+    "uncompiled",
+    "version_of",
     "weak_storage",
 ]

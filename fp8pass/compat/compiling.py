@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch import fx
+from torch import fx, nn
+from torch._dynamo import compiled_autograd, trace_rules
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import list_mode_options, list_options
@@ -26,8 +29,10 @@ __all__ = [
     "activation_quantization_is_on",
     "backend_of",
     "boxed",
+    "captures_backward",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_in_vain",
     "copy_captured",
     "counters",
     "fresh_compilation",
@@ -39,6 +44,7 @@ __all__ = [
     "static_inputs",
     "trace_structured",
     "uncached",
+    "uncompiled",
 ]
 
 
@@ -54,6 +60,14 @@ def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
     return frozenset(kwargs.get("static_input_idxs") or ())
 
 
+def captures_backward() -> bool:
+    """Whether the graph that is being compiled is a whole backward, of compiled autograd.
+
+    What the passes made of the backwards of compiled forwards is a part of it.
+    """
+    return bool(compiled_autograd.in_compiled_autograd_region)
+
+
 def activation_quantization_is_on() -> bool:
     """Whether the user also asked for PyTorch's own activation quantization."""
     return "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
@@ -65,22 +79,66 @@ def boxed(function: Any) -> Any:
     return function
 
 
-def interpret(gm: fx.GraphModule) -> Any:
-    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch."""
+def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None) -> Any:
+    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch, or by `run`.
+
+    What a graph returns may be a view of one of its values. Generated code returns it as a tensor
+    of its own, and so must we: autograd refuses to change a view in place that was made where it
+    did not look, as models do with what they got before a graph break.
+    """
     draw_from_seeds(gm)
-    return make_boxed_func(gm.forward)
+    run = run or make_boxed_func(gm.forward)
+    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    given = [isinstance(x, fx.Node) and x.op == "placeholder" for x in results]
+
+    def interpreted(arguments: list[Any]) -> list[Any]:
+        pairs = zip(run(arguments), given, strict=True)
+        return [x if is_input else _no_view(x) for x, is_input in pairs]
+
+    return boxed(interpreted)
+
+
+def _no_view(value: Any) -> Any:
+    """A tensor in the same memory that autograd does not take for a view."""
+    if not isinstance(value, torch.Tensor) or not value._is_view():
+        return value
+    return torch.ops.aten._unsafe_view.default(value, value.shape)
 
 
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
-    """The backend and the options that `torch.compile` made `model` with; (None, {}) if it did not.
+    """The backend and the options that a module was compiled with; (None, {}) if it was not.
 
     Dynamo wraps backends in callbacks that point inwards.
     """
     callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    in_place = getattr(model, "_compiled_call_impl", None)
+    if in_place is not None:
+        callback = inspect.getclosurevars(in_place).nonlocals.get("callback")
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     options = getattr(callback, "kwargs", {}).get("options", {})
     return getattr(callback, "compiler_fn", None), dict(options)
+
+
+def compiled_in_vain(module: nn.Module) -> bool:
+    """Whether a module was compiled in place although Dynamo does not trace its class.
+
+    The forward of a class of `torch.nn` is traced only where something else calls it.
+    """
+    return module._compiled_call_impl is not None and trace_rules.check(module.forward)
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Let a module and its parts run here as if none of them had been compiled in place."""
+    compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl}
+    for m in compiled:
+        m._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for m, call in compiled.items():
+            m._compiled_call_impl = call
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:

@@ -27,6 +27,7 @@ __all__ = [
     "statically_known_true",
     "tree_leaves",
     "tree_map_only",
+    "version_of",
     "weak_storage",
 ]
 
@@ -37,6 +38,11 @@ _UNBACKED_HINT = 4096
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A key for the memory of `tensor`: no other storage gets the same while the key lives."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows whenever a tensor, or a view of it, is changed in place."""
+    return tensor._version
 
 
 def has_unbacked(value: object) -> bool:

@@ -2,15 +2,17 @@
 
 A linear layer is activation × weight:
 
-- a *weight* is an `nn.Parameter`, trained or frozen, looked at through casts, views and transposes;
+- a *weight* is an `nn.Parameter`, trained or frozen, or has the elements of parameters, however
+  normalized, masked, scaled, gathered or added to (`origins.py`); looked at through casts, views
+  and transposes;
 - an *activation* depends on the data: on an input that is no parameter and no buffer, or on random
   numbers.
 
 Three kinds of GEMMs come close. They are listed as layers with a `flaw` and stay in high precision:
-those whose weight is computed from parameters (normalized, masked, gathered, low-rank), those whose
-weight is a buffer or a constant tensor (a Fourier or mel matrix, a graph's Laplacian, a rotation),
-and those of parameters alone (an orthogonality penalty, a projection of learned queries). Any other
-GEMM is no layer.
+those whose weight is computed in another way (low-rank, orthogonal), those whose weight is a buffer
+or a constant tensor (a Fourier or mel matrix, a graph's Laplacian, a rotation), and those of
+parameters alone (an orthogonality penalty, a projection of learned queries). Any other GEMM is no
+layer.
 
 What belongs to which layer in the backward follows from the step of autograd that a GEMM
 differentiates, where that is known, and from data flow; module paths decide only between layers
@@ -27,11 +29,15 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
 from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits
+
+# GEMMs that add their product to their first operand.
+ADDING = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
 
 
 @dataclass
@@ -42,7 +48,8 @@ class Layer:
         weight: the parameter, or the node that computes it from parameters, or a buffer.
         input: the other operand of the forward.
         forward: the GEMM of the forward.
-        flaw: what it lacks to be activation × parameter; '' for a linear layer.
+        in_features, out_features: the sizes of the matrix that it multiplies with.
+        flaw: what it lacks to be activation × weight; '' for a linear layer.
         is_head: whether it computes logits, see `output_heads.py`.
         dgrad, wgrad: those of the backward, if `weight` is a parameter.
     """
@@ -50,6 +57,8 @@ class Layer:
     weight: fx.Node
     input: fx.Node
     forward: fx.Node
+    in_features: Any
+    out_features: Any
     flaw: str = ""
     is_head: bool = False
     dgrad: list[fx.Node] = field(default_factory=list)
@@ -72,29 +81,43 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
     before_softmax = logits(g)
     layers: list[Layer] = []
+    by_weight: dict[fx.Node, list[Layer]] = {}
+    by_input: dict[fx.Node, list[Layer]] = {}
     differentiated: dict[int, list[fx.Node]] = {}
     for node in g.nodes:
-        if kind(node) is not Kind.GEMM or node.op != "call_function":
+        if not _multiplies_matrices(node):
             continue
         if node not in backward:
             differentiated.setdefault(node.meta.get("seq_nr", -1), []).append(node)
             if layer := _layer_of(node, facts, origins):
                 layer.is_head = _is_head(layer, before_softmax)
                 layers.append(layer)
+                by_weight.setdefault(layer.weight, []).append(layer)
+                by_input.setdefault(_elements(layer.input), []).append(layer)
             continue
         known, gradient = _split_gradient(node, backward)
         if known is None or gradient is None:
             continue
         forwards = differentiated.get(node.meta.get("seq_nr"), ())
-        candidates = [y for y in layers if not forwards or y.forward in forwards]
-        dgrad_of = [y for y in candidates if y.weight is graph.source(known)]
-        if dgrad_of:
-            _nearest(node, dgrad_of).dgrad.append(node)
-            continue
-        wgrad_of = [y for y in candidates if _same_matrix(y.input, known) and _is_wgrad(node, y)]
-        if wgrad_of:
-            _nearest(node, wgrad_of).wgrad.append(node)
+        dgrad_of = by_weight.get(graph.source(known), [])
+        wgrad_of = [y for y in by_input.get(_elements(known), ()) if _is_wgrad(node, y)]
+        for found, role in ((dgrad_of, "dgrad"), (wgrad_of, "wgrad")):
+            if of := [y for y in found if not forwards or y.forward in forwards]:
+                getattr(_nearest(node, of), role).append(node)
+                break
     return layers
+
+
+def _multiplies_matrices(node: fx.Node) -> bool:
+    """Whether a node is a GEMM of two matrices, or batches of them, that is not in FP8 already."""
+    if node.op != "call_function" or kind(node) is not Kind.GEMM or node.target in OPERATORS:
+        return False
+    return all(tensor(x).ndim >= 2 for x in node.args[_first_operand(node) :][:2])  # type: ignore[arg-type]
+
+
+def _first_operand(gemm: fx.Node) -> int:
+    """The position of the first factor: what is added to the product comes before it."""
+    return 1 if gemm.target in ADDING else 0
 
 
 def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | None:
@@ -105,7 +128,9 @@ def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | Non
         source = graph.source(weight)
         flaw = _flaw(gemm, source, graph.source(other), facts, origins)
         if flaw is not None and tensor(source).ndim >= 2:
-            found.append(Layer(source, other, gemm, flaw))
+            inward, outward = (-2, -1) if weight is b else (-1, -2)
+            sizes = tensor(weight).shape
+            found.append(Layer(source, other, gemm, sizes[inward], sizes[outward], flaw))
     return min(found, key=lambda layer: bool(layer.flaw), default=None)
 
 
@@ -120,18 +145,22 @@ def _flaw(
         return None
     if weight in facts.parameters:
         return "its weight is a buffer or constant: only parameters run in FP8"
+    if weight not in origins.computed | origins.products:
+        return None
+    if origins.has_elements_of_parameters(weight):
+        return ""
+    if weight in origins.computed:
+        operator = graph.operator_name(weight)
+        return f"its weight is computed by {operator} from fewer parameters than it has elements"
     # A product of parameters is a low-rank or an orthogonal weight. Where such products are
     # batched they are learned queries, which attend to the data.
     is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
-    if weight in origins.computed or (weight in origins.products and is_matrix):
-        operator = graph.operator_name(weight)
-        return f"its weight is computed by {operator}: only parameters run in FP8"
-    return None
+    return "its weight is computed by a product of parameters" if is_matrix else None
 
 
 def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The operands of a GEMM, without the zeros that Inductor's pad_mm appends to a contraction."""
-    first = 1 if gemm.target in (aten.addmm.default, aten.baddbmm.default) else 0
+    first = _first_operand(gemm)
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
@@ -169,14 +198,13 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
     return (b, a) if a in backward else (a, b)
 
 
-def _same_matrix(x: fx.Node, y: fx.Node) -> bool:
-    """Whether two matrices hold the same elements, rows of zeros at the end not counted."""
-    x, y = (_unpadded(graph.untransposed(matrix)[0], dim=0) for matrix in (x, y))
-    return graph.root(x) is graph.root(y)
+def _elements(matrix: fx.Node) -> fx.Node:
+    """The node whose elements a matrix has, in any layout, without rows of zeros at the end."""
+    return graph.root(_unpadded(graph.untransposed(matrix)[0], dim=0))
 
 
 def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
-    return sorted(tensor(gemm).shape) == sorted(tensor(layer.weight).shape)
+    return sorted(tensor(gemm).shape[-2:]) == sorted((layer.in_features, layer.out_features))
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:

@@ -16,6 +16,7 @@ class Origins:
     """The nodes of a forward that do not depend on the data. All others are activations.
 
     Attributes:
+        weights: the parameters.
         computed: those computed from parameters, whatever buffers, constants and random numbers
             (DropConnect's mask) take part, without a product of two matrices.
         products: those with such a product on the way.
@@ -23,6 +24,7 @@ class Origins:
             or from nothing.
     """
 
+    weights: frozenset[fx.Node]
     computed: set[fx.Node]
     products: set[fx.Node]
     constants: set[fx.Node]
@@ -47,11 +49,25 @@ class Origins:
                 noise.add(node)
             else:
                 constants.add(node)
-        return cls(computed, products, constants)
+        return cls(facts.weights, computed, products, constants)
 
     def is_activation(self, node: fx.Node) -> bool:
         """Whether a value depends on the data, or is random."""
         return not (node in self.computed or node in self.products or node in self.constants)
+
+    def has_elements_of_parameters(self, node: fx.Node) -> bool:
+        """Whether the elements of a matrix are those of parameters, changed, moved or added to.
+
+        A buffer does not become a weight by a learned factor, nor does a product of matrices.
+        """
+        seen, pending = {node}, [node]
+        while pending:
+            current = pending.pop()
+            if not _multiplies_matrices(current):
+                pending += [n for n in current.all_input_nodes if n not in seen]
+                seen.update(current.all_input_nodes)
+        elements = sum(graph.numel(graph.tensor(n)) for n in seen & self.weights)
+        return elements >= graph.numel(graph.tensor(node))
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:

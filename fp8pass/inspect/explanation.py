@@ -135,7 +135,7 @@ def explain(
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
     compiled = torch.compile(module, backend=backend)
-    with unchanged(module), torch.enable_grad():
+    with unchanged(module), compat.uncompiled(module), torch.enable_grad():
         explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
         with compat.fresh_compilation():
             compiled(*args, **kwargs)

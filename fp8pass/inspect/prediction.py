@@ -109,7 +109,8 @@ class Predictor:
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._operand(operand)  # type: ignore[arg-type]
-            rows = torch.linspace(0, len(matrix) - 1, min(len(matrix), LARGEST_SAMPLE))
+            count = min(len(matrix), LARGEST_SAMPLE)
+            rows = torch.linspace(0, len(matrix) - 1, count, dtype=torch.float64)
             some = matrix[rows.long().to(matrix.device)].double()
             exact.append(some)
             rounded.append(some * rounding(some, error) if error else some)

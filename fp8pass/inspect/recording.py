@@ -34,6 +34,7 @@ def record_step(
     with (
         fresh_gradients(module, batch),
         unchanged(module),
+        compat.uncompiled(module),
         compat.fresh_compilation(),
         torch.enable_grad(),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,40 @@ from torch import Tensor, nn
 
 from fp8pass import compat
 from fp8pass.config import Config, split_options
-from fp8pass.dynamo import Backend
+from fp8pass.dynamo import Backend, fp8pass
 
 
 def configuration_of(model: nn.Module) -> Config:
-    """The configuration a model was compiled with; the default one if it is not compiled."""
-    compiled_with, options = compat.backend_of(model)
+    """The configuration that a model, or its parts, were compiled with; else the default one.
+
+    Raises:
+        ValueError: parts were compiled with different configurations.
+    """
+    own = _own_configuration(model)
+    if own is not None:
+        return own
+    parts = {c for part in model.modules() if (c := _own_configuration(part)) is not None}
+    if len(parts) > 1:
+        raise ValueError(
+            "Parts of the model were compiled with different configurations: give one of them, "
+            "config=fp8pass.Config(...), or give a part in place of the model."
+        )
+    return parts.pop() if parts else Config()
+
+
+def _own_configuration(module: nn.Module) -> Config | None:
+    """The configuration that a module was compiled with; None if fp8pass did not compile it."""
+    compiled_with, options = compat.backend_of(module)
+    if compiled_with is not fp8pass and not isinstance(compiled_with, Backend):
+        return None
+    if compat.compiled_in_vain(module):
+        name = type(module).__name__
+        warnings.warn(
+            f"{name}.compile() has no effect: PyTorch does not trace the forward of a class of "
+            f"torch.nn that is compiled in place, and this {name} runs as it is. Use "
+            "model = torch.compile(model, ...).",
+            stacklevel=4,
+        )
     if options:
         return split_options(options, compat.list_options())[0]
     return compiled_with.config if isinstance(compiled_with, Backend) else Config()

@@ -11,10 +11,11 @@ from fp8pass import compat
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Bytes that one forward of `model` saves for its backward, parameters not counted.
+    """Bytes that one forward of `model` saves for its backward without a compiler.
 
-    Tensors that share a storage count once. They are counted and dropped, so that a model whose
-    activations would not fit can be measured; the backward of such a forward cannot run.
+    Parameters are not counted; tensors that share a storage count once. Tensors are counted and
+    dropped, so that a model whose activations would not fit can be measured; the backward of such a
+    forward cannot run.
     """
     parameters = (*model.parameters(), *model.buffers())
     own = {compat.weak_storage(t) for t in parameters}
@@ -26,6 +27,9 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     def unpack(_: None) -> Tensor:
         raise RuntimeError("the tensors that a measured forward saved were not kept")
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+    ):
         model(*args, **kwargs)
     return sum(count for storage, count in saved.items() if storage not in own)

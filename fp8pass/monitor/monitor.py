@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.config import ConfigError
 from fp8pass.monitor import callbacks
 from fp8pass.monitor.findings import Findings, Measured
@@ -22,6 +22,9 @@ from fp8pass.monitor.writers import CsvWriter, TensorBoardWriter
 log = logging.getLogger("fp8pass")
 
 SHOWN = 40  # rows of a printed monitor
+
+# So often the weights may change in one sample: some optimizers run a step's forward with others.
+MOST_CHANGES = 1
 
 
 class Monitor:
@@ -77,6 +80,9 @@ class Monitor:
         self._findings = Findings()
         self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
+        # By its address, how often a weight has changed in this sample, and its version.
+        self._changes: dict[int, tuple[int, int]] = {}
+        self._warned = False
 
     def step(self) -> None:
         """Count an optimizer step, and report it if it was sampled.
@@ -93,6 +99,7 @@ class Monitor:
         self.steps = steps
         self.sampling = bool(self.every) and steps % self.every == 0
         self._totals.clear()
+        self._changes.clear()
         self._modules = None  # an optimizer may have moved parameters
 
     def close(self) -> None:
@@ -126,6 +133,25 @@ class Monitor:
                 p.data_ptr(): graph.clean_path(name.rpartition(".")[0]) for name, p in named
             }
         return self._modules.get(weight.data_ptr())
+
+    def saw(self, weight: Tensor) -> None:
+        """Note that a sampled forward runs with a weight as it is now.
+
+        Weights that change in a sample are those of steps that were not counted; all of them run op
+        by op then.
+        """
+        version = compat.version_of(weight)
+        changes, before = self._changes.get(weight.data_ptr(), (0, version))
+        changes += version != before
+        self._changes[weight.data_ptr()] = changes, version
+        if changes > MOST_CHANGES and not self._warned:
+            self._warned = True
+            log.warning(
+                "step %d is still being sampled, op by op, although the weights have changed %d "
+                "times: call monitor.step() after each optimizer step, or give "
+                "monitor.hugging_face() or monitor.lightning() to a Trainer's callbacks.",
+                *(self.steps, changes),
+            )
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
         """Add the statistics of one tensor in the part of the model with the path `prefix`."""

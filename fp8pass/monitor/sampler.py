@@ -30,6 +30,9 @@ class Sink(Protocol):
     def module_of(self, weight: Tensor) -> str | None:
         """Path in the model of the module that has a weight; None if unknown."""
 
+    def saw(self, weight: Tensor) -> None:
+        """Note that a sampled forward runs with a weight as it is now."""
+
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
         """Add the statistics of one tensor in the part of the model with the path `prefix`."""
 
@@ -55,7 +58,6 @@ class Sampler:
             return compat.interpret(gm)
         self.trains = True
         lower(gm, only=fp8.scaled_mm.default)  # so that the GPU's GEMM runs, not the emulated one
-        compat.draw_from_seeds(gm)
         interpreter = MeasuringInterpreter(gm, self.sink)
 
         def run(arguments: list[Any]) -> Any:
@@ -63,10 +65,12 @@ class Sampler:
                 interpreter.prefix = self._prefixes.pop() if self._prefixes else ""
             else:
                 interpreter.prefix = interpreter.find_prefix(arguments)
+                for index, _ in interpreter.weights[:1]:
+                    self.sink.saw(arguments[index])
                 self._prefixes.append(interpreter.prefix)
             return interpreter.boxed_run(arguments)
 
-        return compat.boxed(run)
+        return compat.interpret(gm, run)
 
 
 class MeasuringInterpreter(fx.Interpreter):
@@ -77,7 +81,7 @@ class MeasuringInterpreter(fx.Interpreter):
         self.sink = sink
         self.prefix = ""
         self.names = quantized_by(gm.graph)
-        self._weights = _weights(gm.graph)
+        self.weights = _weights(gm.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node; measures the operand of a quantize node."""
@@ -94,7 +98,7 @@ class MeasuringInterpreter(fx.Interpreter):
 
         It is the path of a weight's module in the model without its path in the graph.
         """
-        for index, module in self._weights:
+        for index, module in self.weights:
             path = self.sink.module_of(arguments[index])
             if path is not None and path.endswith(module):
                 return path.removesuffix(module).rstrip(".")

@@ -157,7 +157,7 @@ class AdamW(torch.optim.Optimizer):
         key = device, bool(group["maximize"])
         if key not in self._constants:
             sign = -1.0 if group["maximize"] else 1.0
-            self._constants[key] = torch.tensor([sign, 0.0], device=device)
+            self._constants[key] = torch.tensor([sign, 0.0], dtype=torch.float32, device=device)
         control = self._constants[key]
         scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         if scale is not None:

@@ -30,7 +30,6 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity
 from fp8pass.dialect.ops import AMAX
 from fp8pass.graph.linear_layers import (
@@ -92,15 +91,18 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason("output head: quantize_lm_head=False", chosen=True)
     if layer.flaw:
         return Reason(layer.flaw)
-    gemm, weight = layer.forward, tensor(layer.weight)
+    gemm, weight = layer.forward, (layer.out_features, layer.in_features)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
     if gemm.target is aten.addmm.default and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(gemm)):
         return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
-    if any(size % CONTRACTION_MULTIPLE for size in weight.shape):
-        return Reason(f"weight {graph.shape_text(weight)}: both sizes must be multiples of 16")
+    if not all(is_multiple_of_16(size) for size in weight):
+        sizes = "×".join(map(str, weight))
+        return Reason(f"weight {sizes}: both sizes must be multiples of 16")
+    if any(compat.statically_known_true(size == 0) for size in weight):
+        return Reason("empty weight")
     rows, contracted = tensor(gemm).shape[0], tensor(operands_of(gemm)[0]).shape[-1]
     if not is_multiple_of_16(contracted):
         return Reason(f"contracts {contracted} elements: must be a multiple of 16")
@@ -108,7 +110,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason("the number of rows depends on data")
     if compat.statically_known_true(rows == 0):
         return Reason("empty input")
-    if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(weight.device)):
+    device = tensor(gemm).device
+    if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(device)):
         return Reason(lacking)
     return Reason()
 
@@ -234,10 +237,7 @@ def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> N
 
 def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason) -> Linear:
     """The plan's entry for a layer."""
-    out_features, in_features = tensor(layer.weight).shape[:2]
-    if tensor(layer.input).shape[-1] == out_features:  # the weight is stored as [in, out]
-        in_features, out_features = out_features, in_features
     rows = tensor(layer.input).shape[0]
     unique = tuple(dict.fromkeys(rewritten))
-    sizes = int(in_features), int(out_features)
+    sizes = compat.size_hint(layer.in_features), compat.size_hint(layer.out_features)
     return Linear(layer.module, str(rows), *sizes, unique, reason.text, reason.chosen)

@@ -40,7 +40,7 @@ from scipy.sparse import csr_matrix
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.config import ConfigError
+from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import SUMS
@@ -124,7 +124,7 @@ class BudgetProblem:
         if result.status == INFEASIBLE:
             return None
         if result.x is None:
-            raise ConfigError(_unsolved(f"a memory_budget of {budget / 2**20:.1f} MiB"))
+            raise ConfigError(_unsolved(f"a memory_budget of {bytes_text(budget)}"))
         return self._plan(np.round(result.x))
 
     def _solve(
@@ -290,8 +290,8 @@ class Planner:
         if plan is None:
             least = self.problem.least()
             raise ConfigError(
-                f"memory_budget of {budget / 2**20:.1f} MiB cannot be met: this graph keeps at "
-                f"least {least / 2**20:.1f} MiB. Raise memory_budget to {math.ceil(least)} bytes "
+                f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at "
+                f"least {bytes_text(least)}. Raise memory_budget to {math.ceil(least)} bytes "
                 "or more, or allow smaller formats with recipe='agoq'."
             )
         return plan

@@ -78,9 +78,16 @@ def test_files_can_import_their_neighbours(run, here):
 def test_options_become_a_config(run):
     words = ("--recipe", "agoq", "--option", "skip=up,*.gate", "--option", "memory_budget=0.9")
     words += ("--option", "tolerance=inf", "--option", "group_size=64")
+    words += ("--option", "keep_exact=down", "--option", "quantize_lm_head=True")
     data = json.loads(ok(run("explain", "factories:with_args", "--json", *words)))
     want = Config.recipe(
-        "agoq", skip=("up", "*.gate"), memory_budget=0.9, tolerance=float("inf"), group_size=64
+        "agoq",
+        skip=("up", "*.gate"),
+        memory_budget=0.9,
+        tolerance=float("inf"),
+        group_size=64,
+        keep_exact=("down",),
+        quantize_lm_head=True,
     )
     assert data["config"] == json.loads(json.dumps(vars(want))) | {"tolerance": "inf"}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
-from helpers import COAT_EAGER, capture_joint, compiled, relative, step, stock_eager
+from helpers import COAT_EAGER, capture_joint, compiled, cosine, relative, step, stock_eager
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn import utils
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from fp8pass.config import Config
 from fp8pass.graph.linear_layers import find_layers
@@ -18,57 +21,107 @@ def pruned(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
-class Gathered(nn.Linear):
-    """A weight that is put together from two."""
+class Symmetric(nn.Module):
+    """A parametrization of one's own."""
 
-    def forward(self, x):
-        halves = self.weight.chunk(2)
-        return x @ torch.cat([halves[1], halves[0]]).t()
-
-
-class DropConnect(nn.Linear):
-    """A weight of which some elements are left out at random."""
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight * (torch.rand_like(self.weight) > 0.1))
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).t()
 
 
-class LowRank(nn.Module):
-    """A weight that is a product of two."""
+def symmetric(layer: nn.Linear) -> nn.Linear:
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
 
-    def __init__(self):
+
+class Computed(nn.Module):
+    """A layer whose weight, [out, in], a function computes from parameters and a buffer."""
+
+    def __init__(self, weight, *shapes, buffer=None):
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(64, 4)), nn.Parameter(torch.randn(4, 64))
+        self.computed = weight
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(shape) / 8) for shape in shapes)
+        self.register_buffer("buffer", buffer)
 
     def forward(self, x):
-        return x @ (self.a @ self.b)
+        return x @ self.computed(*self.parts, self.buffer).t()
 
 
-COMPUTED = {
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
-    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(64, 64)),
+SQUARE = (64, 64)
+
+# The elements of these weights are those of parameters.
+WEIGHTS = {
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
+    "weight norm of old": lambda: utils.weight_norm(nn.Linear(64, 64)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(64, 64)),
+    "spectral norm of old": lambda: utils.spectral_norm(nn.Linear(64, 64)),
     "pruned": lambda: pruned(nn.Linear(64, 64)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(64, 64)),
-    "dropped": lambda: DropConnect(64, 64, bias=False),
-    "low rank": LowRank,
-    "gathered": lambda: Gathered(64, 64, bias=False),
+    "parametrized": lambda: symmetric(nn.Linear(64, 64)),
+    "scaled": lambda: Computed(lambda w, _: w * 64**-0.5, SQUARE),
+    "dropped": lambda: Computed(lambda w, _: w * (torch.rand_like(w) > 0.1), SQUARE),
+    "binarized": lambda: Computed(lambda w, _: w + (w.sign() - w).detach(), SQUARE),
+    "permuted": lambda: Computed(lambda w, rows: w[rows], SQUARE, buffer=torch.randperm(64)),
+    "shards": lambda: Computed(lambda a, b, _: torch.cat([a, b]), (16, 64), (48, 64)),
+    "one of a stack": lambda: Computed(lambda w, _: w[1], (3, 64, 64)),
+    "of three dimensions": lambda: Computed(lambda w, _: w.view(64, 64), (4, 16, 64)),
+    "merged adapter": lambda: Computed(lambda w, a, b, _: w + a @ b, SQUARE, (64, 4), (4, 64)),
+}
+
+# Those of these are not; each with the reason.
+PRODUCT = "its weight is computed by a product of parameters"
+FEWER = "its weight is computed by aten.mul.Tensor from fewer parameters than it has elements"
+NO_WEIGHTS = {
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(64, 64)), PRODUCT),
+    "low rank": (lambda: Computed(lambda a, b, _: a @ b, (64, 4), (4, 64)), PRODUCT),
+    "outer product": (lambda: Computed(lambda a, b, _: a * b, (64, 1), (1, 64)), FEWER),
+    "scaled buffer": (
+        lambda: Computed(lambda s, matrix: s * matrix, (64, 1), buffer=torch.randn(64, 64)),
+        FEWER,
+    ),
 }
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_computed_weights_are_layers_with_a_reason(name):
+class Parallel(nn.Module):
+    """All layers above, of one input."""
+
+    def __init__(self):
+        super().__init__()
+        makers = WEIGHTS | {name: make for name, (make, _) in NO_WEIGHTS.items()}
+        self.layers = nn.ModuleDict({name: make() for name, make in makers.items()})
+
+    def forward(self, x):
+        return [layer(x) for layer in self.layers.values()]
+
+
+@cache
+def parallel() -> tuple[dict[str, Linear], dict[str, float]]:
+    """What the plan says about each layer, and the cosines of gradients with those without FP8."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), COMPUTED[name]())
-    program, spy = compiled(model, COAT_EAGER)
-    program(torch.randn(32, 64)).sum().backward()
-    plain, *parameters, computed = spy.plan.linears
-    assert all("none of its operands" in y.reason for y in parameters)
-    assert plain.fp8
-    assert not plain.reason
-    assert not computed.fp8
-    assert "its weight is computed by aten." in computed.reason
-    assert not computed.chosen
-    assert (computed.module, computed.in_features, computed.out_features) == ("2", 64, 64)
+    model, x = Parallel(), torch.randn(32, 64, requires_grad=True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    want = step(torch.compile(model, backend=stock_eager), model, [x]).gradients
+    model.load_state_dict(state)  # spectral norms iterate
+    program, spy = compiled(model)
+    got = step(program, model, [x]).gradients
+    found = {y.module.split(".")[1]: y for y in spy.plan.linears if "no" not in y.reason.split()}
+    return found, {name: cosine(got[name], x) for name, x in want.items() if x is not None}
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *NO_WEIGHTS])
+def test_computed_weights(name):
+    """They run in FP8 if their elements are those of parameters, and are listed if not."""
+    linears, cosines = parallel()
+    layer = linears[name]
+    assert (layer.in_features, layer.out_features) == SQUARE
+    assert not layer.chosen
+    if name in WEIGHTS:
+        assert layer.fp8 == ("forward", "dgrad", "wgrad")
+        assert not layer.reason
+    else:
+        assert not layer.fp8
+        assert layer.reason == NO_WEIGHTS[name][1]
+    of_layer = [x for path, x in cosines.items() if path.startswith(f"layers.{name}.")]
+    assert of_layer
+    assert min(of_layer) > 0.99
 
 
 def linears(model: nn.Module, *args: torch.Tensor) -> list[Linear]:
@@ -138,8 +191,8 @@ def test_a_product_of_parameters_stays_exact_and_its_gradients_are_its_own():
     assert relative(got.gradients["layer.weight"], want.gradients["layer.weight"]) < 1e-4
 
 
-def test_weights_that_are_built_by_products_stay_exact():
-    """Steps of Newton and Schulz towards an orthogonal weight."""
+def test_steps_that_change_a_weight_by_products_stay_exact():
+    """Those of Newton and Schulz, towards an orthogonal weight."""
 
     class Orthogonal(nn.Linear):
         def forward(self, x):
@@ -151,7 +204,7 @@ def test_weights_that_are_built_by_products_stay_exact():
     *steps, layer = linears(Orthogonal(64, 64, bias=False), torch.randn(32, 64))
     assert steps
     assert all(y.reason == "none of its operands is an activation" for y in steps)
-    assert "its weight is computed by aten." in layer.reason
+    assert layer.fp8
 
 
 @pytest.mark.parametrize("registered", [True, False])

@@ -271,3 +271,57 @@ def test_rules_say_why_there_is_none():
 
     (report,) = explain(Logarithm(), torch.randn(32, 64), rules=True).graphs
     assert any("may vanish" in r.reason and not r.bound for r in report.plan.rules)
+
+
+# --- how a model was compiled -------------------------------------------------------------------
+
+
+AGOQ = Config.recipe("agoq", compiler="eager")
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend=fp8pass.backend(AGOQ))
+    return model
+
+
+def with_options(model: nn.Module) -> nn.Module:
+    model.compile(backend="fp8pass", options={"recipe": "agoq", "compiler": "eager"})
+    return model
+
+
+WAYS = {
+    "wrapped": lambda model: torch.compile(model, backend=fp8pass.backend(AGOQ)),
+    "in place": in_place,
+    "in place with options": with_options,
+    "a part in place": lambda model: in_place(model.first) and model,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_explained_as_it_was_compiled(way):
+    """And what eager PyTorch keeps is what it keeps without a compiler."""
+    want = explain(Broken(), torch.randn(16, 64), config=AGOQ)
+    model = WAYS[way](Broken())
+    got = explain(model, torch.randn(16, 64))
+    assert got.config == AGOQ
+    assert got.saved_bytes == want.saved_bytes
+    assert got.eager_bytes == want.eager_bytes > got.saved_bytes
+
+
+def test_parts_that_were_compiled_in_different_ways():
+    model = Broken()
+    in_place(model.first)
+    model.second.compile(backend="fp8pass")
+    with pytest.raises(ValueError, match=r"different configurations: give one of them, config="):
+        explain(model, torch.randn(16, 64))
+    assert explain(model, torch.randn(16, 64), config=AGOQ).graphs
+
+
+def test_what_pytorch_does_not_compile_in_place():
+    """It runs a class of its own as it is, whatever the backend."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    in_place(model)
+    with pytest.warns(UserWarning, match=r"Sequential\.compile\(\) has no effect.*torch\.compile"):
+        got = explain(model, torch.randn(16, 64))
+    wrapped = torch.compile(model, backend=fp8pass.backend(AGOQ))
+    assert got.saved_bytes == explain(wrapped, torch.randn(16, 64)).saved_bytes

@@ -258,3 +258,28 @@ def test_what_is_not_installed_is_named(monkeypatch, make, missing, message):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match=message):
         make()
+
+
+# --- steps that are not counted -----------------------------------------------------------------
+
+
+def test_a_forgotten_step_warns_once(caplog):
+    model, monitor = MLP(), Monitor()
+    train(monitored(model, monitor), model, batches(5).float())
+    (message,) = warnings_of(caplog)
+    assert "step 0 is still being sampled" in message
+    assert "call monitor.step() after each optimizer step" in message
+
+
+def test_micro_batches_and_perturbed_weights_are_one_step(caplog):
+    """As sharpness-aware minimization does it."""
+    model, monitor = MLP(), Monitor(every=1)
+    run = monitored(model, monitor)
+    for batch in batches(3).float():
+        run(batch).mean().backward()
+        with torch.no_grad():
+            model.up.weight.add_(0.01)
+        run(batch).mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        monitor.step()
+    assert not warnings_of(caplog)

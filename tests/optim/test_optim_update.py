@@ -170,3 +170,14 @@ def test_parameters_that_are_not_contiguous():
         optimizer = AdamW([p])
         run([p], optimizer, range(4))
     assert torch.equal(strided, plain)
+
+
+def test_what_the_kernel_reads_has_its_dtype_whatever_the_default():
+    (parameter,) = parameters([(16, 16)])
+    optimizer = AdamW([parameter])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        control = optimizer._control(optimizer.param_groups[0], parameter.device)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert control.dtype is torch.float32

@@ -36,7 +36,7 @@ from random_programs import programs
 from torch import Tensor, fx, nn
 
 from fp8pass import explain, graph
-from fp8pass.config import Config, ConfigError, parse_bytes
+from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.materialize_plan import materialize_plan
@@ -73,6 +73,7 @@ from fp8pass.saving.format_choices import FormatChoices
 )
 def test_sizes(text, bytes_):
     assert parse_bytes(text) == bytes_
+    assert parse_bytes(bytes_text(bytes_)) == pytest.approx(bytes_, rel=0.01)
     assert Config(memory_budget=text).budget_bytes(7) == bytes_
 
 
@@ -266,7 +267,10 @@ def test_the_smallest_budget_is_named_and_works(recipe):
 
 def test_inductor_raises_the_same_error():
     program = torch.compile(MLP(), backend="fp8pass", options={"memory_budget": "1B"})
-    with pytest.raises(Exception, match=r"keeps at least .* MiB. Raise memory_budget to \d+"):
+    with pytest.raises(
+        Exception,
+        match=r"of 1 B cannot be met.* at least [\d.]+ KiB\. Raise .*to \d+",
+    ):
         program(torch.randn(32, 64) * 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 
 import pytest
@@ -54,18 +55,34 @@ def test_frozen_and_hashable():
         (lambda: Config(compiler="inducter"), "'inductor'"),
         (lambda: Config(forward_format="exact"), "gradient_format must both be 'exact'"),
         (lambda: Config(forward_format="e5m2", gradient_format="e5m2"), "forward_format='e4m3'"),
-        (lambda: Config(group_size=24), "multiple of 16, got 24"),
-        (lambda: Config(group_size=0), "multiple of 16, got 0"),
-        (lambda: Config(group_size=-16), "multiple of 16, got -16"),
-        (lambda: Config(group_size=True), "multiple of 16, got True"),
-        (lambda: Config(group_size=16.0), "multiple of 16, got 16.0"),
-        (lambda: Config(skip="layers.0"), "tuple of module path patterns, got 'layers.0'"),
+        (lambda: Config(groupsize=16), "Unknown option 'groupsize'. Did you mean 'group_size'?"),
+        (lambda: Config("coat"), "by name, got 'coat'. A recipe is Config.recipe('coat')"),
+        (lambda: Config(group_size=7), "group_size must be a positive multiple of 16, such as 128"),
+        (lambda: Config(group_size=24), "multiple of 16, such as 128, got 24"),
+        (lambda: Config(group_size=0), "multiple of 16, such as 128, got 0"),
+        (lambda: Config(group_size=-16), "multiple of 16, such as 128, got -16"),
+        (lambda: Config(group_size=True), "multiple of 16, such as 128, got True"),
+        (lambda: Config(group_size=16.0), "multiple of 16, such as 128, got 16.0"),
+        (lambda: Config(tolerance="1"), "tolerance must be a positive number, or float('inf')"),
+        (lambda: Config(tolerance=True), "got True"),
+        (lambda: Config(tolerance=math.nan), "got nan"),
+        (lambda: Config(memory_budget="0.0 MiB"), "must be positive, got '0.0 MiB': it is a share"),
+        (lambda: Config(memory_budget="60%"), "a share up to 1.0 (a number)"),
+        (lambda: Config(moments=(("up", math.nan, 1.0),)), "as fp8pass.calibrate gives them"),
+        (lambda: Config(moments=(("up", 0.0, -1.0),)), "as fp8pass.calibrate gives them"),
+        (
+            lambda: Config(skip="layers.0"),
+            "patterns, got 'layers.0': skip=('layers.0',)",
+        ),
+        (lambda: Config(skip={"layers.0": True}), "tuple of module path patterns"),
         (lambda: Config(skip=(1,)), "tuple of module path patterns"),
         (lambda: Config(skip=1), "tuple of module path patterns, got 1"),
         (lambda: Config(keep_exact="up"), "tuple of value name or module path patterns, got 'up'"),
         (lambda: Config(keep_exact=(None,)), "tuple of value name or module path patterns"),
         (lambda: split_options({"keepexact": ()}, []), "'keep_exact'"),
-        (lambda: Config(quantize_lm_head=1), "must be a bool, got 1"),
+        (lambda: Config(quantize_lm_head=1), "must be a bool, True or False, got 1"),
+        (lambda: split_options({"mode": "max-autotune"}, []), "torch.compile(model, mode=...,"),
+        (lambda: split_options({1: 2}, []), "Unknown option 1"),
         (lambda: split_options({"groupsize": 16}, ["max_autotune"]), "'group_size'"),
         (lambda: split_options({"max_autotun": True}, ["max_autotune"]), "'max_autotune'"),
         (lambda: split_options({"recipe": "exat"}, []), "'exact'"),

@@ -71,6 +71,7 @@ class Trials:
         with (
             fresh_gradients(self.module, self.batch) as leaves,
             unchanged(self.module),
+            compat.uncompiled(self.module),
             compat.fresh_compilation(),
             torch.enable_grad(),
         ):
