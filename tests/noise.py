@@ -1,8 +1,9 @@
 """How far rounding to FP8 and to low-bit saves moves a model's gradients, in eager PyTorch.
 
-An independent model of the formats: nothing of fp8pass is used. Every GEMM gets rounded operands and
-a rounded gradient, and everything that autograd saves is rounded. The grid that numbers are rounded
-to is shifted by a random factor, so that every seed gives other errors of the same size.
+An independent model of the formats: nothing of fp8pass is used. Each GEMM of a parameter gets
+rounded operands and a rounded gradient, and everything that autograd saves is rounded. The grid
+that numbers are rounded to is shifted by a random factor, so that every seed gives other errors of
+the same size.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _worth(value: Any) -> bool:
 
 
 def _has_trusted_reference(program: Program) -> bool:
-    """Whether stock PyTorch has the same random numbers and is right: with buffers it may not be."""
+    """Whether stock PyTorch draws the same numbers and is right: with buffers it may not be."""
     return program.is_bitwise and not any(i.buffers for i in program.code)
 
 

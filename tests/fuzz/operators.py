@@ -1,8 +1,8 @@
 """The operators that programs are drawn from.
 
 An operator is a template of Python: `{0}` to `{2}` are operands; `{p0}`, `{p1}` parameters and
-`{b0}` buffers, whose shapes are given in the width of the first operand, `d`, and a drawn width, `n`.
-Operands that do not suit are no harm: what eager PyTorch refuses is not drawn.
+`{b0}` buffers, whose shapes are given in the width of the first operand, `d`, and a drawn width,
+`n`. Operands that do not suit are no harm: what eager PyTorch refuses is not drawn.
 """
 
 from __future__ import annotations
