@@ -22,6 +22,8 @@ class Operator:
         parameters, buffers: the shapes of those it uses.
         weight: how often it is drawn, beside 1 for most.
         random: draws random numbers in a way that depends on the compiler.
+        ties: its gradient compares for equality, which stock Inductor gets wrong in 16 bits: it
+            compares a value computed in fp32 with a maximum rounded to 16 bits, and divides by 0.
     """
 
     template: str
@@ -30,6 +32,7 @@ class Operator:
     buffers: tuple[Shape, ...] = ()
     weight: float = 1.0
     random: bool = False
+    ties: bool = False
 
 
 def _unary(**templates: str) -> dict[str, Operator]:
@@ -91,7 +94,6 @@ REDUCTIONS = _unary(
     standardized="standardized({0})",
     unit="F.normalize({0}, dim=-1)",
     centered="{0} - {0}.mean(0, keepdim=True)",
-    without_max="{0} - {0}.amax(-1, keepdim=True)",
     logsumexp="{0} - {0}.logsumexp(-1, keepdim=True)",
     cumulative="{0}.cumsum(-1) / 8",
     cumulative_rows="{0}.cumsum(0) / {0}.shape[0]",
@@ -99,7 +101,6 @@ REDUCTIONS = _unary(
     variance="{0} / (1 + {0}.var(-1, keepdim=True))",
     sum="{0}.sum(-1) / 4",
     mean="{0}.mean(1)",
-    maximum="{0}.amax(0)",
     total="{0}.sum() / 16",
     mean_square="{0}.float().square().mean()",
     loss="loss({0})",
@@ -133,6 +134,9 @@ VIEWS = _unary(
     rotated="rotated({0})",
     copied="{0}.clone()",
 )
+
+REDUCTIONS["without_max"] = Operator("{0} - {0}.amax(-1, keepdim=True)", ties=True)
+REDUCTIONS["maximum"] = Operator("{0}.amax(0)", ties=True)
 
 MOVES = {
     "gathered": Operator("{0}.gather(-1, ({0}.detach() > 0).long())"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,11 +29,11 @@ LIFETIME = 150  # programs that a process tries: what a compilation leaves in me
 class Settings:
     """What all workers share."""
 
-    seed: int
-    device: str
-    inductor_share: float
-    recipe: str | None
-    shrink_seconds: float
+    seed: int = 0
+    device: str = "cpu"
+    inductor_share: float = 0.0
+    recipe: str | None = None
+    shrink_seconds: float = 120.0
 
 
 @dataclass
@@ -44,6 +45,9 @@ class Result:
     compiler: str
     outcome: Outcome
     program: Program | None = None
+
+
+Try = Callable[[Settings, int], Result]
 
 
 def try_program(settings: Settings, index: int) -> Result:
@@ -81,19 +85,20 @@ def quiet() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
-def _serve(pipe: Connection, settings: Settings) -> None:
+def _serve(pipe: Connection, settings: Settings, try_: Try) -> None:
     quiet()
-    while (index := pipe.recv()) is not None:
-        pipe.send(try_program(settings, index))
+    with contextlib.suppress(EOFError, BrokenPipeError):  # nobody listens any more
+        while True:
+            pipe.send(try_(settings, pipe.recv()))
 
 
 class _Worker:
     """A process, and the program that it tries."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, try_: Try) -> None:
         context: Any = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, settings, try_), daemon=True)
         self.process.start()
         theirs.close()
         self.tried = 0
@@ -124,18 +129,26 @@ class _Worker:
 
 
 def results(
-    settings: Settings, first: int, count: int | None, seconds: float | None, workers: int
+    settings: Settings,
+    first: int,
+    count: int | None,
+    seconds: float | None,
+    workers: int,
+    try_: Try = try_program,
 ) -> Iterator[Result]:
     """What comes of `count` programs, or of as many as are tried in that time."""
     end = time.monotonic() + seconds if seconds else None
     index = first
     busy: list[_Worker] = []
-    idle = [_Worker(settings) for _ in range(workers)]
+    idle = [_Worker(settings, try_) for _ in range(workers)]
     try:
         while True:
             late = end is not None and time.monotonic() > end
             while idle and not late and (count is None or index < first + count):
-                worker = _fresh(idle.pop(), settings)
+                worker = idle.pop()
+                if worker.tried >= LIFETIME:
+                    worker.stop()
+                    worker = _Worker(settings, try_)
                 worker.give(index)
                 busy.append(worker)
                 index += 1
@@ -148,13 +161,6 @@ def results(
     finally:
         for worker in (*busy, *idle):
             worker.stop()
-
-
-def _fresh(worker: _Worker, settings: Settings) -> _Worker:
-    if worker.tried < LIFETIME:
-        return worker
-    worker.stop()
-    return _Worker(settings)
 
 
 def _finished(busy: list[_Worker]) -> list[tuple[_Worker, Result]]:
