@@ -8,7 +8,8 @@ import warnings
 from typing import Any
 
 import torch
-from helpers import step
+from closeness import Reference
+from noise import Formats
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,22 +41,17 @@ def draw(seed: int, index: int, inductor_share: float = 0.0, recipe: str | None 
 
 
 def runs(program: Program) -> bool:
-    """Whether eager PyTorch runs it, in its dtype, with finite results and a gradient."""
-    model = program.model()
+    """Whether eager PyTorch runs it, in its dtype and in fp64: finite results, a gradient."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for i in range(len(program.batches)):
-                result = step(in_mode(program)(model), model, program.batch(i))
-                tensors = [
-                    *result.outputs,
-                    *(g for g in result.gradients.values() if g is not None),
-                ]
-                if not all(x.isfinite().all() for x in tensors if x.is_floating_point()):
-                    return False
+            found = Reference(program.model(), program.all_batches, Formats(), in_mode(program))
     except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
         return False
-    return any(g is not None and g.any() for g in result.gradients.values())
+    steps = [*found.plain, *found.exact]
+    gradients = [g for s in steps for g in s.gradients.values() if g is not None]
+    results = [*gradients, *(y for s in steps for y in s.outputs)]
+    return all(x.isfinite().all() for x in results) and any(g.any() for g in gradients)
 
 
 def in_mode(program: Program, device: str = "cpu") -> Any:

@@ -208,6 +208,10 @@ class Program:
             for i in self.inputs.values()
         ]
 
+    def all_batches(self, device: str = "cpu") -> list[list[Tensor]]:
+        """The inputs of every step."""
+        return [self.batch(i, device) for i in range(len(self.batches))]
+
 
 def make_input(
     kind: str, shape: list[int], layout: str, generator: torch.Generator, dtype: torch.dtype
