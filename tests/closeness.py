@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,16 +53,18 @@ class Reference:
         batches: makes the batches, each time anew since programs may write to them.
         formats: what a recipe rounds.
         run: how a step runs the model, under autocast for example.
+        wide: the dtype of exact steps and of those with noise.
     """
 
     model: nn.Module
     batches: Callable[[], Sequence[Batch]]
     formats: Formats
     run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda program: program
+    wide: torch.dtype = torch.float64
     noisy: list[list[TrainingStep]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.exact = self._steps(torch.float64, None)
+        self.exact = self._steps(self.wide, None)
         self.plain = self._steps(None, None, self.run)
 
     def _steps(
@@ -84,7 +86,7 @@ class Reference:
         """Have noise of at least so many seeds."""
         rounds = any((self.formats.forward, self.formats.saved))
         for seed in range(len(self.noisy), seeds if rounds else 0):
-            self.noisy.append(self._steps(torch.float64, Noise(self.formats, seed)))
+            self.noisy.append(self._steps(self.wide, Noise(self.formats, seed)))
 
     def judge(self, steps: Sequence[TrainingStep], seeds: int = 3, more: int = 24) -> Verdict:
         """Whether `steps` are as close as noise of that many seeds allows."""
@@ -151,8 +153,14 @@ def error(x: Tensor, want: Tensor) -> float:
 
 
 def _aligned(*steps: TrainingStep) -> Iterator[tuple[str, Any]]:
-    """Name and tensors of all results that the second step, the exact one, has."""
+    """Name and tensors of all results that the second step, the exact one, has.
+
+    All gradients together are one more.
+    """
     got, exact, *rest = steps
+    names = [name for name, want in exact.gradients.items() if want is not None]
+    if names:
+        yield ("all gradients", *(_together(s.gradients, exact.gradients, names) for s in steps))
     for i, want in enumerate(exact.outputs):
         yield (f"output {i}", got.outputs[i], want, *(s.outputs[i] for s in rest))
     for kind, of in (("gradient of", "gradients"), ("buffer", "buffers")):
@@ -160,6 +168,19 @@ def _aligned(*steps: TrainingStep) -> Iterator[tuple[str, Any]]:
             if want is not None:
                 others = (getattr(s, of)[name] for s in rest)
                 yield (f"{kind} {name}", getattr(got, of)[name], want, *others)
+
+
+def _together(
+    gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None], names: list[str]
+) -> Tensor:
+    """Gradients as one vector; what is missing or has another shape is zero."""
+    parts = []
+    for name in names:
+        got, want = gradients[name], exact[name]
+        assert want is not None
+        fits = got is not None and got.shape == want.shape
+        parts.append((got if fits else torch.zeros_like(want)).flatten())
+    return torch.cat(parts)
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:

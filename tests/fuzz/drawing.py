@@ -13,7 +13,7 @@ from noise import Formats
 from torch import Tensor
 from torch.nn import functional as F
 
-from .operators import EMBEDDING, FAMILIES, OPERATORS, Operator, Shape
+from .operators import EMBEDDING, FAMILIES, OPERATORS, RANDOM, Operator, Shape
 from .program import PARTS, Input, Instruction, Parameter, Program, make_input, rng_of
 
 WIDTHS = (16, 32, 32, 48, 64, 64, 64, 96, 128, 24, 40)
@@ -241,7 +241,9 @@ def _has_reference(program: Program) -> bool:
     """
     operators = [OPERATORS[i.operator] for i in program.code]
     writes = any(o.buffers for o in operators)
-    if any(o.random for o in operators) and (writes or not program.is_bitwise):
+    if writes and any(i.operator in RANDOM for i in program.code):
+        return False
+    if any(o.random for o in operators) and not program.is_bitwise:
         return False
     narrow = program.dtype != "float32" and program.compiler == "inductor"
     return not (narrow and any(o.ties for o in operators))
