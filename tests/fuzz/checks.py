@@ -44,7 +44,8 @@ class Outcome:
     """What came of a program.
 
     Attributes:
-        failure: kind of failure, '' for none: `error`, `bits`, `close`, `plan`, `memory`, `slow`.
+        failure: kind of failure, '' for none: `error`, `bits`, `close`, `plan`, `memory`, `slow`,
+            `recompiled`.
         message: what is wrong.
         stock: what stock PyTorch gets wrong about it, too.
         refused: a budget that no plan meets.
@@ -120,7 +121,9 @@ def _check(program: Program, device: str, outcome: Outcome) -> None:
         _check_bits(program, device, run, outcome)
     else:
         _check_closeness(program, device, run, outcome)
-    if len(plans) == 1 and not program.dynamic:
+    if program.dynamic:
+        _check_recompilations(program, device, run)
+    elif len(plans) == 1:
         _check_plan(program, device, run)
 
 
@@ -196,6 +199,23 @@ def _reference(program: Program, device: str) -> Reference:
         Formats.of(program.config),
         in_mode(program, device),
     )
+
+
+def _check_recompilations(program: Program, device: str, run: Run) -> None:
+    """Sizes that stock PyTorch lets vary are not fixed by guards of ours."""
+    if len(run.spy.plans) < 2:
+        return
+    compiled = []
+
+    def counting(gm: Any, inputs: Any) -> Any:
+        compiled.append(gm)
+        return stock_eager(gm, inputs)
+
+    _run(program, device, counting)
+    if len(run.spy.plans) > len(compiled):
+        raise Failed(
+            "recompiled", f"{len(run.spy.plans)} compilations, {len(compiled)} by stock PyTorch"
+        )
 
 
 def _check_plan(program: Program, device: str, run: Run) -> None:
