@@ -74,9 +74,12 @@ class Noise(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in GEMMS or not any(_is_weight(x) for x in _tensors(args)):
-            return func(*args, **kwargs)
+        kwargs, given = kwargs or {}, _tensors(args)
+        if func not in GEMMS or not any(_is_weight(x) for x in given):
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and given and all(_is_weight(x) for x in given):
+                result.is_computed_weight = True  # type: ignore[attr-defined]
+            return result
         args = torch.utils._pytree.tree_map_only(Tensor, self._operand, args)
         return _RoundedGradient.apply(func(*args, **kwargs), self)
 
@@ -155,6 +158,7 @@ def _tensors(args: Any) -> list[Tensor]:
 
 
 def _is_weight(x: Tensor) -> bool:
-    """A parameter of at least two dimensions, or a view of one."""
+    """A parameter of at least two dimensions, or what is computed from such alone."""
     base = x if x._base is None else x._base
-    return isinstance(base, nn.Parameter) and base.ndim > 1
+    computed = getattr(x, "is_computed_weight", False)
+    return computed or (isinstance(base, nn.Parameter) and base.ndim > 1)
