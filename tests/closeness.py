@@ -1,7 +1,8 @@
 """Whether a training step is as close to the exact one as rounding allows.
 
 The reference is the model in eager PyTorch and fp64. The error of a tensor is the norm of its
-difference over its norm. Accepted is
+difference over its norm, or over a thousandth of the largest gradient's if a gradient is smaller
+than that: some, as that of a bias before a norm, are nothing but noise. Accepted is
 
     2 · (largest error of the fake-quantized model, over seeds)   noise.py
   + 5 · (error of the plain model in its own dtype)
@@ -101,15 +102,24 @@ class Reference:
         verdict = Verdict()
         for i, got in enumerate(steps):
             noisy = [n[i] for n in self.noisy]
+            gradients = [g for g in self.exact[i].gradients.values() if g is not None]
+            least = 1e-3 * max((float(g.norm()) for g in gradients), default=0.0)
             for name, x, want, plain, *noised in _aligned(
                 got, self.exact[i], self.plain[i], *noisy
             ):
-                _judge(f"step {i}: {name}", x, want, plain, noised, verdict)
+                smallest = least if name.startswith("gradient") else 0.0
+                _judge(f"step {i}: {name}", x, want, plain, noised, smallest, verdict)
         return verdict
 
 
 def _judge(
-    name: str, x: Tensor | None, want: Tensor, plain: Tensor, noised: list[Tensor], to: Verdict
+    name: str,
+    x: Tensor | None,
+    want: Tensor,
+    plain: Tensor,
+    noised: list[Tensor],
+    least: float,
+    to: Verdict,
 ) -> None:
     if x is None:
         x = torch.zeros_like(want)
@@ -123,16 +133,17 @@ def _judge(
     if not x.isfinite().all():
         to.complaints.append(f"{name} is not finite")
         return
-    errors = [error(n, want) for n in noised]
-    accepted = 2 * max(errors, default=0.0) + 5 * error(plain, want) + FLOOR
-    off = error(x, want)
+    noise = max((error(n, want, least) for n in noised), default=0.0)
+    rounding = error(plain, want, least)
+    accepted = 2 * noise + 5 * rounding + FLOOR
+    off = error(x, want, least)
     if accepted <= JUDGED:
         to.judged += 1
         to.worst = max(to.worst, off / accepted)
         if off > accepted:
             to.complaints.append(
                 f"{name} is off by {off:.3g}, accepted is {accepted:.3g}"
-                f" (plain {error(plain, want):.2g}, noise {max(errors, default=0.0):.2g})"
+                f" (plain {rounding:.2g}, noise {noise:.2g})"
             )
         return
     to.unjudged += 1
@@ -144,12 +155,10 @@ def _judge(
         )
 
 
-def error(x: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm of `want`."""
+def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
+    """Norm of the difference over the norm of `want`, but at least over `least`."""
     norm, gap = float(want.norm()), float((x.double() - want).norm())
-    if norm == 0:
-        return gap / 1e-6
-    return gap / norm if math.isfinite(gap) else math.inf
+    return gap / max(norm, least, 1e-30) if math.isfinite(gap) else math.inf
 
 
 def _aligned(*steps: TrainingStep) -> Iterator[tuple[str, Any]]:

@@ -12,8 +12,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -109,13 +111,14 @@ class Noise(TorchFunctionMode):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The rounding of operands, and that of saved tensors."""
-        with self:
-            if self.formats.saved is None:
-                yield
-            else:
-                with torch.autograd.graph.saved_tensors_hooks(self.saved, lambda x: x):
-                    yield
+        """The rounding of operands, and that of saved tensors.
+
+        Nothing is checkpointed: PyTorch would compute it again without the rounding.
+        """
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.saved, lambda x: x)
+        saving = hooks if self.formats.saved else contextlib.nullcontext()
+        with self, saving, patch.object(torch.utils.checkpoint, "checkpoint", _called):
+            yield
 
 
 class _RoundedValue(torch.autograd.Function):
@@ -151,6 +154,10 @@ GEMMS = frozenset(
         F.conv1d, torch.conv1d, torch.bilinear,
     )
 )  # fmt: skip
+
+
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args)
 
 
 def _tensors(args: Any) -> list[Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def checkpointed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     def run(x: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, up)), down)
 
-    return checkpoint(run, x, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
 
 
 def loss(x: Tensor) -> Tensor:

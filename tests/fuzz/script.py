@@ -18,9 +18,9 @@ PyTorch {version}. Run it in the root of the repository: `python {name}`.
 """
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 {helpers}
 

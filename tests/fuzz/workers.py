@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import time
 import traceback
 import warnings
@@ -85,8 +86,16 @@ def quiet() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
+def deterministic() -> None:
+    """Have a GPU give the same bits each time: not all its kernels do unless asked to."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def _serve(pipe: Connection, settings: Settings, try_: Try) -> None:
     quiet()
+    if settings.device == "cuda":
+        deterministic()
     with contextlib.suppress(EOFError, BrokenPipeError):  # nobody listens any more
         while True:
             pipe.send(try_(settings, pipe.recv()))

@@ -89,14 +89,28 @@ def check(
 ) -> tuple[Verdict, Spy]:
     """One step, held against noise."""
     config, spy = Config.recipe(recipe), Spy()
-    with halves_as(compiler):
-        got = compiled_step(name, Backend(config, spy), device, dtype)
+    try:
+        with halves_as(compiler):
+            got = compiled_step(name, Backend(config, spy), device, dtype)
+    except Exception as error:
+        raise AssertionError(
+            f"{error}\nstock Inductor {stock_error(name, device, dtype)}"
+        ) from error
     reference = reference_of(name, config, device, dtype)
     verdict = reference.judge([got])
     if verdict.complaints:
         stock = reference.judge([compiled_step(name, "inductor", device, dtype)])
         verdict.complaints.append(f"stock Inductor: {stock.complaints or 'is fine'}")
     return verdict, spy
+
+
+def stock_error(name: str, device: str, dtype: torch.dtype) -> str:
+    """What to list in stock.py, if it fails."""
+    try:
+        compiled_step(name, "inductor", device, dtype)
+    except Exception as error:
+        return f"fails, too: {error}"
+    return "compiles it"
 
 
 def reference_of(name: str, config: Config, device: str, dtype: torch.dtype) -> Reference:
