@@ -5,8 +5,12 @@ difference over its norm, or over a thousandth of the largest gradient's if a gr
 than that: some, as that of a bias before a norm, are nothing but noise. Accepted is
 
     2 · (largest error of the fake-quantized model, over seeds)   noise.py
+  + 2 · (rounding error of the format of saved values)            gradients only
   + 5 · (error of the plain model in its own dtype)
   + 1e-4
+
+The second line is there since autograd saves x where a plan may keep what the gradient is
+multiplied by, gelu'(x) say.
 
 A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
 wrong scale s |s - 1|, and NaN is never accepted. So they are seen wherever at most `JUDGED` is
@@ -107,8 +111,13 @@ class Reference:
             for name, x, want, plain, *noised in _aligned(
                 got, self.exact[i], self.plain[i], *noisy
             ):
-                smallest = least if name.startswith("gradient") else 0.0
-                _judge(f"step {i}: {name}", x, want, plain, noised, smallest, verdict)
+                of_gradient = "gradient" in name
+                _judge(
+                    f"step {i}: {name}", x, want, plain, noised,
+                    least if of_gradient else 0.0,
+                    self.formats.saved_error if of_gradient else 0.0,
+                    verdict,
+                )  # fmt: skip
         return verdict
 
 
@@ -119,6 +128,7 @@ def _judge(
     plain: Tensor,
     noised: list[Tensor],
     least: float,
+    saved: float,
     to: Verdict,
 ) -> None:
     if x is None:
@@ -135,7 +145,7 @@ def _judge(
         return
     noise = max((error(n, want, least) for n in noised), default=0.0)
     rounding = error(plain, want, least)
-    accepted = 2 * noise + 5 * rounding + FLOOR
+    accepted = 2 * noise + 2 * saved + 5 * rounding + FLOOR
     off = error(x, want, least)
     if accepted <= JUDGED:
         to.judged += 1
