@@ -4,13 +4,12 @@ The reference is the model in eager PyTorch and fp64. The error of a tensor is t
 difference over its norm, or over a thousandth of the largest gradient's if a gradient is smaller
 than that: some, as that of a bias before a norm, are nothing but noise. Accepted is
 
-    2 · (largest error of the fake-quantized model, over seeds)   noise.py
-  + 2 · (rounding error of the format of saved values)            gradients only
-  + 5 · (error of the plain model in its own dtype)
-  + 1e-4
+    2 · √(n² + s²) + 5 · p + 1e-4
 
-The second line is there since autograd saves x where a plan may keep what the gradient is
-multiplied by, gelu'(x) say.
+    n: the largest error of the fake-quantized model, over seeds (noise.py)
+    s: for gradients, the rounding error of the format of saved values: autograd saves x where a plan
+       may keep what the gradient is multiplied by, gelu'(x) say
+    p: the error of the plain model in its own dtype
 
 A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
 wrong scale s |s - 1|, and NaN is never accepted. So they are seen wherever at most `JUDGED` is
@@ -145,7 +144,7 @@ def _judge(
         return
     noise = max((error(n, want, least) for n in noised), default=0.0)
     rounding = error(plain, want, least)
-    accepted = 2 * noise + 2 * saved + 5 * rounding + FLOOR
+    accepted = 2 * math.hypot(noise, saved) + 5 * rounding + FLOOR
     off = error(x, want, least)
     if accepted <= JUDGED:
         to.judged += 1
