@@ -7,8 +7,8 @@ than that: some, as that of a bias before a norm, are nothing but noise. Accepte
     2 · √(n² + s²) + 5 · p + 1e-4
 
     n: the largest error of the fake-quantized model, over seeds (noise.py)
-    s: for gradients, the rounding error of the format of saved values: where autograd saves x, a plan
-       may keep what the gradient is multiplied by, gelu'(x) say
+    s: for gradients, the rounding error of the format of saved values: where autograd saves x, a
+       plan may keep what the gradient is multiplied by, gelu'(x) say
     p: the error of the plain model in its own dtype
 
 A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
