@@ -1,0 +1,56 @@
+"""The passes take time linear in the depth of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from cProfile import Profile
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import COAT_EAGER, FFN, compiled
+from torch import nn
+
+from fp8pass.passes import HALF_PASSES, JOINT_PASSES, runner
+
+# The calls in a pass for a model twice as deep, over those for the model.
+MOST_GROWTH = 2.2
+
+
+class Stack(nn.Module):
+    """Blocks of a norm, a gated activation and a residual sum."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(layers))
+        self.blocks = nn.ModuleList(FFN(64, 128) for _ in range(layers))
+
+    def forward(self, x):
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("save_format", ["e4m3", "e2m1"])
+def test_passes_take_time_linear_in_depth(save_format, monkeypatch, kernels_on_cpu):
+    """Counted in calls of functions, which do not depend on the machine."""
+    counts: dict[int, Counter[str]] = {}
+    monkeypatch.setenv("FP8PASS_CHECK", "0")
+    run_pass = runner._run
+
+    def counted(pass_, *args):
+        with Profile() as profile:
+            seconds = run_pass(pass_, *args)
+        counts[layers][pass_.__name__] += sum(entry.callcount for entry in profile.getstats())
+        return seconds
+
+    monkeypatch.setattr(runner, "_run", counted)
+    config = replace(COAT_EAGER, save_format=save_format)
+    for layers in (12, 24):
+        torch._dynamo.reset()
+        counts[layers] = Counter()
+        program, _ = compiled(Stack(layers).bfloat16(), config, halves=True)
+        program(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+    growth = {name: calls / counts[12][name] for name, calls in counts[24].items()}
+    assert growth.keys() >= {p.__name__ for p in (*JOINT_PASSES, *HALF_PASSES)}
+    assert {name: ratio for name, ratio in growth.items() if ratio > MOST_GROWTH} == {}
