@@ -12,7 +12,6 @@ variants of a case share their parameters.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import os
 import sys
@@ -29,7 +28,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
 from layer import CASES as LAYERS
-from layer import TINY, Case, median_times, with_own_code
+from layer import TINY, Case, median_times, sharing, with_own_code
 from model import MODELS, new_llama
 from models import GPT, Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, write_json
@@ -131,12 +130,6 @@ CASES: dict[str, Callable[[torch.device], Made]] = {
 }
 # Whose launches the CPU is slow for.
 WAITS_FOR_CPU = ("h2048", "gpt2")
-
-
-def sharing(model: nn.Module) -> nn.Module:
-    """A copy of a model that shares its parameters and buffers."""
-    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 def compiled(name: str, model: nn.Module, variant: Variant) -> nn.Module:

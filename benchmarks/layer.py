@@ -190,6 +190,12 @@ def with_own_code(model: nn.Module) -> nn.Module:
     return model
 
 
+def sharing(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares its parameters and buffers."""
+    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
 def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
     """Median times of each subject, taking turns.
 

@@ -72,6 +72,28 @@ def ablation_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
+    """GPT-2 under autocast: time and memory of a step by recipe, beside stock `torch.compile`."""
+    header = ["", "ms", "× bf16", "GPU busy ms", "held MiB", "planned MiB"]
+    rows = [[*header, "forward peak MiB", "backward peak MiB"]]
+    base = data["results"][0]
+    for r in data["results"]:
+        planned = r["planned_bytes"]
+        rows.append(
+            [
+                r["variant"],
+                f"{r['ms']:.2f}",
+                f"{r['ms'] / base['ms']:.3f}",
+                f"{r['gpu_ms']:.2f}",
+                f"{r['kept_bytes'] / 2**20:.0f}",
+                "" if planned is None else f"{planned / 2**20:.0f}",
+                f"{r['forward_peak_bytes'] / 2**20:.0f}",
+                f"{r['backward_peak_bytes'] / 2**20:.0f}",
+            ]
+        )
+    return rows
+
+
 def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
     """Seconds to the end of the first step, cold and in a second process."""
     rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
@@ -370,6 +392,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "formats": formats_table,
     "kernels": kernels_table,
     "ablation": ablation_table,
+    "gpt2": gpt2_table,
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,

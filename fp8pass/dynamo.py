@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import (
@@ -67,7 +67,7 @@ class Backend:
             config, given = split_options(options, compat.list_options())
             inductor_options.update(given)
         _warn_about_activation_quantization()
-        patches = {**inductor_defaults(config), **inductor_options}
+        patches = {**inductor_defaults(config, example_inputs), **inductor_options}
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
@@ -185,8 +185,14 @@ def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
     return Backend()(gm, example_inputs, **kwargs)
 
 
-def inductor_defaults(config: Config) -> dict[str, Any]:
-    """Options of Inductor that suit graphs with low-bit saves; the user's own come after them."""
+def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """Options of Inductor that suit graphs with low-bit saves; the user's own come after them.
+
+    All of them are measured on GPUs. Generated code for the CPU, which is there to try things out,
+    is what most tests of Inductor cover: with its own options.
+    """
+    if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in example_inputs):
+        return {}
     options: dict[str, Any] = {
         # Its estimate of peak memory is wrong for nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,

@@ -51,9 +51,10 @@ class Partitioner(compat.CustomPartitionerFn):
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
         """The context for the passes on a joint graph, which is brought into normal form."""
         compat.normalize_joint_graph(gm)
-        primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
-        static = kwargs.get("static_lifetime_input_indices") or ()
-        parameters = frozenset(primals[i] for i in static)
+        primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
+        # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
+        static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+        parameters = inputs_among(primals, static)
         inputs = self.compilation.inputs
         facts = JointFacts(
             parameters=parameters,
@@ -82,10 +83,11 @@ class Partitioner(compat.CustomPartitionerFn):
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split the joint graph at `ctx.saved`, and check that nothing else crosses."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
-    tensors = [n for n in ctx.saved if not compat.is_sym_node(n)]
+    objects = [n for n in ctx.saved if compat.is_opaque(n)]
+    tensors = [n for n in ctx.saved if not graph.is_no_tensor(n)]
     planned = [n.name for n in tensors]
     forward, backward = compat.extract_forward_backward(
-        gm, tensors, symbols, num_fwd_outputs=ctx.facts.num_fwd_outputs
+        gm, tensors, symbols, objects, num_fwd_outputs=ctx.facts.num_fwd_outputs
     )
     crossing = {n.name for n in tensors}
     if crossing != set(planned):

@@ -6,8 +6,11 @@ import gc
 import importlib.util
 import logging
 import os
+import random
 
 os.environ["FP8PASS_CHECK"] = "1"
+# What tests draw anew in every run; processes of pytest-xdist draw the same.
+os.environ.setdefault("FP8PASS_SEED", str(random.randrange(10**6)))
 # Threads that spin while they wait slow each other down where others use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # pytest keeps the cores busy: a pool of processes for Inductor, in every process, would only cost.
@@ -61,6 +64,12 @@ def _why_no_gpu() -> str | None:
     if torch.cuda.get_device_capability() < (8, 9):
         return "needs FP8 tensor cores (sm89)"
     return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(
+        f"FP8PASS_SEED={os.environ['FP8PASS_SEED']} draws the same programs and models again"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

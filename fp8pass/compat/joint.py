@@ -53,11 +53,16 @@ def extract_forward_backward(
     gm: fx.GraphModule,
     saved: list[fx.Node],
     saved_symbols: list[fx.Node],
+    saved_objects: list[fx.Node],
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the joint graph at `saved` and `saved_symbols` into forward and backward modules."""
-    extra: dict[str, Any] = {"saved_opaque_nodes": []} if _EXTRACT_TAKES_OPAQUE else {}
+    """Cut the joint graph into forward and backward modules, at tensors, sizes and objects."""
+    extra: dict[str, Any] = {}
+    if _EXTRACT_TAKES_OPAQUE:
+        extra["saved_opaque_nodes"] = saved_objects
+    elif saved_objects:
+        raise AssertionError(f"this PyTorch saves no objects, got {saved_objects}")
     forward, backward = _partitioners._extract_fwd_bwd_modules(
         gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
     )

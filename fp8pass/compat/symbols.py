@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.fx.experimental.proxy_tensor import is_sym_node
@@ -17,6 +18,7 @@ __all__ = [
     "arg_tree_leaves",
     "fake_mode_of",
     "has_unbacked",
+    "is_opaque",
     "is_operator",
     "is_sym_node",
     "real_tensors",
@@ -60,6 +62,11 @@ def fake_mode_of(fake: torch.Tensor) -> Any:
     """The mode under which operators without tensor inputs give fake tensors, as a context."""
     assert isinstance(fake, FakeTensor)
     return fake.fake_mode
+
+
+def is_opaque(node: torch.fx.Node) -> bool:
+    """Whether a value is an object that graphs only hand on, such as the mesh of a DTensor."""
+    return isinstance(node.meta.get("val"), (torch.ScriptObject, FakeScriptObject))
 
 
 def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -51,7 +52,17 @@ def flops(node: fx.Node) -> float:
     if formula is None:
         return float(graph.numel(graph.tensor(node)))
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
-    return float(formula(*values, out_val=node.meta["val"]))
+    return float(formula(*_as_traced(values), out_val=_as_traced(node.meta["val"])))
+
+
+def _as_traced(values: Any) -> Any:
+    """The sizes that values were traced with: a number made of symbols would fix them by guards."""
+    values = compat.tree_map_only(torch.SymInt, compat.size_hint, values)
+    return compat.tree_map_only(
+        torch.Tensor,
+        lambda x: torch.empty([compat.size_hint(s) for s in x.shape], device="meta"),
+        values,
+    )
 
 
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:

@@ -57,6 +57,11 @@ def value(node: fx.Node) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
+def is_no_tensor(node: fx.Node) -> bool:
+    """Whether a value is a size or an object: it costs nothing to hand to the backward."""
+    return compat.is_sym_node(node) or compat.is_opaque(node)
+
+
 def tensor(node: fx.Node) -> torch.Tensor:
     """The fake tensor of a node that is known to have one."""
     val = value(node)

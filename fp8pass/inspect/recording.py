@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, Inputs
 from fp8pass.config import Config
-from fp8pass.inspect.running import fresh_gradients, unchanged
+from fp8pass.inspect.running import fresh_gradients, is_sharded, unchanged
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context, Pass
 from fp8pass.passes.materialize_plan import materialize_plan
@@ -28,7 +28,9 @@ def record_step(
     """
     records: list[Record] = []
     module = getattr(model, "_orig_mod", model)
-    compiled = torch.compile(module, backend=_recording(replace(config, compiler="eager"), records))
+    # What FSDP2 gathers it frees again, under the tensors that were recorded.
+    backend = _recording(replace(config, compiler="eager"), records, copies=is_sharded(module))
+    compiled = torch.compile(module, backend=backend)
     with (
         fresh_gradients(module, batch),
         unchanged(module),
@@ -109,8 +111,13 @@ class Recorder:
             self.record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
 
 
-def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
-    """A backend that fills `records`."""
+def _recording(config: Config, records: list[Record], *, copies: bool) -> Callable[..., Any]:
+    """A backend that fills `records`, with copies of inputs if they are freed after the step."""
+
+    def recorded(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().clone() if copies else value.detach()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         recorder = Recorder()
@@ -130,7 +137,7 @@ def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
                 # If a graph runs several times: the last forward, whose backward runs first.
                 if not record.complete:
                     given = zip(names, arguments, strict=True)
-                    inputs = ((name, _detached(x)) for name, x in given if _is_input(name))
+                    inputs = ((name, recorded(x)) for name, x in given if _is_input(name))
                     record.inputs.update(inputs)
                 return run(arguments)
 
@@ -144,10 +151,6 @@ def _recording(config: Config, records: list[Record]) -> Callable[..., Any]:
         )
 
     return backend
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _is_input(name: str) -> bool:

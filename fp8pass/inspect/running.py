@@ -90,6 +90,15 @@ def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
             x.grad = gradient
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards parameters of a module."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(m, FSDPModule) for m in module.modules())
+
+
 def _leaves(batch: Any) -> list[Tensor]:
     """The leaf tensors of a batch that require a gradient."""
     tensors = compat.tree_leaves(batch)

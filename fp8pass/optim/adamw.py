@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8pass.optim import checkpoint, fused, rounding
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
-from fp8pass.optim.slots import Slot, local, new_state
+from fp8pass.optim.slots import Slot, local, local_gradient, new_state
 from fp8pass.optim.update import update
 
 
@@ -127,7 +127,7 @@ class AdamW(torch.optim.Optimizer):
         """Update some of the parameters of a group by their gradients.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            RuntimeError: a gradient is sparse, or distributed otherwise than its parameter.
         """
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
@@ -142,7 +142,7 @@ class AdamW(torch.optim.Optimizer):
             batches[parameter.dtype, device, fuses].append(parameter)
         for (_, device, fuses), batch in batches.items():
             control = self._control(group, device)
-            gradients = [local(p.grad) for p in batch if p.grad is not None]
+            gradients = [local_gradient(p) for p in batch]
             if fuses:
                 gradients = [g.contiguous() for g in gradients]
                 self._fused_update(group, batch, gradients).step(gradients, group, control)

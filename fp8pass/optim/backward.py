@@ -23,7 +23,7 @@ from fp8pass.config import ConfigError
 from fp8pass.optim import rounding
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.groups import Stored, decode, encode
-from fp8pass.optim.slots import from_rows, local, to_rows
+from fp8pass.optim.slots import from_rows, like_parameter, local_gradient, to_rows
 from fp8pass.optim.state_formats import StateFormat, moment_format
 from fp8pass.optim.update import batch_size
 
@@ -119,8 +119,8 @@ def attach(
         fp8pass.optim.attach(model, optimizer)
 
     Learning rate schedules and checkpoints work as before, and `optimizer.step()` finds nothing to
-    do. Methods that need all gradients at once do not work: clipping by their common norm, and
-    `torch.amp.GradScaler`.
+    do. With FSDP2 a shard is updated as soon as its gradient has been reduced. Methods that need
+    all gradients at once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
 
     Args:
         model: the module to train. A parameter that it uses several times is updated once.
@@ -178,14 +178,15 @@ def _check_nothing_reduces_later(model: nn.Module) -> None:
     """Raise ConfigError if a module of `model` reduces gradients over ranks after the hooks."""
     kinds: list[Any] = [nn.parallel.DistributedDataParallel]
     if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+        from torch.distributed.fsdp import FullyShardedDataParallel
 
-        kinds += [FSDPModule, FullyShardedDataParallel]
+        kinds.append(FullyShardedDataParallel)
     for module in model.modules():
         if isinstance(module, tuple(kinds)):
             raise ConfigError(
                 f"{type(module).__name__} reduces gradients over ranks after each is final on its "
-                "own, too late for a step in the backward: call optimizer.step() instead."
+                "own, too late for a step in the backward: call optimizer.step() instead, or shard "
+                "the model with fully_shard, which reduces before."
             )
 
 
@@ -214,8 +215,7 @@ def _accumulate(
     backwards: int,
     parameter: Tensor,
 ) -> None:
-    assert parameter.grad is not None
-    gradient = local(parameter.grad)
+    gradient = local_gradient(parameter)
     rows = accumulated.add(gradient)
     if accumulated.count < backwards:
         optimizer = _alive(reference)
@@ -224,6 +224,7 @@ def _accumulate(
         return
     accumulated.clear()
     gradient.copy_(from_rows(rows, gradient.shape))
+    parameter.grad = like_parameter(gradient, parameter)
     _step(reference, group, parameter)
 
 

@@ -137,6 +137,27 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def local_gradient(parameter: Tensor) -> Tensor:
+    """The local shard of a parameter's gradient, brought to the parameter's placements.
+
+    Tensor and sequence parallel layers leave gradients that are still to be summed over ranks, and
+    others that every rank has whole.
+
+    Raises:
+        RuntimeError: the parameter is distributed, and its gradient is not.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(parameter, DTensor):
+        return local(gradient)
+    if not isinstance(gradient, DTensor):
+        raise RuntimeError(
+            f"A parameter of shape {tuple(parameter.shape)} is a DTensor and its gradient a plain "
+            "tensor, of which nobody knows if it is a shard or a sum: assign it as a DTensor."
+        )
+    return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
+
+
 def like_parameter(codes: Tensor, parameter: Tensor) -> Tensor:
     """Codes of the local shard, as a DTensor distributed like the parameter."""
     if not isinstance(parameter, DTensor):

@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.names import operator_name
@@ -160,9 +160,11 @@ class Carrier:
     def _cross(self, node: fx.Node, decision: Decision, *tensors: fx.Node) -> None:
         """Let `tensors`, which `node` is kept as, cross the boundary."""
         self.crossing.update(dict.fromkeys(tensors))
+        if graph.is_no_tensor(node):
+            return
         if node in self.ctx.facts.parameters - self.ctx.facts.overwritten:
             self.ctx.plan.parameters.append(node.name)
-        elif not compat.is_sym_node(node):
+        else:
             value, place = self._names[node], self._places[node]
             saved = describe(node, decision, tensors, self.ctx, value=value, place=place)
             self.ctx.plan.saved.append(saved)

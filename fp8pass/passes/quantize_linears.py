@@ -103,9 +103,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"weight {sizes}: both sizes must be multiples of 16")
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight")
-    rows, contracted = tensor(gemm).shape[0], tensor(operands_of(gemm)[0]).shape[-1]
-    if not is_multiple_of_16(contracted):
-        return Reason(f"contracts {contracted} elements: must be a multiple of 16")
+    rows = tensor(gemm).shape[0]
     if compat.has_unbacked(rows):
         return Reason("the number of rows depends on data")
     if compat.statically_known_true(rows == 0):

@@ -180,9 +180,11 @@ class Rules:
 
     def _use_by(self, user: fx.Node, node: fx.Node) -> Iterator[Amplification | str]:
         """Uses by operators that are in no region."""
-        if user.op == "output" or user in self._members or user in self.junctions:
+        if user.op == "output" or user in self._members:
             return
-        if chosen := self._by_choice(user):
+        if user in self.junctions:  # its result has the error of its operands
+            yield UNITY
+        elif chosen := self._by_choice(user):
             yield chosen
         elif kind(user) in LINEAR_KINDS:
             yield UNITY

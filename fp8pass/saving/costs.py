@@ -56,7 +56,7 @@ def recompute_price(node: fx.Node) -> float:
 
 def keep_price(node: fx.Node) -> float:
     """The price of keeping `node` exactly, in units; infinite if it cannot be kept."""
-    if compat.is_sym_node(node):
+    if graph.is_no_tensor(node):
         return 0
     if graph.value(node) is None:
         return math.inf

@@ -11,10 +11,10 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.dialect.formats import EXACT
-from fp8pass.graph.joint import JointFacts
 from fp8pass.saving.costs import keep_price, recompute_price
 from fp8pass.saving.decision import Decision, Needs, free_decision
 from fp8pass.saving.format_choices import FormatChoices
+from fp8pass.saving.residual_stream import chained_sums
 
 Cost = Callable[[fx.Node], float]
 
@@ -29,7 +29,7 @@ class Cut:
 
 
 def cheapest_plan(needs: Needs, choices: FormatChoices) -> dict[fx.Node, Decision]:
-    """The plan of the two cuts; it recomputes nothing expensive."""
+    """The plan of the two cuts; it recomputes nothing expensive, and no chain of residual sums."""
     decisions = {}
     for component in components(needs.values, needs.all, recompute_price):
         exact, rest = plan_component(component, needs, choices)
@@ -44,70 +44,91 @@ def plan_component(
     component: list[fx.Node], needs: Needs, choices: FormatChoices
 ) -> tuple[Cut, Cut]:
     """The cut for the exact needs of a component, and the one for the rest."""
-    exact = {n for n in component if n in needs.exact}
-    everything = {n for n in component if n in needs.all}
-    candidates = []
-    for early in (False, True) if exact else (False,):
-        first = _exact_cut(component, exact, choices.facts, early=early)
-        candidates.append((first, _remaining_cut(component, everything, first, choices)))
-    return min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
+    stored: set[fx.Node] = set()
+    while True:
+        exact, rest = _ComponentCuts(component, needs, choices, stored).cheapest()
+        recomputed = exact.recomputed | rest.recomputed
+        chained = chained_sums(component, recomputed, choices.rules.junctions)
+        if not chained:
+            return exact, rest
+        stored |= chained
 
 
-def _exact_cut(
-    component: list[fx.Node], needed: set[fx.Node], facts: JointFacts, *, early: bool
-) -> Cut:
-    def bytes_(node: fx.Node) -> float:
-        return 0 if facts.is_free(node) else keep_price(node)
+@dataclass(frozen=True)
+class _ComponentCuts:
+    """The two cuts of one component; values of `stored` are not recomputed."""
 
-    def price(node: fx.Node) -> float:
-        true_price = recompute_price(node)
-        return 0 if early and math.isfinite(true_price) else true_price
+    component: list[fx.Node]
+    needs: Needs
+    choices: FormatChoices
+    stored: set[fx.Node]
 
-    cut = min_cut(component, needed, bytes_, price, early=early)
-    cost = sum(map(bytes_, cut.kept)) + sum(map(recompute_price, cut.recomputed))
-    return Cut(cut.kept, cut.recomputed, cost)
+    def cheapest(self) -> tuple[Cut, Cut]:
+        """The pair of cuts that costs least."""
+        exact = {n for n in self.component if n in self.needs.exact}
+        everything = {n for n in self.component if n in self.needs.all}
+        candidates = []
+        for early in (False, True) if exact else (False,):
+            first = self._exact_cut(exact, early=early)
+            candidates.append((first, self._remaining_cut(everything, first)))
+        return min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
 
+    def _recompute_price(self, node: fx.Node) -> float:
+        return math.inf if node in self.stored else recompute_price(node)
 
-def _remaining_cut(
-    component: list[fx.Node], needed: set[fx.Node], first: Cut, choices: FormatChoices
-) -> Cut:
-    facts = choices.facts
-    available = _exactly_available(component, first, facts)
+    def _exact_cut(self, needed: set[fx.Node], *, early: bool) -> Cut:
+        facts = self.choices.facts
 
-    def bytes_(node: fx.Node) -> float:
-        if node in first.kept or facts.is_free(node):
-            return 0
-        exact = keep_price(node)
-        if node in available or math.isinf(exact):
-            return exact
-        return min(exact, choices.cheapest(node).units)
+        def bytes_(node: fx.Node) -> float:
+            return 0 if facts.is_free(node) else keep_price(node)
 
-    def price(node: fx.Node) -> float:
-        if node in first.recomputed:
-            return 0
-        inexact = node not in available
-        if inexact and not choices.may_be_recomputed(node):
-            return math.inf
-        return recompute_price(node)
+        def price(node: fx.Node) -> float:
+            true_price = self._recompute_price(node)
+            return 0 if early and math.isfinite(true_price) else true_price
 
-    return min_cut(component, needed, bytes_, price)
+        cut = min_cut(self.component, needed, bytes_, price, early=early)
+        cost = sum(map(bytes_, cut.kept)) + sum(map(recompute_price, cut.recomputed))
+        return Cut(cut.kept, cut.recomputed, cost)
 
+    def _remaining_cut(self, needed: set[fx.Node], first: Cut) -> Cut:
+        choices = self.choices
+        available = self._exactly_available(first)
 
-def _exactly_available(component: list[fx.Node], first: Cut, facts: JointFacts) -> set[fx.Node]:
-    """The nodes that the backward can have exactly after the first cut, by recomputation too.
+        def bytes_(node: fx.Node) -> float:
+            if node in first.kept or choices.facts.is_free(node):
+                return 0
+            exact = keep_price(node)
+            if node in available or math.isinf(exact):
+                return exact
+            return min(exact, choices.cheapest(node).units)
 
-    None of them may be stored in low bits, since an operator that tolerates no error may use them.
-    """
-    members = set(component)
-    found = {n for n in component if n in first.kept or n in first.recomputed or facts.is_free(n)}
-    for node in component:
-        if math.isfinite(recompute_price(node)):
-            exact = all(n in found for n in node.all_input_nodes if n in members)
-        else:
-            exact = not _is_float(node)
-        if exact:
-            found.add(node)
-    return found
+        def price(node: fx.Node) -> float:
+            if node in first.recomputed:
+                return 0
+            inexact = node not in available
+            if inexact and not choices.may_be_recomputed(node):
+                return math.inf
+            return self._recompute_price(node)
+
+        return min_cut(self.component, needed, bytes_, price)
+
+    def _exactly_available(self, first: Cut) -> set[fx.Node]:
+        """The nodes that the backward can have exactly after the first cut, by recomputation too.
+
+        None of them may be stored in low bits, since an operator that tolerates no error may use
+        them.
+        """
+        members, facts = set(self.component), self.choices.facts
+        given = first.kept | first.recomputed
+        found = {n for n in self.component if n in given or facts.is_free(n)}
+        for node in self.component:
+            if math.isfinite(self._recompute_price(node)):
+                exact = all(n in found for n in node.all_input_nodes if n in members)
+            else:
+                exact = not _is_float(node)
+            if exact:
+                found.add(node)
+        return found
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.graph.joint import JointFacts
@@ -84,7 +84,7 @@ def kept_bytes(decisions: dict[fx.Node, Decision], choices: FormatChoices) -> fl
     """Bytes that a plan keeps, without those of values that stay alive anyway."""
     total = 0.0
     for node, decision in decisions.items():
-        if decision.recomputed or choices.facts.is_free(node) or compat.is_sym_node(node):
+        if decision.recomputed or choices.facts.is_free(node) or graph.is_no_tensor(node):
             continue
         total += stored_bytes(node, decision)
     return total

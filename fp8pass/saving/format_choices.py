@@ -30,9 +30,11 @@ from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle
 from fp8pass.rules.error_rules import Rules
 from fp8pass.saving.costs import UNITS_PER_BYTE
 
-# The price of errors: a value whose rounding makes a gradient wrong by 100% costs this share of its
-# bytes more. It decides between formats, and where to cut, if choices take about the same bytes.
-ERROR_WEIGHT = 0.25
+# The price of errors: a value whose rounding makes a gradient wrong by 100% costs this many bytes
+# more for each element, whatever its dtype: rounding the sum of a residual stream in FP32 is no
+# worse than rounding its branch in 16 bits. It decides between formats, and where to cut, if
+# choices take about the same bytes.
+ERROR_BYTES = 0.5
 
 # A `keep_exact` pattern with it is the name of a value, `module:operator:number`, not of a module.
 VALUE_SEPARATOR = ":"
@@ -192,7 +194,7 @@ class FormatChoices:
         amplification = self.rules.amplification(node)
         error = amplification.expected * format.relative_error
         stored = exact if format.lossless else format.stored_bytes(elements, group)
-        price = ERROR_WEIGHT * error * exact
+        price = ERROR_BYTES * error * elements
         reason = f"amplifies errors at most {amplification.bound:.1f}×"
         if amplification.needs_signs and not self.coarsest.keeps_signs:
             reason += f", and is compared with zero: {self.coarsest.name} flushes to it"

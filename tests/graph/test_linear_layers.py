@@ -43,7 +43,8 @@ class Computed(nn.Module):
         self.register_buffer("buffer", buffer)
 
     def forward(self, x):
-        return x @ self.computed(*self.parts, self.buffer).t()
+        parts = [self.parts[i] for i in range(len(self.parts))]  # Dynamo 2.11 unpacks no such list
+        return x @ self.computed(*parts, self.buffer).t()
 
 
 SQUARE = (64, 64)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, ConfigError
-from fp8pass.rules.amplification import UNIT_VARIANCE, Moments
+from fp8pass.rules.samples import UNIT_VARIANCE, Moments
 
 
 class Exponential(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rules_helpers import ROWS, D, gradient_cosines, plan_of
+from rules_helpers import ROWS, D, gradient_cosines, plan_of, rules_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,9 +52,16 @@ def test_what_is_not_a_number_and_replaced_stays_harmless():
 
 def test_the_operand_is_stored_before_the_mask():
     plan = plan_of(sigmoid_masked, "e2m1", mask(-1e9))
-    ops = {s.op: s.kept_as for s in plan.saved}
-    assert ops["fp8pass.scaled_mm"].startswith("e2m1")
-    assert "mask" in "".join(s.reason for s in plan.saved if s.op == "aten.add.Tensor")
+    kept = {s.op: s.kept_as for s in plan.saved}
+    assert kept["fp8pass.scaled_mm"].startswith("e2m1")
+    assert "aten.add.Tensor" not in kept
+
+
+def test_masked_values_do_not_share_a_scale():
+    rules = rules_of(sigmoid_masked, mask(-1e9))
+    why = {n.name: rules.why_ungrouped(n) for n in rules.graph.nodes}
+    assert "mask" in why["add"]
+    assert not why["sigmoid"]
 
 
 def test_parameters_may_be_added():

@@ -139,7 +139,7 @@ def test_a_view_of_a_weight_that_contracts_too_little(config):
     x = torch.randn(32, 8, dtype=torch.bfloat16, requires_grad=True)
     _, _, spy = agrees_with_eager(model, x, config=config)
     (layer,) = spy.plan.linears
-    assert layer.reason == "contracts 8 elements: must be a multiple of 16"
+    assert layer.reason == "weight 512×8: both sizes must be multiples of 16"
 
 
 def test_features_that_a_model_pads_are_no_padding_of_rows():

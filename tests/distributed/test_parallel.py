@@ -1,0 +1,172 @@
+"""Training on two ranks, in every way that PyTorch has: right, and the same on all replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parallel
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+import fp8pass
+from fp8pass import Config
+
+
+def distributed(way: str, device: str, recipe: str | None) -> nn.Module:
+    """The same model on all ranks, distributed; eager without a recipe."""
+    torch.manual_seed(0)
+    model = parallel.Decoder().to(device)
+    backend = recipe and fp8pass.backend(Config.recipe(recipe, compiler="eager"))
+    return parallel.WAYS[way](model, backend or None)
+
+
+def backward(way: str, device: str, model: nn.Module, seed: int = 0) -> Tensor:
+    """The loss of a batch, whose gradients are accumulated."""
+    ids = parallel.batch(device, seed, of_rank=way not in parallel.SPLITS_THE_MODEL)
+    loss = parallel.loss_of(model(ids), ids)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parallel.full(p.grad) for p in model.parameters()]
+
+
+def clip(model: nn.Module) -> None:
+    """To a norm of one; PyTorch cannot take that of distributed and plain gradients together."""
+    for distributed in (False, True):
+        chosen = [p for p in model.parameters() if isinstance(p, DTensor) == distributed]
+        assert not chosen or bool(parallel.full(nn.utils.clip_grad_norm_(chosen, 1.0)) > 0)
+
+
+def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert float((a - b).norm()) <= tolerance * float(b.norm()) + 1e-12
+
+
+def assert_replicas_are_equal(model: nn.Module) -> None:
+    """What several ranks have whole, and what they gather, is the same on all of them."""
+    for name, p in model.named_parameters():
+        mine = parallel.full(p) if isinstance(p, DTensor) else p.detach().cpu()
+        local = p.to_local().detach() if isinstance(p, DTensor) else p.detach()
+        copies: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(copies, mine)
+        assert all(torch.equal(mine, copy) for copy in copies), name
+        if isinstance(p, DTensor) and all(x.is_replicate() for x in p.placements):
+            dist.all_gather_object(copies, local.cpu())
+            assert all(torch.equal(copies[0], copy) for copy in copies), name
+
+
+# --- what ranks do ------------------------------------------------------------------------------
+
+
+def exact_equals_eager(device: str, way: str) -> None:
+    """In one backward, and in one that leaves gradients on their rank and one that reduces both."""
+    found = []
+    for recipe in (None, "exact"):
+        model = distributed(way, device, recipe)
+        found.append([backward(way, device, model), *gradients(model)])
+        model.zero_grad()
+        with parallel.no_sync(model):
+            backward(way, device, model, seed=1)
+        backward(way, device, model, seed=2)
+        found[-1] += gradients(model)
+    assert_near(found[1], found[0], 4e-5)
+
+
+def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
+    """With our optimizer, clipping, an evaluation, and training again."""
+    model = distributed(way, device, "coat")
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(8):
+        losses.append(backward(way, device, model, seed=step % 2))
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            model.eval()
+            with torch.no_grad():
+                ids = parallel.batch(device, of_rank=way not in parallel.SPLITS_THE_MODEL)
+                assert model(ids).isfinite().all()
+            model.train()
+    assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+    assert_replicas_are_equal(model)
+
+
+def checkpointed(device: str, way: str) -> None:
+    found = []
+    for recipe in (None, "exact", "coat"):
+        model = distributed(way, device, recipe)
+        getattr(model, "module", model).checkpoints = True
+        backward(way, device, model)
+        found.append(gradients(model))
+    assert_near(found[1], found[0], 4e-5)
+    assert_near(found[2], found[0], 0.3)
+
+
+def diagnosed(device: str, way: str) -> None:
+    """The errors of all layers, measured on records of a step whose shards are free again."""
+    model = distributed(way, device, None)
+    ids = parallel.batch(device, of_rank=way not in parallel.SPLITS_THE_MODEL)
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return parallel.loss_of(model(ids), ids)
+
+    found = fp8pass.diagnose(model, loss, ids, config=Config(compiler="eager"))
+    assert len(found.layers) >= 6
+    assert all(0 <= layer.relative < 0.3 for layer in found.layers)
+
+
+def attached(device: str, way: str) -> None:
+    """The optimizer in the backward ends where it ends after it."""
+    found = []
+    for attaches in (False, True):
+        model = distributed(way, device, "exact")
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+        if attaches:
+            fp8pass.optim.attach(model, optimizer)
+        for seed in range(3):
+            backward(way, device, model, seed)
+            assert all(p.grad is None for p in model.parameters()) == attaches
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parallel.full(p) for p in model.parameters()])
+        assert_replicas_are_equal(model)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def attached_to_sums(device: str, way: str) -> None:
+    """Sums of two backwards, in 8 bits."""
+    model = distributed(way, device, "coat")
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+    fp8pass.optim.attach(model, optimizer, accumulate=2)
+    losses = [backward(way, device, model, seed % 2) for seed in range(16)]
+    assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+    assert_replicas_are_equal(model)
+
+
+# --- tests --------------------------------------------------------------------------------------
+
+CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("way", parallel.WAYS)
+def test_two_ranks(two, way, claim):
+    two(claim, way)
+
+
+@pytest.mark.parametrize("way", ["fsdp blocks", "tensor", "sequence"])
+def test_diagnosis(two, way):
+    two(diagnosed, way)
+
+
+@pytest.mark.parametrize("claim", [attached, attached_to_sums], ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("way", ["fsdp blocks", "fsdp whole", "sequence"])
+def test_the_optimizer_in_the_backward(two, way, claim):
+    two(claim, way)

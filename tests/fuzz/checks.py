@@ -1,0 +1,268 @@
+"""What must hold for a program: equal bits or close gradients, the planned tensors, time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from closeness import Reference, Verdict
+from helpers import (
+    Spy,
+    TrainingStep,
+    aot_exact,
+    assert_same_step,
+    kept_tensors,
+    planned_tensors,
+    step,
+    stock_eager,
+)
+from noise import Formats
+
+from fp8pass import compat
+from fp8pass.compilation import Compilation
+from fp8pass.dynamo import Backend
+
+from .drawing import in_mode
+from .program import Program
+
+# Seconds of CPU time for a compilation and its steps.
+SLOWEST = {
+    "eager": 30.0,
+    "lowered": 30.0,
+    "inductor": 240.0,
+}
+
+
+@dataclass
+class Outcome:
+    """What came of a program.
+
+    Attributes:
+        failure: kind of failure, '' for none: `error`, `bits`, `close`, `plan`, `memory`, `slow`,
+            `recompiled`.
+        message: what is wrong.
+        stock: what stock PyTorch gets wrong about it, too.
+        refused: a budget that no plan meets.
+        seconds: CPU time of compilation and steps.
+        judged, unjudged: tensors that were held against noise, or were too chaotic.
+        worst: largest share of an accepted error.
+        low_bit, fp8: whether it had saves in low bits, linear layers in FP8.
+    """
+
+    failure: str = ""
+    message: str = ""
+    stock: str = ""
+    refused: bool = False
+    seconds: float = 0.0
+    judged: int = 0
+    unjudged: int = 0
+    worst: float = 0.0
+    low_bit: int = 0
+    fp8: int = 0
+
+
+@dataclass
+class Run:
+    """The steps of one compilation."""
+
+    steps: list[TrainingStep]
+    spy: Spy
+    seconds: float
+    program: Callable[..., Any]
+    model: Any = field(repr=False, default=None)
+
+
+class Failed(Exception):
+    """A check that does not hold."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def check(program: Program, device: str = "cpu") -> Outcome:
+    """Try a program."""
+    outcome = Outcome()
+    try:
+        with compat.fresh_compilation(), _same_random_numbers(program):
+            _check(program, device, outcome)
+    except Failed as failed:
+        outcome.failure, outcome.message = failed.kind, str(failed)
+    finally:
+        torch._dynamo.reset()
+    return outcome
+
+
+def _check(program: Program, device: str, outcome: Outcome) -> None:
+    try:
+        run = _ours(program, device)
+    except Exception as error:
+        if "cannot be met" in str(error):
+            outcome.refused = True
+            return
+        text = traceback.format_exc(limit=-12)
+        if outcome_of_stock := _stock_error(program, device):
+            outcome.stock = outcome_of_stock
+            return
+        raise Failed("error", text) from None
+    outcome.seconds = run.seconds
+    plans = run.spy.plans
+    outcome.low_bit = sum(1 for p in plans for s in p.saved if s.expected_error)
+    outcome.fp8 = sum(bool(y.fp8) for p in plans for y in p.linears)
+    if run.seconds > SLOWEST[program.compiler]:
+        raise Failed("slow", f"took {run.seconds:.0f} s")
+    if program.is_bitwise:
+        _check_bits(program, device, run, outcome)
+    else:
+        _check_closeness(program, device, run, outcome)
+    if program.dynamic:
+        _check_recompilations(program, device, run)
+    elif len(plans) == 1:
+        _check_plan(program, device, run)
+
+
+def _ours(program: Program, device: str) -> Run:
+    if program.path == "aot":
+        return _run(program, device, aot_exact)
+    spy = Spy()
+    backend = Backend(program.config, spy if program.observed else None)
+    with _halves_as(program):
+        return _run(program, device, backend, spy)
+
+
+def _run(program: Program, device: str, backend: Any, spy: Spy | None = None) -> Run:
+    torch._dynamo.reset()
+    model = program.model(device)
+    compiled = torch.compile(model, backend=backend, dynamic=program.dynamic, fullgraph=True)
+    mode = in_mode(program, device)(compiled)
+    start = time.process_time()
+    steps = [step(mode, model, program.batch(i, device)) for i in range(len(program.batches))]
+    return Run(steps, spy or Spy(), time.process_time() - start, mode, model)
+
+
+def _stock(program: Program) -> Any:
+    if program.path == "aot":
+        return "aot_eager"
+    return "inductor" if program.compiler == "inductor" else stock_eager
+
+
+def _stock_error(program: Program, device: str) -> str:
+    """What stock PyTorch raises, '' if it compiles the program."""
+    try:
+        _run(program, device, _stock(program))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
+    return ""
+
+
+def _check_bits(program: Program, device: str, run: Run, outcome: Outcome) -> None:
+    want = _run(program, device, _stock(program)).steps
+    try:
+        for a, b in zip(run.steps, want, strict=True):
+            assert_same_step(a, b)
+    except AssertionError as error:
+        reference = _reference(program, device)
+        ours, stock = reference.judge(run.steps), reference.judge(want)
+        if stock.complaints and not ours.complaints:
+            outcome.stock = stock.complaints[0]
+            return
+        raise Failed("bits", f"{error}; against eager: {ours.complaints[:3]}") from None
+
+
+def _check_closeness(program: Program, device: str, run: Run, outcome: Outcome) -> None:
+    reference = _reference(program, device)
+    verdict = reference.judge(run.steps)
+    if verdict.complaints:
+        stock = _verdict_of_stock(program, device, reference)
+        if stock.complaints:
+            outcome.stock = stock.complaints[0]
+            return
+        raise Failed("close", "\n".join(verdict.complaints))
+    outcome.judged, outcome.unjudged = verdict.judged, verdict.unjudged
+    outcome.worst = verdict.worst
+
+
+def _verdict_of_stock(program: Program, device: str, reference: Reference) -> Verdict:
+    return reference.judge(_run(program, device, _stock(program)).steps)
+
+
+def _reference(program: Program, device: str) -> Reference:
+    return Reference(
+        program.model(device),
+        lambda: program.all_batches(device),
+        Formats.of(program.config),
+        in_mode(program, device),
+    )
+
+
+def _check_recompilations(program: Program, device: str, run: Run) -> None:
+    """Sizes that stock PyTorch lets vary are not fixed by guards of ours."""
+    if len(run.spy.plans) < 2:
+        return
+    compiled = []
+
+    def counting(gm: Any, inputs: Any) -> Any:
+        compiled.append(gm)
+        return stock_eager(gm, inputs)
+
+    _run(program, device, counting)
+    if len(run.spy.plans) > len(compiled):
+        raise Failed(
+            "recompiled", f"{len(run.spy.plans)} compilations, {len(compiled)} by stock PyTorch"
+        )
+
+
+def _check_plan(program: Program, device: str, run: Run) -> None:
+    """What autograd keeps is what the plan says, and no more than stock PyTorch would.
+
+    Recipe `exact` has codes as large as values, and keeps some beside them; its lowered `transpose`
+    is a view.
+    """
+    plan = run.spy.plan
+    contiguous = all(i.layout == "contiguous" for i in program.inputs.values())
+    trained = any(y.requires_grad for y in run.steps[0].outputs) or plan.saved
+    if plan.note or not trained:
+        return
+    exact = program.recipe == "exact"
+    if contiguous and (program.compiler == "eager" or not exact):
+        batch = program.batch(0, device)
+        held = [x for x in batch if x.requires_grad]
+        try:
+            kept = kept_tensors(run.program, batch, [*held, *run.model.buffers()])
+        except AssertionError as error:
+            raise Failed("plan", str(error)) from None
+        planned = planned_tensors(plan)
+        if kept != planned:
+            more, less = dict(kept - planned), dict(planned - kept)
+            raise Failed("plan", f"kept but not planned {more}, planned but not kept {less}")
+    # Stock PyTorch does not keep what buffers were before the forward wrote to them.
+    allowed = 64 + sum(b.nbytes for b in run.model.buffers())
+    if not exact and plan.saved_bytes > (plan.stock_bytes or 0) * 1.02 + allowed:
+        raise Failed("memory", f"keeps {plan.saved_bytes} bytes, stock {plan.stock_bytes}")
+
+
+@contextlib.contextmanager
+def _halves_as(program: Program) -> Iterator[None]:
+    """Halves are not looked at, which takes long; `lowered` ones are run op by op."""
+    interpreted = lambda gm, inputs, **kwargs: compat.interpret(gm)  # noqa: E731
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(Compilation, "shows_halves", False))
+        if program.compiler == "lowered":
+            patches.enter_context(patch.object(compat, "compile_fx_inner", interpreted))
+        yield
+
+
+@contextlib.contextmanager
+def _same_random_numbers(program: Program) -> Iterator[None]:
+    """Have Inductor draw what eager PyTorch draws, where results are compared with that."""
+    if program.is_bitwise:
+        yield
+    else:
+        with torch._inductor.config.patch(fallback_random=True):
+            yield

@@ -1,0 +1,169 @@
+"""A few random programs of another seed in every run, and what the fuzzer itself must see."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+from closeness import Reference
+from helpers import MLP, TrainingStep, step
+from noise import GRIDS, Formats
+
+from fp8pass.config import Config
+from fp8pass.dialect import ops
+
+from .checks import Outcome, check
+from .drawing import draw
+from .operators import OPERATORS
+from .program import Program
+from .script import parse, save
+from .shrinking import shrink
+from .workers import Settings, guarded, results
+
+SEED = int(os.environ["FP8PASS_SEED"])
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+PROGRAMS, SECONDS = (500, 1200.0) if LONG else (16, 8.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the fuzzer's processes have: programs are too small to be shared between cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def fails(program: Program, outcome: Outcome, folder) -> str:
+    """What to say of a program that fails."""
+    smaller = shrink(program, outcome.failure, lambda p: guarded(p, "cpu"), 60)
+    path = save(smaller, outcome, folder, f"FP8PASS_SEED={SEED}", "cpu")
+    return f"{outcome.failure}: {outcome.message}\n{path.read_text()}"
+
+
+def test_random_programs(tmp_path):
+    end = time.monotonic() + SECONDS
+    for index in range(PROGRAMS):
+        program = draw(SEED, index, inductor_share=1 / 30 if LONG else 0.0)
+        outcome = guarded(program, "cpu")
+        assert not outcome.failure, fails(program, outcome, tmp_path)
+        if time.monotonic() > end:
+            break
+
+
+@pytest.mark.gpu
+def test_random_programs_on_a_gpu(tmp_path):
+    for index in range(PROGRAMS):
+        outcome = guarded(draw(SEED, index, inductor_share=1 / 4), "cuda")
+        assert not outcome.failure, outcome.message
+
+
+def wrong_decode(codes, fmt):
+    """Loses the rows after the first."""
+    values = original_decode(codes, fmt)
+    values[1:] = 0
+    return values
+
+
+original_decode = ops.decode
+
+
+def test_a_planted_bug_is_found_and_shrunk(tmp_path):
+    """Half of what is saved in low bits is lost."""
+    with patch.object(ops, "decode", wrong_decode):
+        for index in range(60):
+            program = draw(3, index, recipe="coat").changed(compiler="eager")
+            outcome = check(program)
+            if outcome.failure:
+                break
+        assert outcome.failure == "close"
+        smaller = shrink(program, "close", check, 3)
+        found = check(smaller)
+    assert found.failure == "close"
+    assert len(smaller.code) < len(program.code)
+    path = save(smaller, found, tmp_path, "A planted bug", "cpu")
+    text = path.read_text()
+    compile(text, str(path), "exec")
+    again = parse(text.split('PROGRAM = """')[1].split('"""')[0].strip())
+    assert again == smaller
+    assert not check(again).failure  # without the bug
+
+
+def test_programs_are_the_same_for_the_same_seed():
+    assert [draw(1, i) for i in range(5)] == [draw(1, i) for i in range(5)]
+    assert parse(repr(draw(1, 0))) == draw(1, 0)
+
+
+def test_every_operator_is_drawn():
+    drawn = {i.operator for index in range(120) for i in draw(5, index).code}
+    assert len(drawn) > 0.75 * len(OPERATORS), set(OPERATORS) - drawn
+
+
+def dies(settings: Settings, index: int) -> None:
+    os._exit(index)
+
+
+def test_a_process_that_dies_is_a_failure_of_its_program():
+    (found,) = results(Settings(), 3, 1, None, 1, dies)
+    assert found.index == 3
+    assert found.outcome.failure == "crash"
+    assert "exit code 3" in found.outcome.message
+
+
+# --- the criterion ------------------------------------------------------------------------------
+
+
+def reference(recipe: str) -> Reference:
+    torch.manual_seed(0)
+    model, x = MLP((64, 128, 64)), torch.randn(32, 64, requires_grad=True)
+    formats = Formats.of(Config.recipe(recipe))
+    return Reference(model, lambda: [(x.detach().clone().requires_grad_(),)], formats)
+
+
+def changed(wanted: TrainingStep, change) -> TrainingStep:
+    steps = copy.deepcopy(wanted)
+    steps.gradients["up.weight"] = change(steps.gradients["up.weight"])
+    return steps
+
+
+WRONG = {
+    "zero": torch.zeros_like,
+    "half": lambda g: g / 2,
+    "negative": lambda g: -g,
+    "none": lambda g: None,
+    "NaN": lambda g: g.masked_fill(g == g.max(), torch.nan),
+    "transposed": lambda g: g.t().reshape(g.shape),
+    "half of the rows": lambda g: torch.cat([g[:64], 0 * g[64:]]),
+    "cosine 0.3": lambda g: g + 3 * g.norm() / g.numel() ** 0.5 * torch.randn(g.shape),
+}
+
+
+@pytest.mark.parametrize("recipe", ["exact", "coat", "agoq"])
+def test_wrong_gradients_are_seen(recipe):
+    known = reference(recipe)
+    for name, change in WRONG.items():
+        verdict = known.judge([changed(known.plain[0], change)])
+        assert verdict.complaints, name
+        assert not verdict.unjudged
+    assert not known.judge(known.plain).complaints
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq", "linear"])
+def test_what_rounding_does_is_accepted(recipe):
+    known = reference(recipe)
+    x = known.batches()[0][0]
+    program = torch.compile(known.model, backend="fp8pass", options={"compiler": "eager"})
+    verdict = known.judge([step(program, known.model, (x,))])
+    assert not verdict.complaints
+    assert verdict.worst > 0.1  # and not much more than that
+
+
+def test_grids_are_those_of_the_formats():
+    x = torch.randn(4096) * 2.0 ** torch.randint(-12, 9, (4096,))
+    for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+        clamped = x.clamp(-GRIDS[name].largest, GRIDS[name].largest)
+        assert torch.equal(GRIDS[name].nearest(x), clamped.to(dtype).float())

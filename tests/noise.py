@@ -1,0 +1,171 @@
+"""How far rounding to FP8 and to low-bit saves moves a model's gradients, in eager PyTorch.
+
+An independent model of the formats: nothing of fp8pass is used. Each GEMM of a parameter gets
+rounded operands and a rounded gradient, and everything that autograd saves is rounded. The grid
+that numbers are rounded to is shifted by a random factor, so that every seed gives other errors of
+the same size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers of a format: bits of the mantissa, smallest exponent, largest number."""
+
+    mantissa: int
+    smallest: int
+    largest: float
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The nearest number of the format."""
+        _, exponent = torch.frexp(x)
+        step = torch.exp2((exponent - 1).clamp(min=self.smallest).to(x.dtype) - self.mantissa)
+        return (x / step).round().mul(step).clamp(-self.largest, self.largest)
+
+
+GRIDS = {
+    "e4m3": Grid(3, -6, 448.0),
+    "e5m2": Grid(2, -14, 57344.0),
+    "e2m3": Grid(3, 0, 7.5),
+    "e2m2": Grid(2, 0, 7.0),
+    "e2m1": Grid(1, 0, 6.0),
+}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a recipe rounds to; None is not at all."""
+
+    forward: str | None = None
+    gradient: str | None = None
+    saved: str | None = None
+    rows: bool = True
+
+    @classmethod
+    def of(cls, config: Any) -> Formats:
+        """Those of a `Config`."""
+        if not config.quantizes_linears:
+            return cls()
+        saved = config.save_format if config.save_format in GRIDS else None
+        return cls(
+            config.forward_format, config.gradient_format, saved, config.forward_scales == "row"
+        )
+
+
+class Noise(TorchFunctionMode):
+    """Rounds what GEMMs of parameters read, and what autograd saves, while it is entered."""
+
+    def __init__(self, formats: Formats, seed: int) -> None:
+        super().__init__()
+        self.formats = formats
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, given = kwargs or {}, _tensors(args)
+        if func not in GEMMS or not any(_is_weight(x) for x in given):
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and given and all(_is_weight(x) for x in given):
+                result.is_computed_weight = True  # type: ignore[attr-defined]
+            return result
+        args = torch.utils._pytree.tree_map_only(Tensor, self._operand, args)
+        return _RoundedGradient.apply(func(*args, **kwargs), self)
+
+    def _operand(self, x: Tensor) -> Tensor:
+        if self.formats.forward is None or not x.is_floating_point() or x.ndim < 2:
+            return x
+        return _RoundedValue.apply(x, self)
+
+    def rounded(self, x: Tensor, format: str | None, *, by_row: bool) -> Tensor:
+        """`x` to the numbers of `format`, times a scale by row or one for all."""
+        if format is None or not x.numel():
+            return x
+        wide = x.detach().double()
+        amax = wide.abs().amax(-1, keepdim=True) if by_row else wide.abs().amax()
+        grid = GRIDS[format]
+        shift = torch.rand((), generator=self.generator).exp2().to(x.device)
+        scale = torch.where(amax > 0, amax, 1.0) / grid.largest * shift
+        return (grid.nearest(wide / scale) * scale).to(x.dtype)
+
+    def saved(self, x: Tensor) -> Tensor:
+        """What the backward gets of a saved tensor. Parameters and row statistics stay exact."""
+        if not x.is_floating_point() or _is_weight(x) or (x.is_leaf and x.requires_grad):
+            return x
+        if x.ndim == 0 or x.shape[-1] < 16:
+            return x
+        return self.rounded(x, self.formats.saved, by_row=True)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The rounding of operands, and that of saved tensors.
+
+        Nothing is checkpointed: PyTorch would compute it again without the rounding.
+        """
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.saved, lambda x: x)
+        saving = hooks if self.formats.saved else contextlib.nullcontext()
+        with self, saving, patch.object(torch.utils.checkpoint, "checkpoint", _called):
+            yield
+
+
+class _RoundedValue(torch.autograd.Function):
+    """Rounds an operand; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
+        return noise.rounded(x, noise.formats.forward, by_row=noise.formats.rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """Rounds the gradient of a result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
+        ctx.noise = noise
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        noise = ctx.noise
+        return noise.rounded(gradient, noise.formats.gradient, by_row=False), None
+
+
+GEMMS = frozenset(
+    (
+        F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
+        Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__,
+        F.conv1d, torch.conv1d, torch.bilinear,
+    )
+)  # fmt: skip
+
+
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args)
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+
+
+def _is_weight(x: Tensor) -> bool:
+    """A parameter of at least two dimensions, or what is computed from such alone."""
+    base = x if x._base is None else x._base
+    computed = getattr(x, "is_computed_weight", False)
+    return computed or (isinstance(base, nn.Parameter) and base.ndim > 1)

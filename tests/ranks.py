@@ -1,0 +1,103 @@
+"""Processes that stay, one a rank, to which tests send functions.
+
+Starting a process and importing PyTorch in it takes as long as ten small cases of a matrix.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+# A rank that waits for one that failed, or for a collective that nobody joins.
+PATIENCE = timedelta(seconds=60)
+
+
+class Ranks:
+    """Runs functions on all ranks at once, with the type of their device as first argument."""
+
+    def __init__(self, tasks: list[Any], results: Any, device: str) -> None:
+        self._tasks, self._results, self._device = tasks, results, device
+        self._number = 0
+        self.broken = ""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(device, *args)` returns on each rank, in CPU tensors and numbers.
+
+        Raises:
+            AssertionError: it raised on some rank, or took too long.
+        """
+        assert not self.broken, f"an earlier function broke the process group: {self.broken}"
+        self._number += 1
+        for tasks in self._tasks:
+            tasks.put((self._number, function, (self._device, *args)))
+        found: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(found) + len(errors) < len(self._tasks):
+            try:
+                rank, result, error = self._results.get(timeout=2 * PATIENCE.seconds)
+            except queue.Empty:
+                self.broken = function.__name__
+                missing = set(range(len(self._tasks))) - found.keys() - errors.keys()
+                errors |= dict.fromkeys(missing, "did not answer")
+                break
+            (errors if error else found)[rank] = error or result
+        if errors:
+            # The other ranks wait in a collective that this one has left.
+            self.broken = self.broken or (function.__name__ if found or len(errors) == 1 else "")
+        assert not errors, "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
+        return [found[rank] for rank in range(len(self._tasks))]
+
+
+@contextmanager
+def ranks(folder: Path, device: str, world: int = 2) -> Iterator[Ranks]:
+    """Processes with a process group, of NCCL on GPUs and of gloo on CPUs."""
+    context = multiprocessing.get_context("spawn")
+    tasks, results = [context.Queue() for _ in range(world)], context.Queue()
+    store = folder / "store"
+    processes = [
+        context.Process(target=_serve, args=(rank, world, device, store, tasks[rank], results))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield Ranks(tasks, results, device)
+    finally:
+        for each in tasks:
+            each.put(None)
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _serve(rank: int, world: int, device: str, store: Path, tasks: Any, results: Any) -> None:
+    """Answer tasks until there is a None."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE
+    )
+    while (task := tasks.get()) is not None:
+        _, function, args = task
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            results.put((rank, function(*args), ""))
+        except Exception:
+            results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    # Threads of process groups may outlive the interpreter, which then aborts.
+    os._exit(0)

@@ -1,0 +1,80 @@
+"""Options of Inductor that fp8pass sets: only where they are needed, and gradients stay right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import cosine, tokens
+
+from fp8pass.config import Config
+from fp8pass.dynamo import Backend, inductor_defaults
+
+RECIPES = ("linear", "coat")
+
+
+def roberta():
+    """A tiny Roberta: three embeddings, whose gradients one loop adds up."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    torch.manual_seed(0)
+    return RobertaForMaskedLM(
+        RobertaConfig(
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            vocab_size=512,
+            max_position_embeddings=128,
+            type_vocab_size=2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    ).bfloat16()
+
+
+def embedding_gradients(model, run, ids) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    run(ids, labels=ids).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if "_embeddings" in n}
+
+
+def assert_right_embeddings(recipe: str, device: str) -> None:
+    model = roberta().to(device)
+    ids = tokens(2, 64, 512).clamp(min=3).to(device)
+    want = embedding_gradients(model, model, ids)
+    program = torch.compile(model, backend=Backend(Config.recipe(recipe)))
+    got = embedding_gradients(model, program, ids)
+    assert len(want) == 3
+    for name, gradient in want.items():
+        assert cosine(got[name], gradient) > 0.99, name
+    (token_types,) = (gradient for name, gradient in got.items() if "token_type" in name)
+    assert not token_types[1].any(), "no token is of this type"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_embeddings_on_the_cpu(recipe):
+    """Two threads: one adds without atomics, for which Inductor generates other code."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_right_embeddings(recipe, "cpu")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_embeddings_on_a_gpu(recipe):
+    assert_right_embeddings(recipe, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+def test_the_cpu_has_the_options_of_stock_inductor(recipe):
+    assert inductor_defaults(Config.recipe(recipe), [torch.ones(2), 3]) == {}
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+def test_an_accelerator_has_those_that_are_measured_there(recipe):
+    options = inductor_defaults(Config.recipe(recipe), [3, torch.empty(2, device="meta")])
+    assert options["realize_reads_threshold"] == 8
+    assert ("realize_opcount_threshold" in options) == (recipe == "agoq")

@@ -1,0 +1,169 @@
+"""Forward and all gradients of many architectures, through Inductor, against eager PyTorch in fp64.
+
+What is accepted is measured (closeness.py): a relative error e of a gradient, which is an SQNR of
+-20 log10(e), bounds its cosine (at least √(1 - e²)) and its norm (within 1 ± e). All gradients
+together are held against noise as one vector, too, so that none can hide where single ones are
+chaotic.
+
+Every run draws a few architectures, `FP8PASS_SEED=...` the same again. All are tried under
+`make test-long`, and on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from closeness import Reference, Verdict
+from helpers import Spy, step
+from noise import Formats
+from torch import nn
+
+from fp8pass import compat
+from fp8pass.config import Config
+from fp8pass.dynamo import Backend
+
+from . import huggingface, modules
+from .stock import FAILS
+
+RECIPES = ("coat", "agoq", "exact")
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+NAMES = (*huggingface.ARCHITECTURES, *modules.ARCHITECTURES)
+ALL = [(name, recipe) for name in NAMES for recipe in RECIPES]
+
+
+def sample(count: int) -> list[tuple[str, str]]:
+    """Architectures that this run draws, each with a recipe."""
+    rng = random.Random(int(os.environ["FP8PASS_SEED"]))
+    return [(name, rng.choice(RECIPES)) for name in rng.sample(NAMES, count)]
+
+
+class Called(nn.Module):
+    """A model whose arguments are given in the order of their names."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *args: Any) -> Any:
+        return self.model(**dict(zip(self.names, args, strict=True)))
+
+
+def make(name: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, list[Any]]:
+    """An architecture and its inputs."""
+    torch.manual_seed(0)
+    if name in modules.ARCHITECTURES:
+        model, inputs = (function() for function in modules.ARCHITECTURES[name])
+    else:
+        model, inputs = huggingface.ARCHITECTURES[name].make()
+    return Called(model, tuple(inputs)).to(device, dtype), placed(inputs, device, dtype)
+
+
+def placed(inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> list[Any]:
+    """Inputs on a device; floating point ones in that dtype."""
+    return [x.to(device, dtype if x.is_floating_point() else None) for x in inputs.values()]
+
+
+def compiled_step(name: str, backend: Any, device: str, dtype: torch.dtype) -> Any:
+    torch._dynamo.reset()
+    model, inputs = make(name, device, dtype)
+    return step(torch.compile(model, backend=backend), model, inputs)
+
+
+def halves_as(compiler: str) -> Any:
+    """`lowered`: halves are run op by op after all passes on them."""
+    if compiler == "lowered":
+        interpreted = lambda gm, inputs, **kwargs: compat.interpret(gm)  # noqa: E731
+        return patch.object(compat, "compile_fx_inner", interpreted)
+    return contextlib.nullcontext()
+
+
+def check(
+    name: str, recipe: str, compiler: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Verdict, Spy]:
+    """One step, held against noise."""
+    config, spy = Config.recipe(recipe), Spy()
+    try:
+        with halves_as(compiler):
+            got = compiled_step(name, Backend(config, spy), device, dtype)
+    except Exception as error:
+        raise AssertionError(
+            f"{error}\nstock Inductor {stock_error(name, device, dtype)}"
+        ) from error
+    reference = reference_of(name, config, device, dtype)
+    verdict = reference.judge([got])
+    if verdict.complaints:
+        stock = reference.judge([compiled_step(name, "inductor", device, dtype)])
+        verdict.complaints.append(f"stock Inductor: {stock.complaints or 'is fine'}")
+    return verdict, spy
+
+
+def stock_error(name: str, device: str, dtype: torch.dtype) -> str:
+    """What to list in stock.py, if it fails."""
+    try:
+        compiled_step(name, "inductor", device, dtype)
+    except Exception as error:
+        return f"fails, too: {error}"
+    return "compiles it"
+
+
+def reference_of(name: str, config: Config, device: str, dtype: torch.dtype) -> Reference:
+    """The eager model in fp64, or in fp32 where it mixes dtypes of its own."""
+    model, inputs = make(name, device, dtype)
+    for wide in (torch.float64, torch.float32):
+        try:
+            return Reference(model, lambda: [inputs], Formats.of(config), wide=wide)
+        except (RuntimeError, ValueError) as error:
+            reason = error
+    raise AssertionError(f"eager PyTorch runs {name} in no dtype: {reason}")
+
+
+def passes(
+    name: str, recipe: str, device: str, dtype: torch.dtype, compiler: str = "inductor"
+) -> None:
+    compiler = "lowered" if name in FAILS else compiler
+    verdict, spy = check(name, recipe, compiler, device, dtype)
+    assert not verdict.complaints, "\n".join(verdict.complaints)
+    assert verdict.judged > 0
+    assert spy.plans
+
+
+@pytest.mark.parametrize(("name", "recipe"), ALL if LONG else sample(1))
+def test_architecture(name, recipe):
+    passes(name, recipe, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [] if LONG else sample(5)[1:])
+def test_architecture_up_to_code_generation(name, recipe):
+    """Compiling C++ takes twenty seconds, all that comes before it two."""
+    passes(name, recipe, "cpu", torch.float32, "lowered")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "recipe"), ALL if torch.cuda.is_available() else sample(1))
+def test_architecture_on_a_gpu(name, recipe):
+    passes(name, recipe, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", list(FAILS) if LONG else list(FAILS)[:1])
+def test_stock_pytorch_fails(name):
+    with pytest.raises(Exception, match=FAILS[name]):
+        compiled_step(name, "inductor", "cpu", torch.float32)
+
+
+def test_there_are_enough_architectures():
+    assert len(NAMES) >= 60
+    assert set(FAILS) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES) if LONG else [n for n, _ in sample(20)])
+def test_architectures_run_in_eager_pytorch(name: str) -> None:
+    model, inputs = make(name, "cpu", torch.float32)
+    got = step(model, model, inputs)
+    assert any(g is not None and g.any() for g in got.gradients.values())
