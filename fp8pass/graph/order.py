@@ -32,17 +32,36 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
 
 
 def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
-    """Whether one of `reads` is computed from one of `stored`."""
+    """Whether one of `reads` is computed from one of `stored`, in a graph that is in order.
+
+    Nothing behind the last of `reads` matters: the search stays where a kernel is.
+    """
     targets, seen = set(reads), set(stored)
-    pending = list(seen)
+    if not targets:
+        return False
+    last, pending = max(targets), list(seen)
     while pending:
         for user in pending.pop().users:
             if user in targets:
                 return True
-            if user not in seen:
+            if user not in seen and user < last:
                 seen.add(user)
                 pending.append(user)
     return False
+
+
+def settle_around(kernel: fx.Node) -> None:
+    """Move a new node behind its operands, and what uses its results behind it."""
+    last = max(kernel.all_input_nodes, default=kernel)
+    if kernel < last:
+        last.append(kernel)
+    early, pending = set[fx.Node](), [kernel]
+    while pending:
+        found = {user for user in pending.pop().users if user < kernel} - early
+        early |= found
+        pending += found
+    for node in sorted(early, reverse=True):
+        kernel.append(node)
 
 
 def sort_topologically(g: fx.Graph) -> None:

@@ -23,7 +23,7 @@ from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
 from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.order import depends
+from fp8pass.graph.order import depends, settle_around
 from fp8pass.graph.patterns import RESHAPES, is_residual_sum
 from fp8pass.passes.context import Context
 
@@ -74,6 +74,7 @@ def fuse(node: fx.Node) -> bool:
     replace(node, results[0])
     for old, partial in zip(sums, results[1:], strict=False):
         _finish(old, partial)
+    settle_around(graph.operator_of(results[0]))
     return True
 
 

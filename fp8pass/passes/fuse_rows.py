@@ -28,7 +28,7 @@ from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader
 from fp8pass.graph.nodes import tensor
-from fp8pass.graph.order import depends
+from fp8pass.graph.order import depends, settle_around
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -54,6 +54,7 @@ def fuse(codes: fx.Node) -> bool:
     results = emit_kernel(rows, [([plan.reader], plan.stores)], like=codes)
     for node, result in zip(plan.replaced, results, strict=True):
         replace(node, result)
+    settle_around(graph.operator_of(results[0]))
     return True
 
 

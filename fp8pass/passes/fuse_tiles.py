@@ -37,7 +37,7 @@ from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import tensor
-from fp8pass.graph.order import depends
+from fp8pass.graph.order import depends, settle_around
 from fp8pass.graph.patterns import transposes
 from fp8pass.passes.context import Context
 
@@ -124,13 +124,17 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     changed = False
     for find_matrix in (matrix_behind_codes, matrix_behind_amax):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
-        groups = matrices_by_kernel(matrices)
+        groups = dict(enumerate(matrices_by_kernel(matrices)))
+        stored_by = {n: i for i, group in groups.items() for m in group for n in m.results}
         for node in gm.graph.find_nodes(op="call_function", target=fp8.joined.default):
             whole = Concatenation(node)
-            if storing := groups_that_store(whole, groups):
-                groups = [group for group in groups if group not in storing]
+            numbers = sorted({stored_by[part] for part in whole.parts if part in stored_by})
+            storing = [groups[i] for i in numbers if i in groups]
+            if can_store(whole, storing):
                 fuse(storing, whole)
-        for group in groups:
+                for i in numbers:
+                    del groups[i]
+        for group in groups.values():
             fuse([group])
         changed |= bool(matrices)
     if changed:
@@ -193,8 +197,9 @@ def is_in_memory_already(x: fx.Node) -> bool:
 def matrices_by_kernel(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     """The matrices that each kernel stores, first the one with all loads of the others."""
     groups: list[list[Matrix]] = []
+    that_load: dict[fx.Node, list[list[Matrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -len(m.large_loads)):
-        for group in groups:
+        for group in that_load.get(min(matrix.large_loads), ()):
             fits = matrix.large_loads <= group[0].large_loads
             fits = fits and all(m.agrees(matrix) for m in group)
             if fits and not depends_on_itself([*group, matrix]):
@@ -202,22 +207,23 @@ def matrices_by_kernel(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
                 break
         else:
             groups.append([matrix])
+            for load in matrix.large_loads:
+                that_load.setdefault(load, []).append(groups[-1])
     return groups
 
 
-def groups_that_store(whole: Concatenation, groups: list[list[Matrix]]) -> list[list[Matrix]]:
-    """The groups whose kernels store all parts of a concatenation in place; none if they cannot.
+def can_store(whole: Concatenation, groups: list[list[Matrix]]) -> bool:
+    """Whether the kernels of some groups can store all parts of a concatenation in place.
 
     Each part must occur once, and have no users but the concatenation and transposes.
     """
     if len(whole.offsets) < len(whole.parts):
-        return []
+        return False
     if any(set(part.users) - {whole.node, *transposes(part)} for part in whole.parts):
-        return []
-    found = [group for group in groups if any(whole.has(m.results) for m in group)]
-    matrices = [m for group in found for m in group]
+        return False
+    matrices = [m for group in groups for m in group]
     stored = {n for m in matrices for n in m.results}
-    return [] if set(whole.parts) - stored or depends_on_itself(matrices) else found
+    return stored.issuperset(whole.parts) and not depends_on_itself(matrices)
 
 
 def depends_on_itself(matrices: list[Matrix]) -> bool:
@@ -238,10 +244,11 @@ def fuse(groups: list[list[Matrix]], whole: Concatenation | None = None) -> None
         ([m.reader for m in group], [store for m, store in stores if m in group])
         for group in groups
     ]
-    results = iter(emit_kernel(tiles, drafts, like=matrices[0].reader.matrix))
+    results = emit_kernel(tiles, drafts, like=matrices[0].reader.matrix)
+    following = iter(results)
     for matrix, store in stores:
         for layout in store.layouts:
-            result = next(results)
+            result = next(following)
             if store.width and whole:
                 whole.node.replace_all_uses_with(result)
             elif layout == "amax":
@@ -250,3 +257,4 @@ def fuse(groups: list[list[Matrix]], whole: Concatenation | None = None) -> None
             else:
                 for node in matrix.replaced[layout]:
                     node.replace_all_uses_with(result)
+    settle_around(graph.operator_of(results[0]))

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from kernel_helpers import assert_same, by_row, norm, operands, swiglu
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.reader import Reader
 from fp8pass.codegen.program.reference import reference
 from fp8pass.codegen.program.simplify import simplify
 
@@ -75,3 +77,21 @@ def test_a_program_is_its_text():
     program = norm(640, 128).canonical()
     assert Program.parse(program.dumps()) == program
     assert program.canonical() == program
+
+
+def test_a_kernel_adds_up_one_sum_of_a_residual_stream():
+    """The stream is in memory: else the kernels of n layers would read n²/2 branches."""
+
+    def stream(x, *branches):
+        sums = []
+        for branch in branches:
+            x = x + branch
+            sums.append(x.exp())
+        return x, *sums
+
+    tensors = [torch.randn(16, 64, dtype=torch.bfloat16) for _ in range(4)]
+    g = make_fx(stream, tracing_mode="fake")(*tensors).graph
+    first, second, _ = (n for n in g.nodes if n.target is torch.ops.aten.add.Tensor)
+    reader = Reader(second, by_row=True)
+    reader.read(second)
+    assert set(reader.loads) == {first, second.args[1]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass.graph.order import sort_topologically
+from fp8pass.graph.order import depends, settle_around, sort_topologically
 
 
 def test_kernels_do_not_need_each_other():
@@ -19,3 +19,21 @@ def test_kernels_do_not_need_each_other():
     first.args, second.args = (second,), (first,)
     with pytest.raises(AssertionError, match="needs its own result"):
         sort_topologically(g)
+
+
+def test_a_new_node_between_its_operands_and_what_uses_it():
+    """It comes in before one of its operands, and takes the place of what was used before."""
+    g = fx.Graph()
+    x = g.placeholder("x")
+    new = g.call_function(torch.neg, (x,))
+    early = g.call_function(torch.exp, (new,))
+    follows = g.call_function(torch.sin, (early,))
+    apart = g.call_function(torch.cos, (x,))
+    operand = g.call_function(torch.abs, (apart,))
+    g.output((follows, operand))
+    new.args = (operand,)
+    settle_around(new)
+    g.lint()
+    assert list(g.nodes)[:-1] == [x, apart, operand, new, early, follows]
+    assert depends([follows], [apart])
+    assert not depends([apart, operand], [new])

@@ -33,10 +33,12 @@ class Reader:
     Attributes:
         matrix: the matrix that the kernel works on, [M, N].
         by_row: whether the kernel holds whole rows. Such a kernel can reduce over rows, and it
-            computes sums of the residual stream, which it stores for their other users.
+            computes a sum of the residual stream, which it stores for its other users.
         loads: the loads so far, by the node that is loaded.
         steps: the steps so far, by the node that they compute.
         names: the name of each node's value; casts and views have that of their operand.
+        sum: the sum of the residual stream that it computes. All others are in memory, or else each
+            kernel would add up the stream from its beginning on.
     """
 
     matrix: fx.Node
@@ -44,6 +46,7 @@ class Reader:
     loads: dict[fx.Node, Load] = field(default_factory=dict)
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
+    sum: fx.Node | None = None
 
     @property
     def large_loads(self) -> set[fx.Node]:
@@ -90,7 +93,9 @@ class Reader:
 
     def _compute(self, node: fx.Node) -> bool:
         """Add the operator that computes `node`. Returns False, with nothing added, if none can."""
-        if node.op != "call_function" or (is_residual_sum(node) and not self.by_row):
+        if node.op != "call_function":
+            return False
+        if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
             return False
         if node.target is fp8.dequantize_groups.default:
             return self._load_groups(node)
@@ -98,14 +103,16 @@ class Reader:
 
     def _try(self, node: fx.Node) -> bool:
         """Add a node and its operands. Returns False, with nothing added, if one cannot be read."""
-        before = dict(self.loads), dict(self.steps), dict(self.names)
+        before = dict(self.loads), dict(self.steps), dict(self.names), self.sum
+        if is_residual_sum(node):
+            self.sum = node
         try:
             self.operand(node)
             if self._add(node):
                 return True
         except NotAMatrix:
             pass
-        self.loads, self.steps, self.names = before
+        self.loads, self.steps, self.names, self.sum = before
         return False
 
     def agrees(self, other: Reader) -> bool:

@@ -1,0 +1,54 @@
+"""The passes take time linear in the depth of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from cProfile import Profile
+
+import torch
+from helpers import FFN, compiled
+from torch import nn
+
+from fp8pass.passes import HALF_PASSES, JOINT_PASSES, runner
+
+# The larger one has twice as many sums of layers.
+SMALL, LARGE = 9, 17
+# The calls in a pass for the larger model, over those for the smaller one.
+MOST_GROWTH = 2.05
+
+
+class Stack(nn.Module):
+    """Blocks of a norm, a gated activation and a residual sum."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(layers))
+        self.blocks = nn.ModuleList(FFN(64, 128) for _ in range(layers))
+
+    def forward(self, x):
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x))
+        return x
+
+
+def test_passes_take_time_linear_in_depth(monkeypatch, kernels_on_cpu):
+    """Counted in calls of functions, which do not depend on the machine."""
+    counts: dict[int, Counter[str]] = {}
+    monkeypatch.setenv("FP8PASS_CHECK", "0")
+    run_pass = runner._run
+
+    def counted(pass_, *args):
+        with Profile() as profile:
+            seconds = run_pass(pass_, *args)
+        counts[layers][pass_.__name__] += sum(entry.callcount for entry in profile.getstats())
+        return seconds
+
+    monkeypatch.setattr(runner, "_run", counted)
+    for layers in (SMALL, LARGE):
+        torch._dynamo.reset()
+        counts[layers] = Counter()
+        program, _ = compiled(Stack(layers).bfloat16(), halves=True)
+        program(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+    growth = {name: calls / counts[SMALL][name] for name, calls in counts[LARGE].items()}
+    assert growth.keys() >= {p.__name__ for p in (*JOINT_PASSES, *HALF_PASSES)}
+    assert {name: ratio for name, ratio in growth.items() if ratio > MOST_GROWTH} == {}
