@@ -209,7 +209,7 @@ def compile_all(tasks: list[tuple[Task, Variant]]) -> None:
 def measure(name: str, task: Task, variant: Variant) -> Result:
     """The time of one setting."""
     run = partial(variant.launch.run, task.inputs, task.outputs)
-    size = task.program.sizes(task.inputs)
+    size = task.program.sizes([x.shape for x in task.inputs])
     return Result(
         HOT[name],
         name,
@@ -234,7 +234,9 @@ def main() -> None:
     swept = [
         (name, task, variant)
         for name, task in tasks.items()
-        for variant in variants_of(task.kind, task.program, *task.program.sizes(task.inputs))
+        for variant in variants_of(
+            task.kind, task.program, *task.program.sizes([x.shape for x in task.inputs])
+        )
     ]
     compile_all([(task, variant) for _, task, variant in swept])
     record = {

@@ -4,9 +4,12 @@ The reference is the model in eager PyTorch and fp64. The error of a tensor is t
 difference over its norm, or over a thousandth of the largest gradient's if a gradient is smaller
 than that: some, as that of a bias before a norm, are nothing but noise. Accepted is
 
-    2 · (largest error of the fake-quantized model, over seeds)   noise.py
-  + 5 · (error of the plain model in its own dtype)
-  + 1e-4
+    2 · √(n² + s²) + 5 · p + 1e-4
+
+    n: the largest error of the fake-quantized model, over seeds (noise.py)
+    s: for gradients, the rounding error of the format of saved values: where autograd saves x, a
+       plan may keep what the gradient is multiplied by, gelu'(x) say
+    p: the error of the plain model in its own dtype
 
 A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
 wrong scale s |s - 1|, and NaN is never accepted. So they are seen wherever at most `JUDGED` is
@@ -107,8 +110,13 @@ class Reference:
             for name, x, want, plain, *noised in _aligned(
                 got, self.exact[i], self.plain[i], *noisy
             ):
-                smallest = least if name.startswith("gradient") else 0.0
-                _judge(f"step {i}: {name}", x, want, plain, noised, smallest, verdict)
+                of_gradient = "gradient" in name
+                _judge(
+                    f"step {i}: {name}", x, want, plain, noised,
+                    least if of_gradient else 0.0,
+                    self.formats.saved_error if of_gradient else 0.0,
+                    verdict,
+                )  # fmt: skip
         return verdict
 
 
@@ -119,6 +127,7 @@ def _judge(
     plain: Tensor,
     noised: list[Tensor],
     least: float,
+    saved: float,
     to: Verdict,
 ) -> None:
     if x is None:
@@ -135,7 +144,7 @@ def _judge(
         return
     noise = max((error(n, want, least) for n in noised), default=0.0)
     rounding = error(plain, want, least)
-    accepted = 2 * noise + 5 * rounding + FLOOR
+    accepted = 2 * math.hypot(noise, saved) + 5 * rounding + FLOOR
     off = error(x, want, least)
     if accepted <= JUDGED:
         to.judged += 1

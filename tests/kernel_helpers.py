@@ -111,6 +111,8 @@ def operands(program: Program, rows: int, columns: int, device: str, scale: floa
     for load in program.loads:
         if load.operand == "groups":
             codes = (torch.randn(rows, columns) * 100).clamp(-448, 448).to(F8)
+            if load.in_nibbles:
+                codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
             scales = torch.rand(rows, columns // load.group_size) * scale / 50 + 1e-3
             inputs += [codes, scales.bfloat16()]
         elif load.operand == "scalar":
@@ -157,7 +159,7 @@ CAST = Program(
 )
 
 
-def swiglu_backward(group: int) -> Program:
+def swiglu_backward(group: int, saved: str = "e4m3") -> Program:
     """Down's input again, and the gradients of gate and up, in three stores."""
     return Program(
         (
@@ -165,8 +167,8 @@ def swiglu_backward(group: int) -> Program:
             Load("r", "scalar"),
             Load("t", "scalar"),
             Load("d", "full"),
-            Load("g", "groups", group),
-            Load("u", "groups", group),
+            Load("g", "groups", group, saved),
+            Load("u", "groups", group, saved),
         ),
         (
             Step("p", "aten.sigmoid.default", ("g",)),
@@ -220,7 +222,7 @@ def norm(columns: int, group: int) -> Program:
     )
 
 
-def swiglu(group: int) -> Program:
+def swiglu(group: int, saved: str = "e4m3") -> Program:
     """Gate and up kept in groups; their product, quantized by row."""
     steps, store = by_row("h")
     return Program(
@@ -228,14 +230,14 @@ def swiglu(group: int) -> Program:
         (Step("a", "aten.silu.default", ("g",)), Step("h", "aten.mul.Tensor", ("a", "u")), *steps),
         (
             Store("scale", ("row",), dtype="float32"),
-            Store("g", ("groups",), format="e4m3", group_size=group),
-            Store("u", ("groups",), format="e4m3", group_size=group),
+            Store("g", ("groups",), format=saved, group_size=group),
+            Store("u", ("groups",), format=saved, group_size=group),
             store,
         ),
     )
 
 
-def norm_backward(columns: int) -> Program:
+def norm_backward(columns: int, saved: str = "e4m3") -> Program:
     """Gradient of a residual stream through a norm, with that of the norm's weight."""
     return Program(
         (
@@ -243,7 +245,7 @@ def norm_backward(columns: int) -> Program:
             Load("rstd", "row"),
             Load("dy", "full"),
             Load("residual", "full"),
-            Load("x", "groups", 128),
+            Load("x", "groups", 128, saved),
         ),
         (
             Step("xhat", "aten.mul.Tensor", ("x", "rstd")),

@@ -69,6 +69,11 @@ class Format:
         return self.planes != (8,)
 
     @property
+    def in_nibbles(self) -> bool:
+        """Whether two elements share each byte."""
+        return self.planes == (4,)
+
+    @property
     def bits(self) -> int:
         """Bits of a code, sign included."""
         return sum(self.planes)

@@ -23,7 +23,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_rows
 from fp8pass.codegen.kernels.rows import CHUNK, rows
-from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
+from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader
@@ -134,6 +134,6 @@ def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
             _, format, size = scales.args
             coded = [u for u in scales.users if u.target is fp8.quantize_groups.default]
             fits = isinstance(size, int) and size & (size - 1) == 0 and size <= CHUNK
-            if fits and str(format) in CODE_TYPES and len(coded) == 1 and has_shape(coded[0]):
+            if fits and str(format) in GROUP_FORMATS and len(coded) == 1 and has_shape(coded[0]):
                 found.append((scales, coded[0]))
     return found

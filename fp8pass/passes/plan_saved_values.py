@@ -13,7 +13,9 @@ and everything else is at the bytes of the cheapest format that the error rules 
 both would need three states a value (exact, low-bit, absent) whose costs are not submodular.
 
 Among equal first cuts, the one closest to the backward recomputes least, and the one closest to
-the inputs leaves most for the second to be computed from. Both are tried, the cheaper one wins.
+the inputs leaves most for the second to be computed from. Both are tried, the cheaper one wins; so
+are they with masks, and what checkpointed regions compute, as exact needs where no low bits can
+give them.
 
 Values that cannot be recomputed do not depend on how their inputs are kept, so the graph falls
 apart at GEMMs and attention into regions, which are solved one by one (with networkx).

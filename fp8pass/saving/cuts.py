@@ -68,10 +68,30 @@ class _ComponentCuts:
         exact = {n for n in self.component if n in self.needs.exact}
         everything = {n for n in self.component if n in self.needs.all}
         candidates = []
-        for early in (False, True) if exact else (False,):
-            first = self._exact_cut(exact, early=early)
-            candidates.append((first, self._remaining_cut(everything, first)))
-        return min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
+        for needed in self._exact_needs(exact, everything):
+            for early in (False, True) if needed else (False,):
+                first = self._exact_cut(needed, early=early)
+                candidates.append((first, self._remaining_cut(everything, first)))
+        best = min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
+        assert math.isfinite(best[0].cost + best[1].cost), "values that nothing gives the backward"
+        return best
+
+    def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
+        """What the first cut may be for: `exact`, and with it what no low bits can give.
+
+        To keep exactly what a mask is computed from, for all its uses, may cost less than the mask
+        and low bits: hardswish has two, in 16 bits. And what a checkpointed region computes cannot
+        be kept instead, so that what it is computed from has to be exact.
+        """
+        computable = (n for n in self.component if math.isfinite(self._recompute_price(n)))
+        rigid = {n for n in computable if not self.choices.may_be_recomputed(n)}
+        masks = exact | (rigid & everything)
+        regions = masks | {n for n in rigid if math.isinf(keep_price(n))}
+        found = [exact]
+        for needed in (masks, regions):
+            if needed != found[-1]:
+                found.append(needed)
+        return found
 
     def _recompute_price(self, node: fx.Node) -> float:
         return math.inf if node in self.stored else recompute_price(node)
@@ -194,17 +214,20 @@ def min_cut(
 ) -> Cut:
     """The cheapest cut that gives the backward all nodes of `needed`.
 
-    Of several cheapest cuts the one closest to the backward, or with `early` to the inputs.
+    Of several cheapest cuts the one closest to the backward, or with `early` to the inputs. Of
+    infinite cost if there is none.
     """
     if not needed:
         return Cut(set(), set(), 0)
     component = _relevant(component, needed, price)
     network = _network(component, needed, keep_price, price)
     flow = nx.algorithms.flow.boykov_kolmogorov
-    if early:
-        cost, (sink_side, _) = nx.minimum_cut(network.reverse(), _SINK, _SOURCE, flow_func=flow)
-    else:
-        cost, (_, sink_side) = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=flow)
+    ends = (network.reverse(), _SINK, _SOURCE) if early else (network, _SOURCE, _SINK)
+    try:
+        cost, sides = nx.minimum_cut(*ends, flow_func=flow)
+    except nx.NetworkXUnbounded:
+        return Cut(set(), set(), math.inf)
+    sink_side = sides[0] if early else sides[1]
     recomputed = {n for n in component if (n, "in") in sink_side}
     kept = {n for n in component if (n, "out") in sink_side} - recomputed
     return Cut(kept, recomputed, cost)

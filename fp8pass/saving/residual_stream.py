@@ -23,18 +23,20 @@ def chained_sums(
 ) -> set[fx.Node]:
     """Every second of the sums that would be recomputed from one another, to be kept instead.
 
-    `values` are in order. Norms and casts may lie between two sums, as in post-norm layers.
+    `values` are in order. Norms and casts may lie between two sums, as in post-norm layers. A sum
+    whose branch is computed from the sum before, too, costs nothing but time, and is left as it is.
     """
     to_keep: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
     for value in values:
         if value not in recomputed:
             continue
-        follows = not after_a_sum.isdisjoint(value.all_input_nodes)
+        following = after_a_sum.intersection(value.all_input_nodes)
         is_sum = value in junctions and is_stream_sum(value)
-        if follows and is_sum and math.isfinite(keep_price(value)):
+        has_branch = len(following) < len(value.all_input_nodes)
+        if following and has_branch and is_sum and math.isfinite(keep_price(value)):
             to_keep.add(value)
-        elif follows or is_sum:
+        elif following or is_sum:
             after_a_sum.add(value)
     return to_keep
 

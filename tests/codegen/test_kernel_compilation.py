@@ -27,14 +27,14 @@ from fp8pass.codegen.kernels import prelude, rows, tiles
 from fp8pass.codegen.kernels.operator import parts_of
 from fp8pass.codegen.program.batch import Batch
 
-TYPES = {"e4m3": "fp8e4nv", "bfloat16": "bf16", "float32": "fp32"}
+TYPES = {"e4m3": "fp8e4nv", "e2m1": "u8", "bfloat16": "bf16", "float32": "fp32"}
 
 def types(program):
     operands = {"row": "fp32", "scalar": "fp32"}
     reads, writes = [], []
     for load in program.loads:
         operand = operands.get(load.operand, "bf16")
-        reads += ["fp8e4nv", "bf16"] if load.operand == "groups" else [operand]
+        reads += [TYPES[load.format], "bf16"] if load.operand == "groups" else [operand]
     for store in program.stores:
         for layout in store.layouts:
             writes += [TYPES[store.format or store.dtype or "float32"]]
@@ -72,6 +72,9 @@ def as_triton_has_them(functions):
 swiglu = t.swiglu(128), 4096, 1024
 backward = t.swiglu_backward(128), 4096, 1024
 found = {
+    "nibbles in tiles": compiled(tiles, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),
+    "nibbles in rows": compiled(rows, (t.swiglu(128, "e2m1"), 4096, 1024)),
+    "nibbles in a norm": compiled(rows, (t.norm_backward(384, "e2m1"), 4096, 384)),
     "tiles": compiled(tiles, backward),
     "rows": compiled(rows, swiglu),
     "norm": compiled(rows, (t.norm_backward(384), 4096, 384)),

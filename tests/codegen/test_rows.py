@@ -86,11 +86,13 @@ def test_norm_backward(device, rows, columns, monkeypatch):
 
 
 @both_devices
-@pytest.mark.parametrize("group", [16, 17, 20, 128])
-def test_reading_groups_of_any_size(device, reading, group):
+@pytest.mark.parametrize(
+    ("saved", "group"), [*(("e4m3", n) for n in (16, 17, 20, 128)), ("e2m1", 16), ("e2m1", 128)]
+)
+def test_reading_groups_of_any_size(device, reading, group, saved):
     """Where several neighbours share a load of their scale, and where they do not."""
     steps, store = by_row("x")
-    program = Program((Load("x", "groups", group),), steps, (store,))
+    program = Program((Load("x", "groups", group, saved),), steps, (store,))
     check(row_kernel, program, operands(program, 3, 6 * group, device))
 
 
@@ -147,3 +149,28 @@ def test_equal_sums_are_stored_twice(device, monkeypatch):
         (Store("x", ("sums",)), Store("x", ("sums",)), Store("total", ("row",), dtype="float32")),
     )
     check(row_kernel, program, operands(program, 6, 128, device))
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [16, 48, 384, 20480])
+@pytest.mark.parametrize("group", [16, 128])
+def test_groups_in_nibbles(device, columns, group):
+    """Codes as the reference finds them: ties, denormals, zeros and what is not finite, too."""
+    if columns % group:
+        pytest.skip("groups divide rows")
+    steps, store = by_row("x")
+    kept = Store("x", ("groups",), format="e2m1", group_size=group)
+    program = Program((Load("x", "full"),), steps, (kept, store))
+    x = torch.randn(5, columns)
+    x[0] = torch.arange(columns) % 97 / 16 - 3  # with 3: all multiples of a 32nd of the scale
+    x[1] *= torch.logspace(-6, 3, columns)
+    x[2] = 0
+    x[3, 3], x[3, 5], x[4, 7] = torch.nan, torch.inf, -torch.inf
+    x = x.to(device)
+    for got, want in zip(run(row_kernel, program, [x]), reference(program, [x]), strict=True):
+        assert_same(got[:3], want[:3], exact=True)
+    values = [
+        torch.ops.fp8pass.dequantize_groups([codes], scales, "e2m1", group, torch.float32)
+        for codes, scales, _ in (run(row_kernel, program, [x]), reference(program, [x]))
+    ]
+    assert torch.equal(*(v.isfinite() for v in values))

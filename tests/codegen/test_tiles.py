@@ -53,10 +53,11 @@ def test_what_is_tiny_huge_or_not_finite(device, scale):
 
 
 @both_devices
+@pytest.mark.parametrize("saved", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("group", [16, 48, 128, 256])
 @given(rows=st.integers(1, 100))
-def test_several_matrices_out_of_groups(device, group, rows):
-    program = swiglu_backward(group)
+def test_several_matrices_out_of_groups(device, group, saved, rows):
+    program = swiglu_backward(group, saved)
     inputs = operands(program, rows, 3 * group, device)
     for got, want in zip(
         run(tile_kernel, program, inputs), reference(program, inputs), strict=True
@@ -140,7 +141,7 @@ def test_rows_columns_and_groups_are_broadcast(device):
             Load("w", "column"),
             Load("r", "row"),
             Load("x", "full"),
-            Load("g", "groups", 64),
+            Load("g", "groups", 64, "e4m3"),
         ),
         (
             Step("a", "aten.mul.Tensor", ("x", "r")),

@@ -65,8 +65,16 @@ MALFORMED = {
         "load x (block): unknown operand 'block'",
     ),
     "groups of nothing": (
-        program(loads=(S, R, Load("x", "groups"))),
+        program(loads=(S, R, Load("x", "groups", format="e4m3"))),
         "load x (groups): has groups of 0",
+    ),
+    "groups of nothing known": (
+        program(loads=(S, R, Load("x", "groups", 16))),
+        "load x (groups): '' is not a format of codes",
+    ),
+    "full with a format": (
+        program(loads=(S, R, Load("x", "full", format="e4m3"))),
+        "load x (full): has a format, which only groups have",
     ),
     "full in groups": (
         program(loads=(S, R, Load("x", "full", 16))),
@@ -225,9 +233,8 @@ def test_programs_are_verified_when_they_are_emitted():
 
 
 def test_kernels_store_all_layouts_that_they_state():
-    assert tile_source.STORES.keys() == tiles.LAYOUTS
-    assert row_source.STORES.keys() | {"row"} == rows.LAYOUTS
-    assert tile_source.CODE_TYPES.keys() >= tiles.CODE_FORMATS | rows.CODE_FORMATS
+    assert tile_source.STORES.keys() == tiles.FORMATS_BY_LAYOUT.keys()
+    assert row_source.STORES.keys() | {"row"} == rows.FORMATS_BY_LAYOUT.keys()
 
 
 STORES = {
@@ -246,7 +253,7 @@ STORES = {
 def test_a_kernel_refuses_other_layouts(module, kind, layout):
     stored = Program((S, X), (), (STORES[layout],))
     verify(stored)
-    if layout in module.LAYOUTS:
+    if layout in module.FORMATS_BY_LAYOUT:
         assert module.prepare(stored, 64, 128).function.body
         return
     with pytest.raises(UnsupportedProgram) as raised:

@@ -41,6 +41,7 @@ def one_thread():
 def fails(program: Program, outcome: Outcome, folder) -> str:
     """What to say of a program that fails."""
     smaller = shrink(program, outcome.failure, lambda p: guarded(p, "cpu"), 60)
+    outcome = guarded(smaller, "cpu")
     path = save(smaller, outcome, folder, f"FP8PASS_SEED={SEED}", "cpu")
     return f"{outcome.failure}: {outcome.message}\n{path.read_text()}"
 

@@ -19,7 +19,9 @@ from helpers import (
     capture_joint,
     capture_joints,
     compiled,
+    cosine,
     llama,
+    step,
     tokens,
 )
 from hypothesis import given
@@ -450,3 +452,40 @@ def test_checkpointed_values_are_kept_exactly_by_what_they_are_computed_from():
     config = replace(UNRULED, keep_exact=("norm",))
     plan = plan_of(Block(recompute=True), torch.randn(32, 64, requires_grad=True), config=config)
     assert not [s for s in plan.saved if s.module == "norm" and s.value in low_bit(plan)]
+
+
+# --- what low bits cannot give ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_masks_and_low_bits_are_not_kept_where_the_value_takes_less(dtype, recipe):
+    layer = nn.Linear(64, 64, bias=False).to(dtype)
+    config = Config.recipe(recipe, compiler="eager")
+    program, spy = compiled(lambda x: F.hardswish(layer(x)), config)
+    program(torch.randn(32, 64, dtype=dtype))
+    assert spy.plan.saved_bytes < spy.plan.stock_bytes
+
+
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+def test_a_checkpointed_region_gets_exactly_what_it_cannot_compute_from_low_bits(recipe):
+    """The gradient of a maximum divides by the number of ties, which may vanish."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+            self.layers[1].weight.requires_grad_(False)
+
+        def forward(self, x):
+            first, second, third = self.layers
+            y = first(x)
+            y = y - y.amax(-1, keepdim=True)
+            return checkpoint(lambda y: third(F.gelu(second(y))), y, use_reentrant=False)
+
+    model, x = Model(), torch.randn(2, 16, 64)
+    model.layers[0].weight.requires_grad_(False)
+    got = step(compiled(model, Config.recipe(recipe, compiler="eager"))[0], model, (x,))
+    want = step(model, model, (x,))
+    name = "layers.2.weight"
+    assert cosine(got.gradients[name], want.gradients[name]) > 0.99

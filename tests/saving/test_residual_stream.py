@@ -185,3 +185,15 @@ def test_sums_that_cannot_be_kept_are_made_again():
 
     plan = Planned(run, x, recipe="linear")
     assert plan.longest_chain() == 3
+
+
+def test_branches_that_follow_from_the_stream_cost_nothing():
+    """Every sum is computed again from the input, which autograd holds anyway."""
+
+    def run(x):
+        for _ in range(3):
+            x = x + x.sin()
+        return x.exp()
+
+    plan = Planned(run, torch.randn(FLAT, requires_grad=True), recipe="linear")
+    assert plan.kept == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import fx
@@ -24,20 +24,23 @@ class UnsupportedProgram(ValueError):
     """A program is well formed, but not one that a kernel can run; the message says why."""
 
 
-def check_stores(kernel: str, program: Program, *, layouts: Set[str], formats: Set[str]) -> None:
-    """Raise UnsupportedProgram unless a kernel stores all that a program does."""
+def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]]) -> None:
+    """Raise UnsupportedProgram unless a kernel stores all that a program does.
+
+    `formats` are those of the codes that it stores in each layout.
+    """
     for store in program.stores:
         for layout in store.layouts:
-            if layout not in layouts:
+            if layout not in formats:
                 raise UnsupportedProgram(
                     f"the {kernel} kernel cannot store layout '{layout}' of {store.name}, "
-                    f"only {', '.join(sorted(layouts))}"
+                    f"only {', '.join(sorted(formats))}"
                 )
-        if store.format and store.format not in formats:
-            raise UnsupportedProgram(
-                f"the {kernel} kernel cannot store format '{store.format}' of {store.name}, "
-                f"only {', '.join(sorted(formats))}"
-            )
+            if store.format and store.format not in formats[layout]:
+                raise UnsupportedProgram(
+                    f"the {kernel} kernel cannot store format '{store.format}' of {store.name}, "
+                    f"only {', '.join(sorted(formats[layout]))}"
+                )
 
 
 def why_no_rows(codes: fx.Node) -> str | None:

@@ -7,7 +7,6 @@ a string argument, so that graphs can be cached.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,6 +68,6 @@ def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[
 def parts_of(prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]) -> Iterator[Part]:
     """The parts of a batch's launches, one for each program, with inputs of these sizes."""
     for program, read, numbers in batch.split(range(len(sizes))):
-        *leading, columns = sizes[read[program.matrix_input]]
-        part = prepare(program, math.prod(leading), int(columns))
+        rows, columns = program.sizes([sizes[i] for i in read])
+        part = prepare(program, rows, int(columns))
         yield replace(part, inputs=tuple(read), outputs=tuple(numbers))

@@ -35,6 +35,35 @@ def truncated(x):
 
 """
 
+# Two codes of 4 bits share a byte: see `nibbles.py`.
+_NIBBLES = """
+@triton.jit
+def minifloat(code, SHIFT: tl.constexpr, factor):
+    half = ((code & 8) << 12) | ((code & 7) << SHIFT)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * factor
+
+
+@triton.jit
+def to_minifloat(x, DROPPED: tl.constexpr, REBIAS: tl.constexpr, most, least, magic):
+    magnitude = tl.minimum(tl.abs(x), most)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    odd = (bits >> DROPPED) & 1
+    normal = ((bits + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED) - REBIAS
+    steps = (magnitude + magic).to(tl.int32, bitcast=True)
+    denormal = steps - (magnitude * 0.0 + magic).to(tl.int32, bitcast=True)
+    code = tl.where(magnitude < least, denormal, normal)
+    code = code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    return tl.where(x == x, code, 0)
+
+
+@triton.jit
+def bytes_of(codes, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    halves = tl.reshape(codes, (GROUPS, 2, SIZE // 2))
+    place = tl.arange(0, 2)[None, :, None] * 4
+    return tl.sum(halves << place, 1).to(tl.uint8)
+
+"""
+
 _FUNCTION = """
 @triton.jit
 def {name}({parameters}):
@@ -116,4 +145,4 @@ def scale_of(amax: str, format: str) -> str:
 def prelude() -> str:
     """The source that every kernel's module begins with."""
     scaling = _PRELUDE.format(smallest_scale=SMALLEST_SCALE, bf16_bits=BF16_BITS)
-    return scaling + assembled(_INSTRUCTIONS) + _SIGMOID
+    return scaling + assembled(_INSTRUCTIONS) + _SIGMOID + _NIBBLES

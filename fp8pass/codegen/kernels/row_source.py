@@ -15,9 +15,11 @@ from functools import cache
 from typing import Any
 
 from fp8pass.codegen.kernels.launch import Function
+from fp8pass.codegen.kernels.nibbles import byte_of, nibble, of_nibbles, to_nibbles
 from fp8pass.codegen.kernels.prelude import scale_of
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step
+from fp8pass.dialect.formats import FORMATS
 
 # Elements that a thread reads at once: 16 bytes of BF16.
 VECTOR = 8
@@ -48,7 +50,7 @@ _GROUP_SCALES = [
     "{v}_scales = tl.load({1} + row * ({N} // {size}) + {v}_few // {size}{few_or_zero})",
 ]
 _OF_GROUPS = (
-    "tl.reshape(tl.reshape({v}_read.to(tl.float32), ({chunk} // {few}, {few})) "
+    "tl.reshape(tl.reshape({codes}, ({chunk} // {few}, {few})) "
     "* {v}_scales.to(tl.float32)[:, None], ({chunk},))"
 )
 _GROUPS = [
@@ -58,7 +60,14 @@ _GROUPS = [
     "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
     "tl.store({1} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
-    "tl.store({0} + first + {column}, tl.reshape({v}_groups.to({code}), ({chunk},)){if_there})",
+]
+_CODES_OF_GROUPS = (
+    "tl.store({0} + first + {column}, tl.reshape({v}_groups.to({code}), ({chunk},)){if_there})"
+)
+_NIBBLES_OF_GROUPS = [
+    "{v}_bytes = {start} // 2 + tl.arange(0, {chunk} // 2)",
+    "tl.store({0} + row * ({N} // 2) + {v}_bytes,"
+    " tl.reshape(bytes_of({nibbles}, {chunk} // {size}, {size}), ({chunk} // 2,)){if_byte})",
 ]
 
 
@@ -316,6 +325,9 @@ class RowWriter:
         kind = "full" if load.operand == "groups" else load.operand
         or_zero = self._if_there(i, f"there_{i}, other=0.0")
         read = _LOADS[kind].format(*where, column=f"column_{i}", or_zero=or_zero)
+        if load.in_nibbles:
+            place = f"row * ({self.shape.columns} // 2) + {byte_of(f'column_{i}', load.group_size)}"
+            read = f"tl.load({where[0]} + {place}{self._if_there(i, f'there_{i}, other=0')})"
         self.lines.append(f"{name}_read = {read}")
         self.known.add(f"{name}_read")
         if load.operand == "groups":
@@ -328,7 +340,10 @@ class RowWriter:
         name = self.name(load.name, i)
         value = f"{name}_read.to(tl.float32)"
         if load.operand == "groups":
-            value = _OF_GROUPS.format(**self._names(name, i), **_groups(load))
+            if load.in_nibbles:
+                nibbles = nibble(f"{name}_read", f"column_{i}", load.group_size)
+                value = of_nibbles(nibbles, load.format)
+            value = _OF_GROUPS.format(codes=value, **self._names(name, i), **_groups(load))
         self.lines.append(f"{name} = {value}")
 
     def _names(self, value: str, i: int) -> dict[str, Any]:
@@ -366,13 +381,20 @@ class RowWriter:
             **self._names(f"{store.name}_{i}", i),
             "value": value,
             "size": store.group_size,
-            "code": CODE_TYPES[store.format],
             "scale": scale_of(f"{store.name}_{i}_amax", store.format),
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
         }
+        lines = [*_GROUPS, _CODES_OF_GROUPS]
+        if FORMATS[store.format].in_nibbles:
+            lines = [*_GROUPS, *_NIBBLES_OF_GROUPS]
+            names["nibbles"] = to_nibbles(f"{store.name}_{i}_groups", store.format)
+            half = self.shape.columns // 2
+            names["if_byte"] = self._if_there(i, f"{store.name}_{i}_bytes < {half}")
+        else:
+            names["code"] = CODE_TYPES[store.format]
         pointers_ = self.results[number, "groups"]
-        self.lines += [line.format(*pointers_, **names) for line in _GROUPS]
+        self.lines += [line.format(*pointers_, **names) for line in lines]
 
 
 # How each layout is stored in a chunk. `row`, one value for all chunks, is stored after them.

@@ -14,6 +14,7 @@ from fp8pass.codegen.kernels.launch import Part
 from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
+from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, GROUP_FORMATS
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
 # Longer rows are read in a loop.
@@ -31,8 +32,13 @@ SMALLEST_CHUNK = 128
 
 
 # The layouts and formats that this kernel stores.
-LAYOUTS = frozenset({"rows", "groups", "full", "row", "sums"})
-CODE_FORMATS = frozenset({"e4m3"})
+FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
+    "rows": frozenset(CODE_TYPES),
+    "groups": GROUP_FORMATS,
+    "full": frozenset(),
+    "row": frozenset(),
+    "sums": frozenset(),
+}
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Part:
@@ -49,7 +55,7 @@ def prepare(program: Program, rows: Any, columns: int) -> Part:
 
 
 def _check(program: Program, columns: int) -> None:
-    check_stores("row", program, layouts=LAYOUTS, formats=CODE_FORMATS)
+    check_stores("row", program, FORMATS_BY_LAYOUT)
     for store in program.stores:
         if store.width:
             raise UnsupportedProgram(f"the row kernel cannot store {store.name} beside others")

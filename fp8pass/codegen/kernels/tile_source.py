@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8pass.codegen.kernels.launch import Function
+from fp8pass.codegen.kernels.nibbles import byte_of, nibble, of_nibbles
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 
@@ -101,11 +102,11 @@ class TileWriter:
     def _load(self, load: Load, where: list[str], i: int) -> list[str]:
         name = f"{load.name}_{i}"
         if load.operand == "groups":
-            return self._load_groups(load.group_size, where, name, i)
+            return self._load_groups(load, where, name, i)
         return [f"{name} = {_LOADS[load.operand].format(*where, i=i)}"]
 
-    def _load_groups(self, size: int, where: list[str], name: str, i: int) -> list[str]:
-        codes, scales = where
+    def _load_groups(self, load: Load, where: list[str], name: str, i: int) -> list[str]:
+        (codes, scales), size = where, load.group_size
         first = f"{scales} + row_{i}.to(tl.int64) * (N // {size})"
         return [
             # Where a tile lies within one group, each row has one scale.
@@ -115,9 +116,17 @@ class TileWriter:
             "else:",
             f"    {name}_scale = tl.load(({first})[:, None] + (column // {size})[None, :],"
             f" there_{i}, other=0.0).to(tl.float32)",
-            f"{name} = tl.load({codes} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)"
-            f" * {name}_scale",
+            f"{name} = {self._codes(load, codes, i)} * {name}_scale",
         ]
+
+    def _codes(self, load: Load, codes: str, i: int) -> str:
+        """The values of codes, without their scale."""
+        if not load.in_nibbles:
+            return f"tl.load({codes} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)"
+        row = f"row_{i}.to(tl.int64)[:, None] * (N // 2)"
+        place = f"{row} + ({byte_of('column', load.group_size)})[None, :]"
+        bytes_ = f"tl.load({codes} + {place}, there_{i}, other=0)"
+        return of_nibbles(nibble(bytes_, "column[None, :]", load.group_size), load.format)
 
     def _steps(self, i: int) -> Iterator[str]:
         for step in self.program.steps:

@@ -19,12 +19,16 @@ from fp8pass.codegen.kernels.launch import Function, Part
 from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.tile_source import TileWriter
+from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTIONS, Program
 from fp8pass.dialect.coding import padded
 
 # The layouts and formats that this kernel stores. Codes are packed into words as E4M3.
-LAYOUTS = frozenset({"rows", "columns", "amax"})
-CODE_FORMATS = frozenset({"e4m3"})
+FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
+    "rows": frozenset(CODE_TYPES),
+    "columns": frozenset({"e4m3"}),
+    "amax": frozenset(),
+}
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Part:
@@ -33,7 +37,7 @@ def prepare(program: Program, rows: Any, columns: int) -> Part:
     Tiles that are stored in rows, too, are smaller: the codes of all stores are held at once.
     Raises UnsupportedProgram if this kernel cannot store or compute something.
     """
-    check_stores("tile", program, layouts=LAYOUTS, formats=CODE_FORMATS)
+    check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
         if step.target in REDUCTIONS:
             raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")

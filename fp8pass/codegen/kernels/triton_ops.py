@@ -6,10 +6,13 @@ import math
 
 from fp8pass.codegen.kernels.prelude import scale_of
 from fp8pass.codegen.program.ir import Load, Program, Step
+from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
 # The Triton types of codes, by format.
 CODE_TYPES = {"e4m3": "tl.float8e4nv"}
+# Formats that kernels read and store in groups.
+GROUP_FORMATS = frozenset({*CODE_TYPES, *(f.name for f in FORMATS.values() if f.in_nibbles)})
 
 
 def expression(step: Step) -> str | None:

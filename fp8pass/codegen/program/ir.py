@@ -9,6 +9,7 @@ between unless they are stored.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -23,7 +24,7 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
 # How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` is a pair: codes
-# [M, N], and the scales of groups along rows, [M, N / G].
+# [M, N], or [M, N / 2] where two share a byte, and the scales of groups along rows, [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the tiles that the first stage of an amax reduces.
 AMAX_TILE = 64, 128
@@ -39,11 +40,20 @@ class NotAMatrix(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """Reads the value `name`, which is one of `OPERANDS`; only `groups` have a `group_size`."""
+    """Reads the value `name`, which is one of `OPERANDS`.
+
+    Only `groups` have a `group_size`, and the `format` of their codes.
+    """
 
     name: str
     operand: str
     group_size: int = 0
+    format: str = ""
+
+    @property
+    def in_nibbles(self) -> bool:
+        """Whether two codes share each byte."""
+        return bool(self.format) and FORMATS[self.format].in_nibbles
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,8 @@ class Store:
     `rows`     codes [M, N], with a `scale` for all or one for each row
     `columns`  their transpose [N, M'], where M' is M padded with zeros to a length that GEMMs take
     `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
-    `groups`   codes [M, N] and bf16 scales [M, N / G] of groups: two tensors
+    `groups`   codes [M, N], or [M, N / 2] where two share a byte, and bf16 scales [M, N / G] of
+               groups: two tensors
     `full`     the value, [M, N] in `dtype`; later steps use the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
@@ -137,20 +148,16 @@ class Program:
         """How many tensors a program reads."""
         return sum(2 if load.operand == "groups" else 1 for load in self.loads)
 
-    @property
-    def matrix_input(self) -> int:
-        """Index of the first input that is a matrix; each load before it is one tensor."""
-        kinds = [load.operand for load in self.loads]
-        return min(kinds.index(kind) for kind in ("full", "groups") if kind in kinds)
-
-    def sizes(self, inputs: Sequence[Tensor]) -> tuple[Any, int]:
-        """M and N."""
-        x = inputs[self.matrix_input]
-        return x.numel() // x.shape[-1], x.shape[-1]
+    def sizes(self, shapes: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
+        """M and N, by the shape of the first matrix it reads; a load before it is one tensor."""
+        matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
+        i, load = next(matrices)
+        *leading, columns = shapes[i]
+        return math.prod(leading), columns * (2 if load.in_nibbles else 1)
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialized results."""
-        rows, columns = self.sizes(inputs)
+        rows, columns = self.sizes([x.shape for x in inputs])
         outputs = []
         for store in self.stores:
             code = FORMATS[store.format].dtype if store.format else None
@@ -165,8 +172,9 @@ class Program:
                     "row": [((rows, 1), value)],
                 }
                 if layout == "groups":
+                    coded = columns // 2 if FORMATS[store.format].in_nibbles else columns
                     scales = (rows, columns // store.group_size)
-                    shapes["groups"] = [((rows, columns), code), (scales, GROUP_SCALE_DTYPE)]
+                    shapes["groups"] = [((rows, coded), code), (scales, GROUP_SCALE_DTYPE)]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
         return outputs
 

@@ -122,9 +122,11 @@ class Reader:
     def _load_groups(self, node: fx.Node) -> bool:
         format, size = FORMATS[str(node.args[2])], node.args[3]
         assert isinstance(size, int)
-        if format.emulated or format.lossless or self.operand(node) != "full":
+        if format.lossless or (format.emulated and not format.in_nibbles):
             return False
-        self.loads[node] = Load(node.name, "groups", size)
+        if self.operand(node) != "full":
+            return False
+        self.loads[node] = Load(node.name, "groups", size, format.name)
         self.names[node] = node.name
         return True
 

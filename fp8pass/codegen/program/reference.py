@@ -18,7 +18,7 @@ from fp8pass.codegen.program.ir import (
 )
 from fp8pass.dialect.coding import encode
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.ops import group_scale, quantize_groups, transpose
+from fp8pass.dialect.ops import dequantize_groups, group_scale, quantize_groups, transpose
 from fp8pass.dialect.scaling import scale_of
 
 # Steps that are no aten operators, and `where`, which takes tensors only in aten.
@@ -40,7 +40,7 @@ def operator_named(target: str) -> Any:
 
 def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results of a program, computed operator by operator."""
-    rows, columns = program.sizes(inputs)
+    rows, columns = program.sizes([x.shape for x in inputs])
     values = _loaded(program, inputs, columns)
     rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}
     for name in set(rounded) & set(values):
@@ -93,12 +93,14 @@ def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[st
     values = {}
     tensors = iter(inputs)
     for load in program.loads:
-        x = next(tensors).float()
+        x = next(tensors)
         if load.operand == "groups":
-            groups = x.reshape(-1, columns).unflatten(-1, (-1, load.group_size))
-            scales = next(tensors).float().reshape(*groups.shape[:2], 1)
-            values[load.name] = (groups * scales).flatten(-2)
+            codes = x.reshape(-1, columns // 2 if load.in_nibbles else columns)
+            scales = next(tensors).reshape(codes.shape[0], -1)
+            values[load.name] = dequantize_groups(
+                [codes], scales, load.format, load.group_size, torch.float32
+            )
         else:
             shape = {"full": (-1, columns), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
-            values[load.name] = x.reshape(shape[load.operand])
+            values[load.name] = x.float().reshape(shape[load.operand])
     return values

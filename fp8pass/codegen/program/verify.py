@@ -79,6 +79,10 @@ def _verify_load(load: Load) -> None:
     _require(load.operand in OPERANDS, load, f"unknown operand '{load.operand}'")
     is_grouped = load.operand == "groups"
     _require(is_grouped == (load.group_size > 0), load, f"has groups of {load.group_size}")
+    if is_grouped:
+        _verify_format(load, load.format)
+    else:
+        _require(not load.format, load, "has a format, which only groups have")
 
 
 def _verify_step(step: Step, defined: set[str]) -> list[str]:
@@ -99,7 +103,7 @@ def _verify_step(step: Step, defined: set[str]) -> list[str]:
     return operands
 
 
-def _verify_format(where: Step | Store, format: Any) -> None:
+def _verify_format(where: Load | Step | Store, format: Any) -> None:
     known = format in FORMATS and not FORMATS[format].lossless
     _require(known, where, f"'{format}' is not a format of codes")
 
@@ -158,7 +162,7 @@ def _verify_together(program: Program) -> None:
 def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
     count = program.input_count
     _require(len(inputs) == count, "the program", f"reads {count} tensors, not {len(inputs)}")
-    _, columns = program.sizes(inputs)
+    _, columns = program.sizes([x.shape for x in inputs])
     grouped: list[Load | Store] = [*program.loads, *program.stores]
     for x in grouped:
         divides = not x.group_size or columns % x.group_size == 0
