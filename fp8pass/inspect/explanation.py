@@ -136,7 +136,8 @@ def explain(
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
     compiled = torch.compile(module, backend=backend)
     with unchanged(module), compat.uncompiled(module), torch.enable_grad():
-        explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):  # parts may be compiled in functions
+            explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
         with compat.fresh_compilation():
             compiled(*args, **kwargs)
     return explanation

@@ -11,7 +11,7 @@ from fp8pass import compat
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Bytes that one forward of `model` saves for its backward without a compiler.
+    """Bytes that one forward of `model`, compiled or not, saves for its backward.
 
     Parameters are not counted; tensors that share a storage count once. Tensors are counted and
     dropped, so that a model whose activations would not fit can be measured; the backward of such a
@@ -27,9 +27,6 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     def unpack(_: None) -> Tensor:
         raise RuntimeError("the tensors that a measured forward saved were not kept")
 
-    with (
-        torch.compiler.set_stance("force_eager"),
-        torch.autograd.graph.saved_tensors_hooks(pack, unpack),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         model(*args, **kwargs)
     return sum(count for storage, count in saved.items() if storage not in own)
