@@ -2,10 +2,12 @@
 
     python benchmarks/compile_time.py            four layers of hidden 4096 (CUDA)
     python benchmarks/compile_time.py --passes   time of the passes for 1 to 32 layers (any device)
+    python benchmarks/compile_time.py --depths   cold, for 10 to 200 small layers (any device)
 
 Every measurement is a process of its own with a cache folder of its own: the first run of a
 variant is cold, the second finds what the first one left. Seconds are those of the first forward
-and backward, imports not counted; `passes` is fp8pass's share of it.
+and backward, imports not counted; `passes` is fp8pass's share of it. Depths that would take longer
+than is left of `--limit` seconds, in proportion to the last one, are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ import torch
 from report import environment, print_table, write_json
 
 VARIANTS = ("bf16 compile", "torchao tensorwise", "fp8pass coat")
+DEPTHS = (10, 25, 50, 100, 200)
+DEEP_VARIANTS = ("bf16 compile", "fp8pass coat", "fp8pass agoq")
+DEEP_HIDDEN = 256
 HERE = Path(__file__).parent
 
 
@@ -87,6 +93,23 @@ def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
     return results
 
 
+def by_depth(depths: Sequence[int], limit: float) -> list[dict[str, Any]]:
+    """Every variant cold for each number of layers, from few to many, as far as time allows."""
+    results, end = [], time.perf_counter() + limit
+    took = dict.fromkeys(DEEP_VARIANTS, 0.0)  # of a process, for one layer
+    for layers in sorted(depths):
+        for variant in DEEP_VARIANTS:
+            start = time.perf_counter()
+            if start + took[variant] * layers > end:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure(variant, layers, DEEP_HIDDEN, Path(folder))
+            took[variant] = (time.perf_counter() - start) / layers
+            results.append({"layers": layers, "variant": variant, **found})
+            print(results[-1], file=sys.stderr, flush=True)
+    return results
+
+
 def passes_alone() -> list[dict[str, Any]]:
     """Seconds of each pass on stacks of growing depth, without Inductor."""
     from models import Stack, rope_tables
@@ -112,6 +135,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--passes", action="store_true", help="only the passes")
+    parser.add_argument("--depths", type=int, nargs="*", help=f"default: {DEPTHS}")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for all depths")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -120,8 +145,12 @@ def main() -> None:
     if args.child:
         print(json.dumps(child(args.child[0], int(args.child[1]), int(args.child[2]))))
         return
-    name = "passes" if args.passes else "compile_time"
-    results = passes_alone() if args.passes else cold_and_warm(args.layers, args.hidden)
+    if args.depths is not None:
+        name, results = "depths", by_depth(args.depths or DEPTHS, args.limit)
+    elif args.passes:
+        name, results = "passes", passes_alone()
+    else:
+        name, results = "compile_time", cold_and_warm(args.layers, args.hidden)
     rows = [
         {k: f"{v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()}
         for row in results

@@ -105,6 +105,22 @@ def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def depths_table(data: dict[str, Any]) -> list[list[str]]:
+    """Seconds to the end of the first step by depth, all and for each layer; the passes alone."""
+    variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
+    header = [f"{variant}, s (a layer)" for variant in variants]
+    rows = [["layers, hidden 256", *header, "of which passes, ms a layer"]]
+    for layers in dict.fromkeys(r["layers"] for r in data["results"]):
+        found = {r["variant"]: r for r in data["results"] if r["layers"] == layers}
+        cells = [
+            f"{r['seconds']:.1f} ({r['seconds'] / layers:.2f})" if (r := found.get(v)) else ""
+            for v in variants
+        ]
+        passes = [f"{r['passes'] / layers * 1e3:.0f}" for r in found.values() if r["passes"]]
+        rows.append([str(layers), *cells, ", ".join(passes)])
+    return rows
+
+
 def model_table(data: dict[str, Any]) -> list[list[str]]:
     """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
     steps = data["settings"]["warm_up"] + data["settings"]["timed"]
@@ -387,6 +403,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
     "compile_time": compile_time_table,
+    "depths": depths_table,
     "convergence": convergence_table,
     "frontier": frontier_table,
     "formats": formats_table,

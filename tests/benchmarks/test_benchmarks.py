@@ -193,3 +193,25 @@ def test_a_sweep_leaves_the_constants_as_they_are(load):
     assert changed == 2 * chunk
     restored = fused.CHUNK, kernel.CHUNK, kernel.MAX_PARTS
     assert restored == (chunk, chunk, 4)
+
+
+def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
+    """One that takes three times as long as the others is left out where it would not end."""
+    module, clock = load("compile_time"), [0.0]
+
+    def measure(variant, layers, hidden, cache):
+        clock[0] += layers * (3 if variant == "fp8pass agoq" else 1)
+        return {"seconds": 1.0 * layers, "passes": 0.0 if variant == "bf16 compile" else 0.1}
+
+    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    results = module.by_depth((10, 20), limit=100.0)
+    found = [(r["layers"], r["variant"]) for r in results]
+    assert found == [
+        *((10, variant) for variant in module.DEEP_VARIANTS),
+        *((20, variant) for variant in module.DEEP_VARIANTS[:2]),
+    ]
+    header, ten, twenty = load("tables").depths_table({"results": results})
+    assert len(header) == len(ten) == len(twenty)
+    assert ten[1:] == ["10.0 (1.00)", "10.0 (1.00)", "10.0 (1.00)", "10, 10"]
+    assert twenty[1:] == ["20.0 (1.00)", "20.0 (1.00)", "", "5"]

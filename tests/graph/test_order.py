@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cProfile import Profile
+
 import pytest
 import torch
 from torch import fx
@@ -37,3 +39,16 @@ def test_a_new_node_between_its_operands_and_what_uses_it():
     assert list(g.nodes)[:-1] == [x, apart, operand, new, early, follows]
     assert depends([follows], [apart])
     assert not depends([apart, operand], [new])
+
+
+def test_nothing_behind_is_searched():
+    """Or else kernels of a model of n layers would take n² time."""
+    g = fx.Graph()
+    chain = [g.placeholder("x")]
+    for _ in range(1000):
+        chain.append(g.call_function(torch.neg, (chain[-1],)))
+    g.output(chain[-1])
+    with Profile() as profile:
+        assert depends([chain[3]], [chain[1]])
+        assert not depends([chain[3]], [chain[3]])
+    assert sum(entry.callcount for entry in profile.getstats()) < 100
