@@ -43,6 +43,7 @@ TINY = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+    **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), 0.0),
 }  # fmt: skip
 
 
