@@ -152,12 +152,9 @@ def test_equal_sums_are_stored_twice(device, monkeypatch):
 
 
 @both_devices
-@pytest.mark.parametrize("columns", [16, 48, 384, 20480])
-@pytest.mark.parametrize("group", [16, 128])
+@pytest.mark.parametrize(("columns", "group"), [(16, 16), (48, 16), (384, 128), (20480, 128)])
 def test_groups_in_nibbles(device, columns, group):
     """Codes as the reference finds them: ties, denormals, zeros and what is not finite, too."""
-    if columns % group:
-        pytest.skip("groups divide rows")
     steps, store = by_row("x")
     kept = Store("x", ("groups",), format="e2m1", group_size=group)
     program = Program((Load("x", "full"),), steps, (kept, store))

@@ -20,7 +20,7 @@ from fp8pass.passes.runner import run_passes
 from fp8pass.saving.backward_memory import is_buffered
 
 RECIPES = ("agoq", "coat", "linear")
-HIDDEN, LAYERS, ROWS = 64, 16, 2048
+HIDDEN, LAYERS, ROWS = 64, 10, 2048
 U = ROWS * HIDDEN * 2  # bytes of a residual stream in 16 bits
 
 
