@@ -99,13 +99,12 @@ def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
 
 def checkpointed(device: str, way: str) -> None:
     found = []
-    for recipe in (None, "exact", "coat"):
+    for recipe in (None, "exact"):
         model = distributed(way, device, recipe)
         getattr(model, "module", model).checkpoints = True
         backward(way, device, model)
         found.append(gradients(model))
     assert_near(found[1], found[0], 4e-5)
-    assert_near(found[2], found[0], 0.3)
 
 
 def diagnosed(device: str, way: str) -> None:
@@ -161,12 +160,12 @@ def test_two_ranks(two, way, claim):
     two(claim, way)
 
 
-@pytest.mark.parametrize("way", ["fsdp blocks", "tensor", "sequence"])
+@pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
 def test_diagnosis(two, way):
     two(diagnosed, way)
 
 
 @pytest.mark.parametrize("claim", [attached, attached_to_sums], ids=lambda claim: claim.__name__)
-@pytest.mark.parametrize("way", ["fsdp blocks", "fsdp whole", "sequence"])
+@pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
 def test_the_optimizer_in_the_backward(two, way, claim):
     two(claim, way)

@@ -51,13 +51,12 @@ def assert_right_embeddings(recipe: str, device: str) -> None:
     assert not token_types[1].any(), "no token is of this type"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_of_embeddings_on_the_cpu(recipe):
+def test_gradients_of_embeddings_on_the_cpu():
     """Two threads: one adds without atomics, for which Inductor generates other code."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert_right_embeddings(recipe, "cpu")
+        assert_right_embeddings("linear", "cpu")
     finally:
         torch.set_num_threads(threads)
 
