@@ -27,7 +27,6 @@ class Ranks:
 
     def __init__(self, tasks: list[Any], results: Any, device: str) -> None:
         self._tasks, self._results, self._device = tasks, results, device
-        self._number = 0
         self.broken = ""
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -37,9 +36,8 @@ class Ranks:
             AssertionError: it raised on some rank, or took too long.
         """
         assert not self.broken, f"an earlier function broke the process group: {self.broken}"
-        self._number += 1
         for tasks in self._tasks:
-            tasks.put((self._number, function, (self._device, *args)))
+            tasks.put((function, (self._device, *args)))
         found: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while len(found) + len(errors) < len(self._tasks):
@@ -51,9 +49,8 @@ class Ranks:
                 errors |= dict.fromkeys(missing, "did not answer")
                 break
             (errors if error else found)[rank] = error or result
-        if errors:
-            # The other ranks wait in a collective that this one has left.
-            self.broken = self.broken or (function.__name__ if found or len(errors) == 1 else "")
+        if found and errors:  # some wait in a collective that others have left
+            self.broken = function.__name__
         assert not errors, "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
         return [found[rank] for rank in range(len(self._tasks))]
 
@@ -90,7 +87,7 @@ def _serve(rank: int, world: int, device: str, store: Path, tasks: Any, results:
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE
     )
     while (task := tasks.get()) is not None:
-        _, function, args = task
+        function, args = task
         torch._dynamo.reset()
         torch.manual_seed(0)
         try:

@@ -30,5 +30,7 @@ def to_nibbles(values: str, format: str) -> str:
     fmt = FORMATS[format]
     dropped = 23 - fmt.mantissa
     rebias = (127 - (1 - fmt.min_exponent)) << fmt.mantissa
-    least, magic = 2.0**fmt.min_exponent, 2.0 ** (dropped + fmt.min_exponent)
-    return f"to_minifloat({values}, {dropped}, {rebias}, {fmt.max!r}, {least!r}, {magic!r})"
+    exponent = dropped + fmt.min_exponent
+    least, shift, shift_bits = 2.0**fmt.min_exponent, 2.0**exponent, 127 + exponent << 23
+    numbers = f"{dropped}, {rebias}, {fmt.max!r}, {least!r}, {shift!r}, {shift_bits}"
+    return f"to_minifloat({values}, {numbers})"

@@ -44,13 +44,15 @@ def minifloat(code, SHIFT: tl.constexpr, factor):
 
 
 @triton.jit
-def to_minifloat(x, DROPPED: tl.constexpr, REBIAS: tl.constexpr, most, least, magic):
+def to_minifloat(
+    x, DROPPED: tl.constexpr, REBIAS: tl.constexpr, most, least, shift, SHIFT_BITS: tl.constexpr
+):
     magnitude = tl.minimum(tl.abs(x), most)
     bits = magnitude.to(tl.int32, bitcast=True)
     odd = (bits >> DROPPED) & 1
     normal = ((bits + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED) - REBIAS
-    steps = (magnitude + magic).to(tl.int32, bitcast=True)
-    denormal = steps - (magnitude * 0.0 + magic).to(tl.int32, bitcast=True)
+    # Adding a power of two rounds a denormal to its steps, which are then fp32's last bits.
+    denormal = (magnitude + shift).to(tl.int32, bitcast=True) - SHIFT_BITS
     code = tl.where(magnitude < least, denormal, normal)
     code = code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     return tl.where(x == x, code, 0)
