@@ -19,6 +19,7 @@ from fp8pass import compat
 from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.codegen.coding import bits_of, decode, encode, shift_left, shift_right
 from fp8pass.codegen.emitter import Emitter
+from fp8pass.codegen.kernels.tiles import holds_amaxes
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group
@@ -67,9 +68,9 @@ def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
     Inductor fuses the first stage into the kernel that computes `x`. Groups have the size of those
     that saved values are quantized in, and share a kernel with them; rows would need another one.
     """
-    length = tensor(x).shape[-1]
-    if isinstance(length, int) and length == 1:  # the first stage is done
+    if holds_amaxes(x):  # the first stage is done
         return emit(cast, emit(aten.amax.default, x), torch.float32)
+    length = tensor(x).shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
     groups = _split_groups(emit, x, group) if group else x
     first = emit(aten.amax.default, emit(aten.abs.default, groups), [-1])
@@ -128,7 +129,9 @@ def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
         padding: Any = -rows % CONTRACTION_MULTIPLE
     else:
         size = emit(aten.sym_size.int, data, 0)
-        padding = emit(operator.mod, emit(operator.neg, size), CONTRACTION_MULTIPLE)
+        # As `dialect.coding.padded` puts it, so that both sizes are known to be equal.
+        parts = emit(operator.floordiv, emit(operator.neg, size), CONTRACTION_MULTIPLE)
+        padding = emit(operator.sub, emit(operator.mul, parts, -CONTRACTION_MULTIPLE), size)
     codes = emit(aten.view.dtype, data, torch.uint8)  # FP8 has no fill kernel
     padded = emit(aten.constant_pad_nd.default, codes, [0, 0, 0, padding], 0)
     return emit(aten.view.dtype, padded, val.dtype)

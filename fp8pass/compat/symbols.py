@@ -17,6 +17,7 @@ __all__ = [
     "FakeTensor",
     "arg_tree_leaves",
     "fake_mode_of",
+    "guards_of",
     "has_unbacked",
     "is_opaque",
     "is_operator",
@@ -56,6 +57,25 @@ def size_hint(value: int | torch.SymInt) -> int:
         return value
     hint = None if has_unbacked(value) else value.node.hint
     return _UNBACKED_HINT if hint is None else int(hint)
+
+
+def guards_of(graph: torch.fx.Graph) -> list[str]:
+    """What compiled code asks of the sizes that vary, each with the place that asked for it.
+
+    What is true of sizes of all kinds is left out: no other sizes compile once more for it.
+    """
+    sizes = (n.meta.get("val") for n in graph.nodes if is_sym_node(n))
+    symbolic = next((s for s in sizes if isinstance(s, torch.SymInt)), None)
+    if symbolic is None:
+        return []
+    guards = symbolic.node.shape_env.guards
+    return [f"{g.expr} at {g.sloc}" for g in guards if not _holds_of_others(g.expr)]
+
+
+def _holds_of_others(condition: Any) -> bool:
+    """Whether a condition on sizes holds of a few that nobody chose."""
+    kinds = (dict.fromkeys(condition.free_symbols, size) for size in (2, 7, 48, 1001))
+    return all(condition.xreplace(sizes) == True for sizes in kinds)  # noqa: E712
 
 
 def fake_mode_of(fake: torch.Tensor) -> Any:

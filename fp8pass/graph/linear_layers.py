@@ -166,7 +166,8 @@ def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     assert isinstance(b, fx.Node)
     x, y = _unpadded(a, dim=1), _unpadded(b, dim=0)
     length = tensor(x).shape[-1]
-    stripped = length == tensor(y).shape[-2] and not is_multiple_of_16(length)
+    fits = compat.statically_known_true(length == tensor(y).shape[-2])
+    stripped = fits and not is_multiple_of_16(length)
     return (x, y) if stripped else (a, b)
 
 
@@ -204,7 +205,10 @@ def _elements(matrix: fx.Node) -> fx.Node:
 
 
 def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
-    return sorted(tensor(gemm).shape[-2:]) == sorted((layer.in_features, layer.out_features))
+    rows, columns = tensor(gemm).shape[-2:]
+    a, b = layer.in_features, layer.out_features
+    known = compat.statically_known_true
+    return (known(rows == a) and known(columns == b)) or (known(rows == b) and known(columns == a))
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
@@ -44,6 +44,16 @@ def verify(g: fx.Graph) -> None:
                 _require(not touches, node, f"computes on FP8 tensor {operand}")
         if node.target in VERIFIERS:
             VERIFIERS[node.target](node)
+
+
+def verify_guards(g: fx.Graph, before: int) -> None:
+    """Raise MalformedGraph if more is asked of the sizes that vary than `before` a pass.
+
+    Such a guard, which to compare two sizes puts there, has PyTorch compile once more for sizes of
+    which it is not true.
+    """
+    if added := compat.guards_of(g)[before:]:
+        raise MalformedGraph(f"a pass fixed sizes that vary: {', '.join(added)}")
 
 
 def _may_touch_fp8(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
-from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.kernels.tiles import holds_amaxes, tiles
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
@@ -68,10 +68,8 @@ def _finishes(node: fx.Node) -> bool:
     kernel = source.args[0] if graph.is_getitem(source) else None
     if not isinstance(kernel, fx.Node) or kernel.target not in (rows, tiles):
         return False
-    # One number for each row or tile; kernels store matrices, too.
-    is_partial = kernel.target is tiles or tensor(source).shape[-1] == 1
-    count = tensor(source).numel()
-    return is_partial and isinstance(count, int) and count <= LONGEST_HELD
+    count = tensor(source).numel()  # kernels store matrices, too
+    return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
 
 
 def _fuse(amaxes: list[fx.Node]) -> None:

@@ -96,9 +96,11 @@ def run_passes(
     before = _code(gm) if record else ""
     for index, pass_ in enumerate(_enabled(passes)):
         nodes = len(gm.graph.nodes)
+        guards = len(compat.guards_of(gm.graph)) if check else 0
         seconds = _run(pass_, gm, ctx, watcher)
         if check:
             spec.verify(gm.graph)
+            spec.verify_guards(gm.graph, guards)
         after = _code(gm) if record else ""
         sizes = nodes, len(gm.graph.nodes)
         entry = PassRecord(pass_.__name__, of, before, after, seconds, *sizes)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from helpers import FFN, JointGraph, capture_joint
-from torch import nn
+from helpers import COAT_EAGER, FFN, JointGraph, Spy, capture_joint
+from torch import Tensor, nn
 
 from fp8pass import graph
 from fp8pass.config import Config
+from fp8pass.dynamo import Backend
 from fp8pass.graph import spec
 from fp8pass.graph.nodes import aten, emit
 from fp8pass.graph.spec import MalformedGraph
@@ -171,3 +174,34 @@ def test_passes_are_checked(monkeypatch):
     joint = capture_joint(FFN(64, 128), torch.randn(32, 64))
     runner.run_passes(JOINT_PASSES, joint.gm, joint.ctx)
     assert len(seen) == len(JOINT_PASSES)
+
+
+def test_a_pass_must_not_fix_sizes_that_vary():
+    """A comparison of two sizes does, where only `compat.statically_known_true` does not."""
+
+    def compares(gm, ctx):
+        values = [x for n in gm.graph.nodes if isinstance(x := graph.value(n), Tensor)]
+        assert any(48 in x.shape for x in values) is False
+
+    backend = Backend(Config.recipe("coat", compiler="eager"))
+    program = torch.compile(FFN(32, 64), backend=backend, dynamic=True)
+    with (
+        patch("fp8pass.partition.JOINT_PASSES", (compares, *JOINT_PASSES)),
+        pytest.raises(Exception, match=r"a pass fixed sizes that vary: Ne\(s\d+, 48\) at"),
+    ):
+        program(torch.randn(24, 32))
+
+
+def test_layers_of_frozen_parameters_fix_no_sizes():
+    """What has no gradient of a weight has its own GEMMs beside it, which were compared by size."""
+    layer = nn.Linear(32, 32).requires_grad_(False)
+
+    def model(x):
+        v = layer(x)
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ v
+
+    spy = Spy()
+    program = torch.compile(model, backend=Backend(COAT_EAGER, spy), dynamic=True)
+    for rows in (40, 24, 33):
+        program(torch.randn(rows, 32, requires_grad=True)).sum().backward()
+    assert spy.plan

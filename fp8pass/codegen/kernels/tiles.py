@@ -14,7 +14,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from fp8pass import compat
+from torch import fx
+
+from fp8pass import compat, graph
 from fp8pass.codegen.kernels.launch import Function, Part
 from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
@@ -22,6 +24,7 @@ from fp8pass.codegen.kernels.tile_source import TileWriter
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTIONS, Program
 from fp8pass.dialect.coding import padded
+from fp8pass.graph.nodes import tensor
 
 # The layouts and formats that this kernel stores. Codes are packed into words as E4M3.
 FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
@@ -62,3 +65,12 @@ def function(program: Program) -> Function:
 
 
 tiles = define_kernel("tiles", prepare)
+
+
+def holds_amaxes(x: fx.Node) -> bool:
+    """Whether what an `amax` is taken of are amaxes: one number for each row, or for each tile."""
+    columns = tensor(x).shape[-1]
+    if isinstance(columns, int) and columns == 1:
+        return True
+    kernel = x.args[0] if graph.is_getitem(x) else None
+    return isinstance(kernel, fx.Node) and kernel.target is tiles
