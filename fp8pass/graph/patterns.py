@@ -77,8 +77,9 @@ def is_sum_of_alike(node: fx.Node) -> bool:
     """Whether `node` adds two values of its own shape, or takes one from the other."""
     if node.target not in SUMS or len(node.all_input_nodes) != 2:
         return False
-    tensors = [value(n) for n in (node, *node.all_input_nodes)]
-    return len({shape_text(x) for x in tensors if x is not None}) == 1
+    values = [value(n) for n in (node, *node.all_input_nodes)]
+    shapes = [shape_text(x) for x in values if x is not None]  # not of a size that varies
+    return len(shapes) == 3 and len(set(shapes)) == 1
 
 
 def transposes(codes: fx.Node) -> list[fx.Node]:

@@ -67,11 +67,13 @@ class _ComponentCuts:
         """The pair of cuts that costs least."""
         exact = {n for n in self.component if n in self.needs.exact}
         everything = {n for n in self.component if n in self.needs.all}
-        candidates = []
+        firsts: list[Cut] = []
         for needed in self._exact_needs(exact, everything):
             for early in (False, True) if needed else (False,):
                 first = self._exact_cut(needed, early=early)
-                candidates.append((first, self._remaining_cut(everything, first)))
+                if first not in firsts:
+                    firsts.append(first)
+        candidates = [(first, self._remaining_cut(everything, first)) for first in firsts]
         best = min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
         assert math.isfinite(best[0].cost + best[1].cost), "values that nothing gives the backward"
         return best

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
+from fp8pass.dynamo import Backend
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.quantize_linears import quantize_linears
@@ -298,6 +299,15 @@ class Stream(nn.Module):
         for block, norm in zip(self.blocks, self.norms, strict=True):
             x = norm(x + block(x)) if self.norm_last else 0.5 * x + self.gain * block(norm(x))
         return self.classify(x).log_softmax(-1)
+
+
+def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
+    """`roll` adds to a size."""
+    layer = nn.Linear(16, 16)
+    program = torch.compile(
+        lambda x: layer(x).roll(1, 0).log_softmax(-1), backend=Backend(COAT_EAGER), dynamic=True
+    )
+    assert program(torch.randn(24, 16)).isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
