@@ -73,9 +73,17 @@ def guards_of(graph: torch.fx.Graph) -> list[str]:
 
 
 def _holds_of_others(condition: Any) -> bool:
-    """Whether a condition on sizes holds of a few that nobody chose."""
-    kinds = (dict.fromkeys(condition.free_symbols, size) for size in (2, 7, 48, 1001))
-    return all(condition.xreplace(sizes) == True for sizes in kinds)  # noqa: E712
+    """Whether a condition on sizes holds of a few that nobody chose, where it can be of them."""
+    kinds = (dict.fromkeys(condition.free_symbols, size) for size in (17, 32, 48, 1001))
+    return all(_evaluated(condition, sizes) is not False for sizes in kinds)
+
+
+def _evaluated(condition: Any, sizes: dict[Any, int]) -> bool | None:
+    """A condition on sizes for these; None if there are no such sizes."""
+    try:
+        return bool(condition.xreplace(sizes))
+    except (AssertionError, TypeError):  # sizes below zero
+        return None
 
 
 def fake_mode_of(fake: torch.Tensor) -> Any:

@@ -14,6 +14,7 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
 from fp8pass.dialect.ops import AMAX, OPERATORS
 from fp8pass.graph.classify import VIEWS
+from fp8pass.graph.tags import CARRIES
 
 fp8 = torch.ops.fp8pass
 
@@ -109,8 +110,8 @@ def _verify_scaled_mm(node: fx.Node) -> None:
         _verify_operand(node, data, scale)
     granularities = {of_operand(_rank(scale)) for scale in (a_scale, b_scale)}
     _require(len(granularities) == 1, node, "one operand has a scale, the other one for each row")
-    lengths = _shape(a)[-1], _shape(b)[-1]
-    _require(lengths[0] == lengths[1], node, f"contracts {lengths[0]} with {lengths[1]}")
+    lengths = _shape(a)[-1:], _shape(b)[-1:]
+    _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
 
 
 def _verify_operand(node: fx.Node, data: fx.Node, scale: Any) -> None:
@@ -134,8 +135,8 @@ def _verify_joined_operands(node: fx.Node, operands: list[fx.Node]) -> None:
         _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
         one = of_operand(_rank(quantized.args[1])) is TENSOR
         _require(one, node, f"{part} has a scale for each row")
-    widths = [[_shape(part)[1] for part in side] for side in parts]
-    _require(widths[0] == widths[1], node, f"contracts {widths[0]} with {widths[1]}")
+    widths = [tuple(_shape(part)[1] for part in side) for side in parts]
+    _require(_agree(*widths), node, f"contracts {list(widths[0])} with {list(widths[1])}")
 
 
 def _verify_group_scale(node: fx.Node) -> None:
@@ -164,11 +165,11 @@ def _verify_dequantize_groups(node: fx.Node) -> None:
     _require_format(node, format)
     widths = FORMATS[str(format)].planes
     _require(len(planes) == len(widths), node, f"{format} has {len(widths)} planes")
-    covered = _shape(scales)[-1] * int(size)  # type: ignore[arg-type]
+    covered = (_shape(scales)[-1] * int(size),)  # type: ignore[arg-type]
     for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
         assert isinstance(data, fx.Node)
-        length = _shape(data)[-1] * 8 // width
-        _require(length == covered, node, "scales do not cover the groups")
+        length = (_shape(data)[-1] * 8 // width,)
+        _require(_agree(length, covered), node, "scales do not cover the groups")
         if _is_visible(data):
             _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
             _require(data.args[2:] == (format, size, i), node, f"{data} is not its plane {i}")
@@ -201,7 +202,7 @@ def _is_same_scale(x: object, y: object) -> bool:
     """Whether two scales are one node, or copies that a recomputation made."""
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
-    return x is y or (x.target is fp8.scale.default is y.target and x.args == y.args)
+    return x.meta.get(CARRIES, x.name) == y.meta.get(CARRIES, y.name)
 
 
 def _shape(node: Any) -> tuple[Any, ...]:

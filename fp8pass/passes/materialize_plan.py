@@ -19,7 +19,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.dialect.formats import EXACT, Format
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import Kind, is_mask, kind
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, emit
 from fp8pass.graph.tags import CARRIES, ROLE
@@ -111,7 +111,9 @@ class Carrier:
             return copy
         if decision.low_bit:
             return self._through_low_bits(node, decision)
-        if kind(node) is Kind.VIEW or node in self.ctx.facts.overwritten:
+        # Attention's kernels ask for masks in rows of whole words, which PyTorch widens them to.
+        is_part = kind(node) is Kind.VIEW and not is_mask(node)
+        if is_part or node in self.ctx.facts.overwritten:
             return self._as_copy(node, decision)
         self._cross(node, decision, node)
         return node
