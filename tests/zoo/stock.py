@@ -8,8 +8,8 @@ from __future__ import annotations
 
 FAILS: dict[str, str] = {}
 
-# Architectures of which stock Inductor's BF16 gradients on a GPU are further from eager PyTorch's in
-# FP64 than noise explains, and how far they are.
+# Architectures of which stock Inductor's BF16 gradients on a GPU are further from those of eager
+# PyTorch in FP64 than noise explains, and how far they are.
 WRONG_ON_A_GPU = {
     "efficientnet": "output 0 is off by 0.55, gradient of the last batch norm's bias by 1",
     "umt5": "output 0 is off by 0.334, all gradients by 0.497",
