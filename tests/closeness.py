@@ -8,7 +8,8 @@ than that: some, as that of a bias before a norm, are nothing but noise. Accepte
 
     n: the largest error of the fake-quantized model, over seeds (noise.py)
     s: for gradients, the rounding error of the format of saved values: where autograd saves x, a
-       plan may keep what the gradient is multiplied by, gelu'(x) say
+       plan may keep what the gradient is multiplied by, gelu'(x) say; or the largest error through
+       one value that the plan expects: of x it computes x² and x³ again, which autograd saves
     p: the error of the plain model in its own dtype
 
 A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
@@ -92,17 +93,23 @@ class Reference:
         for seed in range(len(self.noisy), seeds if rounds else 0):
             self.noisy.append(self._steps(self.wide, Noise(self.formats, seed)))
 
-    def judge(self, steps: Sequence[TrainingStep], seeds: int = 3, more: int = 24) -> Verdict:
-        """Whether `steps` are as close as noise of that many seeds allows."""
+    def judge(
+        self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 24
+    ) -> Verdict:
+        """Whether `steps` are as close as noise of that many seeds allows.
+
+        `expected` is the largest error of a gradient that a plan expects of one saved value.
+        """
         self.measure(seeds)
-        verdict = self._verdict(steps)
+        verdict = self._verdict(steps, expected)
         if verdict.complaints and self.formats.forward and len(self.noisy) < more:
             self.measure(more)
-            verdict = self._verdict(steps)
+            verdict = self._verdict(steps, expected)
         return verdict
 
-    def _verdict(self, steps: Sequence[TrainingStep]) -> Verdict:
+    def _verdict(self, steps: Sequence[TrainingStep], expected: float) -> Verdict:
         verdict = Verdict()
+        saved = max(self.formats.saved_error, expected)
         for i, got in enumerate(steps):
             noisy = [n[i] for n in self.noisy]
             gradients = [g for g in self.exact[i].gradients.values() if g is not None]
@@ -114,7 +121,7 @@ class Reference:
                 _judge(
                     f"step {i}: {name}", x, want, plain, noised,
                     least if of_gradient else 0.0,
-                    self.formats.saved_error if of_gradient else 0.0,
+                    saved if of_gradient else 0.0,
                     verdict,
                 )  # fmt: skip
         return verdict

@@ -205,6 +205,8 @@ def _check_closeness(program: Program, device: str, run: Run, outcome: Outcome) 
     reference = _reference(program, device)
     verdict = reference.judge(run.steps)
     if verdict.complaints:
+        verdict = reference.judge(run.steps, _expected_error(program, device))
+    if verdict.complaints:
         stock = _verdict_of_stock(program, device, reference)
         if stock.complaints:
             outcome.stock = stock.complaints[0]
@@ -212,6 +214,12 @@ def _check_closeness(program: Program, device: str, run: Run, outcome: Outcome) 
         raise Failed("close", "\n".join(verdict.complaints))
     outcome.judged, outcome.unjudged = verdict.judged, verdict.unjudged
     outcome.worst = verdict.worst
+
+
+def _expected_error(program: Program, device: str) -> float:
+    """The largest error of a gradient that the plan expects of one saved value."""
+    plans = _ours(program.changed(observed=True), device).spy.plans
+    return max((s.expected_error for plan in plans for s in plan.saved), default=0.0)
 
 
 def _verdict_of_stock(program: Program, device: str, reference: Reference) -> Verdict:
