@@ -36,6 +36,14 @@ def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
     return graph.emit(x.graph, buffer, x, order, like=x)
 
 
+def hold(node: fx.Node, order: list[int] | None = None) -> fx.Node:
+    """Have all users of a node read it from a buffer; as it was traced, unless `order` is given."""
+    with node.graph.inserting_after(node):
+        held = emit_buffer(node, order or graph.stride_order(graph.tensor(node)))
+    node.replace_all_uses_with(held, delete_user_cb=lambda user: user is not held)
+    return held
+
+
 def is_buffer(node: fx.Node, order: list[int]) -> bool:
     """Whether a node is the buffer of its operand in a layout."""
     return graph.is_call(node, buffer) and node.args[1] == order

@@ -23,6 +23,7 @@ from fp8pass.passes.fuse_tiles import fuse_tiles
 from fp8pass.passes.lower_dialect import lower_dialect
 from fp8pass.passes.materialize_plan import materialize_plan
 from fp8pass.passes.merge_dgrads import merge_dgrads
+from fp8pass.passes.pin_layouts import pin_layouts
 from fp8pass.passes.plan_saved_values import plan_saved_values
 from fp8pass.passes.quantize_linears import quantize_linears
 
@@ -49,6 +50,7 @@ HALF_PASSES: tuple[Pass, ...] = (
     count_kernels,  # how matrices are quantized, for the plan
     lower_dialect,  # the rest of the dialect -> aten
     buffer_residual_sums,  # sums of the residual stream -> memory
+    pin_layouts,  # operands of grouped GEMMs -> memory, in the strides they were traced with
 )
 
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *HALF_PASSES)

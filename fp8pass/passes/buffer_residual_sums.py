@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import emit_buffer
+from fp8pass.codegen.buffers import hold
 from fp8pass.passes.context import Context
 
 
@@ -24,9 +24,7 @@ def buffer_residual_sums(gm: fx.GraphModule, ctx: Context) -> None:
         val = graph.value(node)
         if val is None or not val.is_floating_point() or not graph.is_residual_sum(node):
             continue
-        with gm.graph.inserting_after(node):
-            held = emit_buffer(node, graph.stride_order(val))
-        node.replace_all_uses_with(held, delete_user_cb=lambda user, held=held: user is not held)
+        hold(node)
         changed = True
     if changed:
         gm.recompile()

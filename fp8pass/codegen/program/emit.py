@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import emit_buffer, is_buffer
+from fp8pass.codegen.buffers import hold, is_buffer
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import OPERANDS, Program, Step, Store
 from fp8pass.codegen.program.reader import Reader, tensors_of
@@ -93,10 +93,7 @@ def _in_memory(node: fx.Node) -> fx.Node:
         return node
     if held := next((u for u in node.users if is_buffer(u, order)), None):
         return held
-    with node.graph.inserting_after(node):
-        held = emit_buffer(node, order)
-    node.replace_all_uses_with(held, delete_user_cb=lambda user: user is not held)
-    return held
+    return hold(node, order)
 
 
 def has_shape(node: fx.Node) -> bool:
