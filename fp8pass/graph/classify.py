@@ -18,9 +18,6 @@ from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.nodes import aten, prims
 from fp8pass.graph.pointwise import POINTWISE
 
-# The arguments of attention's operators that are added to its scores.
-MASKS = ("attn_bias", "attn_mask")
-
 
 class Kind(Enum):
     """The roles that the passes tell apart."""
@@ -196,13 +193,13 @@ _TABLE: tuple[tuple[Set[Any], Kind], ...] = (
 
 
 def is_mask(node: fx.Node) -> bool:
-    """Whether attention adds `node` to its scores."""
+    """Whether a CUDA kernel of attention adds `node` to its scores."""
     return any(u.args[i] is node for u in node.users for i in _masks_of(u))
 
 
 def _masks_of(attention: fx.Node) -> list[int]:
-    """The places of the masks among the arguments of an operator of attention."""
+    """The places of what CUDA kernels add to their scores, among an operator's arguments."""
     if kind(attention) is not Kind.ATTENTION or not compat.is_operator(attention.target):
         return []
     names = [argument.name for argument in compat.schema_of(attention.target).arguments]
-    return [i for i, name in enumerate(names) if name in MASKS and i < len(attention.args)]
+    return [i for i, name in enumerate(names) if name == "attn_bias" and i < len(attention.args)]

@@ -349,3 +349,25 @@ def test_what_is_not_finite_is_not_hidden(place, poison):
     assert y.isfinite().all() == (place == "gradient")
     assert not gradients[0].isfinite().all()
     assert not gradients[2].isfinite().all()
+
+
+def test_attention_with_a_learned_mask_of_odd_length():
+    """Its kernels ask for rows of whole words: PyTorch makes the mask a part of wider rows."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.bias = nn.Linear(64, 64), nn.Linear(16, 4)
+
+        def forward(self, x, features):
+            mask = self.bias(features).permute(2, 0, 1).tanh()
+            heads = self.project(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads, mask).sin()
+
+    model = Attention().to("cuda", torch.bfloat16)
+    x = torch.randn(2, 77, 64, device="cuda", dtype=torch.bfloat16)
+    features = torch.randn(77, 77, 16, device="cuda", dtype=torch.bfloat16)
+    want = step(model, model, (x, features))
+    torch._dynamo.reset()
+    got = step(torch.compile(model, backend="fp8pass"), model, (x, features))
+    assert_close(got, want, decibel=15)
