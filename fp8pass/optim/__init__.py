@@ -5,6 +5,7 @@
     rounding.py       stochastic rounding of weights, states and sums of gradients
     options.py        the options of a parameter group, checked, and presets
     slots.py          the stored states of a parameter
+    shards.py         parameters that are distributed over ranks
     update.py         the update, in vectorized PyTorch
     functions.py      Triton functions of the fused update
     kernel.py         the fused update as Triton source, one kernel for all parameters

@@ -12,7 +12,8 @@ from torch import Tensor
 from fp8pass.optim import checkpoint, fused, rounding
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
-from fp8pass.optim.slots import Slot, local, local_gradient, new_state
+from fp8pass.optim.shards import local, local_gradient, storage_of
+from fp8pass.optim.slots import Slot, new_state
 from fp8pass.optim.update import update
 
 
@@ -139,18 +140,19 @@ class AdamW(torch.optim.Optimizer):
                 )
             device = parameter.device
             fuses = fused.why_not(device) is None and local(parameter).is_contiguous()
-            batches[parameter.dtype, device, fuses].append(parameter)
-        for (_, device, fuses), batch in batches.items():
+            storage = storage_of(group, parameter)
+            batches[parameter.dtype, device, fuses, storage].append(parameter)
+        for (_, device, fuses, storage), batch in batches.items():
             control = self._control(group, device)
             gradients = [local_gradient(p) for p in batch]
             if fuses:
                 gradients = [g.contiguous() for g in gradients]
-                self._fused_update(group, batch, gradients).step(gradients, group, control)
+                self._fused_update(storage, batch, gradients).step(gradients, group, control)
             elif not control[1].item():
-                slots = self._slots(group, batch)
+                slots = self._slots(storage, batch)
                 for slot in slots:
                     slot.step.add_(1)
-                update(slots, gradients, group, control[0])
+                update(slots, gradients, group, storage, control[0])
 
     def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
         """fp32 [2]: the factor of gradients, and whether GradScaler found infinite gradients."""
@@ -167,27 +169,26 @@ class AdamW(torch.optim.Optimizer):
         return control
 
     def _fused_update(
-        self, group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, storage: Storage, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> FusedUpdate:
         """The fused update of these parameters, prepared again if they or gradients changed."""
         key = tuple(map(id, parameters))
         pointers = [local(p).data_ptr() for p in parameters]
-        signature = (pointers, [g.dtype for g in gradients], Storage.of(group))
+        signature = (pointers, [g.dtype for g in gradients], storage)
         found = self._fused.get(key)
         if found is None or found[0] != signature:
-            slots = self._slots(group, parameters)
+            slots = self._slots(storage, parameters)
             # It takes over the steps of its parameters: sets that share one with it are outdated.
             overlapping = [other for other in self._fused if not set(key).isdisjoint(other)]
             for other in overlapping:
                 del self._fused[other]
             states = [self.state[p] for p in parameters]
-            prepared = FusedUpdate(slots, states, gradients, Storage.of(group))
+            prepared = FusedUpdate(slots, states, gradients, storage)
             found = self._fused[key] = signature, prepared
         return found[1]
 
-    def _slots(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> list[Slot]:
+    def _slots(self, storage: Storage, parameters: Sequence[Tensor]) -> list[Slot]:
         """The slots of parameters; their states are created if they have none."""
-        storage = Storage.of(group)
         slots = []
         for parameter in parameters:
             state = self.state[parameter]

@@ -23,7 +23,8 @@ from fp8pass.config import ConfigError
 from fp8pass.optim import rounding
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.groups import Stored, decode, encode
-from fp8pass.optim.slots import from_rows, like_parameter, local_gradient, to_rows
+from fp8pass.optim.shards import like_parameter, local_gradient
+from fp8pass.optim.slots import from_rows, to_rows
 from fp8pass.optim.state_formats import StateFormat, moment_format
 from fp8pass.optim.update import batch_size
 

@@ -11,17 +11,9 @@ from torch import Tensor
 
 from fp8pass.config import ConfigError
 from fp8pass.optim.groups import Stored, decode
-from fp8pass.optim.options import STORAGE, Storage, check_group
-from fp8pass.optim.slots import (
-    State,
-    from_rows,
-    group_count,
-    like_groups,
-    like_parameter,
-    local,
-    stored_state,
-    to_rows,
-)
+from fp8pass.optim.options import STORAGE, check_group
+from fp8pass.optim.shards import like_groups, like_parameter, local, storage_of
+from fp8pass.optim.slots import State, from_rows, stored_state, to_rows
 from fp8pass.optim.state_formats import StateFormat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -83,8 +75,9 @@ def converted(values: Mapping[str, Any], hidden: Hidden) -> State:
     Raises:
         ConfigError: the state is of another optimizer, or of a parameter of another shape.
     """
-    parameter, storage = hidden.parameter, Storage.of(hidden.group)
-    saved = Storage.of(hidden.saved_group) if STORAGE[0] in hidden.saved_group else None
+    parameter, group = hidden.parameter, hidden.saved_group
+    storage = storage_of(hidden.group, parameter)
+    saved = storage_of(group, parameter) if STORAGE[0] in group else None
     _check(values, parameter)
     step = torch.as_tensor(values["step"], dtype=torch.float32)
     state: State = {"step": step.to(parameter.device, copy=True)}
@@ -125,7 +118,7 @@ def _copied(
     device = parameter.device
     state = {name: like_parameter(_copy(values[name], device), parameter)}
     for part in format.parts:
-        groups = _copy(_part(values, name, part), device)
+        groups = _copy(_part(values, name, part), device).view(-1)
         state[f"{name}_{part}"] = like_groups(groups, parameter, group_size)
     return state
 
@@ -141,8 +134,7 @@ def _decoded(
     codes = _copy(values[name], parameter.device)
     if format is None or not format.grouped:
         return codes
-    groups = group_count(codes.numel(), group_size)
-    parts = [_copy(_part(values, name, x), codes.device)[:groups] for x in format.parts]
+    parts = [_copy(_part(values, name, x), codes.device).view(-1) for x in format.parts]
     rows = to_rows(codes, group_size, format.stored)
     return from_rows(decode(Stored(rows, *parts), format), codes.shape)
 

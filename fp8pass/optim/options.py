@@ -27,6 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # FP8-LM 2.2, Eq. 8, with a scale for each group instead of each tensor: finer, in one pass.
     "fp8-lm": {"first_moment": "e4m3", "second_moment": "fp16", "weights": "fp16"},
 }
+# The sizes of groups that kernels take.
+SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
 # The name of weights among those of states.
 PARAMETER = "parameter"
 # The options that say how states are stored. A checkpoint with others is converted to these.
@@ -52,6 +54,11 @@ class Storage:
     def of(cls, group: Mapping[str, Any]) -> Storage:
         """The storage of a parameter group."""
         return _storage(*(group[name] for name in STORAGE))
+
+    def exact(self) -> Storage:
+        """The same weights with states in FP32."""
+        weights = "fp32" if self.weights == "fp16" else self.weights
+        return Storage(PLAIN["fp32"], PLAIN["fp32"], weights, self.group_size)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
         """The format of the master copy of a parameter of `dtype`; None if it has none."""
@@ -106,8 +113,10 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: {error}") from None
     _check_choice("weights", group["weights"], WEIGHTS)
     size = group["group_size"]
-    if not isinstance(size, int) or not 16 <= size <= 1024 or size & (size - 1):
-        raise ConfigError(f"group_size must be a power of two from 16 to 1024, got {size!r}.")
+    sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"
+    in_range = isinstance(size, int) and SMALLEST_GROUP <= size <= LARGEST_GROUP
+    if not in_range or size & (size - 1):
+        raise ConfigError(f"group_size must be a power of two {sizes}, got {size!r}.")
     if not isinstance(group["seed"], int) or isinstance(group["seed"], bool):
         raise ConfigError(f"seed must be an int, got {group['seed']!r}.")
     for parameter in group["params"]:

@@ -2,8 +2,7 @@
 
 `state[p]` has `step` and for each state its codes, shaped like the parameter. Formats with groups
 of consecutive elements add `<name>_scale` and perhaps `<name>_power`, one for each group. The
-states of a DTensor are DTensors. Each shard has groups of its own (COAT A: shards share no ranges);
-shards with fewer groups than the largest are padded.
+states of a DTensor are DTensors (`shards.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +17,8 @@ from torch import Tensor
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.optim.groups import Stored, encode
 from fp8pass.optim.options import Storage
+from fp8pass.optim.shards import like_groups, like_parameter, local
 from fp8pass.optim.state_formats import StateFormat
-
-if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-else:  # a build without torch.distributed has no DTensor
-
-    class DTensor:  # type: ignore[no-redef]
-        """A class without instances."""
-
 
 State = dict[str, Any]
 
@@ -67,11 +59,10 @@ class Slot:
     def of(cls, number: int, parameter: Tensor, state: State, storage: Storage) -> Slot:
         """The slot of a parameter with its `state`."""
         weights = local(parameter)
-        groups = group_count(weights.numel(), storage.group_size)
         states = {
             name: Stored(
                 local(state[name]),
-                *(local(state[f"{name}_{part}"])[:groups] for part in format.parts),
+                *(local(state[f"{name}_{part}"]).view(-1) for part in format.parts),
             )
             for name, format in storage.states(parameter.dtype).items()
         }
@@ -130,70 +121,3 @@ def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
 def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
     """The elements of rows [R, G] in `shape`, without the padding; a copy."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape).clone()
-
-
-def local(x: Tensor) -> Tensor:
-    """The local shard of a DTensor; other tensors as they are."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def local_gradient(parameter: Tensor) -> Tensor:
-    """The local shard of a parameter's gradient, brought to the parameter's placements.
-
-    Tensor and sequence parallel layers leave gradients that are still to be summed over ranks, and
-    others that every rank has whole.
-
-    Raises:
-        RuntimeError: the parameter is distributed, and its gradient is not.
-    """
-    gradient = parameter.grad
-    assert gradient is not None
-    if not isinstance(parameter, DTensor):
-        return local(gradient)
-    if not isinstance(gradient, DTensor):
-        raise RuntimeError(
-            f"A parameter of shape {tuple(parameter.shape)} is a DTensor and its gradient a plain "
-            "tensor, of which nobody knows if it is a shard or a sum: assign it as a DTensor."
-        )
-    return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
-
-
-def like_parameter(codes: Tensor, parameter: Tensor) -> Tensor:
-    """Codes of the local shard, as a DTensor distributed like the parameter."""
-    if not isinstance(parameter, DTensor):
-        return codes
-    return DTensor.from_local(
-        codes,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Values of the local shard's groups, as a 1-D DTensor sharded over the parameter's shards."""
-    if not isinstance(parameter, DTensor):
-        return groups
-    mesh, sizes, shards = parameter.device_mesh, list(parameter.shape), 1
-    placements: list[Any] = []
-    for dimension, placement in enumerate(parameter.placements):
-        if (sharded := getattr(placement, "dim", None)) is None:
-            placements.append(Replicate())
-            continue
-        parts = mesh.size(dimension)
-        sizes[sharded] = -(-sizes[sharded] // parts)
-        shards *= parts
-        placements.append(Shard(0))
-    largest = group_count(math.prod(sizes), group_size)
-    padded = groups.new_ones(largest)
-    padded[: len(groups)] = groups
-    return DTensor.from_local(
-        padded,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size((largest * shards,)),
-        stride=(1,),
-    )

@@ -121,13 +121,13 @@ def update(
     slots: Sequence[Slot],
     gradients: Sequence[Tensor],
     group: dict[str, Any],
+    storage: Storage,
     factor: Tensor | float = 1.0,
 ) -> None:
     """Update parameters and their states in place, with gradients times `factor`.
 
-    Slots must have the same dtype and device, and steps that count this update.
+    Slots must have the same dtype, device and `storage`, and steps that count this update.
     """
-    storage = Storage.of(group)
     for batch in _batches(slots, gradients, storage.group_size):
         _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
 

@@ -1,0 +1,169 @@
+"""Distributed checkpoints of the optimizer, loaded by another number of ranks than saved them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel import full, mesh_of
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fp8pass.optim import AdamW
+from fp8pass.optim.options import PRESETS
+
+
+def odd_model() -> nn.Module:
+    """Rows of 48, 144, 33 and 80 elements; 9 and 33 of them, and one: none shared evenly."""
+    torch.manual_seed(0)
+    convolution = nn.Sequential(nn.Conv1d(3, 9, 16), nn.Tanh(), nn.Flatten())
+    linears = (nn.Linear(144, 33), nn.Tanh(), nn.Linear(33, 80), nn.Tanh(), nn.Linear(80, 1))
+    return nn.Sequential(*convolution, *linears)
+
+
+def alone(device: str) -> DeviceMesh:
+    """A mesh of this rank."""
+    return init_device_mesh(device, (2, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+
+
+class Trained:
+    """A model whose shards lie on a mesh, and its optimizer."""
+
+    def __init__(self, device: str, mesh: DeviceMesh | None, preset: str, dtype: Any) -> None:
+        self.model = odd_model().to(device, dtype)
+        fully_shard(self.model, mesh=mesh or mesh_of(self.model))
+        self.optimizer = AdamW(self.model.parameters(), lr=0.01, preset=preset)
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(8, 3, 31, generator=generator).to(device, dtype)
+
+    def loss(self) -> Tensor:
+        return self.model(self.x).float().square().mean()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.loss().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, folder: Path, *, alone: bool = False) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        content = {"model": model, "optimizer": optimizer}
+        dcp.save(content, checkpoint_id=folder, no_dist=alone)
+
+    def load(self, folder: Path, *, alone: bool = False) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        content = {"model": model, "optimizer": optimizer}
+        dcp.load(content, checkpoint_id=folder, no_dist=alone)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=content["model"],
+            optim_state_dict=content["optimizer"],
+        )
+
+    def everything(self) -> dict[str, Tensor]:
+        """The next loss, the parameters, and all that the optimizer has stored of them."""
+        with torch.no_grad():
+            found = {"loss": self.loss().cpu()}
+        self.model.reshard()  # the outermost module stays whole after a forward
+        for name, p in self.model.named_parameters():
+            found[name] = full(p)
+            found |= {f"{name}.{k}": full(x) for k, x in self.optimizer.state[p].items()}
+        return found
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype, name
+        assert torch.equal(got[name], x), name
+
+
+# --- what ranks do ------------------------------------------------------------------------------
+
+
+def from_two_to_one_to_two(device: str, preset: str, dtype: Any, folder: Path) -> None:
+    two = Trained(device, None, preset, dtype)
+    two.train(3)
+    two.save(folder / "two")
+    want = two.everything()
+    one = Trained(device, alone(device), preset, dtype)
+    one.load(folder / "two", alone=True)
+    assert_equal(one.everything(), want)
+    if dist.get_rank() == 0:
+        one.save(folder / "one", alone=True)
+    dist.barrier()
+    again = Trained(device, None, preset, dtype)
+    again.load(folder / "one")
+    assert_equal(again.everything(), want)
+    again.train(2)
+    assert again.loss() < want["loss"].to(device)
+
+
+def from_one_to_two(device: str, preset: str, dtype: Any, folder: Path) -> None:
+    one = Trained(device, alone(device), preset, dtype)
+    one.train(3)
+    want = one.everything()
+    if dist.get_rank() == 0:
+        one.save(folder, alone=True)
+    dist.barrier()
+    two = Trained(device, None, preset, dtype)
+    two.load(folder)
+    assert_equal(two.everything(), want)
+
+
+def states_of_columns(device: str) -> dict[str, Any]:
+    """The shapes of scales where ranks share rows, columns, or both have what cannot be shared."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32), nn.Linear(32, 48)).to(device)
+    mesh = mesh_of(model)
+    split = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh, split)
+    model.register_parameter("cube", nn.Parameter(torch.randn(4, 6, 32, device=device)))
+    model.cube = nn.Parameter(distribute_tensor(model.cube.detach(), mesh, [Shard(2)]))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    found = {}
+    for name, p in model.named_parameters():
+        scale = optimizer.state[p].get("exp_avg_scale")
+        assert scale is None or scale.placements == p.placements
+        shapes = scale if scale is None else (tuple(scale.shape), tuple(scale.to_local().shape))
+        found[name] = str(optimizer.state[p]["exp_avg"].dtype), shapes
+    return found
+
+
+# --- tests --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("journey", [from_two_to_one_to_two, from_one_to_two])
+def test_other_numbers_of_ranks(two, journey, preset, dtype, tmp_path):
+    two(journey, preset, dtype, tmp_path)
+
+
+def test_groups_do_not_depend_on_ranks(two):
+    """They lie within rows, and within what a rank has of a row."""
+    for found in two(states_of_columns):
+        assert found == {
+            "cube": ("torch.float32", None),  # parts of rows that are not one piece
+            "0.weight": ("torch.uint8", ((96, 1), (48, 1))),
+            "0.bias": ("torch.float32", None),
+            "1.weight": ("torch.uint8", ((32, 6), (32, 3))),
+            "1.bias": ("torch.float32", None),
+            "2.weight": ("torch.uint8", ((48, 2), (48, 1))),
+            "2.bias": ("torch.float32", None),
+        }
