@@ -4,13 +4,14 @@ The reference is the model in eager PyTorch and fp64. The error of a tensor is t
 difference over its norm, or over a thousandth of the largest gradient's if a gradient is smaller
 than that: some, as that of a bias before a norm, are nothing but noise. Accepted is
 
-    2 · √(n² + s²) + 5 · p + 1e-4
+    2 · √(n² + s²) + 5 · p + r
 
     n: the largest error of the fake-quantized model, over seeds (noise.py)
     s: for gradients, the rounding error of the format of saved values: where autograd saves x, a
        plan may keep what the gradient is multiplied by, gelu'(x) say; or the largest error through
        one value that the plan expects: of x it computes x² and x³ again, which autograd saves
     p: the error of the plain model in its own dtype
+    r: 1e-4, or an ulp of a coarser dtype: rounding may take a plain result of one to it by chance
 
 A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
 wrong scale s |s - 1|, and NaN is never accepted. So they are seen wherever at most `JUDGED` is
@@ -151,7 +152,8 @@ def _judge(
         return
     noise = max((error(n, want, least) for n in noised), default=0.0)
     rounding = error(plain, want, least)
-    accepted = 2 * math.hypot(noise, saved) + 5 * rounding + FLOOR
+    ulp = max(FLOOR, torch.finfo(x.dtype).eps)
+    accepted = 2 * math.hypot(noise, saved) + 5 * rounding + ulp
     off = error(x, want, least)
     if accepted <= JUDGED:
         to.judged += 1
