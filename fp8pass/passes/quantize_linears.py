@@ -201,11 +201,15 @@ class Quantizer:
 def granularity_of(gemm: fx.Node, config: Config) -> Granularity:
     """The granularity of a GEMM's operands: rows only in the forward, and only where they can be.
 
-    Codes of which the GEMM takes the transpose have one scale, as in the backward.
+    Codes of which the GEMM takes the transpose have one scale, as in the backward. So have those of
+    a contraction that nobody knows to be of a length that tensor cores take: they are filled up.
     """
     if gemm.meta[ROLE] != "forward" or not config.quantizes_linears:
         return TENSOR
-    a, b = (graph.untransposed(x)[1] for x in operands_of(gemm))
+    operands = operands_of(gemm)
+    if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
+        return TENSOR
+    a, b = (graph.untransposed(x)[1] for x in operands)
     bf16 = tensor(gemm).dtype is torch.bfloat16  # the only result of cuBLASLt for such scales
     return OF_OPERANDS[config.forward_scales] if not a and b and bf16 else TENSOR
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import COAT_EAGER, MLP, JointGraph, capture_joint, gpt2, llama, tokens
+from helpers import COAT_EAGER, MLP, JointGraph, capture_joint, gpt2, llama, sqnr, tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -299,6 +299,19 @@ class Stream(nn.Module):
         for block, norm in zip(self.blocks, self.norms, strict=True):
             x = norm(x + block(x)) if self.norm_last else 0.5 * x + self.gain * block(norm(x))
         return self.classify(x).log_softmax(-1)
+
+
+def test_rows_of_a_length_that_varies_share_a_scale():
+    """They are filled up with zeros where they are transposed, whose rows are others."""
+    layer = nn.Linear(32, 32).bfloat16()
+
+    def model(x):
+        y = x.unflatten(-1, (2, -1)).transpose(-2, -3)
+        return layer(y.transpose(-2, -3).flatten(-2))
+
+    program = torch.compile(model, backend=Backend(COAT_EAGER), dynamic=True)
+    x = torch.randn(1, 1, 32).bfloat16()
+    assert sqnr(program(x), model(x)) > 20
 
 
 def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
