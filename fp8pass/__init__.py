@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8pass import distributed as distributed
     from fp8pass import optim as optim
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
@@ -44,7 +45,7 @@ _MODULES = {
     "stage_format": "distributed.stages",
 }
 
-_SUBMODULES = ("optim",)
+_SUBMODULES = ("distributed", "optim")
 
 __all__ = [*_MODULES, *_SUBMODULES]
 

@@ -1,1 +1,25 @@
-"""Pipeline parallelism: a saved-activation format for each stage."""
+"""Training on several ranks: gradients in 8 bits on the wire, formats for the stages of a pipeline.
+
+stages.py         a saved-activation format for each stage
+wire.py           numbers as they cross the wire
+collectives.py    sums over ranks of numbers that cross it so
+compression.py    `compress`: these sums in place of DDP's and FSDP2's
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8pass.distributed.compression import compress as compress
+
+__all__ = ["compress"]
+
+
+def __getattr__(name: str) -> Any:
+    # Formats of stages need no PyTorch, and builds without torch.distributed have no `compress`.
+    if name != "compress":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fp8pass.distributed.compression import compress
+
+    return compress

@@ -1,0 +1,153 @@
+"""Gradients in 8 bits on the wire: how far off, how many bytes, and the same on all ranks."""
+
+from __future__ import annotations
+
+import parallel
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_parallel import assert_replicas_are_equal, backward, distributed, gradients
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import fp8pass
+from fp8pass.distributed.wire import packed, unpacked
+
+# Largest relative error of a code, of a scale that is cut to bf16, and of both at the largest code.
+ROUNDING = 2.0**-4 + 2.0**-8
+
+
+# --- the wire -----------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(1, 4),
+    length=st.integers(1, 400),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_any_length(rows, length, scale, dtype, seed):
+    x = (torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+    wire = packed(x)
+    assert wire.dtype is torch.uint8
+    assert wire.shape == (rows, length + length % 2 + 2 * -(-length // 128))
+    back = unpacked(wire, length)
+    group = nn.functional.pad(x.float(), (0, -length % 128)).unflatten(-1, (-1, 128))
+    smallest = (group.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).expand_as(group)
+    allowed = ROUNDING * x.float().abs() + smallest.flatten(-2)[:, :length]
+    assert ((back - x.float()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_arrives(value):
+    x = torch.ones(2, 300)
+    x[1, 200] = value
+    back = unpacked(packed(x), 300)
+    assert back[0].isfinite().all()
+    assert back[1, 128:256].isnan().all()
+    assert back[1, :128].isfinite().all()
+
+
+def test_zeros_arrive_as_zeros():
+    assert not unpacked(packed(torch.zeros(1, 130)), 130).any()
+
+
+@pytest.mark.parametrize(("ranks", "accepted"), [(2, 0.025), (8, 0.017), (64, 0.008)])
+def test_error_of_a_mean(ranks, accepted):
+    """Gradients with as much noise of their own as they have in common, in one process."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(1, 1 << 14, generator=generator)
+    terms = common + torch.randn(ranks, 1 << 14, generator=generator)
+    mean = terms.mean(0)
+    got = unpacked(packed(terms), 1 << 14).mean(0)
+    assert (got - mean).norm() <= accepted * mean.norm()
+
+
+# --- what ranks do ------------------------------------------------------------------------------
+
+WAYS = ("ddp", "fsdp blocks", "fsdp whole", "hsdp")
+
+
+def compressed_gradients_are_near(device: str, way: str) -> None:
+    """One rounding from those in fp32 where each rank gets its part, two where all get all."""
+    found = []
+    for compresses in (False, True):
+        model = distributed(way, device, "exact")
+        if compresses:
+            compression = fp8pass.distributed.compress(model)
+        backward(way, device, model)
+        found.append(gradients(model))
+    want, got = (torch.cat([g.flatten() for g in each]) for each in found)
+    error = float((got - want).norm() / want.norm())
+    accepted = {"ddp": 0.036, "hsdp": 0.0}.get(way, 0.025)  # hsdp: one shard, nothing is scattered
+    assert error <= accepted
+    assert (error == 0) == (accepted == 0)
+    assert compression.gradients.ratio <= 0.51 or accepted == 0
+    assert_replicas_are_equal(model)
+
+
+def compressed_training(device: str, way: str) -> None:
+    """Close to training without compression, with sums of two backwards and our optimizer."""
+    losses: list[list[Tensor]] = []
+    for compresses in (False, True):
+        model = distributed(way, device, "coat")
+        if compresses:
+            fp8pass.distributed.compress(model)
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
+        losses.append([])
+        for _ in range(6):
+            with parallel.no_sync(model):
+                backward(way, device, model, seed=0)
+            losses[-1].append(backward(way, device, model, seed=1))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_replicas_are_equal(model)
+    plain, compressed = losses
+    assert compressed[-1] < 0.9 * compressed[0]
+    assert abs(compressed[-1] - plain[-1]) < 0.05 * plain[-1]
+
+
+def a_gradient_that_is_not_finite_reaches_all(device: str, way: str) -> None:
+    model = distributed(way, device, "exact")
+    fp8pass.distributed.compress(model)
+    ids = parallel.batch(device, of_rank=True)
+    loss = parallel.loss_of(model(ids), ids)
+    (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
+    norms = torch.stack([parallel.full(p.grad).norm() for p in model.parameters()])
+    assert norms.isnan().all()
+
+
+def wrong_models(device: str) -> None:
+    compress = fp8pass.distributed.compress
+    with pytest.raises(fp8pass.ConfigError, match="No module of this Decoder reduces gradients"):
+        compress(parallel.Decoder())
+    model = distributed("fsdp blocks", device, "exact")
+    with pytest.raises(fp8pass.ConfigError, match="Did you mean 'groups'"):
+        compress(model, "group")
+    assert compress(model).modules == ("", "blocks.0", "blocks.1")
+    with pytest.raises(fp8pass.ConfigError, match="compressed already"):
+        compress(model)
+    again = distributed("fsdp blocks", device, "exact")
+    compress(again.blocks[1])
+    with pytest.raises(fp8pass.ConfigError, match=r"blocks\.1 are compressed already"):
+        compress(again)
+
+
+# --- tests --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("claim", [compressed_gradients_are_near, compressed_training])
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks(two, way, claim):
+    two(claim, way)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
+def test_not_finite(two, way):
+    two(a_gradient_that_is_not_finite_reaches_all, way)
+
+
+def test_errors(two):
+    two(wrong_models)
