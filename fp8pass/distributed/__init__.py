@@ -2,6 +2,7 @@
 
 stages.py         a saved-activation format for each stage
 wire.py           numbers as they cross the wire
+wire_kernels.py   the same as Triton kernels
 collectives.py    sums over ranks of numbers that cross it so
 compression.py    `compress`: these sums in place of DDP's and FSDP2's
 """

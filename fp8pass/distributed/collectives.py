@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fp8pass.distributed.wire import packed, unpacked
+from fp8pass.distributed.wire import add_up, packed
 
 
 @dataclass
@@ -55,7 +55,7 @@ def reduce_scatter(output: Tensor, terms: Tensor, group: Any, factor: float, to:
     to.count(rows, sent)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    output.copy_(unpacked(received, rows.shape[1]).sum(0).mul_(factor))
+    add_up(received.unsqueeze(1), output.view(1, -1), factor)
 
 
 def all_reduce(x: Tensor, group: Any, factor: float, to: Traffic) -> None:
@@ -70,4 +70,5 @@ def all_reduce(x: Tensor, group: Any, factor: float, to: Traffic) -> None:
     to.count(mine, sent)
     received = sent.new_empty(world, sent.shape[1])
     dist.all_gather_into_tensor(received, sent, group=group)
-    x.copy_(unpacked(received, part).reshape(-1)[: x.numel()])
+    add_up(received.unsqueeze(0), terms.view(world, part))
+    x.copy_(terms[: x.numel()])

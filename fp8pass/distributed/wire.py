@@ -8,10 +8,13 @@ That is 1.016 bytes an element. A group with a NaN or an infinity arrives as NaN
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8pass.dialect import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
@@ -26,16 +29,48 @@ CODED = E4M3.name, GROUP_SIZE
 def packed(rows: Tensor) -> Tensor:
     """Rows [R, N] of any float dtype as they are sent, uint8 [R, B]."""
     length = rows.shape[-1]
+    if _fuses(rows):
+        wire = torch.empty(len(rows), sent_bytes(length), dtype=torch.uint8, device=rows.device)
+        _kernels().pack(rows.contiguous(), wire, GROUP_SIZE)
+        return wire
     whole = pad(rows.float(), (0, -length % GROUP_SIZE))
     scales = fp8.group_scale.default(whole, *CODED)
     codes = fp8.quantize_groups.default(whole, scales, *CODED).view(torch.uint8)
-    return torch.cat((codes[:, : length + length % 2], scales.view(torch.uint8)), -1)
+    return torch.cat((codes[:, : _even(length)], scales.view(torch.uint8)), -1)
 
 
-def unpacked(wire: Tensor, length: int) -> Tensor:
-    """The fp32 rows [R, `length`] behind uint8 [R, B]."""
-    codes, scales = wire.tensor_split([length + length % 2], -1)
-    whole = pad(codes[:, :length], (0, -length % GROUP_SIZE)).view(torch.float8_e4m3fn)
+def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
+    """Write the sums of terms uint8 [T, R, B], times `factor`, to `into` [R, N], and return it.
+
+    They are computed in fp32; `into` is contiguous, of any float dtype.
+    """
+    if _fuses(wire):
+        _kernels().add_up(wire, into, factor, GROUP_SIZE)
+        return into
+    length = into.shape[-1]
+    codes, scales = wire.tensor_split([_even(length)], -1)
+    whole = pad(codes[..., :length], (0, -length % GROUP_SIZE)).view(torch.float8_e4m3fn)
     scales = scales.contiguous().view(GROUP_SCALE_DTYPE)
     values = fp8.dequantize_groups.default([whole], scales, *CODED, torch.float32)
-    return values[:, :length]
+    return into.copy_(values[..., :length].sum(0).mul_(factor))
+
+
+def sent_bytes(length: int) -> int:
+    """Bytes that a row of `length` elements is sent as."""
+    return _even(length) + GROUP_SCALE_DTYPE.itemsize * -(-length // GROUP_SIZE)
+
+
+def _even(length: int) -> int:
+    """Bytes of codes: scales of two bytes follow."""
+    return length + length % 2
+
+
+def _fuses(x: Tensor) -> bool:
+    return hardware.why_no_triton_kernels(x.device) is None
+
+
+def _kernels() -> Any:
+    """The kernels, which can only be imported where there is Triton."""
+    from fp8pass.distributed import wire_kernels
+
+    return wire_kernels

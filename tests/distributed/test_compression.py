@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import fp8pass
-from fp8pass.distributed.wire import packed, unpacked
+from fp8pass.dialect import hardware
+from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code, of a scale that is cut to bf16, and of both at the largest code.
 ROUNDING = 2.0**-4 + 2.0**-8
 
 
 # --- the wire -----------------------------------------------------------------------------------
+
+
+def unpacked(wire: Tensor, length: int) -> Tensor:
+    """Rows that were sent."""
+    return add_up(wire.unsqueeze(0), torch.empty(len(wire), length))
 
 
 @given(
@@ -33,6 +39,7 @@ def test_rows_of_any_length(rows, length, scale, dtype, seed):
     wire = packed(x)
     assert wire.dtype is torch.uint8
     assert wire.shape == (rows, length + length % 2 + 2 * -(-length // 128))
+    assert wire.shape[-1] == sent_bytes(length)
     back = unpacked(wire, length)
     group = nn.functional.pad(x.float(), (0, -length % 128)).unflatten(-1, (-1, 128))
     smallest = (group.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).expand_as(group)
@@ -61,8 +68,45 @@ def test_error_of_a_mean(ranks, accepted):
     common = torch.randn(1, 1 << 14, generator=generator)
     terms = common + torch.randn(ranks, 1 << 14, generator=generator)
     mean = terms.mean(0)
-    got = unpacked(packed(terms), 1 << 14).mean(0)
+    got = add_up(packed(terms).unsqueeze(1), torch.empty(1, 1 << 14), 1 / ranks)[0]
     assert (got - mean).norm() <= accepted * mean.norm()
+
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Kernels take over, in Triton's interpreter on a CPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of what is not finite
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 127, 128, 1000, 8192 + 3])
+def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
+    """Bit for bit; sums of two terms have one order."""
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randn(4, length, generator=generator).to(device, dtype)
+    rows[1] *= 1e-30 if dtype is torch.float32 else 1e-3
+    rows[2, length // 2] = float("inf")
+    rows[3, 0], rows[3, length // 3] = 0.0, float("nan")
+    rows[0, : min(length, 128)] = 0.0
+    found = []
+    for fuses in (False, True):
+        if fuses:
+            request.getfixturevalue("fused")
+        wire = packed(rows)
+        each = add_up(wire.unsqueeze(0), torch.empty_like(rows))
+        sums = add_up(wire.view(2, 2, -1), rows.new_empty(2, length), 0.5)
+        found.append((each, sums))
+    for got, want in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 # --- what ranks do ------------------------------------------------------------------------------
