@@ -95,7 +95,7 @@ class Reference:
             self.noisy.append(self._steps(self.wide, Noise(self.formats, seed)))
 
     def judge(
-        self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 24
+        self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 96
     ) -> Verdict:
         """Whether `steps` are as close as noise of that many seeds allows.
 

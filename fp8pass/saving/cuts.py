@@ -85,8 +85,13 @@ class _ComponentCuts:
         and low bits: hardswish has two, in 16 bits. And what a checkpointed region computes cannot
         be kept instead, so that what it is computed from has to be exact.
         """
-        computable = (n for n in self.component if math.isfinite(self._recompute_price(n)))
-        rigid = {n for n in computable if not self.choices.may_be_recomputed(n)}
+        rigid: set[fx.Node] = set()  # and the masks that are computed from them
+        for node in self.component:
+            if math.isinf(self._recompute_price(node)):
+                continue
+            follows = not _is_float(node) and not rigid.isdisjoint(node.all_input_nodes)
+            if follows or not self.choices.may_be_recomputed(node):
+                rigid.add(node)
         masks = exact | (rigid & everything)
         regions = masks | {n for n in rigid if math.isinf(keep_price(n))}
         found = [exact]

@@ -467,6 +467,17 @@ def test_two_masks_and_low_bits_are_not_kept_where_the_value_takes_less(dtype, r
     assert spy.plan.saved_bytes < spy.plan.stock_bytes
 
 
+def test_a_mask_of_two_comparisons_is_not_kept_beside_low_bits():
+    """A clamp's, of a value that is repeated before it: the value itself takes less."""
+    layer, norm = nn.Linear(64, 64, bias=False).bfloat16(), nn.LayerNorm(128).bfloat16()
+    program, spy = compiled(
+        lambda x: norm(layer(x).repeat_interleave(2, -1).clamp(-1, 0.7)), COAT_EAGER
+    )
+    program(torch.randn(32, 64).bfloat16())
+    assert "bool" not in {s.dtype for s in spy.plan.saved}
+    assert spy.plan.saved_bytes <= spy.plan.stock_bytes
+
+
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_a_checkpointed_region_gets_exactly_what_it_cannot_compute_from_low_bits(recipe):
     """The gradient of a maximum divides by the number of ties, which may vanish."""
