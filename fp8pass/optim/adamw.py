@@ -148,6 +148,8 @@ class AdamW(torch.optim.Optimizer):
             if fuses:
                 gradients = [g.contiguous() for g in gradients]
                 self._fused_update(storage, batch, gradients).step(gradients, group, control)
+                # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
+                torch.autograd.graph.increment_version([local(p) for p in batch])
             elif not control[1].item():
                 slots = self._slots(storage, batch)
                 for slot in slots:

@@ -296,6 +296,17 @@ def test_replays_of_cuda_graphs(device):
     same_state(captured, plain)
 
 
+def test_a_graph_that_saved_the_weights_is_outdated(device):
+    """As it is after a step of PyTorch's own optimizers."""
+    weight = on(device, [nn.Parameter(torch.randn(32, 32))])[0]
+    optimizer = AdamW([weight], lr=0.01)
+    loss = (torch.ones(2, 32, device=device, requires_grad=True) @ weight).sum()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("group_size", [16, 1024])
 def test_groups_of_any_size(device, monkeypatch, group_size):
     options = {"group_size": group_size, "lr": 0.01}
