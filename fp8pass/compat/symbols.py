@@ -17,12 +17,13 @@ __all__ = [
     "FakeTensor",
     "arg_tree_leaves",
     "fake_mode_of",
-    "guards_of",
+    "guard_count",
     "has_unbacked",
     "is_opaque",
     "is_operator",
     "is_sym_node",
     "real_tensors",
+    "restrictions",
     "schema_of",
     "size_hint",
     "statically_known_true",
@@ -59,27 +60,45 @@ def size_hint(value: int | torch.SymInt) -> int:
     return _UNBACKED_HINT if hint is None else int(hint)
 
 
-def guards_of(graph: torch.fx.Graph) -> list[str]:
-    """What compiled code asks of the sizes that vary, each with the place that asked for it.
+def guard_count(graph: torch.fx.Graph) -> int:
+    """How many conditions compiled code asks of the sizes that vary."""
+    return len(_guards(graph))
 
-    What is true of sizes of all kinds is left out: no other sizes compile once more for it.
+
+def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
+    """The guards after the first `known`, each with the place that asked for it.
+
+    Those that hold of all sizes for which the first do are left out: nothing compiles once more for
+    them. A few sizes are tried.
     """
+    guards = _guards(graph)
+    return [
+        f"{guard.expr} at {guard.sloc}"
+        for guard in guards[known:]
+        if _restricts(guard.expr, [g.expr for g in guards[:known]])
+    ]
+
+
+def _guards(graph: torch.fx.Graph) -> list[Any]:
     sizes = (n.meta.get("val") for n in graph.nodes if is_sym_node(n))
     symbolic = next((s for s in sizes if isinstance(s, torch.SymInt)), None)
-    if symbolic is None:
-        return []
-    guards = symbolic.node.shape_env.guards
-    return [f"{g.expr} at {g.sloc}" for g in guards if not _holds_of_others(g.expr)]
+    return [] if symbolic is None else symbolic.node.shape_env.guards
 
 
-def _holds_of_others(condition: Any) -> bool:
-    """Whether a condition on sizes holds of a few that nobody chose, where it can be of them."""
-    kinds = (dict.fromkeys(condition.free_symbols, size) for size in (17, 32, 48, 1001))
-    return all(_evaluated(condition, sizes) is not False for sizes in kinds)
+def _restricts(condition: Any, known: list[Any]) -> bool:
+    """Whether a condition does not hold of some size that the known ones allow."""
+    symbols = sorted(condition.free_symbols, key=str)
+    about_these = [each for each in known if each.free_symbols <= condition.free_symbols]
+    equal = [dict.fromkeys(symbols, size) for size in (*range(2, 130), 1001, 1 << 20)]
+    unequal = [{s: size + 3 * i for i, s in enumerate(symbols)} for size in range(2, 130)]
+    for sizes in equal + unequal:
+        if _holds(condition, sizes) is False and all(_holds(x, sizes) for x in about_these):
+            return True
+    return False
 
 
-def _evaluated(condition: Any, sizes: dict[Any, int]) -> bool | None:
-    """A condition on sizes for these; None if there are no such sizes."""
+def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
+    """Whether a condition holds of sizes; None if there are no such sizes."""
     try:
         return bool(condition.xreplace(sizes))
     except (AssertionError, TypeError):  # sizes below zero

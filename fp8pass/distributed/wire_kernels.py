@@ -26,12 +26,12 @@ def _largest(a, b):
 @triton.jit
 def _pack(rows, codes, scales, length, sent, SIZE: tl.constexpr, GROUPS: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     values = tl.load(rows + row * length + column, column < length, other=0.0).to(tl.float32)
     amax = tl.reduce(tl.abs(values), 1, _largest)
     scale = tl.where(amax == 0, 1.0, _largest(amax * STEP, SMALLEST))
-    scale = (scale.to(tl.int32, bitcast=True) & BITS).to(tl.float32, bitcast=True)
+    scale = (scale.to(tl.int32, bitcast=True) + 0xFFFF & BITS).to(tl.float32, bitcast=True)
     scale = tl.where(amax < float("inf"), scale, float("nan"))  # for all that it stands for
     coded = (values * tl.math.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
     even = length + length % 2
@@ -45,7 +45,7 @@ def _add_up(
     codes, scales, into, terms, length, sent, factor, SIZE: tl.constexpr, GROUPS: tl.constexpr
 ):
     row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     even = length + length % 2
     total = tl.zeros((GROUPS, SIZE), tl.float32)

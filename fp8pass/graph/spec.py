@@ -53,7 +53,7 @@ def verify_guards(g: fx.Graph, before: int) -> None:
     Such a guard, which to compare two sizes puts there, has PyTorch compile once more for sizes of
     which it is not true.
     """
-    if added := compat.guards_of(g)[before:]:
+    if added := compat.restrictions(g, before):
         raise MalformedGraph(f"a pass fixed sizes that vary: {', '.join(added)}")
 
 

@@ -96,7 +96,7 @@ def run_passes(
     before = _code(gm) if record else ""
     for index, pass_ in enumerate(_enabled(passes)):
         nodes = len(gm.graph.nodes)
-        guards = len(compat.guards_of(gm.graph)) if check else 0
+        guards = compat.guard_count(gm.graph) if check else 0
         seconds = _run(pass_, gm, ctx, watcher)
         if check:
             spec.verify(gm.graph)

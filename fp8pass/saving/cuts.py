@@ -83,7 +83,8 @@ class _ComponentCuts:
 
         To keep exactly what a mask is computed from, for all its uses, may cost less than the mask
         and low bits: hardswish has two, in 16 bits. And what a checkpointed region computes cannot
-        be kept instead, so that what it is computed from has to be exact.
+        be kept instead, so that what it is computed from has to be exact. Where something is needed
+        exactly, it may follow from an input that is kept exactly in any case.
         """
         rigid: set[fx.Node] = set()  # and the masks that are computed from them
         for node in self.component:
@@ -94,11 +95,18 @@ class _ComponentCuts:
                 rigid.add(node)
         masks = exact | (rigid & everything)
         regions = masks | {n for n in rigid if math.isinf(keep_price(n))}
+        candidates = [masks, regions]
+        if exact:
+            candidates.append(regions | {n for n in everything if not self._takes_low_bits(n)})
         found = [exact]
-        for needed in (masks, regions):
+        for needed in candidates:
             if needed != found[-1]:
                 found.append(needed)
         return found
+
+    def _takes_low_bits(self, node: fx.Node) -> bool:
+        exact = keep_price(node)
+        return math.isinf(exact) or self.choices.cheapest(node).units < exact
 
     def _recompute_price(self, node: fx.Node) -> float:
         return math.inf if node in self.stored else recompute_price(node)

@@ -478,6 +478,16 @@ def test_a_mask_of_two_comparisons_is_not_kept_beside_low_bits():
     assert spy.plan.saved_bytes <= spy.plan.stock_bytes
 
 
+def test_what_follows_from_inputs_that_are_kept_is_not_kept_beside_them():
+    """The ties of a maximum, of data times a number that is learned."""
+    weight = nn.Parameter(torch.randn(16, 16))
+    program, spy = compiled(
+        lambda x: (x * (weight @ weight.t()).square().mean()).amax(0), COAT_EAGER
+    )
+    program(torch.randn(16, 8, 16))
+    assert "bool" not in {s.dtype for s in spy.plan.saved}
+
+
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_a_checkpointed_region_gets_exactly_what_it_cannot_compute_from_low_bits(recipe):
     """The gradient of a maximum divides by the number of ties, which may vanish."""
