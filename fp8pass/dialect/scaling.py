@@ -29,3 +29,8 @@ def truncated(x: Tensor) -> Tensor:
     register must divide by the stored number.
     """
     return (x.view(torch.int32) & BF16_BITS).view(torch.float32)
+
+
+def rounded_up(x: Tensor) -> Tensor:
+    """fp32 `x`, positive, rounded up to what bf16 holds: divided by it nothing exceeds a format."""
+    return (x.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)

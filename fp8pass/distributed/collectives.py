@@ -19,20 +19,20 @@ from fp8pass.distributed.wire import add_up, packed
 
 @dataclass
 class Traffic:
-    """What a rank has sent.
+    """What a rank has sent to others.
 
     Attributes:
-        elements: numbers that it sent, each once for every hop.
+        elements: numbers that it sent, each once for every rank that got it.
         bytes: what they were sent as.
     """
 
     elements: int = 0
     bytes: int = 0
 
-    def count(self, rows: Tensor, wire: Tensor) -> None:
-        """Add rows, and what is sent of them."""
-        self.elements += rows.numel()
-        self.bytes += wire.numel()
+    def count(self, rows: Tensor, wire: Tensor, copies: float) -> None:
+        """Add rows, and what is sent of them `copies` times."""
+        self.elements += int(rows.numel() * copies)
+        self.bytes += int(wire.numel() * copies)
 
     @property
     def ratio(self) -> float:
@@ -52,7 +52,7 @@ def reduce_scatter(output: Tensor, terms: Tensor, group: Any, factor: float, to:
     """
     rows = terms.view(group.size(), -1)
     sent = packed(rows)
-    to.count(rows, sent)
+    to.count(rows, sent, 1 - 1 / group.size())  # a rank keeps its own part
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     add_up(received.unsqueeze(1), output.view(1, -1), factor)
@@ -61,13 +61,16 @@ def reduce_scatter(output: Tensor, terms: Tensor, group: Any, factor: float, to:
 def all_reduce(x: Tensor, group: Any, factor: float, to: Traffic) -> None:
     """Replace `x` [N] by the sum over ranks, times `factor`: by the same bits on all ranks."""
     world = group.size()
+    if world == 1:
+        x.mul_(factor)
+        return
     part = -(-x.numel() // world)
     terms = x.new_zeros(world * part, dtype=torch.float32)
     terms[: x.numel()] = x
     mine = terms.new_empty(1, part)
     reduce_scatter(mine[0], terms, group, factor, to)
     sent = packed(mine)
-    to.count(mine, sent)
+    to.count(mine, sent, world - 1)
     received = sent.new_empty(world, sent.shape[1])
     dist.all_gather_into_tensor(received, sent, group=group)
     add_up(received.unsqueeze(0), terms.view(world, part))

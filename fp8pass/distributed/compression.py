@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.config import ConfigError, unknown
@@ -52,7 +53,7 @@ def compress(model: nn.Module, gradients: str = "groups") -> Compression:
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
-            has parameters of one module on several meshes.
+            reduces gradients in a way of its own.
     """
     if gradients not in GRADIENTS:
         raise ConfigError(f"{unknown('gradients', gradients, GRADIENTS)} It is 'groups'.")
@@ -65,6 +66,9 @@ def compress(model: nn.Module, gradients: str = "groups") -> Compression:
             "with the outermost module."
         )
     compression = Compression(tuple(reducers))
+    for path, module in reducers.items():
+        if reason := _why_not(module):
+            raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
     for path, module in reducers.items():
         _compress(path, module, compression)
         _COMPRESSED[module] = compression
@@ -88,19 +92,42 @@ def _why_nothing_reduces(model: nn.Module) -> str:
     )
 
 
+def _why_not(module: nn.Module) -> str | None:
+    """Why a module's reduction cannot be replaced, and what to do; None if it can."""
+    if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
+        return (
+            "none is scattered: parameters are whole on every rank (replicate), or on a mesh of "
+            "which one dimension has copies and the other one rank. For copies use "
+            "DistributedDataParallel."
+        )
+    if any(getattr(each, "sparse", False) for each in module.modules()):
+        return "an embedding has sparse ones: make it with sparse=False."
+    return None
+
+
+def _is_scattered(parameter: Tensor) -> bool:
+    """Whether ranks have different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return True  # nobody knows: the module is in the middle of a step
+    placements = enumerate(parameter.placements)
+    return any(not p.is_replicate() and parameter.device_mesh.size(i) > 1 for i, p in placements)
+
+
 def _compress(path: str, module: nn.Module, compression: Compression) -> None:
-    if isinstance(module, DistributedDataParallel):
-        hook = Hook(module.process_group, compression.gradients)
-        # DDP compares a hook's annotations with classes, and these are strings.
-        module.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
-        return
-    assert isinstance(module, FSDPModule)
     try:
-        module.set_custom_reduce_scatter(ReduceScatter(compression.gradients))  # type: ignore[arg-type]
-    except ValueError as error:
+        if isinstance(module, DistributedDataParallel):
+            hook = Hook(module.process_group, compression.gradients)
+            # DDP compares a hook's annotations with classes, and these are strings.
+            module.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
+        else:
+            assert isinstance(module, FSDPModule)
+            scatter: Any = ReduceScatter(compression.gradients)
+            module.set_custom_reduce_scatter(scatter)
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"The parameters of {path or 'the model'} lie on several meshes, of which each would "
-            f"need communication of its own: shard its parts one by one. PyTorch: {error}"
+            f"{path or 'The model'} does not take another reduction of its gradients, such as "
+            "where one is set already (register_comm_hook, DDP's mixed_precision), or where its "
+            f"parameters lie on several meshes. PyTorch: {error}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fp8pass.dialect import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, rounded_up, scale_of
 
 fp8 = torch.ops.fp8pass
 
@@ -34,7 +34,7 @@ def packed(rows: Tensor) -> Tensor:
         _kernels().pack(rows.contiguous(), wire, GROUP_SIZE)
         return wire
     whole = pad(rows.float(), (0, -length % GROUP_SIZE))
-    scales = fp8.group_scale.default(whole, *CODED)
+    scales = _scales(whole.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1))
     codes = fp8.quantize_groups.default(whole, scales, *CODED).view(torch.uint8)
     return torch.cat((codes[:, : _even(length)], scales.view(torch.uint8)), -1)
 
@@ -53,6 +53,12 @@ def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
     scales = scales.contiguous().view(GROUP_SCALE_DTYPE)
     values = fp8.dequantize_groups.default([whole], scales, *CODED, torch.float32)
     return into.copy_(values[..., :length].sum(0).mul_(factor))
+
+
+def _scales(amax: Tensor) -> Tensor:
+    """Scales, rounded up: with less than amax / 448 the largest numbers would arrive too small."""
+    scales = torch.where(amax.isfinite(), rounded_up(scale_of(amax, E4M3)), torch.nan)
+    return scales.to(GROUP_SCALE_DTYPE)
 
 
 def sent_bytes(length: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,15 @@ from torch import Tensor
 
 from fp8pass.config import ConfigError
 from fp8pass.optim.groups import Stored, decode
-from fp8pass.optim.options import STORAGE, check_group
-from fp8pass.optim.shards import like_groups, like_parameter, local, storage_of
+from fp8pass.optim.options import STORAGE, Storage, check_group
+from fp8pass.optim.shards import (
+    is_distributed,
+    like_groups,
+    like_parameter,
+    local,
+    shard_of,
+    storage_of,
+)
 from fp8pass.optim.slots import State, from_rows, stored_state, to_rows
 from fp8pass.optim.state_formats import StateFormat
 
@@ -77,22 +84,37 @@ def converted(values: Mapping[str, Any], hidden: Hidden) -> State:
     """
     parameter, group = hidden.parameter, hidden.saved_group
     storage = storage_of(hidden.group, parameter)
-    saved = storage_of(group, parameter) if STORAGE[0] in group else None
     _check(values, parameter)
+    saved = _saved_storage(group, values, parameter.dtype) if STORAGE[0] in group else None
     step = torch.as_tensor(values["step"], dtype=torch.float32)
     state: State = {"step": step.to(parameter.device, copy=True)}
     for name, format in storage.states(parameter.dtype).items():
         found = saved and saved.states(parameter.dtype).get(name)
-        if saved and found == format and saved.group_size == storage.group_size:
+        alike = saved and found == format and saved.group_size == storage.group_size
+        if alike and is_distributed(values[name]) == is_distributed(parameter):
             state |= _copied(name, values, parameter, format, storage.group_size)
             continue
         if name in values:
             size = saved.group_size if saved else 0
             decoded = _decoded(name, values, parameter, found or None, size)
+            if not is_distributed(values[name]):
+                decoded = shard_of(decoded, parameter)
         else:
             decoded = local(parameter)  # the checkpoint has no master copy
         state |= stored_state(name, decoded, parameter, format, storage.group_size)
     return state
+
+
+def _saved_storage(group: Mapping[str, Any], values: Mapping[str, Any], dtype: Any) -> Storage:
+    """How a parameter's states were stored, which is another way where it was distributed."""
+    storage = Storage.of(group)
+    formats = storage.states(dtype)
+    if any(values[name].dtype != formats[name].stored for name in MOMENTS):
+        return storage.exact()
+    scales = [values[key] for name in formats if (key := f"{name}_scale") in values]
+    if scales and scales[0].ndim == 2:
+        return replace(storage, group_size=values[MOMENTS[0]].numel() // scales[0].numel())
+    return storage
 
 
 def _check(values: Mapping[str, Any], parameter: Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE, truncated
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, SMALLEST_SCALE, rounded_up, truncated
 from fp8pass.optim.rounding import round_to_bf16, uniform
 from fp8pass.optim.state_formats import StateFormat
 
@@ -98,8 +98,7 @@ def values_of(format: StateFormat, device: torch.device) -> Tensor:
 def _scale(amax: Tensor, format: StateFormat) -> Tensor:
     """amax / max, rounded up to bf16, so that nothing exceeds the largest code."""
     scale = (amax * (1 / format.max)).clamp_min(SMALLEST_SCALE)
-    up = (scale.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)
-    return _of_groups(up, amax, zero=1.0, not_finite=torch.nan)
+    return _of_groups(rounded_up(scale), amax, zero=1.0, not_finite=torch.nan)
 
 
 def _expansion(magnitude: Tensor, amax: Tensor, format: StateFormat) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """What a parameter that is distributed over ranks adds: its local shard, gradient and states.
 
-Groups of a DTensor do not depend on how many ranks share it, so that a distributed checkpoint can
-be loaded by any number of them: none lies in two rows, nor in two columns' shards. Where rows have
-no group of a size that kernels take, states are FP32: vectors, and matrices of odd sizes.
+Groups of a DTensor do not depend on how many ranks share its rows, so that a distributed checkpoint
+can be loaded by any number of them: none lies in two rows. None lies in two columns' shards either,
+and where these are shorter than a group, groups are smaller. Where rows have none of a size that
+kernels take, states are FP32: vectors, and matrices of odd sizes.
 
     parameter [M, ...] with N elements a row    placements: any of rows and columns
     scales    [M, N / G]                        the same
@@ -21,7 +22,7 @@ from torch import Tensor
 from fp8pass.optim.options import SMALLEST_GROUP, Storage
 
 if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
@@ -55,6 +56,19 @@ def _group_size(parameter: DTensor, largest: int) -> int:
 def _row(x: Tensor) -> int:
     """The number of elements of a row, in all but the first dimension."""
     return math.prod(x.shape[1:])
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return isinstance(x, DTensor)
+
+
+def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, as it has one of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
 def local(x: Tensor) -> Tensor:

@@ -11,7 +11,11 @@ from parallel import full, mesh_of
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -22,7 +26,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8pass.optim import AdamW
+from fp8pass.optim.groups import Stored, decode
 from fp8pass.optim.options import PRESETS
+from fp8pass.optim.shards import storage_of
+from fp8pass.optim.slots import from_rows, to_rows
 
 
 def odd_model() -> nn.Module:
@@ -124,6 +131,38 @@ def from_one_to_two(device: str, preset: str, dtype: Any, folder: Path) -> None:
     assert_equal(two.everything(), want)
 
 
+def from_shards_to_a_whole_model(device: str, preset: str, dtype: Any, folder: Path) -> None:
+    """A full state dict: groups and formats of shards are others, their values the same."""
+    two = Trained(device, None, preset, dtype)
+    two.train(3)
+    options = StateDictOptions(full_state_dict=True)
+    parameters, states = get_state_dict(two.model, two.optimizer, options=options)
+    model = odd_model().to(device, dtype)
+    optimizer = AdamW(model.parameters(), lr=0.5, preset=preset)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=parameters,
+        optim_state_dict=states,
+        options=options,
+    )
+    for p, q in zip(model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(p, full(q).to(device))
+        for name in ("exp_avg", "exp_avg_sq"):
+            got, want = (decoded(o, x, name) for o, x in ((optimizer, p), (two.optimizer, q)))
+            assert (got - want).norm() <= 0.05 * want.norm(), name
+
+
+def decoded(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
+    """A moment's values."""
+    state, storage = optimizer.state[parameter], storage_of(optimizer.param_groups[0], parameter)
+    whole = {key: full(x) for key, x in state.items()}
+    format = storage.states(parameter.dtype)[name]
+    parts = (whole[f"{name}_{part}"].view(-1) for part in format.parts)
+    rows = to_rows(whole[name], storage.group_size, format.stored)
+    return from_rows(decode(Stored(rows, *parts), format), parameter.shape)
+
+
 def states_of_columns(device: str) -> dict[str, Any]:
     """The shapes of scales where ranks share rows, columns, or both have what cannot be shared."""
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32), nn.Linear(32, 48)).to(device)
@@ -150,7 +189,9 @@ def states_of_columns(device: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("journey", [from_two_to_one_to_two, from_one_to_two])
+@pytest.mark.parametrize(
+    "journey", [from_two_to_one_to_two, from_one_to_two, from_shards_to_a_whole_model]
+)
 def test_other_numbers_of_ranks(two, journey, preset, dtype, tmp_path):
     two(journey, preset, dtype, tmp_path)
 

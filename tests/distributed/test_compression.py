@@ -15,8 +15,8 @@ import fp8pass
 from fp8pass.dialect import hardware
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
-# Largest relative error of a code, of a scale that is cut to bf16, and of both at the largest code.
-ROUNDING = 2.0**-4 + 2.0**-8
+# Largest relative error of a code.
+ROUNDING = 2.0**-4 + 2.0**-20
 
 
 # --- the wire -----------------------------------------------------------------------------------
@@ -55,6 +55,13 @@ def test_what_is_not_finite_arrives(value):
     assert back[0].isfinite().all()
     assert back[1, 128:256].isnan().all()
     assert back[1, :128].isfinite().all()
+
+
+def test_equal_numbers_do_not_shrink():
+    """Scales that are cut to bf16 would shorten the largest of a group, the same way each time."""
+    for value in (3.0, 0.7, 1.99, 1e-3):
+        x = torch.full((1, 256), value)
+        assert ((unpacked(packed(x), 256) - x) / x).abs().max() <= 2.0**-8
 
 
 def test_zeros_arrive_as_zeros():
@@ -111,7 +118,7 @@ def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
 
 # --- what ranks do ------------------------------------------------------------------------------
 
-WAYS = ("ddp", "fsdp blocks", "fsdp whole", "hsdp")
+WAYS = ("ddp", "fsdp blocks", "fsdp whole")
 
 
 def compressed_gradients_are_near(device: str, way: str) -> None:
@@ -125,10 +132,12 @@ def compressed_gradients_are_near(device: str, way: str) -> None:
         found.append(gradients(model))
     want, got = (torch.cat([g.flatten() for g in each]) for each in found)
     error = float((got - want).norm() / want.norm())
-    accepted = {"ddp": 0.036, "hsdp": 0.0}.get(way, 0.025)  # hsdp: one shard, nothing is scattered
-    assert error <= accepted
-    assert (error == 0) == (accepted == 0)
-    assert compression.gradients.ratio <= 0.51 or accepted == 0
+    assert 0 < error <= {"ddp": 0.036}.get(way, 0.025)
+    elements = sum(g.numel() for g in gradients(model))
+    sent = compression.gradients.elements
+    # Half to the other rank, and DDP half of the sums; FSDP2 fills up what it cannot halve.
+    assert elements / 2 <= sent / (2 if way == "ddp" else 1) <= elements / 2 + 64
+    assert compression.gradients.ratio <= 0.51
     assert_replicas_are_equal(model)
 
 
@@ -173,6 +182,15 @@ def wrong_models(device: str) -> None:
     assert compress(model).modules == ("", "blocks.0", "blocks.1")
     with pytest.raises(fp8pass.ConfigError, match="compressed already"):
         compress(model)
+    with pytest.raises(fp8pass.ConfigError, match="none is scattered"):
+        compress(distributed("hsdp", device, "exact"))
+    hooked = distributed("ddp", device, "exact")
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(fp8pass.ConfigError, match="The model does not take another reduction"):
+        compress(hooked)
+    sparse = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)).to(device)
+    with pytest.raises(fp8pass.ConfigError, match="sparse=False"):
+        compress(nn.parallel.DistributedDataParallel(sparse))
     again = distributed("fsdp blocks", device, "exact")
     compress(again.blocks[1])
     with pytest.raises(fp8pass.ConfigError, match=r"blocks\.1 are compressed already"):

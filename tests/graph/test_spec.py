@@ -205,3 +205,22 @@ def test_layers_of_frozen_parameters_fix_no_sizes():
     for rows in (40, 24, 33):
         program(torch.randn(rows, 32, requires_grad=True)).sum().backward()
     assert spy.plan
+
+
+def test_two_sizes_that_vary_must_not_be_made_equal():
+    def compares(gm, ctx):
+        rows = [
+            n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)
+        ]
+        assert (rows[0] == rows[1]) in (True, False)
+
+    backend = Backend(COAT_EAGER)
+    layer = nn.Linear(32, 32)
+    program = torch.compile(
+        lambda a, b: layer(a).sum() + layer(b).sum(), backend=backend, dynamic=True
+    )
+    with (
+        patch("fp8pass.partition.JOINT_PASSES", (compares, *JOINT_PASSES)),
+        pytest.raises(Exception, match="a pass fixed sizes that vary: Ne"),
+    ):
+        program(torch.randn(24, 32), torch.randn(40, 32))
