@@ -95,7 +95,7 @@ def fused(monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of what is not finite
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [1, 127, 128, 1000, 8192 + 3])
+@pytest.mark.parametrize("length", [1, 128, 4096 + 3])
 def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
     """Bit for bit; sums of two terms have one order."""
     generator = torch.Generator().manual_seed(length)

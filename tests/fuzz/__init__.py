@@ -21,8 +21,5 @@ from pathlib import Path
 os.environ.setdefault("FP8PASS_CHECK", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Kernels that compute in vectors round some functions differently beside gaps between elements, and
-# what is kept of a part of a tensor has none.
-os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
 if (tests := str(Path(__file__).parents[1])) not in sys.path:
     sys.path.insert(0, tests)
