@@ -89,7 +89,8 @@ class Noise(TorchFunctionMode):
             with patch.object(F, "linear", partial(self._gemm, F.linear)):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        _mark_computed_weights(_tensors(result), _tensors((args, kwargs)))
+        if func not in EMBEDDINGS:
+            _mark_computed_weights(_tensors(result), _tensors((args, kwargs)))
         return result
 
     def _gemm(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +167,9 @@ GEMMS = frozenset(
         F.conv1d, torch.conv1d, torch.bilinear,
     )
 )  # fmt: skip
+
+# Which of a parameter's rows they give is data.
+EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
 def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

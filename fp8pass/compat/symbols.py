@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
+from torch._dynamo.source import TensorProperty
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
@@ -69,20 +70,33 @@ def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
     """The guards after the first `known`, each with the place that asked for it.
 
     Those that hold of all sizes for which the first do are left out: nothing compiles once more for
-    them. A few sizes are tried.
+    them. A few sizes are tried. So are those about strides alone, which PyTorch compares to lay out
+    the result of any pointwise operator.
     """
     guards = _guards(graph)
     return [
         f"{guard.expr} at {guard.sloc}"
         for guard in guards[known:]
-        if _restricts(guard.expr, [g.expr for g in guards[:known]])
+        if not all(_is_stride(_shape_env(graph), symbol) for symbol in guard.expr.free_symbols)
+        and _restricts(guard.expr, [g.expr for g in guards[:known]])
     ]
 
 
 def _guards(graph: torch.fx.Graph) -> list[Any]:
+    env = _shape_env(graph)
+    return [] if env is None else env.guards
+
+
+def _shape_env(graph: torch.fx.Graph) -> Any:
+    """Where a graph's sizes that vary are known; None without such sizes."""
     sizes = (n.meta.get("val") for n in graph.nodes if is_sym_node(n))
     symbolic = next((s for s in sizes if isinstance(s, torch.SymInt)), None)
-    return [] if symbolic is None else symbolic.node.shape_env.guards
+    return None if symbolic is None else symbolic.node.shape_env
+
+
+def _is_stride(env: Any, symbol: Any) -> bool:
+    sources = env.var_to_sources.get(symbol, ())
+    return any(getattr(each, "prop", None) is TensorProperty.STRIDE for each in sources)
 
 
 def _restricts(condition: Any, known: list[Any]) -> bool:

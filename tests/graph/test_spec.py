@@ -6,7 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import COAT_EAGER, FFN, JointGraph, Spy, capture_joint
+from helpers import COAT_EAGER, FFN, JointGraph, Spy, capture_joint, relative
+from kernel_helpers import interpret_halves
 from torch import Tensor, nn
 
 from fp8pass import graph
@@ -224,3 +225,14 @@ def test_two_sizes_that_vary_must_not_be_made_equal():
         pytest.raises(Exception, match="a pass fixed sizes that vary: Ne"),
     ):
         program(torch.randn(24, 32), torch.randn(40, 32))
+
+
+def test_strides_that_vary_are_compared_by_any_pointwise_operator(monkeypatch):
+    """Rows of 16 are 16 apart or further, or they would overlap: nothing compiles twice for it."""
+    interpret_halves(monkeypatch)
+    layer = nn.Linear(16, 16)
+    layer.weight.requires_grad_(False)
+    program = torch.compile(layer, backend=Backend(Config.recipe("coat")), dynamic=True)
+    for rows, columns in ((4, 48), (6, 80)):
+        x = torch.randn(rows, columns)[::2, :16]
+        assert relative(program(x).detach(), layer(x).detach()) < 0.1
