@@ -43,6 +43,7 @@ GRIDS = {
     "e2m3": Grid(3, 0, 7.5),
     "e2m2": Grid(2, 0, 7.0),
     "e2m1": Grid(1, 0, 6.0),
+    "bfloat16": Grid(7, -126, 3.3895313892515355e38),
 }
 
 
@@ -61,10 +62,15 @@ class Formats:
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
-    def of(cls, config: Any) -> Formats:
-        """Those of a `Config`."""
+    def of(cls, config: Any, dtype: torch.dtype = torch.float32) -> Formats:
+        """Those of a `Config`, for a model in `dtype`.
+
+        What rounds to nothing coarser rounds to BF16 in a model of that dtype: which one of two
+        equal maxima is the first, and whether a ReLU is open, depends on what is fused.
+        """
         if not config.quantizes_linears:
-            return cls()
+            own = "bfloat16" if dtype is torch.bfloat16 else None
+            return cls(own, own, own)
         saved = config.save_format if config.save_format in GRIDS else None
         return cls(
             config.forward_format, config.gradient_format, saved, config.forward_scales == "row"

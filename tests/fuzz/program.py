@@ -197,7 +197,8 @@ class Program:
 
     def batch(self, index: int, device: str = "cpu") -> list[Tensor]:
         """The inputs of one step."""
-        generator = torch.Generator().manual_seed(self.seed + index)
+        # Not the seed of the parameters: a batch would be the same numbers as the first of them.
+        generator = torch.Generator().manual_seed(self.seed + 1 + index)
         sizes = self.batches[index]
         return [
             make_input(
