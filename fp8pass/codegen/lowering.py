@@ -111,6 +111,11 @@ def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node
     return _row_major(emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
 
 
+@_lowers(fp8.dequantize.default)
+def _dequantize(emit: Emitter, data: fx.Node, scale: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return emit(cast, emit(aten.mul.Tensor, emit(cast, data, torch.float32), scale), dtype)
+
+
 @_lowers(fp8.transpose.default)
 def _transpose(emit: Emitter, data: fx.Node) -> fx.Node:
     swapped = emit(aten.permute.default, _pad_rows(emit, data), [1, 0])

@@ -72,6 +72,7 @@ from fp8pass.compat.symbols import (  # noqa: E402
     tree_map_only,
     version_of,
     weak_storage,
+    wrapper,
 )
 
 __all__ = [
@@ -128,4 +129,5 @@ __all__ = [
     "uncompiled",
     "version_of",
     "weak_storage",
+    "wrapper",
 ]

@@ -32,6 +32,7 @@ __all__ = [
     "tree_map_only",
     "version_of",
     "weak_storage",
+    "wrapper",
 ]
 
 # Stands for a size that only the data decides.
@@ -41,6 +42,13 @@ _UNBACKED_HINT = 4096
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A key for the memory of `tensor`: no other storage gets the same while the key lives."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
+    """A tensor of a class that only holds others, with the sizes of one of them."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -83,6 +83,10 @@ def _fake_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     return torch.empty_like(x) if fmt.lossless else x.new_empty(x.shape, dtype=fmt.dtype)
 
 
+def _fake_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
 def _fake_transpose(data: Tensor) -> Tensor:
     if not is_fp8(data.dtype):
         return torch.empty_like(data.t())
@@ -166,6 +170,12 @@ def quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     """
     fmt = FORMATS[format]
     return x.clone() if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
+
+
+@_dialect("dequantize(Tensor data, Tensor scale, ScalarType dtype) -> Tensor", _fake_dequantize)
+def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix that was coded with one scale, or one for each row; contiguous."""
+    return (data.float() * scale).to(dtype).contiguous()
 
 
 @_dialect("transpose(Tensor data) -> Tensor", _fake_transpose)

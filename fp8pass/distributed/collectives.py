@@ -31,8 +31,12 @@ class Traffic:
 
     def count(self, rows: Tensor, wire: Tensor, copies: float) -> None:
         """Add rows, and what is sent of them `copies` times."""
-        self.elements += int(rows.numel() * copies)
-        self.bytes += int(wire.numel() * copies)
+        self.add(rows.numel(), wire.numel(), copies)
+
+    def add(self, elements: int, sent: int, copies: float) -> None:
+        """Add numbers that are sent `copies` times as so many bytes."""
+        self.elements += int(elements * copies)
+        self.bytes += int(sent * copies)
 
     @property
     def ratio(self) -> float:

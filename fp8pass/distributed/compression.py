@@ -1,4 +1,4 @@
-"""`compress`: gradients that cross the wire in 8 bits, for DDP and FSDP2."""
+"""`compress`: gradients and weights that cross the wire in 8 bits, for DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.config import ConfigError, unknown
 from fp8pass.distributed.collectives import Traffic, all_reduce, reduce_scatter
+from fp8pass.distributed.weights import gather_codes, why_too_late
 
-GRADIENTS = ("groups",)
+GRADIENTS = ("groups", "none")
+WEIGHTS = ("row", "none")
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 
@@ -28,50 +30,84 @@ class Compression:
 
     Attributes:
         modules: paths of the modules that reduce compressed gradients; '' is the model itself.
+        layers: paths of the linear layers whose weights are gathered in codes.
         gradients: the gradients that this rank has sent since.
+        weights: of these layers, the same.
     """
 
-    modules: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
     gradients: Traffic = field(default_factory=Traffic)
+    weights: Traffic = field(default_factory=Traffic)
 
 
-def compress(model: nn.Module, gradients: str = "groups") -> Compression:
-    """Have the ranks that train `model` send each other gradients in 8 bits.
+def compress(
+    model: nn.Module,
+    gradients: str = "groups",
+    weights: str = "row",
+    skip: Iterable[str] = (),
+) -> Compression:
+    """Have the ranks that train `model` send each other gradients and weights in 8 bits.
 
         fully_shard(model)                     # or DistributedDataParallel(model)
         fp8pass.distributed.compress(model)
 
     Call it once, on every rank, after all of the model is distributed and before the first
-    backward. Gradients are rounded to E4M3 in groups of 128 that share a scale, and added up in
+    forward. Gradients are rounded to E4M3 in groups of 128 that share a scale, and added up in
     fp32 (AGoQ 5.1), with 0.51 times the bytes of bf16. Hybrid sharding sends sums between replicas
-    as before.
+    as before. FSDP2 gathers the weights of linear layers in E4M3 with a scale for each row, half
+    the bytes, on the wire and on the GPU: the bits that compiled code multiplies with anyway. It
+    gathers output heads, embeddings and everything else as before.
 
     Args:
         model: a DistributedDataParallel, or a module that `fully_shard` was applied to, or to whose
             submodules it was.
-        gradients: `groups`.
+        gradients: `groups`, or `none`: as they were.
+        weights: `row`, or `none`. DDP gathers none.
+        skip: paths or patterns of layers whose weights are gathered as they were, as in
+            `Config.skip`: those that the compiled model leaves in high precision, too.
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
             reduces gradients in a way of its own.
     """
-    if gradients not in GRADIENTS:
-        raise ConfigError(f"{unknown('gradients', gradients, GRADIENTS)} It is 'groups'.")
+    _check("gradients", gradients, GRADIENTS)
+    _check("weights", weights, WEIGHTS)
     reducers = dict(_reducers(model.named_modules()))
     if not reducers:
         raise ConfigError(_why_nothing_reduces(model))
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
-            f"Gradients of {done[0] or 'the model'} are compressed already: call compress once, "
-            "with the outermost module."
+            f"{done[0] or 'The model'} is compressed already: call compress once, with the "
+            "outermost module."
         )
-    compression = Compression(tuple(reducers))
     for path, module in reducers.items():
-        if reason := _why_not(module):
+        if gradients != "none" and (reason := _why_not(module)):
             raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
-    for path, module in reducers.items():
-        _compress(path, module, compression)
-        _COMPRESSED[module] = compression
+    if weights != "none" and (reason := why_too_late(reducers.values())):
+        raise ConfigError(f"Weights cannot be compressed: {reason}")
+    return _compressed(model, reducers, gradients, weights, tuple(skip))
+
+
+def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{unknown(argument, value, known)} It is one of {known}.")
+
+
+def _compressed(
+    model: nn.Module,
+    reducers: dict[str, nn.Module],
+    gradients: str,
+    weights: str,
+    skip: tuple[str, ...],
+) -> Compression:
+    of_gradients, of_weights = Traffic(), Traffic()
+    layers = gather_codes(model, skip, of_weights) if weights != "none" else ()
+    modules = tuple(reducers) if gradients != "none" else ()
+    for path in modules:
+        _compress(path, reducers[path], of_gradients)
+    compression = Compression(modules, layers, of_gradients, of_weights)
+    _COMPRESSED.update(dict.fromkeys(reducers.values(), compression))
     return compression
 
 
@@ -113,15 +149,15 @@ def _is_scattered(parameter: Tensor) -> bool:
     return any(not p.is_replicate() and parameter.device_mesh.size(i) > 1 for i, p in placements)
 
 
-def _compress(path: str, module: nn.Module, compression: Compression) -> None:
+def _compress(path: str, module: nn.Module, traffic: Traffic) -> None:
     try:
         if isinstance(module, DistributedDataParallel):
-            hook = Hook(module.process_group, compression.gradients)
+            hook = Hook(module.process_group, traffic)
             # DDP compares a hook's annotations with classes, and these are strings.
             module.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
         else:
             assert isinstance(module, FSDPModule)
-            scatter: Any = ReduceScatter(compression.gradients)
+            scatter: Any = ReduceScatter(traffic)
             module.set_custom_reduce_scatter(scatter)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(

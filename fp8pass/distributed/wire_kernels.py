@@ -1,6 +1,7 @@
-"""`wire.packed` and `wire.add_up` as one Triton kernel each: rows are read and written once.
+"""`wire.packed`, `wire.add_up` and `weights.coded` as one Triton kernel each.
 
-A program takes some groups of one row; the codes and the scales of a row lie behind one another.
+A program takes some groups of one row of gradients, of which the codes and the scales lie behind
+one another, or one row of a weight.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from torch import Tensor
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
 
-# Groups of a program: 16 kB of fp32, in registers.
-GROUPS = 32
+# Groups of a program: 4 kB of fp32, in registers.
+GROUPS = 8
+# Elements of a row that a program holds at once.
+ROW_BLOCK = 2048
+TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
 STEP, SMALLEST, BITS = (tl.constexpr(x) for x in (1 / E4M3.max, SMALLEST_SCALE, BF16_BITS))
 
 
@@ -24,39 +32,73 @@ def _largest(a, b):
 
 
 @triton.jit
+def _scale_of(amax):
+    return tl.where(amax == 0, 1.0, _largest(amax * STEP, SMALLEST))
+
+
+@triton.jit
+def _positions(GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    # In 32 bits: arithmetic on 64 for each element takes longer than to read it.
+    return tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def _left(length, first, most: tl.constexpr):
+    return tl.minimum(length - first, most).to(tl.int32)
+
+
+@triton.jit
 def _pack(rows, codes, scales, length, sent, SIZE: tl.constexpr, GROUPS: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    values = tl.load(rows + row * length + column, column < length, other=0.0).to(tl.float32)
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
+    left = _left(length, first * SIZE, GROUPS * SIZE)
+    group, inside = tl.arange(0, GROUPS), _positions(GROUPS, SIZE)
+    from_row = rows + row * length + first * SIZE
+    values = tl.load(from_row + inside, inside < left, other=0.0).to(tl.float32)
     amax = tl.reduce(tl.abs(values), 1, _largest)
-    scale = tl.where(amax == 0, 1.0, _largest(amax * STEP, SMALLEST))
-    scale = (scale.to(tl.int32, bitcast=True) + 0xFFFF & BITS).to(tl.float32, bitcast=True)
+    bits = _scale_of(amax).to(tl.int32, bitcast=True)
+    scale = (bits + 0xFFFF & BITS).to(tl.float32, bitcast=True)
     scale = tl.where(amax < float("inf"), scale, float("nan"))  # for all that it stands for
     coded = (values * tl.math.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
-    even = length + length % 2
-    tl.store(codes + row * sent + column, coded, column < even)
-    where = scales + (row * sent + even) // 2 + group
-    tl.store(where, scale.to(tl.bfloat16), group * SIZE < length)
+    tl.store(codes + row * sent + first * SIZE + inside, coded, inside < left + left % 2)
+    where = scales + (row * sent + length + length % 2) // 2 + first
+    tl.store(where + group, scale.to(tl.bfloat16), group * SIZE < left)
 
 
 @triton.jit
 def _add_up(
     codes, scales, into, terms, length, sent, factor, SIZE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    even = length + length % 2
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
+    left = _left(length, first * SIZE, GROUPS * SIZE)
+    group, inside = tl.arange(0, GROUPS), _positions(GROUPS, SIZE)
     total = tl.zeros((GROUPS, SIZE), tl.float32)
     for term in range(terms):
         begin = (term * tl.num_programs(1) + row) * sent
-        coded = tl.load(codes + begin + column, column < length, other=0.0).to(tl.float32)
-        where = scales + (begin + even) // 2 + group
-        scale = tl.load(where, group * SIZE < length, other=0.0).to(tl.float32)
+        from_codes = codes + begin + first * SIZE
+        coded = tl.load(from_codes + inside, inside < left, other=0.0).to(tl.float32)
+        where = scales + (begin + length + length % 2) // 2 + first
+        scale = tl.load(where + group, group * SIZE < left, other=0.0).to(tl.float32)
         total += coded * scale[:, None]
     total = (total * factor).to(into.dtype.element_ty)
-    tl.store(into + row * length + column, total, column < length)
+    tl.store(into + row * length + first * SIZE + inside, total, inside < left)
+
+
+@triton.jit
+def _code_rows(rows, codes, scales, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, length, BLOCK):
+        at = first + column
+        values = tl.load(rows + row * length + at, at < length, other=0.0).to(DTYPE).to(tl.float32)
+        most = _largest(most, tl.abs(values))
+    scale = _scale_of(tl.reduce(most, 0, _largest))
+    tl.store(scales + row, scale)
+    inverse = tl.math.div_rn(1.0, scale)
+    for first in range(0, length, BLOCK):  # from the cache
+        at = first + column
+        values = tl.load(rows + row * length + at, at < length, other=0.0).to(DTYPE).to(tl.float32)
+        tl.store(codes + row * length + at, (values * inverse).to(tl.float8e4nv), at < length)
 
 
 def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
@@ -78,3 +120,14 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
         _add_up[grid](
             *parts, into, terms, length, sent, float(factor), SIZE=group_size, GROUPS=GROUPS
         )
+
+
+def code_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """E4M3 codes [M, K] and fp32 scales [M, 1] of rows [M, K], contiguous, rounded to `dtype`."""
+    count, length = rows.shape
+    codes = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty((count, 1), dtype=torch.float32)
+    block = min(triton.next_power_of_2(length), ROW_BLOCK)
+    with torch.cuda.device_of(rows):
+        _code_rows[(count,)](rows, codes, scales, length, DTYPE=TRITON_DTYPES[dtype], BLOCK=block)
+    return codes, scales

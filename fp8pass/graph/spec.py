@@ -85,6 +85,15 @@ def _verify_quantize(node: fx.Node) -> None:
     _require(agree, node, f"has scales {_shape(scale)}, {granularity}: {wanted}")
 
 
+def _verify_dequantize(node: fx.Node) -> None:
+    data, scale = node.args[:2]
+    _require(
+        isinstance(data, fx.Node) and _is_codes(data), node, "decodes a tensor that holds no codes"
+    )
+    wanted = of_operand(_rank(scale)).scale_shape(_shape(data))
+    _require(_agree(_shape(scale), wanted), node, f"has scales {_shape(scale)}, not {wanted}")
+
+
 def _verify_transpose(node: fx.Node) -> None:
     _require(_rank(node.args[0]) == 2, node, "transposes a tensor that is no matrix")
 
@@ -181,6 +190,7 @@ VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     **dict.fromkeys((op for op, o in OPERATORS.items() if o.multiplies), _verify_scaled_mm),
     fp8.scale.default: _verify_scale,
     fp8.quantize.default: _verify_quantize,
+    fp8.dequantize.default: _verify_dequantize,
     fp8.transpose.default: _verify_transpose,
     fp8.joined.default: _verify_joined,
     fp8.group_scale.default: _verify_group_scale,

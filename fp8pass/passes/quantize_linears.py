@@ -30,7 +30,8 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
-from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity, of_operand
 from fp8pass.dialect.ops import AMAX
 from fp8pass.graph.linear_layers import (
     Layer,
@@ -150,10 +151,9 @@ class Quantizer:
         identity = graph.root(base), graph.shape_text(tensor(base))
         key = (*identity, format, granularity)
         if key not in self._quantized:
-            amax = self._amax(base, identity, granularity, like)
-            scale = self._emit(fp8.scale.default, amax, format, like=like)
-            data = self._emit(fp8.quantize.default, base, scale, format, like=like)
-            self._quantized[key] = data, scale
+            self._quantized[key] = _codes_behind(base, format, granularity) or self._quantize(
+                base, identity, format, granularity, like
+            )
         data, scale = self._quantized[key]
         operand = layer.module, self._operand_name(base, layer)
         data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
@@ -162,6 +162,18 @@ class Quantizer:
         if data not in self._transposed:
             self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
         return self._transposed[data], scale
+
+    def _quantize(
+        self,
+        base: fx.Node,
+        identity: tuple[fx.Node, str],
+        format: str,
+        granularity: Granularity,
+        like: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        amax = self._amax(base, identity, granularity, like)
+        scale = self._emit(fp8.scale.default, amax, format, like=like)
+        return self._emit(fp8.quantize.default, base, scale, format, like=like), scale
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
         if base not in self._transposed:
@@ -196,6 +208,24 @@ class Quantizer:
         if compat.must_save(node):
             del node.meta["recompute"]
         return node
+
+
+def _codes_behind(
+    matrix: fx.Node, format: str, granularity: Granularity
+) -> tuple[fx.Node, fx.Node] | None:
+    """The codes and scales that a matrix was decoded from, if it would be coded by the same again.
+
+    The values of E4M3 codes that fill their scale's range, rounded to BF16, have these codes.
+    """
+    while matrix.target in graph.CASTS:
+        (matrix,) = matrix.all_input_nodes
+    if not graph.is_call(matrix, fp8.dequantize.default):
+        return None
+    data, scale = matrix.args[:2]
+    assert isinstance(data, fx.Node)
+    assert isinstance(scale, fx.Node)
+    same = tensor(data).dtype is FORMATS[format].dtype and of_operand(tensor(scale).ndim)
+    return (data, scale) if same is granularity else None
 
 
 def granularity_of(gemm: fx.Node, config: Config) -> Granularity:

@@ -29,6 +29,10 @@ CALLS: dict[object, list[tuple]] = {
     fp8.row_amax.default: [(X,), (X.float(),)],
     fp8.scale.default: [(ONE, "e4m3"), (ROWS, "e5m2"), (ONE, "exact")],
     fp8.quantize.default: [(X, ONE, "e4m3"), (X, ROWS, "e5m2"), (X, ONE, "exact")],
+    fp8.dequantize.default: [
+        (codes(20, 32), ROWS, torch.bfloat16),
+        (codes(20, 32), ONE, torch.float32),
+    ],
     fp8.transpose.default: [(codes(20, 32),), (codes(32, 16),), (X,)],
     fp8.joined.default: [([codes(20, 32), codes(20, 16)],)],
     fp8.scaled_mm.default: [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import parallel
 import pytest
 import torch
@@ -10,9 +14,12 @@ from hypothesis import strategies as st
 from test_parallel import assert_replicas_are_equal, backward, distributed, gradients
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8pass
+from fp8pass import Config
 from fp8pass.dialect import hardware
+from fp8pass.distributed.weights import coded
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code.
@@ -116,6 +123,54 @@ def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [16, 48, 5008])
+@pytest.mark.parametrize("rests_in", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, length, request):
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randn(6, length, generator=generator).to(device, rests_in)
+    rows[1] *= 1e-30
+    rows[2] = 0.0
+    rows[3, length // 2], rows[4, 3] = float("inf"), float("nan")
+    want_codes, want_scales = coded(rows, torch.bfloat16)
+    request.getfixturevalue("fused")
+    codes, scales = coded(rows, torch.bfloat16)
+    torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
+    finite = want_codes.float().isfinite()
+    assert torch.equal(finite, codes.float().isfinite())
+    assert torch.equal(codes.float()[finite], want_codes.float()[finite])
+
+
+OFFLINE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8pass.distributed import wire_kernels as kernels
+
+TYPES = {"rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32"}
+for function, constants in (
+    (kernels._pack, {"SIZE": 128, "GROUPS": 8}),
+    (kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
+    (kernels._code_rows, {"DTYPE": kernels.TRITON_DTYPES[kernels.torch.bfloat16], "BLOCK": 2048}),
+):
+    scales = "*fp32" if function is kernels._code_rows else "*bf16"
+    signature = {
+        name: "constexpr" if name in constants else TYPES.get(name, "i32")
+        for name in function.arg_names
+    } | {"scales": scales}
+    compiled = triton.compile(ASTSource(function, signature, constants), GPUTarget("cuda", 90, 32))
+    assert "e4m3x2" in compiled.asm["ptx"]
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
+def test_kernels_compile_for_a_gpu(tmp_path):
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", OFFLINE], env=env, check=True, timeout=120)
+
+
 # --- what ranks do ------------------------------------------------------------------------------
 
 WAYS = ("ddp", "fsdp blocks", "fsdp whole")
@@ -127,7 +182,7 @@ def compressed_gradients_are_near(device: str, way: str) -> None:
     for compresses in (False, True):
         model = distributed(way, device, "exact")
         if compresses:
-            compression = fp8pass.distributed.compress(model)
+            compression = fp8pass.distributed.compress(model, weights="none")
         backward(way, device, model)
         found.append(gradients(model))
     want, got = (torch.cat([g.flatten() for g in each]) for each in found)
@@ -179,8 +234,10 @@ def wrong_models(device: str) -> None:
     model = distributed("fsdp blocks", device, "exact")
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'groups'"):
         compress(model, "group")
+    with pytest.raises(fp8pass.ConfigError, match="Did you mean 'row'"):
+        compress(model, weights="rows")
     assert compress(model).modules == ("", "blocks.0", "blocks.1")
-    with pytest.raises(fp8pass.ConfigError, match="compressed already"):
+    with pytest.raises(fp8pass.ConfigError, match="The model is compressed already"):
         compress(model)
     with pytest.raises(fp8pass.ConfigError, match="none is scattered"):
         compress(distributed("hsdp", device, "exact"))
@@ -193,8 +250,79 @@ def wrong_models(device: str) -> None:
         compress(nn.parallel.DistributedDataParallel(sparse))
     again = distributed("fsdp blocks", device, "exact")
     compress(again.blocks[1])
-    with pytest.raises(fp8pass.ConfigError, match=r"blocks\.1 are compressed already"):
+    with pytest.raises(fp8pass.ConfigError, match=r"blocks\.1 is compressed already"):
         compress(again)
+
+
+def mixed(device: str) -> nn.Module:
+    """Blocks compiled in place, which compute in BF16 with weights that rest in FP32."""
+    torch.manual_seed(0)
+    model = parallel.Decoder().to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    backend = fp8pass.backend(Config(compiler="eager"))
+    for block in model.blocks:
+        block.compile(backend=backend)
+        fully_shard(block, mesh=parallel.mesh_of(model), mp_policy=policy)
+    return fully_shard(model, mesh=parallel.mesh_of(model), mp_policy=policy)
+
+
+LINEARS = [f"attention.{name}" for name in ("q", "k", "v", "out")] + ["mlp.up", "mlp.down"]
+
+
+def gathered_codes_give_the_same_forward(device: str) -> None:
+    """Bit for bit, in several steps; the backward codes each weight with another scale."""
+    found = []
+    for weights in ("none", "row"):
+        model = mixed(device)
+        done = fp8pass.distributed.compress(model, "none", weights)
+        ids = parallel.batch(device, of_rank=True)
+        with torch.no_grad():
+            logits = model(ids)
+        found.append([logits])
+        losses = [parallel.loss_of(model(ids), ids)]
+        losses[0].backward()
+        found[-1] += [losses[0].detach(), *gradients(model)]
+        assert all(type(p.to_local()) is Tensor for p in model.parameters())
+        assert all(type(x.to_local()) is Tensor for x in model.state_dict().values())
+    (got, loss, *near), (want, want_loss, *exact) = found[::-1]
+    assert torch.equal(got, want)
+    assert torch.equal(loss, want_loss)
+    off, whole = (torch.cat([g.flatten() for g in each]) for each in (near, exact))
+    error = float((off - whole).norm() / whole.norm())
+    assert 0 < error < 0.05, error
+    assert done.layers == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in LINEARS)
+    assert not done.modules
+    row = parallel.WIDTH  # the longest rows would save a little more
+    assert 0.5 < done.weights.ratio <= (1 + 4 / row) / 2
+    shards = sum(model.get_submodule(path).weight.numel() // 2 for path in done.layers)
+    assert done.weights.elements == 3 * shards  # two forwards, one backward
+
+
+def layers_that_are_skipped(device: str) -> None:
+    model = mixed(device)
+    done = fp8pass.distributed.compress(model, skip=["blocks.0", "mlp.*"])
+    assert done.layers == tuple(f"blocks.1.{name}" for name in LINEARS[:4])
+    ids = parallel.batch(device, of_rank=True)
+    parallel.loss_of(model(ids), ids).backward()
+    late = mixed(device)
+    late(ids)
+    with pytest.raises(fp8pass.ConfigError, match="before its first forward"):
+        fp8pass.distributed.compress(late)
+
+
+def shards_that_are_replaced_are_coded_again(device: str) -> None:
+    """Loading by assignment gives a model other shards."""
+    model = mixed(device)
+    done = fp8pass.distributed.compress(model)
+    ids = parallel.batch(device, of_rank=True)
+    losses = []
+    for _ in range(2):
+        sent = done.weights.bytes
+        losses.append(float(parallel.loss_of(model(ids), ids)))
+        assert done.weights.bytes > sent
+        state = {name: 2 * x for name, x in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    assert losses[0] != losses[1]
 
 
 # --- tests --------------------------------------------------------------------------------------
@@ -209,6 +337,18 @@ def test_two_ranks(two, way, claim):
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 def test_not_finite(two, way):
     two(a_gradient_that_is_not_finite_reaches_all, way)
+
+
+CODED = (
+    gathered_codes_give_the_same_forward,
+    layers_that_are_skipped,
+    shards_that_are_replaced_are_coded_again,
+)
+
+
+@pytest.mark.parametrize("claim", CODED, ids=lambda claim: claim.__name__)
+def test_gathered_codes(two, claim):
+    two(claim)
 
 
 def test_errors(two):

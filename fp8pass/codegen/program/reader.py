@@ -152,6 +152,9 @@ class Reader:
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
         """The step of a pointwise operator, none if kernels cannot compute it."""
+        if node.target is fp8.dequantize.default:
+            data, scale = map(self._name, node.args[:2])
+            return [Step(node.name, str(aten.mul.Tensor), (data, scale))]
         if not _is_pointwise(node):
             return []
         for x in node.args:
