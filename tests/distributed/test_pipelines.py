@@ -5,13 +5,13 @@ from __future__ import annotations
 import parallel
 import pytest
 import torch
+from fp8pass.distributed.stages import stage_format
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.distributed.stages import stage_format
 
 MICROBATCHES = 4
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
