@@ -40,6 +40,8 @@ def configs(
     in formats of more bits, up to twice as much: 8 bits for 4. Where ranks hold 11, 9, 7 and 5, as
     four with two stages each do, that is 4, 4.9, 6.3 and 8 bits on average (AGoQ's Eq. 21 and 22).
 
+    What PyTorch holds of each micro-batch itself, inputs and outputs of stages, comes on top.
+
     `base.memory_budget` is here the budget of a rank. In bytes ("24GiB") it holds for any stages,
     each compiled as one graph. As a share, of the default, it holds for stages that are alike: one
     that keeps more than the others, such as logits, gets its share of that.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import FFN, compiled, cosine
+from helpers import FFN, JointGraph, capture_joint, compiled, cosine
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,7 +20,12 @@ from torch.distributed.pipelining.schedules import _Action
 
 from fp8pass import Config, ConfigError, compat
 from fp8pass.distributed.pipeline_parallel import configs, held_microbatches
+from fp8pass.passes.plan_saved_values import plan_saved_values
+from fp8pass.passes.quantize_linears import quantize_linears
 from fp8pass.plan import Plan
+from fp8pass.rules.error_rules import Rules
+from fp8pass.saving.decision import kept_bytes
+from fp8pass.saving.format_choices import FormatChoices
 
 RANKS = 4
 
@@ -212,6 +219,45 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.ffn(self.norm(x))
+
+
+@cache
+def planned_bytes(budget: float | int) -> float:
+    """What a stage of one block keeps of a micro-batch within a budget."""
+    config = Config.recipe("agoq", memory_budget=budget)
+    joint = block()
+    ctx = replace(joint.ctx, config=config)
+    plan_saved_values(joint.gm, ctx)
+    rules = Rules(joint.gm.graph, config, ctx.facts)
+    return kept_bytes(ctx.decisions, FormatChoices(config, ctx.facts, rules))
+
+
+@cache
+def block() -> JointGraph:
+    config = Config.recipe("agoq")
+    joint = capture_joint(Block(), torch.randn(64, 128).requires_grad_(), config=config)
+    quantize_linears(joint.gm, joint.ctx)
+    return joint
+
+
+@given(schedules(), st.sampled_from([1.0, 0.8]))
+def test_stages_that_are_alike_keep_to_the_share_of_their_rank(numbers, share):
+    common = share * max(numbers.held()) * planned_bytes(1.0)
+    assert_held_within(common, numbers, Config.recipe("agoq", memory_budget=share))
+
+
+@given(schedules(), st.sampled_from([0.8, 1.3]))
+def test_stages_keep_to_the_bytes_of_their_rank(numbers, scarcity):
+    common = int(scarcity * max(numbers.held()) * planned_bytes(1.0))
+    assert_held_within(common, numbers, Config.recipe("agoq", memory_budget=common))
+
+
+def assert_held_within(common: float, numbers: Numbers, base: Config) -> None:
+    """Of all micro-batches that a rank holds, for stages of one block."""
+    held = numbers.held()
+    for stage, config in enumerate(numbers.configs(base)):
+        kept = planned_bytes(config.memory_budget)
+        assert held[rank_of(stage, numbers)] * kept <= common * (1 + 1e-12)
 
 
 class Stage(NamedTuple):
