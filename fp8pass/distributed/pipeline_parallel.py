@@ -35,7 +35,7 @@ def configs(
     """The configurations of a pipeline's stages, from the first stage to the last.
 
     They differ in `memory_budget`: at its peak each rank may hold the same bytes for the backward,
-    of all its stages and micro-batches together. By default these are what the rank of the most
+    of all its stages and micro-batches together. By default these are what the rank with most
     micro-batches keeps in the smallest format of `base`. Stages of other ranks keep more of each,
     in formats of more bits, up to twice as much: 8 bits for 4. Where ranks hold 11, 9, 7 and 5, as
     four with two stages each do, that is 4, 4.9, 6.3 and 8 bits on average (AGoQ's Eq. 21 and 22).
@@ -43,8 +43,8 @@ def configs(
     What PyTorch holds of each micro-batch itself, inputs and outputs of stages, comes on top.
 
     `base.memory_budget` is here the budget of a rank. In bytes ("24GiB") it holds for any stages,
-    each compiled as one graph. As a share, of the default, it holds for stages that are alike: one
-    that keeps more than the others, such as logits, gets its share of that.
+    each compiled as one graph. A share is one of the default, and holds for stages that are alike:
+    one that keeps more than the others, such as logits, may keep as many times more.
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`; or, where stages are compiled before
