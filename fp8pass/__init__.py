@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
     from fp8pass.config import ConfigError as ConfigError
-    from fp8pass.distributed.stages import stage_format as stage_format
+    from fp8pass.distributed import pipeline_parallel as pipeline_parallel
     from fp8pass.dynamo import backend as backend
     from fp8pass.inspect.bisection import Bisection as Bisection
     from fp8pass.inspect.bisection import bisect as bisect
@@ -42,17 +42,21 @@ _MODULES = {
     "calibrate": "inspect.calibration",
     "diagnose": "inspect.diagnosis",
     "explain": "inspect.explanation",
-    "stage_format": "distributed.stages",
 }
 
-_SUBMODULES = ("distributed", "optim")
+# The public modules, each with its place.
+_SUBMODULES = {
+    "distributed": "distributed",
+    "optim": "optim",
+    "pipeline_parallel": "distributed.pipeline_parallel",
+}
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return import_module(f"{__name__}.{name}")
+        return import_module(f"{__name__}.{_SUBMODULES[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -17,6 +17,8 @@ LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
 SCALES = tuple(OF_OPERANDS)
 SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 COMPILERS = ("inductor", "eager")
+# The largest share of its own plan that a budget is of use for: all saved values in 8 bits for 4.
+MOST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that look like options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
 # The options that are patterns, and of what.
@@ -64,8 +66,9 @@ class Config:
         moments: means and standard deviations of values, from `fp8pass.calibrate`, for the error
             rules; they assume unit variance elsewhere.
         memory_budget: how much the backward may keep of each graph, besides parameters: a share of
-            its plan without a budget (a float up to 1), or bytes (`"24GiB"`, an int). Values that
-            do not fit are computed again, GEMMs and attention included.
+            its plan without a budget (a float up to 2), or bytes (`"24GiB"`, an int). Values that
+            do not fit are computed again, GEMMs and attention included. What a larger budget leaves
+            over is spent on formats of more bits than `save_format`, up to `e4m3`.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.
@@ -212,8 +215,8 @@ def parse_bytes(text: str) -> float:
         number = math.nan
     if match is None or math.isnan(number):
         raise ConfigError(
-            "memory_budget is a share up to 1.0 (a number), or a size such as '24GiB' or '800MB', "
-            f"got {text!r}."
+            f"memory_budget is a share up to {MOST_SHARE} (a number), or a size such as '24GiB' or "
+            f"'800MB', got {text!r}."
         )
     base = 1024 if match[3] else 1000
     return float(number * base ** " KMGT".index(match[2].upper() or " "))
@@ -253,13 +256,13 @@ def _check_budget(budget: object) -> None:
     size = parse_bytes(budget) if isinstance(budget, str) else budget
     if not _is_number(size) or not size > 0:  # type: ignore[operator]
         raise ConfigError(
-            f"memory_budget must be positive, got {budget!r}: it is a share up to 1.0, a number of "
-            "bytes, or a size such as '24GiB'."
+            f"memory_budget must be positive, got {budget!r}: it is a share up to {MOST_SHARE}, a "
+            "number of bytes, or a size such as '24GiB'."
         )
-    if isinstance(budget, float) and budget > 1:
+    if isinstance(budget, float) and budget > MOST_SHARE:
         raise ConfigError(
-            f"memory_budget={budget!r}: a float is a share, up to 1.0; for bytes give an int or a "
-            "size such as '24GiB'."
+            f"memory_budget={budget!r}: a float is a share, up to {MOST_SHARE}; for bytes give an "
+            "int or a size such as '24GiB'."
         )
 
 

@@ -50,6 +50,14 @@ from fp8pass.compat.launching import (  # noqa: E402
     lower_to_buffer,
     lower_to_triton,
 )
+from fp8pass.compat.pipelining import (  # noqa: E402
+    PipelineAction,
+    pipeline_actions,
+    planned_schedule,
+    runs_one_stage_a_rank,
+    schedule_class,
+    schedule_names,
+)
 from fp8pass.compat.randomness import (  # noqa: E402
     draw_from_seeds,
     seeded_random_ops,
@@ -79,6 +87,7 @@ __all__ = [
     "SUPPORTED",
     "CustomPartitionerFn",
     "FakeTensor",
+    "PipelineAction",
     "activation_quantization_is_on",
     "arg_tree_leaves",
     "backend_of",
@@ -114,8 +123,13 @@ __all__ = [
     "must_recompute",
     "must_save",
     "normalize_joint_graph",
+    "pipeline_actions",
+    "planned_schedule",
     "real_tensors",
     "restrictions",
+    "runs_one_stage_a_rank",
+    "schedule_class",
+    "schedule_names",
     "schema_of",
     "seeded_random_ops",
     "size_hint",

@@ -1,10 +1,10 @@
-"""Training on several ranks: gradients in 8 bits on the wire, formats for the stages of a pipeline.
+"""Training on several ranks: gradients in 8 bits on the wire, memory budgets for pipelines.
 
-stages.py         a saved-activation format for each stage
-wire.py           numbers as they cross the wire
-wire_kernels.py   the same as Triton kernels
-collectives.py    sums over ranks of numbers that cross it so
-compression.py    `compress`: these sums in place of DDP's and FSDP2's
+pipeline_parallel.py   a memory budget for each stage of a pipeline
+wire.py                numbers as they cross the wire
+wire_kernels.py        the same as Triton kernels
+collectives.py         sums over ranks of numbers that cross it so
+compression.py         `compress`: these sums in place of DDP's and FSDP2's
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["compress"]
 
 
 def __getattr__(name: str) -> Any:
-    # Formats of stages need no PyTorch, and builds without torch.distributed have no `compress`.
+    # Builds without torch.distributed have no `compress`.
     if name != "compress":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fp8pass.distributed.compression import compress

@@ -23,14 +23,21 @@ apart at GEMMs and attention into regions, which are solved one by one (with net
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 from torch import fx
 
 from fp8pass.passes.context import Context
 from fp8pass.rules.error_rules import Rules
 from fp8pass.rules.summary import summarize_rules
 from fp8pass.saving.cuts import cheapest_plan
-from fp8pass.saving.decision import Needs, find_needs
+from fp8pass.saving.decision import Decisions, Needs, find_needs, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
+from fp8pass.saving.more_bits import more_bits
+
+if TYPE_CHECKING:
+    from fp8pass.saving.budget import Planner
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -44,21 +51,27 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.plan.rules = summarize_rules(rules)
     choices = FormatChoices(ctx.config, ctx.facts, rules)
     needs = find_needs(gm, choices)
-    ctx.decisions = cheapest_plan(needs, choices)
-    wants_budget = ctx.config.memory_budget is not None or "frontier" in ctx.extras
-    if wants_budget and needs.all:
-        _meet_budget(gm.graph, ctx, needs, choices)
+    cuts = cheapest_plan(needs, choices)
+    ctx.decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
+    if "frontier" in ctx.extras and needs.all:
+        planner = _planner(gm.graph, cuts, needs, choices)
+        ctx.plan.frontier = planner.frontier()
+        ctx.plan.point = planner.point(ctx.decisions)
 
 
-def _meet_budget(g: fx.Graph, ctx: Context, needs: Needs, choices: FormatChoices) -> None:
-    """Replace a plan that keeps too much; trace memory against time where that is asked for."""
+def _within_budget(
+    g: fx.Graph, ctx: Context, cuts: Decisions, needs: Needs, choices: FormatChoices
+) -> Decisions:
+    """The plan of the cuts; one that computes more again if it keeps too much, or has more bits."""
+    most = kept_bytes(cuts, choices)
+    budget = ctx.config.budget_bytes(most)
+    if budget < most:
+        return _planner(g, cuts, needs, choices).within(budget)
+    return cuts if math.isinf(budget) else more_bits(cuts, choices, budget)
+
+
+def _planner(g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> Planner:
     # Here rather than above: its solver takes as long to import as a small graph to plan.
     from fp8pass.saving.budget import Planner
 
-    planner = Planner(g, ctx.decisions, needs, choices)
-    budget = ctx.config.budget_bytes(planner.most)
-    if budget < planner.most:
-        ctx.decisions = planner.within(budget)
-    if "frontier" in ctx.extras:
-        ctx.plan.frontier = planner.frontier()
-        ctx.plan.point = planner.point(ctx.decisions)
+    return Planner(g, cuts, needs, choices)

@@ -47,10 +47,8 @@ from fp8pass.graph.patterns import SUMS
 from fp8pass.plan import FrontierPoint
 from fp8pass.saving.backward_memory import BackwardMemory
 from fp8pass.saving.costs import UNITS_PER_BYTE, can_run_again, keep_price, recompute_seconds
-from fp8pass.saving.decision import Decision, Needs, free_decision, kept_bytes
+from fp8pass.saving.decision import Decision, Decisions, Needs, free_decision, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
-
-Decisions = dict[fx.Node, Decision]
 
 # A solution may take this much longer than the fastest, and the search for it this long: repeated
 # layers have very many solutions that are equally good.

@@ -40,6 +40,9 @@ class Decision:
         return self.group_size > 0
 
 
+Decisions = dict[fx.Node, Decision]
+
+
 @dataclass(frozen=True)
 class Needs:
     """The forward values that the backward needs.
@@ -80,7 +83,7 @@ def free_decision(node: fx.Node, facts: JointFacts) -> Decision:
     return Decision(EXACT, 0, "parameter" if parameter else "autograd holds this leaf anyway")
 
 
-def kept_bytes(decisions: dict[fx.Node, Decision], choices: FormatChoices) -> float:
+def kept_bytes(decisions: Decisions, choices: FormatChoices) -> float:
     """Bytes that a plan keeps, without those of values that stay alive anyway."""
     total = 0.0
     for node, decision in decisions.items():

@@ -79,7 +79,7 @@ class FormatChoices:
     def __init__(self, config: Config, facts: JointFacts, rules: Rules) -> None:
         self.config, self.facts = config, facts
         self.rules = rules
-        self._choices: dict[fx.Node, FormatChoice] = {}
+        self._options: dict[fx.Node, list[FormatChoice]] = {}
 
     @cached_property
     def _keep_exact(self) -> dict[fx.Node, str]:
@@ -142,23 +142,30 @@ class FormatChoices:
 
     def cheapest(self, node: fx.Node) -> FormatChoice:
         """The cheapest allowed way to store `node` in low bits."""
-        if node not in self._choices:
-            self._choices[node] = self._choose(node)
-        return self._choices[node]
+        return min(self.options(node), key=lambda c: c.units)
 
-    def _choose(self, node: fx.Node) -> FormatChoice:
+    def options(self, node: fx.Node) -> list[FormatChoice]:
+        """All allowed ways to store `node` in low bits, from few bits to many.
+
+        Where there is none, the only one is `EXACT` in groups of 0, with the reason.
+        """
+        if node not in self._options:
+            self._options[node] = self._list_options(node)
+        return self._options[node]
+
+    def _list_options(self, node: fx.Node) -> list[FormatChoice]:
         reason = self._why_no_candidate(node) or self.why_exact(node)
         if reason:
-            return FormatChoice(EXACT, 0, reason)
+            return [FormatChoice(EXACT, 0, reason)]
         groups = {f: self._group_size(node, f) for f in self.formats}
         if not any(groups.values()):
-            return FormatChoice(EXACT, 0, "no group of 16 or more divides its last dimension")
+            return [FormatChoice(EXACT, 0, "no group of 16 or more divides its last dimension")]
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
             bound = self.rules.amplification(node).bound
             reason = f"may amplify errors {bound:.1f}×, too much for any format"
-            return FormatChoice(EXACT, 0, reason)
-        return min((self._priced(node, f, group) for f, group in allowed), key=lambda c: c.units)
+            return [FormatChoice(EXACT, 0, reason)]
+        return [self._priced(node, f, group) for f, group in allowed]
 
     def _group_size(self, node: fx.Node, format: Format) -> int | None:
         """The group size for `node` in `format`; None if no group divides its last dimension."""

@@ -26,7 +26,7 @@ from fp8pass.cli import COMMANDS
         (["explain", "factories:model", "--option", "name=1"], "Unknown option 'name'"),
         (["explain", "factories:model", "--option", "skip"], "is not KEY=VALUE"),
         (["explain", "factories:model", "--option", "group_size=17"], "multiple of 16"),
-        (["explain", "factories:model", "--option", "memory_budget=0"], "a share up to 1.0"),
+        (["explain", "factories:model", "--option", "memory_budget=0"], "a share up to 2.0"),
         (["explain", "factories:model", "--option", "quantize_lm_head=yes"], "True or False"),
         (["explain", "factories:model", "--option", "memory_budget=7GX"], "such as '24GiB'"),
         (["explain", "factories:model", "--dtype", "bfloat"], "Did you mean 'bfloat16'?"),

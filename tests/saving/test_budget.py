@@ -92,7 +92,7 @@ def test_sizes(text, bytes_):
         (-5, "must be positive, got -5"),
         (math.nan, "must be positive, got nan"),
         ([1], "must be positive, got \\[1\\]"),
-        (1.5, "a float is a share, up to 1.0; for bytes give an int or a size such as '24GiB'"),
+        (2.5, "a float is a share, up to 2.0; for bytes give an int or a size such as '24GiB'"),
     ],
 )
 def test_errors_say_what_a_budget_is(budget, says):

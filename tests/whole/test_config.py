@@ -67,7 +67,7 @@ def test_frozen_and_hashable():
         (lambda: Config(tolerance=True), "got True"),
         (lambda: Config(tolerance=math.nan), "got nan"),
         (lambda: Config(memory_budget="0.0 MiB"), "must be positive, got '0.0 MiB': it is a share"),
-        (lambda: Config(memory_budget="60%"), "a share up to 1.0 (a number)"),
+        (lambda: Config(memory_budget="60%"), "a share up to 2.0 (a number)"),
         (lambda: Config(moments=(("up", math.nan, 1.0),)), "as fp8pass.calibrate gives them"),
         (lambda: Config(moments=(("up", 0.0, -1.0),)), "as fp8pass.calibrate gives them"),
         (
