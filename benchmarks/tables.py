@@ -121,6 +121,35 @@ def depths_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def distributed_table(data: dict[str, Any]) -> list[list[str]]:
+    """Training on several GPUs: speed and peak memory over each link, beside torchao."""
+    rows = [["", "tokens/s", "× torchao, FP8 gather", "peak GiB", "gradients sent", "weights sent"]]
+    for link in dict.fromkeys(r["link"] for r in data["results"]):
+        results = [r for r in data["results"] if r["link"] == link]
+        base = next((r for r in results if r["variant"] == "torchao, FP8 gather"), None)
+        rows.append([f"**{link}**", *[""] * 5])
+        for r in results:
+            if r["error"]:
+                rows.append([r["variant"], r["error"].splitlines()[0][:80], *[""] * 4])
+                continue
+            speed, peak = r["tokens_per_second"], r["peak_bytes"]
+            fsdp = base and not base["error"] and "sequence" not in r["variant"]
+            rows.append(
+                [
+                    r["variant"],
+                    f"{speed:,.0f}",
+                    f"{speed / base['tokens_per_second']:.3f}" if base and fsdp else "",
+                    "" if peak is None else f"{peak / 2**30:.1f}",
+                    *("" if x is None else f"{x:.3f}×" for x in _wire(r)),
+                ]
+            )
+    return rows
+
+
+def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:
+    return result["gradients_wire"], result["weights_wire"]
+
+
 def model_table(data: dict[str, Any]) -> list[list[str]]:
     """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
     steps = data["settings"]["warm_up"] + data["settings"]["timed"]

@@ -1,0 +1,344 @@
+"""Training on several GPUs: speed, memory and bytes on the wire, over each link, against the peers.
+
+    python benchmarks/distributed.py                    every variant over both links (two GPUs)
+    python benchmarks/distributed.py --links host --variants "fp8pass coat, compressed"
+    python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
+
+`fsdp` is the 1B Llama of `model.py`, weights in FP32, FSDP2 by decoder layer with gathers and
+gradients in BF16, layers compiled in place, the loss, too. `sequence` is 16 decoder layers of the
+same sizes (models.Stack) in tensor parallel with sequence parallel norms.
+
+Links: `nvlink` is what NCCL finds; `host` goes through host memory (NCCL_P2P_DISABLE=1), as GPUs
+without peer access do. One process a GPU stays for all variants over a link. Tokens per second are
+those of all ranks together, by the median step; peaks are rank 0's; wire bytes are what it sends
+of gradients and of weights in codes in one step, over those of BF16.
+
+`kernels` times what codes and sums: the share of the bandwidth of a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import LEARNING_RATE, MODELS, TIMED, TINY, WARM_UP, Size, new_llama, step_seconds
+from models import Stack, init_weights, rope_tables
+from report import environment, merge, print_rows, use_expandable_segments, write_json
+from tables import distributed_table
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fp8pass
+from fp8pass.demo.train import Meter, free_memory
+
+HERE = Path(__file__).parent
+LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
+# Of each GPU; a sequence parallel model has one batch for all.
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+        way: `fsdp` or `sequence`.
+        compiler: `bf16`, `torchao` or `fp8pass`.
+        gather: whether torchao gathers weights in FP8.
+        compress: arguments of `fp8pass.distributed.compress`; None: it is not called.
+        optimizer: `fused`, PyTorch's, or `fp8pass`.
+        without: a pass that is left out.
+    """
+
+    way: str = "fsdp"
+    compiler: str = "bf16"
+    gather: bool = False
+    compress: tuple[str, str] | None = None
+    optimizer: str = "fused"
+    without: str = ""
+
+
+BASELINE = "torchao, FP8 gather"
+VARIANTS = {
+    "bf16 compile": Variant(),
+    "torchao": Variant(compiler="torchao"),
+    BASELINE: Variant(compiler="torchao", gather=True),
+    "fp8pass coat": Variant(compiler="fp8pass"),
+    "fp8pass coat, compressed": Variant(compiler="fp8pass", compress=("groups", "row")),
+    "… gradients alone": Variant(compiler="fp8pass", compress=("groups", "none")),
+    "… weights alone": Variant(compiler="fp8pass", compress=("none", "row")),
+    "… with its AdamW": Variant(
+        compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass"
+    ),
+    "bf16 compile, sequence": Variant("sequence"),
+    "fp8pass coat, sequence": Variant("sequence", "fp8pass"),
+    "… gathers in BF16": Variant("sequence", "fp8pass", without="gather_codes"),
+}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[Any, Any]:
+    """A Llama, sharded and compiled; and what `compress` counts."""
+    with torch.device(device):
+        llama = new_llama(size, device).float()
+    if variant.compiler == "torchao":
+        _convert(llama, variant.gather)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in llama.model.layers:
+        layer.compile(**_backend(variant))
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(llama, mp_policy=policy)
+    llama.loss_function = torch.compile(llama.loss_function)
+    done = variant.compress and fp8pass.distributed.compress(llama, *variant.compress)
+    return llama, done
+
+
+def _convert(llama: nn.Module, gather: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        llama,
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=gather),
+        module_filter_fn=lambda module, path: "lm_head" not in path,
+    )
+
+
+def _backend(variant: Variant) -> dict[str, Any]:
+    return {"backend": "fp8pass"} if variant.compiler == "fp8pass" else {}
+
+
+def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) -> Any:
+    """Decoder layers that share out features, and tokens where they normalize."""
+    stack: Any = Stack(size.layers, size.hidden, size.heads, size.ffn)
+    with torch.no_grad():
+        init_weights(stack.to(device, torch.bfloat16))
+    ranks = dist.get_world_size()
+    mesh, tokens = init_device_mesh(device.type, (ranks,)), Shard(1)
+    plan = {
+        "norm1": SequenceParallel(use_local_output=False),
+        "norm2": SequenceParallel(use_local_output=False),
+        **{name: ColwiseParallel(input_layouts=tokens) for name in ("q", "k", "v", "gate", "up")},
+        **{name: RowwiseParallel(output_layouts=tokens) for name in ("o", "down")},
+    }
+    for layer in stack.layers:
+        layer.heads //= ranks
+        parallelize_module(layer, mesh, plan)
+    stack.compile(**_backend(variant))
+    return stack
+
+
+# --- measurements ---------------------------------------------------------------------------------
+
+
+def measure(name: str, size: Size, device: torch.device) -> dict[str, Any]:
+    """Train one variant on this rank."""
+    variant = VARIANTS[name]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    os.environ["FP8PASS_DISABLE_PASSES"] = variant.without
+    run = _fsdp_step if variant.way == "fsdp" else _sequence_step
+    losses: list[Tensor] = []
+    step, done, tokens = run(size, variant, device, losses)
+    (first,) = step_seconds(step, 1, device)
+    step_seconds(step, WARM_UP - 1, device)
+    meter = Meter(device)
+    before = (done.gradients.bytes, done.weights.bytes) if done else (0, 0)
+    seconds = statistics.median(step_seconds(step, TIMED, device))
+    _, peak = meter.read()
+    result: dict[str, Any] = {
+        "first_step_s": first,
+        "tokens_per_second": tokens / seconds,
+        "peak_bytes": peak,
+    }
+    result["loss"] = losses[-1].item() if losses else None
+    for kind, old in zip(("gradients", "weights"), before, strict=True):
+        traffic = getattr(done, kind, None)
+        sent = traffic is not None and traffic.bytes > old
+        result[f"{kind}_wire"] = traffic.ratio if sent else None  # type: ignore[union-attr]
+    return result
+
+
+def _fsdp_step(
+    size: Size, variant: Variant, device: torch.device, losses: list[Tensor]
+) -> tuple[Callable[[], None], Any, int]:
+    llama, done = sharded_llama(size, variant, device)
+    optimizer = (
+        fp8pass.optim.AdamW(llama.parameters(), lr=LEARNING_RATE)
+        if variant.optimizer == "fp8pass"
+        else torch.optim.AdamW(llama.parameters(), LEARNING_RATE, fused=device.type == "cuda")
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(size.vocabulary, (size.batch, size.seq), generator=generator).to(device)
+
+    def step() -> None:
+        loss = llama(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        if variant.gather:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(llama)
+
+    return step, done, ids.numel() * dist.get_world_size()
+
+
+def _sequence_step(
+    size: Size, variant: Variant, device: torch.device, losses: list[Tensor]
+) -> tuple[Callable[[], None], Any, int]:
+    stack = sequence_parallel_stack(size, variant, device)
+    shape = size.batch, size.seq // dist.get_world_size(), size.hidden
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tables = rope_tables(size.seq, size.hidden // size.heads, device)
+
+    def step() -> None:
+        y = stack(x, *tables)
+        y.backward(torch.ones_like(y))
+        stack.zero_grad()
+
+    return step, None, size.batch * size.seq
+
+
+def kernels(device: torch.device, elements: int = 1 << 26) -> dict[str, Any]:
+    """The share of a copy's bandwidth that the kernels of the wire reach on this GPU."""
+    from fp8pass.distributed import weights, wire
+
+    def seconds(function: Callable[[], Any]) -> float:
+        step_seconds(function, 5, device)
+        return statistics.median(step_seconds(function, 30, device))
+
+    def share(function: Callable[[], Any], moved: int) -> float:
+        return moved / seconds(function) / copy
+
+    source = torch.empty(4 * elements, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / seconds(lambda: target.copy_(source))
+    found: dict[str, Any] = {"copy_bytes_per_second": copy, "elements": elements}
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.randn(2, elements // 2, device=device, dtype=dtype)
+        sent = wire.packed(rows)
+        into = torch.empty(1, elements // 2, device=device, dtype=dtype)
+        coded, summed = sent.numel(), sent.numel() + into.numel() * dtype.itemsize
+        matrix = rows.view(-1, 2048)
+        of_row = 1 + dtype.itemsize
+        timed: dict[str, tuple[Callable[[], Any], int]] = {
+            "pack": (partial(wire.packed, rows), rows.numel() * dtype.itemsize + coded),
+            "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
+            "code rows": (partial(weights.coded, matrix, torch.bfloat16), matrix.numel() * of_row),
+        }
+        for name, (function, moved) in timed.items():
+            found[f"{name} {dtype}"] = share(function, moved)
+    return found
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def child(args: argparse.Namespace) -> None:
+    """One rank over one link; rank 0 writes a line for each variant."""
+    use_expandable_segments()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", args.rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(args.store, args.ranks)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=args.rank, world_size=args.ranks,
+        device_id=device if cuda else None,
+    )  # fmt: skip
+    size = (TINY if args.tiny else MODELS)["1B"]
+    size = replace(size, batch=min(size.batch, BATCH))
+    for name in args.variants:
+        result: dict[str, Any] = {"link": args.child, "variant": name, "error": None}
+        try:
+            result |= measure(name, size, device)
+        except Exception as error:  # a missing peer, out of memory: on all ranks alike
+            result["error"] = f"{type(error).__name__}: {error}"
+        free_memory()
+        if args.rank == 0:
+            print(json.dumps(result), flush=True)
+    if args.rank == 0 and cuda and args.child == "nvlink":
+        print(json.dumps({"kernels": kernels(device)}), flush=True)
+    os._exit(0)  # threads of process groups may outlive the interpreter
+
+
+def run_link(link: str, variants: list[str], ranks: int, *, tiny: bool) -> list[dict[str, Any]]:
+    """All variants over one link, each rank a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = [sys.executable, __file__, "--child", link, "--ranks", str(ranks)]
+        common += ["--store", f"{folder}/store", *(["--tiny"] if tiny else [])]
+        started = [
+            subprocess.Popen(
+                [*common, "--rank", str(rank), "--variants", *variants],
+                env=os.environ | LINKS[link],
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        found = []
+        assert started[0].stdout is not None
+        for line in started[0].stdout:
+            if line.startswith("{"):
+                found.append(json.loads(line))
+                print(line.rstrip(), file=sys.stderr, flush=True)
+        for process in started:
+            process.wait(timeout=60)
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="small models, on CPUs too")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=HERE / "results/distributed.json")
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return
+    if torch.cuda.device_count() < args.ranks and not args.tiny:
+        sys.exit(f"This takes {args.ranks} NVIDIA GPUs; --tiny runs on CPUs.")
+    size = (TINY if args.tiny else MODELS)["1B"]
+    settings = {"ranks": args.ranks, "size": asdict(size) | {"batch": min(size.batch, BATCH)}}
+    record: dict[str, Any] = {**environment(), "settings": settings, "results": []}
+    for link in args.links:
+        for found in run_link(link, args.variants, args.ranks, tiny=args.tiny):
+            if "kernels" in found:
+                record["kernels"] = found["kernels"]
+            else:
+                merge(record, found, ("link", "variant"))
+        write_json(args.out, record)
+    print_rows("training on several GPUs", distributed_table(record))
+
+
+if __name__ == "__main__":
+    main()
