@@ -21,7 +21,10 @@ from typing import Any
 HERE = Path(__file__).parent
 DOCUMENTS = (
     HERE.parent / "README.md",
-    *(HERE.parent / "docs" / f"{name}.md" for name in ("results", "formats", "optimizer")),
+    *(
+        HERE.parent / "docs" / f"{name}.md"
+        for name in ("results", "formats", "optimizer", "distributed")
+    ),
 )
 BASELINE = "torchao tensorwise"
 # Ends the names of variants that are replayed as CUDA graphs, which hold their memory themselves.
@@ -431,6 +434,7 @@ def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
+    "distributed": distributed_table,
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,
