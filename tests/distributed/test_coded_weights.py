@@ -1,0 +1,91 @@
+"""Weights that come in codes, in one process: the same forward, the same kernels, nothing kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import COAT_EAGER, FFN, Spy, relative, step
+from kernel_helpers import counts
+from torch import nn
+
+from fp8pass import Config
+from fp8pass.distributed.weights import CodedWeight, coded
+from fp8pass.dynamo import Backend
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.RMSNorm(128), FFN(128, 256)
+
+    def forward(self, x):
+        return x + self.ffn(self.norm(x))
+
+
+def with_codes(model: nn.Module) -> nn.Module:
+    """A copy whose linear layers have weights in codes."""
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            codes = coded(layer.weight.detach(), layer.weight.dtype)
+            layer.weight = nn.Parameter(CodedWeight(*codes, layer.weight.dtype))
+    return model
+
+
+def both(model: nn.Module, x: torch.Tensor, config: Config):
+    """Steps and plans with weights in BF16 and in codes."""
+    found = []
+    for each in (model, with_codes(model)):
+        torch._dynamo.reset()
+        spy = Spy()
+        program = torch.compile(each, backend=Backend(config, spy))
+        found.append((step(program, each, (x,)), spy.plan))
+    return found
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return Block().bfloat16()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(32, 128).bfloat16().requires_grad_()
+
+
+def test_the_forward_is_the_same_and_nothing_more_is_kept(model, x):
+    (want, plain), (got, planned) = both(model, x, COAT_EAGER)
+    assert torch.equal(got.outputs[0], want.outputs[0])
+    assert planned.saved_bytes == plain.saved_bytes
+    assert [y.fp8 for y in planned.linears] == [y.fp8 for y in plain.linears]
+    for name, gradient in want.gradients.items():
+        assert relative(got.gradients[name], gradient) < 0.08, name
+        assert type(got.gradients[name]) is torch.Tensor
+
+
+def test_kernels_read_codes(model, x, graphs):
+    """Of the values, kernels of the backward make codes for its scale, too."""
+    (want, _), (got, _) = both(model, x, Config())
+    assert torch.equal(got.outputs[0], want.outputs[0])
+    for name, gradient in want.gradients.items():
+        assert relative(got.gradients[name], gradient) < 0.08, name
+    _, plain, forward, backward = (counts([g]) for g in graphs)
+    assert forward["quantize"] == 0
+    assert backward["quantize"] == plain["quantize"] == 0
+    assert backward["tiles"] == plain["tiles"]
+
+
+@pytest.mark.parametrize("recipe", ["linear", "agoq", "exact"])
+def test_other_recipes_take_the_values(model, x, recipe):
+    (want, _), (got, _) = both(model, x, Config.recipe(recipe, compiler="eager"))
+    assert relative(got.outputs[0].detach(), want.outputs[0].detach()) < 0.08
+    for name, gradient in want.gradients.items():
+        assert relative(got.gradients[name], gradient) < 0.3, name
+
+
+def test_eager_pytorch_takes_the_values(model, x):
+    want, got = (step(each, each, (x,)) for each in (model, with_codes(model)))
+    assert relative(got.outputs[0].detach(), want.outputs[0].detach()) < 0.06
+    assert all(relative(got.gradients[n], g) < 0.1 for n, g in want.gradients.items())
