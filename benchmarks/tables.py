@@ -153,6 +153,16 @@ def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:
     return result["gradients_wire"], result["weights_wire"]
 
 
+def balance_table(data: dict[str, Any]) -> list[list[str]]:
+    """Optimizer states of the rank that has most, times the number of ranks."""
+    rows = [["", "ranks", "whole tensors", "FSDP2's rows"]]
+    for r in data["results"]:
+        rows.append(
+            [r["model"], str(r["ranks"]), *(f"{r[k]:.2f}" for k in ("whole tensors", "rows"))]
+        )
+    return rows
+
+
 def model_table(data: dict[str, Any]) -> list[list[str]]:
     """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
     steps = data["settings"]["warm_up"] + data["settings"]["timed"]
@@ -435,6 +445,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
     "distributed": distributed_table,
+    "balance": balance_table,
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,

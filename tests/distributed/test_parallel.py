@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 import fp8pass
@@ -149,6 +150,50 @@ def attached_to_sums(device: str, way: str) -> None:
     assert_replicas_are_equal(model)
 
 
+def whole_tensors(device: str) -> None:
+    """ZeroRedundancyOptimizer gives ranks whole tensors, as FP8-LM's Algorithm 1 does."""
+    found = []
+    for shares in (False, True):
+        model = distributed("ddp", device, "exact")
+        parameters = list(model.parameters())
+        if shares:
+            optimizer = ZeroRedundancyOptimizer(parameters, fp8pass.optim.AdamW, lr=3e-3)
+        else:
+            optimizer = fp8pass.optim.AdamW(parameters, lr=3e-3)
+        for seed in range(3):
+            backward("ddp", device, model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_replicas_are_equal(model)
+        found.append([parallel.full(p) for p in parameters])
+    assert_near(found[1], found[0], 2e-3)  # random rounding follows the order of parameters
+    loads = [0] * dist.get_world_size()
+    for size in sorted((p.numel() for p in parameters), reverse=True):
+        loads[loads.index(min(loads))] += size
+    mine = sum(p.numel() for group in optimizer.optim.param_groups for p in group["params"])
+    assert mine == loads[dist.get_rank()]
+
+
+def ddp_with_options(device: str) -> None:
+    """Small buckets, gradients that are views of them, a static graph; with and without codes."""
+    options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True, "static_graph": True}
+    found = []
+    for given, compresses in (({}, False), (options, False), (options, True)):
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(parallel.Decoder().to(device), **given)
+        model.compile(backend=fp8pass.backend(Config.recipe("exact", compiler="eager")))
+        if compresses:
+            fp8pass.distributed.compress(model)
+        for seed in range(2):
+            model.zero_grad()
+            backward("ddp", device, model, seed)
+        found.append(gradients(model))
+    assert_near(found[1], found[0], 4e-5)
+    coded, exact = (torch.cat([g.flatten() for g in each]) for each in (found[2], found[0]))
+    assert 0 < (coded - exact).norm() < 0.04 * exact.norm()
+    assert_replicas_are_equal(model)
+
+
 # --- tests --------------------------------------------------------------------------------------
 
 CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
@@ -158,6 +203,11 @@ CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
 @pytest.mark.parametrize("way", parallel.WAYS)
 def test_two_ranks(two, way, claim):
     two(claim, way)
+
+
+@pytest.mark.parametrize("claim", [whole_tensors, ddp_with_options], ids=lambda c: c.__name__)
+def test_ddp(two, claim):
+    two(claim)
 
 
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
