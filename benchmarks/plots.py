@@ -1,4 +1,4 @@
-"""Plot docs/convergence.png and docs/frontier.png from benchmarks/results/*.json.
+"""Plot docs/{convergence,frontier,projection}.png from benchmarks/results/*.json.
 
 python benchmarks/plots.py    what has been measured; needs matplotlib
 """
@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from fp8pass.demo.show import running_mean
 
@@ -83,9 +84,30 @@ def _plot_points(axes: Axes, results: list[dict[str, Any]], key: str, label: str
     axes.plot(gib, [r["ms"] for r in results], "o-", markersize=4, label=label)
 
 
+def projection(data: dict[str, Any]) -> Figure:
+    """Speed of a GPU by the speed of its link, on the most GPUs."""
+    models = list(dict.fromkeys(r["model"] for r in data["results"]))
+    most = max(r["gpus"] for r in data["results"])
+    figure, axes = pyplot.subplots(1, len(models), figsize=(10, 4.5), layout="constrained")
+    for model, each in zip(models, axes, strict=True):
+        mine = [r for r in data["results"] if (r["model"], r["gpus"]) == (model, most)]
+        for variant in dict.fromkeys(r["variant"] for r in mine):
+            points = [r for r in mine if r["variant"] == variant]
+            x = [r["gigabits"] for r in points]
+            y = [r["tokens_per_second"] for r in points]
+            each.plot(x, y, "o-", markersize=4, label=variant)
+        each.set(title=f"{model}, {most:,} GPUs", xlabel="link of a GPU, Gb/s", xscale="log")
+        each.set_xticks(x, [str(gigabits) for gigabits in x], minor=False)
+        each.xaxis.set_minor_locator(NullLocator())
+    axes[0].set(ylabel="tokens per second and GPU, projected")
+    axes[0].legend()
+    return figure
+
+
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "convergence": convergence,
     "frontier": frontier,
+    "projection": projection,
 }
 
 

@@ -163,6 +163,35 @@ def balance_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def projection_table(data: dict[str, Any]) -> list[list[str]]:
+    """Tokens per second and GPU; the number of GPUs matters little, so two of them are shown."""
+    variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
+    rows = [["", "Gb/s", *variants, "× fp8pass", "× torchao, FP8 gather"]]
+    gpus = sorted({r["gpus"] for r in data["results"]})
+    for model in dict.fromkeys(r["model"] for r in data["results"]):
+        for count in (gpus[0], gpus[-1]):
+            rows.append([f"**{model}, {count} GPUs**", *[""] * (len(rows[0]) - 1)])
+            for link in sorted({r["gigabits"] for r in data["results"]}):
+                speed = {
+                    r["variant"]: r["tokens_per_second"]
+                    for r in data["results"]
+                    if (r["model"], r["gpus"], r["gigabits"]) == (model, count, link)
+                }
+                versus = (
+                    speed["fp8pass, compressed"] / speed[base]
+                    for base in ("fp8pass", "torchao, FP8 gather")
+                )
+                rows.append(
+                    [
+                        "",
+                        str(link),
+                        *(f"{speed[v]:,.0f}" for v in variants),
+                        *(f"{x:.2f}" for x in versus),
+                    ]
+                )
+    return rows
+
+
 def model_table(data: dict[str, Any]) -> list[list[str]]:
     """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
     steps = data["settings"]["warm_up"] + data["settings"]["timed"]
@@ -446,6 +475,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "model": model_table,
     "distributed": distributed_table,
     "balance": balance_table,
+    "projection": projection_table,
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,
