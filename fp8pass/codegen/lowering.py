@@ -149,6 +149,16 @@ def _joined(emit: Emitter, parts: list[fx.Node]) -> fx.Node:
     return _row_major(emit(aten.view.dtype, whole, tensor(parts[0]).dtype))
 
 
+@_lowers(fp8.as_bytes.default)
+def _as_bytes(emit: Emitter, data: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, data, torch.uint8)
+
+
+@_lowers(fp8.as_codes.default)
+def _as_codes(emit: Emitter, data: fx.Node, format: str) -> fx.Node:
+    return emit(aten.view.dtype, data, FORMATS[format].dtype)
+
+
 @_lowers(fp8.scaled_mm.default)
 def _scaled_mm(
     emit: Emitter,
