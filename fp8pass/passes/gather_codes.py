@@ -135,7 +135,7 @@ def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> st
             return "its scale is not its own"
         if matrix.has_row_scales and not _keeps_rows(gather, matrix):
             return "rows lie on more than one rank"
-        if not is_plain(gather, matrix) and not _is_static(gather, matrix):
+        if _sizes_vary(gather, matrix):
             return "its sizes vary"
     return ""
 
@@ -176,9 +176,12 @@ def is_plain(gather: Gather, matrix: Matrix) -> bool:
     return is_below and not permutes and _keeps_rows(gather, matrix)
 
 
-def _is_static(gather: Gather, matrix: Matrix) -> bool:
+def _sizes_vary(gather: Gather, matrix: Matrix) -> bool:
+    """Whether some size varies that the codes' views would have to be given."""
+    if is_plain(gather, matrix):
+        return not isinstance(tensor(matrix.node).shape[-1], int)
     nodes = (gather.shard, gather.whole, *matrix.moves)
-    return all(isinstance(size, int) for n in nodes for size in tensor(n).shape)
+    return not all(isinstance(size, int) for n in nodes for size in tensor(n).shape)
 
 
 class Sender:
