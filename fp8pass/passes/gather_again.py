@@ -12,7 +12,7 @@ This pass only marks gathers; the plan follows. What is marked:
 
 Other collectives run once, as in PyTorch's own partitioner. All ranks have the same graph, and
 whether something is gathered again depends on nothing that varies between them: not on sizes, nor
-on how much memory is left.
+on how much memory is left. So no copy of what was gathered may be kept either, in any layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.classify import STATISTICS
-from fp8pass.graph.collectives import gathers
+from fp8pass.graph.classify import STATISTICS, VIEWS
+from fp8pass.graph.collectives import GATHER, WAIT, Gather, gathers
+from fp8pass.graph.nodes import aten
 from fp8pass.graph.origins import Origins
+from fp8pass.graph.patterns import CASTS
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
+
+# What has the elements of a gathered tensor.
+COPIES = {
+    *(WAIT, GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
+    *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),
+}
 
 
 def gather_again(gm: fx.GraphModule, ctx: Context) -> None:
@@ -35,11 +43,25 @@ def gather_again(gm: fx.GraphModule, ctx: Context) -> None:
     for gather in gathers(gm.graph):
         sent = graph.root(gather.shard)
         if gather.node in backward or sent.target in STATISTICS:
-            continue  # a tensor's scale is kept, in four bytes
-        of_parameters = gather.shard in origins.computed
-        if sent.target is fp8.as_bytes.default and not of_parameters:
-            compat.save_always(sent.args[0])  # type: ignore[arg-type]
-        elif not of_parameters:
-            continue
-        compat.recompute_always(gather.node)
-        compat.recompute_always(gather.wait)
+            continue  # what a scale follows from: the scale of a tensor is kept, in four bytes
+        if gather.shard in origins.computed:
+            _repeat(gather, backward)
+        elif sent.target is fp8.as_bytes.default:
+            _keep_sent(sent.args[0])  # type: ignore[arg-type]
+            _repeat(gather, backward)
+
+
+def _repeat(gather: Gather, backward: set[fx.Node]) -> None:
+    """Have the backward gather again, and keep no copy."""
+    pending = [gather.node]
+    while pending:
+        node = pending.pop()
+        compat.recompute_always(node)
+        pending += [n for n in node.users if n.target in COPIES and n not in backward]
+        pending += [n for n in node.users if graph.is_getitem(n)]
+
+
+def _keep_sent(codes: fx.Node) -> None:
+    """Have the backward keep codes, unless a checkpointed region computes what they are of."""
+    if not compat.must_recompute(graph.source(codes.args[0])):  # type: ignore[arg-type]
+        compat.save_always(codes)
