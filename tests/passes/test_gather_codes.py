@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.utils import parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8pass import compat
+from fp8pass import compat, explain
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.graph import spec
@@ -212,6 +213,18 @@ def test_left_as_it_is(mesh, read, dim, recipe, reason):
     assert str(joint.gm.graph) == before
     (gather,) = joint.calls(GATHER)
     assert gather.meta[WHY_WIDE] == reason
+
+
+def test_explain_says_why(mesh):
+    explanation = explain(Gathered(mesh, 1, sum_of), activation(2, ROWS))
+    gather, scatter = explanation.graphs[0].plan.collectives
+    assert (gather.half, gather.dtype, gather.shape) == ("forward", "bfloat16", f"2×{ROWS}×{WIDTH}")
+    assert gather.bytes == 2 * 2 * ROWS * WIDTH
+    assert (scatter.op, scatter.half) == ("reduce_scatter_tensor", "backward")
+    text = str(explanation)
+    assert "aten.sum reads it, too" in text
+    assert "sums are not rounded" in text
+    assert json.loads(explanation.to_json())["graphs"][0]["collectives"][0]["bytes"] == gather.bytes
 
 
 def test_a_weight_in_16_bits_is_not_kept_either(mesh):
