@@ -9,6 +9,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, CompiledGraph
+from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
 from fp8pass.passes import JOINT_PASSES, Context
@@ -92,4 +93,7 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     crossing = {n.name for n in tensors}
     if crossing != set(planned):
         raise AssertionError(f"planned to save {planned}, saved {sorted(crossing)}")
+    for half in (forward, backward):  # each has been given all that it could wait for
+        remove_unused(half.graph)
+        half.recompile()
     return forward, backward

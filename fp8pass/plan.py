@@ -99,6 +99,29 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """What ranks send each other at one place of a graph.
+
+    Attributes:
+        module: path of the module that asks for it; a parametrization, for a gathered weight.
+        op: the collective.
+        half: `forward` or `backward`.
+        shape: of what this rank sends.
+        dtype: of that; codes and the bytes that they are sent as are `uint8`.
+        bytes: of that, once however many ranks get it.
+        reason: why it does not send codes, '' where it does, or sends what codes are scaled by.
+    """
+
+    module: str
+    op: str
+    half: str
+    shape: str
+    dtype: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class FrontierPoint:
     """A plan that a memory budget would give.
 
@@ -148,10 +171,10 @@ class Plan:
     `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
     `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
     error rules that it follows; `merged` names the layers that share a GEMM for the gradient of
-    their common input. Where somebody observes: `stock_bytes` is what PyTorch's own
-    partitioner would keep for the same graph, `flops` counts the operations of all GEMMs,
-    convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the
-    forward and one for the backward.
+    their common input; `collectives` is what ranks send each other. Where somebody observes:
+    `stock_bytes` is what PyTorch's own partitioner would keep for the same graph, `flops` counts
+    the operations of all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and
+    `kernels` has an entry for the forward and one for the backward.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -165,6 +188,7 @@ class Plan:
     rules: list[RuleSummary] = field(default_factory=list)
     kernels: list[KernelUse] = field(default_factory=list)
     merged: list[tuple[str, ...]] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     note: str = ""
 
     @property

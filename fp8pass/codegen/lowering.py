@@ -24,6 +24,7 @@ from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group
 from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
+from fp8pass.graph.collectives import GATHER, WAIT, remove_unused
 from fp8pass.graph.nodes import aten, prims, tensor
 
 fp8 = torch.ops.fp8pass
@@ -58,6 +59,7 @@ def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
         gm.graph.erase_node(node)
         changed = True
     if changed:
+        remove_unused(gm.graph)
         gm.recompile()
 
 
@@ -152,6 +154,22 @@ def _joined(emit: Emitter, parts: list[fx.Node]) -> fx.Node:
     codes = [emit(aten.view.dtype, part, torch.uint8) for part in parts]  # FP8 has no copy kernel
     whole = emit(aten.cat.default, codes, 1)
     return _row_major(emit(aten.view.dtype, whole, tensor(parts[0]).dtype))
+
+
+@_lowers(fp8.as_bytes.default)
+def _as_bytes(emit: Emitter, data: fx.Node) -> fx.Node:
+    return emit(aten.view.dtype, data, torch.uint8)
+
+
+@_lowers(fp8.as_codes.default)
+def _as_codes(emit: Emitter, data: fx.Node, format: str) -> fx.Node:
+    """Bytes that NCCL gathered are gathered as codes: so Inductor finds what a GEMM reads."""
+    if data.target is WAIT and tensor(data).device.type == "cuda":
+        gather: Any = data.args[0]
+        sent = gather.args[0]
+        if sent.target is aten.view.dtype:
+            return emit(WAIT, emit(GATHER, sent.args[0], *gather.args[1:]))
+    return emit(aten.view.dtype, data, FORMATS[format].dtype)
 
 
 @_lowers(fp8.scaled_mm.default)

@@ -35,6 +35,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     uncompiled,
 )
 from fp8pass.compat.joint import (  # noqa: E402
+    copy_region,
     extract_forward_backward,
     input_index,
     is_primal,
@@ -42,6 +43,8 @@ from fp8pass.compat.joint import (  # noqa: E402
     must_recompute,
     must_save,
     normalize_joint_graph,
+    recompute_always,
+    save_always,
     stock_partition,
 )
 from fp8pass.compat.launching import (  # noqa: E402
@@ -99,6 +102,7 @@ __all__ = [
     "compile_fx_inner",
     "compiled_in_vain",
     "copy_captured",
+    "copy_region",
     "counters",
     "draw_from_seeds",
     "extract_forward_backward",
@@ -126,8 +130,10 @@ __all__ = [
     "pipeline_actions",
     "planned_schedule",
     "real_tensors",
+    "recompute_always",
     "restrictions",
     "runs_one_stage_a_rank",
+    "save_always",
     "schedule_class",
     "schedule_names",
     "schema_of",

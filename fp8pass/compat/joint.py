@@ -96,6 +96,24 @@ def must_save(node: fx.Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
+def recompute_always(node: fx.Node) -> None:
+    """Have the backward compute `node` again, as `torch.utils.checkpoint` does."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def save_always(node: fx.Node) -> None:
+    """Have the backward keep `node` or what follows from it; a checkpointed region stays one."""
+    if not must_recompute(node):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def copy_region(source: fx.Node, node: fx.Node) -> None:
+    """Have `node` kept or computed again as `source` is."""
+    node.meta.pop("recompute", None)
+    if "recompute" in source.meta:
+        node.meta["recompute"] = source.meta["recompute"]
+
+
 def input_index(node: fx.Node) -> int | None:
     """Which input of the Dynamo graph a primal is, or is a part of; None where that is unknown."""
     desc = node.meta.get("desc")

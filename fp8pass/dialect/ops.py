@@ -98,6 +98,14 @@ def _fake_joined(parts: list[Tensor]) -> Tensor:
     return parts[0].new_empty((parts[0].shape[0], sum(part.shape[1] for part in parts)))
 
 
+def _fake_as_bytes(data: Tensor) -> Tensor:
+    return torch.empty_like(data, dtype=torch.uint8)
+
+
+def _fake_as_codes(data: Tensor, format: str) -> Tensor:
+    return torch.empty_like(data, dtype=FORMATS[format].dtype)
+
+
 def _fake_scaled_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -196,6 +204,20 @@ def transpose(data: Tensor) -> Tensor:
 def joined(parts: list[Tensor]) -> Tensor:
     """FP8 matrices [M, K₁], [M, K₂], ... side by side: [M, K₁ + K₂ + ...], contiguous."""
     return torch.cat([part.view(torch.uint8) for part in parts], 1).view(parts[0].dtype)
+
+
+@_dialect("as_bytes(Tensor data) -> Tensor", _fake_as_bytes)
+def as_bytes(data: Tensor) -> Tensor:
+    """FP8 codes as the bytes that they are, which operators outside the dialect take."""
+    return data.view(torch.uint8).clone()
+
+
+@_dialect("as_codes(Tensor data, str format) -> Tensor", _fake_as_codes)
+def as_codes(data: Tensor, format: str) -> Tensor:
+    """Bytes as the FP8 codes of `format` that they are: `as_bytes` undone."""
+    dtype = FORMATS[format].dtype
+    assert dtype is not None
+    return data.view(dtype).clone()
 
 
 @_dialect(

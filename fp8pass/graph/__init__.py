@@ -9,6 +9,7 @@ joint.py           what is known about a joint graph before any pass
 pointwise.py       pointwise operators: one row for each, in sympy and in Triton
 symbols.py         the sympy that these rows are written in
 classify.py        the class of an operator: GEMM, view, reduction, ...
+collectives.py     what ranks send each other; gathers, and what they gather
 origins.py         which values depend on the data, which on parameters or constants alone
 output_heads.py    which layers compute logits
 linear_layers.py   the GEMMs of linear layers, forward and backward

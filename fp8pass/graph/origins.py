@@ -8,6 +8,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.collectives import GATHER
 from fp8pass.graph.joint import JointFacts
 
 
@@ -67,7 +68,14 @@ class Origins:
                 pending += [n for n in current.all_input_nodes if n not in seen]
                 seen.update(current.all_input_nodes)
         elements = sum(graph.numel(graph.tensor(n)) for n in seen & self.weights)
+        elements += sum(_elements_of_others(n) for n in seen if graph.is_call(n, GATHER))
         return elements >= graph.numel(graph.tensor(node))
+
+
+def _elements_of_others(gather: fx.Node) -> int:
+    """How many elements of a gathered parameter other ranks have."""
+    shard: fx.Node = gather.args[0]  # type: ignore[assignment]
+    return graph.numel(graph.tensor(gather)) - graph.numel(graph.tensor(shard))
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:

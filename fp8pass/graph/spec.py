@@ -14,12 +14,21 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
 from fp8pass.dialect.ops import AMAX, OPERATORS
 from fp8pass.graph.classify import VIEWS
+from fp8pass.graph.collectives import GATHER, WAIT
+from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import CARRIES
 
 fp8 = torch.ops.fp8pass
 
 # Operators that may touch an FP8 tensor: the dialect, and the kernels that take its place.
 _NAMESPACES = ("fp8pass", "fp8pass_codegen")
+
+
+# What is between a matrix and the part of it that a rank sends.
+_ON_THE_WIRE = {
+    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT, GATHER),
+    *(VIEWS | {aten.cat.default, aten.clone.default}),
+}
 
 
 class MalformedGraph(AssertionError):
@@ -107,6 +116,16 @@ def _verify_joined(node: fx.Node) -> None:
     _require(len(dtypes) == 1, node, "puts codes of several formats side by side")
 
 
+def _verify_as_bytes(node: fx.Node) -> None:
+    _require(_is_codes(node.args[0]), node, "takes what are no codes for bytes")  # type: ignore[arg-type]
+
+
+def _verify_as_codes(node: fx.Node) -> None:
+    data, format = node.args
+    _require_format(node, format)
+    _require(graph.tensor(data).dtype is torch.uint8, node, "takes what are no bytes for codes")  # type: ignore[arg-type]
+
+
 def _verify_scaled_mm(node: fx.Node) -> None:
     """Operands have the scales of their codes, both by row or neither, and equal lengths."""
     a, a_scale, b, b_scale = node.args[:4]
@@ -124,14 +143,16 @@ def _verify_scaled_mm(node: fx.Node) -> None:
 
 
 def _verify_operand(node: fx.Node, data: fx.Node, scale: Any) -> None:
-    quantized = _untransposed(data)
+    codes = _untransposed(data)
+    quantized = _behind_gather(codes)
     if not _is_visible(quantized):
         return
     _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
-    same = _is_same_scale(quantized.args[1], scale)
+    own = quantized.args[1]
+    same = _is_same_scale(own, scale) or (quantized is not codes and _is_gathered(own, scale))
     _require(same, node, f"{data} was quantized with another scale")
     by_row = of_operand(_rank(scale)) is ROW
-    _require(not (by_row and data is not quantized), node, f"{data} has no scale for each row")
+    _require(not (by_row and data is not codes), node, f"{data} has no scale for each row")
 
 
 def _verify_joined_operands(node: fx.Node, operands: list[fx.Node]) -> None:
@@ -193,6 +214,8 @@ VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     fp8.dequantize.default: _verify_dequantize,
     fp8.transpose.default: _verify_transpose,
     fp8.joined.default: _verify_joined,
+    fp8.as_bytes.default: _verify_as_bytes,
+    fp8.as_codes.default: _verify_as_codes,
     fp8.group_scale.default: _verify_group_scale,
     fp8.quantize_groups.default: _verify_quantize_groups,
     fp8.dequantize_groups.default: _verify_dequantize_groups,
@@ -213,6 +236,21 @@ def _is_same_scale(x: object, y: object) -> bool:
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
     return x.meta.get(CARRIES, x.name) == y.meta.get(CARRIES, y.name)
+
+
+def _is_gathered(own: Any, scale: Any) -> bool:
+    """Whether the scales of a part's rows are from the same amaxes as those of all rows."""
+    scales = own.target is scale.target is fp8.scale.default
+    return not scales or _behind_gather(scale.args[0]) is own.args[0]
+
+
+def _behind_gather(node: fx.Node) -> fx.Node:
+    """What a rank sent of a matrix that was gathered; the matrix itself if it was not."""
+    part = node
+    while graph.operator_of(part).target in _ON_THE_WIRE:
+        part = part.args[0]  # type: ignore[assignment]
+        part = part[0] if isinstance(part, (list, tuple)) else part
+    return part
 
 
 def _shape(node: Any) -> tuple[Any, ...]:

@@ -21,6 +21,12 @@ KEPT_BY_CHOICE = "fp8pass_kept_by_choice"
 # `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
+# On gathered codes: the name of the tensor that was gathered and quantized in their place.
+GATHERED_AS = "fp8pass_gathered_as"
+
+# On a gather: why it is not one of codes.
+WHY_WIDE = "fp8pass_why_wide"
+
 # On the copy of a forward value in the backward, recomputed or dequantized: the value's name.
 CARRIES = "fp8pass_carries"
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.tags import ROLE, original_name
+from fp8pass.graph.tags import GATHERED_AS, ROLE, original_name
 from fp8pass.inspect.prediction import Predictor
 from fp8pass.inspect.recording import Record, record_step
 from fp8pass.inspect.running import configuration_of
@@ -164,6 +164,7 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     exact = record.exact_values()
     nodes = record.planned.graph.nodes
     values = {n: exact[name] for n in nodes if (name := original_name(n)) in exact}
+    values |= {n: exact[n.meta[GATHERED_AS]] for n in nodes if GATHERED_AS in n.meta}
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, values)
     predictor.run(record.planned.graph)

@@ -20,6 +20,7 @@ from fp8pass.inspect.running import configuration_of, unchanged
 from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.inspect.tables import (
     by_bytes,
+    collectives_table,
     frontier_table,
     linears_table,
     rules_table,
@@ -90,6 +91,8 @@ class Explanation(ExplanationData):
             yield linears_table(title, plan.linears)
             if plan.saved:
                 yield saved_table(title, plan)
+            if plan.collectives:
+                yield collectives_table(title, plan.collectives)
             if plan.frontier:
                 yield frontier_table(title, plan)
             if plan.rules:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fp8pass.plan import Linear, RuleSummary, SavedTensor
+from fp8pass.plan import Collective, Linear, RuleSummary, SavedTensor
 
 
 def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
@@ -25,6 +25,11 @@ def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
     return folded(
         (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
     )
+
+
+def folded_collectives(sent: Iterable[Collective]) -> list[tuple[str, int, Collective]]:
+    """Collectives, equal ones folded."""
+    return folded((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
 
 
 def folded_saved(

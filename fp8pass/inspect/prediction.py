@@ -121,6 +121,8 @@ class Predictor:
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
+        if graph.is_call(node, fp8.as_codes.default):  # gathered from what is kept exactly
+            return self.values[node], FORMATS[str(node.args[1])].relative_error
         source, format = node.args[0], FORMATS[str(node.args[2])]
         inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
         return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from fp8pass.inspect.folding import folded_linears, folded_rules, folded_saved
-from fp8pass.plan import FrontierPoint, Linear, Plan, RuleSummary
+from fp8pass.inspect.folding import folded_collectives, folded_linears, folded_rules, folded_saved
+from fp8pass.plan import Collective, FrontierPoint, Linear, Plan, RuleSummary
 
 
 def linears_table(title: str, linears: list[Linear]) -> Table:
@@ -40,6 +40,17 @@ def saved_table(title: str, plan: Plan) -> Table:
         table.add_row(
             "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
         )
+    return table
+
+
+def collectives_table(title: str, collectives: list[Collective]) -> Table:
+    """What ranks send each other, and why it is not in codes."""
+    table = Table(title=f"{title}: sent to other ranks", title_justify="left")
+    for column in ("module", "×", "half", "collective", "sent", "MiB", "no codes because"):
+        table.add_column(column, justify="right" if column == "MiB" else "left")
+    for path, count, c in folded_collectives(collectives):
+        sent = f"{c.dtype} {c.shape}"
+        table.add_row(path, str(count), c.half, c.op, sent, mib(count * c.bytes), c.reason)
     return table
 
 

@@ -20,6 +20,9 @@ from fp8pass.passes.fuse_norms import fuse_norms
 from fp8pass.passes.fuse_rows import fuse_rows
 from fp8pass.passes.fuse_scales import fuse_scales
 from fp8pass.passes.fuse_tiles import fuse_tiles
+from fp8pass.passes.gather_again import gather_again
+from fp8pass.passes.gather_codes import gather_codes
+from fp8pass.passes.list_collectives import list_collectives
 from fp8pass.passes.lower_dialect import lower_dialect
 from fp8pass.passes.materialize_plan import materialize_plan
 from fp8pass.passes.merge_dgrads import merge_dgrads
@@ -32,13 +35,16 @@ Pass = Callable[[fx.GraphModule, Context], None]
 # Joint graphs, forward and backward in one.
 JOINT_PASSES: tuple[Pass, ...] = (
     quantize_linears,  # mm, addmm of a parameter -> quantize + scaled_mm
+    gather_codes,  # gathers of what is only quantized -> gathers of codes
+    gather_again,  # gathered parameters and codes -> marked, not to be kept
     plan_saved_values,  # which forward values the backward keeps, in which format
     materialize_plan,  # the plan -> quantize, dequantize and recompute nodes
     merge_dgrads,  # gradients of an input that layers share -> one GEMM
+    list_collectives,  # what ranks send each other, for the plan
 )
 
 # Graphs without a backward: evaluation gives the values that training would.
-INFERENCE_PASSES: tuple[Pass, ...] = (quantize_linears,)
+INFERENCE_PASSES: tuple[Pass, ...] = (quantize_linears, gather_codes, list_collectives)
 
 # The forward and the backward, or an inference graph, right before Inductor compiles them.
 HALF_PASSES: tuple[Pass, ...] = (

@@ -20,6 +20,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.graph.classify import Kind, is_mask, kind
+from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, emit
 from fp8pass.graph.tags import CARRIES, ROLE
@@ -45,7 +46,7 @@ def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
                 if operand not in backward:
                     node.replace_input_with(operand, carrier.in_backward(operand))
     _carry_gradients(gm, ctx, backward, carrier)
-    gm.graph.eliminate_dead_code()
+    remove_unused(gm.graph)
     ctx.saved = [n for n in carrier.crossing if n.users]
 
 

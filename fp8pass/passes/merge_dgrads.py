@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.graph.collectives import WAIT
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.patterns import RESHAPES
@@ -94,7 +95,8 @@ def _term(gemm: fx.Node) -> Term | None:
     """The term that a GEMM is, None unless it can be merged.
 
     It must be an FP8 dgrad whose result is only added to something, and the only user of the codes
-    of its weight.
+    of its weight. A gathered weight has codes that all ranks share, while gradients, on which the
+    scale of a merged weight depends, are each rank's own.
     """
     if not is_fp8_gemm(gemm) or gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
         return None
@@ -106,6 +108,8 @@ def _term(gemm: fx.Node) -> Term | None:
     if not isinstance(codes, fx.Node) or not graph.is_call(found.weight, fp8.quantize.default):
         return None
     if _only_user(codes) is None or _only_user(found.weight) is None:
+        return None
+    if graph.is_call(graph.source(found.weight.args[0]), WAIT):  # type: ignore[arg-type]
         return None
     while (user := _only_user(found.total)) is not None and _is_sum_of_two(user):
         found.total = user

@@ -15,6 +15,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.dialect import hardware
 from fp8pass.graph.classify import STATISTICS, Kind, kind
+from fp8pass.graph.collectives import GATHER, WAIT
 from fp8pass.graph.flops import EXPENSIVE, flops
 
 fp8 = torch.ops.fp8pass
@@ -41,8 +42,10 @@ def recompute_price(node: fx.Node) -> float:
     if graph.is_getitem(node):  # comes with its operator, or not at all
         return math.inf if math.isinf(recompute_price(graph.operator_of(node))) else 0
     kind_ = kind(node)
-    if kind_ in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
+    if kind_ in (Kind.RANDOM, Kind.OTHER):
         return math.inf
+    if kind_ is Kind.COLLECTIVE:
+        return _price_of_collective(node)
     if compat.must_recompute(node):
         return 0
     if kind_ not in RECOMPUTABLE:
@@ -52,6 +55,15 @@ def recompute_price(node: fx.Node) -> float:
     if kind_ is Kind.REDUCTION or node.target in STATISTICS:
         return sum(graph.nbytes(n) for n in node.all_input_nodes)
     return graph.nbytes(node)
+
+
+def _price_of_collective(node: fx.Node) -> float:
+    """Gathers run again where `gather_again` or a checkpointed region says so, sums never.
+
+    No price is weighed against others: all ranks have to decide alike, whatever they keep.
+    """
+    is_gather = node.target is GATHER or (node.target is WAIT and node.args[0].target is GATHER)  # type: ignore[union-attr]
+    return 0 if is_gather and compat.must_recompute(node) else math.inf
 
 
 def keep_price(node: fx.Node) -> float:

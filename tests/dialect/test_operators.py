@@ -35,6 +35,8 @@ CALLS: dict[object, list[tuple]] = {
     ],
     fp8.transpose.default: [(codes(20, 32),), (codes(32, 16),), (X,)],
     fp8.joined.default: [([codes(20, 32), codes(20, 16)],)],
+    fp8.as_bytes.default: [(codes(20, 32),)],
+    fp8.as_codes.default: [(torch.zeros(20, 32, dtype=torch.uint8), "e5m2")],
     fp8.scaled_mm.default: [
         (codes(20, 32), ONE, codes(48, 32), ONE, None, torch.bfloat16),
         (codes(20, 32), ROWS, codes(20, 32), ROWS, torch.randn(20), torch.float32),

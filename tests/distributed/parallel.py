@@ -63,13 +63,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Logits of tokens; `checkpoints` computes each block again in the backward."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.checkpoints = False
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.to(dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)

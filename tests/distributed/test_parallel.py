@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import parallel
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fp8pass
 from fp8pass import Config
 
 
-def distributed(way: str, device: str, recipe: str | None) -> nn.Module:
+def distributed(way: str, device: str, recipe: str | None, **changes: Any) -> nn.Module:
     """The same model on all ranks, distributed; eager without a recipe."""
     torch.manual_seed(0)
-    model = parallel.Decoder().to(device)
+    model = parallel.Decoder(**changes).to(device)
     backend = recipe and fp8pass.backend(Config.recipe(recipe, compiler="eager"))
     return parallel.WAYS[way](model, backend or None)
 
@@ -106,6 +109,33 @@ def checkpointed(device: str, way: str) -> None:
         backward(way, device, model)
         found.append(gradients(model))
     assert_near(found[1], found[0], 4e-5)
+
+
+def codes_are_those_of_what_was_gathered(device: str, way: str, recipe: str) -> None:
+    """Loss and gradients of each rank are the same bits without `gather_codes`."""
+    found = []
+    for left_out in ("", "gather_codes"):
+        torch._dynamo.reset()
+        with mock.patch.dict(os.environ, FP8PASS_DISABLE_PASSES=left_out):
+            model = distributed(way, device, recipe, blocks=1, dtype=torch.bfloat16)
+            found.append([backward(way, device, model), *gradients(model)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(parallel.full(a), parallel.full(b))
+
+
+def a_nan_of_one_rank_reaches_all(device: str) -> None:
+    """Through a scale that all ranks share, as if the whole tensor had been measured."""
+    mesh = init_device_mesh(device, (2,))
+    layer = nn.Linear(32, 16, bias=False).to(device)
+
+    def product(x: Tensor) -> Tensor:
+        part = DTensor.from_local(x.sin(), mesh, [Shard(0)], run_check=False)
+        return layer(part.redistribute(placements=[Replicate()]).to_local())
+
+    x = torch.randn(16, 32, device=device)
+    x[3, 5] = torch.nan if dist.get_rank() == 1 else 0
+    program = torch.compile(product, backend="fp8pass", options=LINEAR)
+    assert program(x).isnan().all()
 
 
 def diagnosed(device: str, way: str) -> None:
@@ -196,6 +226,7 @@ def ddp_with_options(device: str) -> None:
 
 # --- tests --------------------------------------------------------------------------------------
 
+LINEAR = {"recipe": "linear", "compiler": "eager"}
 CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
 
 
@@ -208,6 +239,17 @@ def test_two_ranks(two, way, claim):
 @pytest.mark.parametrize("claim", [whole_tensors, ddp_with_options], ids=lambda c: c.__name__)
 def test_ddp(two, claim):
     two(claim)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"), [("sequence", "coat"), ("sequence", "linear"), ("simple fsdp", "coat")]
+)
+def test_gathered_codes(two, way, recipe):
+    two(codes_are_those_of_what_was_gathered, way, recipe)
+
+
+def test_a_gathered_nan(two):
+    two(a_nan_of_one_rank_reaches_all)
 
 
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
