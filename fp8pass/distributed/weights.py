@@ -49,6 +49,10 @@ class CodedWeight(Tensor):
     def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self.codes, self.scales = codes, scales
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Without numbers: compilers print weights that have none."""
+        return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
+
     def decoded(self) -> Tensor:
         """The values, in a plain tensor."""
         return fp8.dequantize.default(self.codes, self.scales, self.dtype)
