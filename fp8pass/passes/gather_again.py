@@ -39,8 +39,11 @@ COPIES = {
 
 def gather_again(gm: fx.GraphModule, ctx: Context) -> None:
     """Mark the gathers that the backward repeats."""
+    found = list(gathers(gm.graph))
+    if not found:
+        return  # as on one rank, where nothing more has to be known of the graph
     backward, origins = graph.tangent_dependent(gm.graph), Origins.of(gm.graph, ctx.facts)
-    for gather in gathers(gm.graph):
+    for gather in found:
         sent = graph.root(gather.shard)
         if gather.node in backward or sent.target in STATISTICS:
             continue  # what a scale follows from: the scale of a tensor is kept, in four bytes

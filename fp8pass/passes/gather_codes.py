@@ -45,7 +45,7 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# What moves elements, or casts each of them: what comes behind a gather may come before it.
+# What only moves elements: bytes as well as numbers.
 MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
 MEASURES = set(AMAX.values())
 

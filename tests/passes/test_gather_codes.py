@@ -24,7 +24,7 @@ from fp8pass.config import Config
 from fp8pass.graph import spec
 from fp8pass.graph.collectives import GATHER, WAIT
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import WHY_WIDE
+from fp8pass.graph.tags import ROLE, WHY_WIDE
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.gather_codes import gather_codes
@@ -185,6 +185,16 @@ def test_the_gradient_of_a_scattered_sum(mesh):
 
     joint = planned(Gathered(mesh, 1, scattered), activation(2, ROWS))
     assert sent(joint) == [ROW_AMAXES, BYTES, torch.float32, BYTES, BYTES]
+
+
+@pytest.mark.parametrize("role", ["forward", "wgrad"])
+def test_gathered_codes_have_the_scale_that_they_were_made_with(mesh, role):
+    joint = planned(Gathered(mesh, 1), activation(2, ROWS))
+    gemm = next(n for n in joint.calls(fp8.scaled_mm.default) if n.meta[ROLE] == role)
+    a, a_scale, b, b_scale, *rest = gemm.args
+    gemm.args = (a, b_scale, b, a_scale, *rest)
+    with pytest.raises(spec.MalformedGraph, match="quantized with another scale"):
+        spec.verify(joint.gm.graph)
 
 
 # --- it leaves alone ----------------------------------------------------------------------------
