@@ -243,11 +243,14 @@ def kernels(device: torch.device, elements: int = 1 << 26) -> dict[str, Any]:
         into = torch.empty(1, elements // 2, device=device, dtype=dtype)
         coded, summed = sent.numel(), sent.numel() + into.numel() * dtype.itemsize
         matrix = rows.view(-1, 2048)
-        of_row = 1 + dtype.itemsize
+        weights_moved = matrix.numel() * (1 + dtype.itemsize)
         timed: dict[str, tuple[Callable[[], Any], int]] = {
             "pack": (partial(wire.packed, rows), rows.numel() * dtype.itemsize + coded),
             "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
-            "code rows": (partial(weights.coded, matrix, torch.bfloat16), matrix.numel() * of_row),
+            "code rows": (
+                partial(weights.coded, [matrix], torch.bfloat16),
+                weights_moved,
+            ),
         }
         for name, (function, moved) in timed.items():
             found[f"{name} {dtype}"] = share(function, moved)

@@ -8,9 +8,9 @@ them. Shards, their gradients and state dicts are the plain tensors that they we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class CodedWeight(Tensor):
     def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self.codes, self.scales = codes, scales
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Without numbers: compilers print weights that have none."""
         return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -84,44 +84,63 @@ class CodedWeight(Tensor):
         return func(*args, **kwargs)
 
 
-@dataclass(frozen=True)
 class Gathering:
-    """How FSDP2 gathers one weight: its extension for tensors that are not sent as they are.
+    """How FSDP2 gathers the weights of one of its modules: its extension for each of them.
 
-    Attributes:
-        traffic: counts what is sent.
+    It asks for one after the other, and gets codes that were made of all at once.
     """
 
-    traffic: Traffic
+    def __init__(self, layers: list[nn.Linear], traffic: Traffic) -> None:
+        self.layers, self.traffic = layers, traffic
+        self._coded: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def before(
-        self, mesh: Any, size: Any, stride: Any, module: nn.Linear, mp_policy: Any
-    ) -> tuple[tuple[Tensor, Tensor], torch.dtype]:
-        """What this rank sends of a weight: codes [M / ranks, K] and scales [M / ranks, 1]."""
-        weight: Any = module.weight
-        shard = shard_of(weight).detach()
-        dtype = mp_policy.param_dtype or shard.dtype
-        codes, scales = coded(shard, dtype)
-        sent = codes.numel() + scales.numel() * scales.itemsize
-        self.traffic.add(codes.numel(), sent, mesh.size() - 1)
-        return (codes, scales), dtype
+    def attach(self) -> None:
+        """Answer for the shards, unless FSDP2 has put whole weights in their place."""
+        for i, layer in enumerate(self.layers):
+            weight: Any = layer.weight
+            shard: Any = shard_of(weight) if isinstance(weight, DTensor) else None
+            if shard is not None and not hasattr(shard, "fsdp_pre_all_gather"):
+                shard.fsdp_pre_all_gather = self._before(i)
+                shard.fsdp_post_all_gather = self.after
 
+    def _before(self, i: int) -> Any:
+        """What gives what this rank sends of weight `i`: codes [M / ranks, K], scales [.., 1]."""
+
+        def before(
+            mesh: Any, size: Any, stride: Any, module: nn.Linear, mp_policy: Any
+        ) -> tuple[tuple[Tensor, Tensor], torch.dtype]:
+            dtype = mp_policy.param_dtype or module.weight.dtype
+            if i not in self._coded:
+                shards = [shard_of(cast(Any, y.weight)).detach() for y in self.layers]
+                self._coded = dict(enumerate(coded(shards, dtype)))
+            codes, scales = self._coded.pop(i)
+            sent = codes.numel() + scales.numel() * scales.itemsize
+            self.traffic.add(codes.numel(), sent, mesh.size() - 1)
+            return (codes, scales), dtype
+
+        # FSDP2 asks for it each time, which takes longer than all of the rest.
+        before.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]
+        return before
+
+    @staticmethod
     def after(
-        self, gathered: tuple[Tensor, Tensor], dtype: torch.dtype, _: Any, *, out: Any = None
+        gathered: tuple[Tensor, Tensor], dtype: torch.dtype, _: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
         """The weight in what was gathered. FSDP2 gathers into the same memory every time."""
         return None if out is not None else (CodedWeight(*gathered, dtype), gathered)
 
 
-def coded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix [M, K], rounded to `dtype` before, as `quantize` gives them."""
-    if hardware.why_no_triton_kernels(rows.device) is None:
+def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them."""
+    if hardware.why_no_triton_kernels(matrices[0].device) is None:
         from fp8pass.distributed import wire_kernels
 
-        return wire_kernels.code_rows(rows.contiguous(), dtype)
-    rows = rows.to(dtype)
-    scales = fp8.scale.default(fp8.row_amax.default(rows), E4M3.name)
-    return fp8.quantize.default(rows, scales, E4M3.name), scales
+        return wire_kernels.code_rows([x.contiguous() for x in matrices], dtype)
+    found = []
+    for x in matrices:
+        scales = fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name)
+        found.append((fp8.quantize.default(x.to(dtype), scales, E4M3.name), scales))
+    return found
 
 
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
@@ -131,13 +150,14 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     names, and weights whose rows FSDP2 does not share out evenly are gathered as they were.
     """
     layers = dict(_layers(model, skip))
-    gathering = Gathering(traffic)
+    together: dict[tuple[nn.Module, torch.dtype], list[nn.Linear]] = {}
+    for path, layer in layers.items():
+        together.setdefault((_gathers(model, path), layer.weight.dtype), []).append(layer)
+    gatherings = [Gathering(each, traffic) for each in together.values()]
 
     def attach(*_: Any) -> None:
-        for layer in layers.values():
-            weight: Any = layer.weight
-            if isinstance(weight, DTensor):  # FSDP2 has put the whole one in its place otherwise
-                _attach(weight, gathering)
+        for gathering in gatherings:
+            gathering.attach()
 
     attach()
     if layers:
@@ -146,10 +166,11 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     return tuple(layers)
 
 
-def _attach(weight: DTensor, gathering: Gathering) -> None:
-    shard: Any = shard_of(weight)
-    if not hasattr(shard, "fsdp_pre_all_gather"):
-        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gathering.before, gathering.after
+def _gathers(model: nn.Module, path: str) -> nn.Module:
+    """The innermost module of FSDP2's around a layer: it gathers all weights in it at once."""
+    parts = path.split(".")
+    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+    return next(module for module in around if isinstance(module, FSDPModule))
 
 
 def _layers(model: nn.Module, skip: tuple[str, ...]) -> Iterator[tuple[str, nn.Linear]]:
@@ -164,14 +185,15 @@ def _layers(model: nn.Module, skip: tuple[str, ...]) -> Iterator[tuple[str, nn.L
 
 
 def _is_shared_out_in_rows(weight: Tensor) -> bool:
-    """Whether all ranks have as many rows of a matrix that can run in FP8, and nothing else."""
+    """Whether several ranks have as many rows each of a matrix that can run in FP8."""
     if not isinstance(weight, DTensor) or not all(map(is_multiple_of_16, weight.shape)):
         return False
     *replicas, shard = weight.placements
     ranks = weight.device_mesh.size(-1)
     on_device = weight.device_mesh.device_type == weight.device.type  # it is not, if offloaded
     whole = all(p.is_replicate() for p in replicas)
-    return shard == Shard(0) and whole and on_device and weight.shape[0] % ranks == 0
+    is_even = ranks > 1 and weight.shape[0] % ranks == 0
+    return shard == Shard(0) and whole and on_device and is_even
 
 
 def why_too_late(modules: Iterable[nn.Module]) -> str:

@@ -29,8 +29,8 @@ def with_codes(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            codes = coded(layer.weight.detach(), layer.weight.dtype)
-            layer.weight = nn.Parameter(CodedWeight(*codes, layer.weight.dtype))
+            ((codes, scales),) = coded([layer.weight.detach()], layer.weight.dtype)
+            layer.weight = nn.Parameter(CodedWeight(codes, scales, layer.weight.dtype))
     return model
 
 

@@ -125,21 +125,28 @@ def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", [16, 48, 5008])
 @pytest.mark.parametrize("rests_in", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, length, request):
-    generator = torch.Generator().manual_seed(length)
-    rows = torch.randn(6, length, generator=generator).to(device, rests_in)
-    rows[1] *= 1e-30
-    rows[2] = 0.0
-    rows[3, length // 2], rows[4, 3] = float("inf"), float("nan")
-    want_codes, want_scales = coded(rows, torch.bfloat16)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
+def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, shift, request):
+    generator = torch.Generator().manual_seed(shift)
+    matrices = []
+    for rows, length in ((6, 48), (5, 5008), (1, 16)):
+        numbers = torch.randn(rows * length + shift, generator=generator)
+        matrices.append(numbers.to(device, rests_in)[shift:].view(rows, length))
+    small, large = matrices[0], matrices[1]
+    small[1] *= 1e-30
+    small[2] = 0.0
+    large[3, 2500], large[4, 3] = float("inf"), float("nan")
+    wanted = coded(matrices, torch.bfloat16)
     request.getfixturevalue("fused")
-    codes, scales = coded(rows, torch.bfloat16)
-    torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
-    finite = want_codes.float().isfinite()
-    assert torch.equal(finite, codes.float().isfinite())
-    assert torch.equal(codes.float()[finite], want_codes.float()[finite])
+    for (codes, scales), (want, want_scales) in zip(
+        coded(matrices, torch.bfloat16), wanted, strict=True
+    ):
+        torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
+        assert codes.shape == want.shape
+        finite = want.float().isfinite()
+        assert torch.equal(finite, codes.float().isfinite())
+        assert torch.equal(codes.float()[finite], want.float()[finite])
 
 
 OFFLINE = """
@@ -148,11 +155,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8pass.distributed import wire_kernels as kernels
 
-TYPES = {"rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32"}
+TYPES = {
+    "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64"
+}
+BF16, FP32 = (kernels.TRITON_DTYPES[getattr(kernels.torch, x)] for x in ("bfloat16", "float32"))
+ROWS = {"FROM": FP32, "DTYPE": BF16, "COUNT": 7, "ALIGNED": 16, "BLOCK": 2048}
 for function, constants in (
     (kernels._pack, {"SIZE": 128, "GROUPS": 8}),
     (kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
-    (kernels._code_rows, {"DTYPE": kernels.TRITON_DTYPES[kernels.torch.bfloat16], "BLOCK": 2048}),
+    (kernels._code_rows, ROWS),
 ):
     scales = "*fp32" if function is kernels._code_rows else "*bf16"
     signature = {
@@ -160,7 +171,9 @@ for function, constants in (
         for name in function.arg_names
     } | {"scales": scales}
     compiled = triton.compile(ASTSource(function, signature, constants), GPUTarget("cuda", 90, 32))
-    assert "e4m3x2" in compiled.asm["ptx"]
+    ptx = compiled.asm["ptx"]
+    assert "e4m3x2" in ptx
+    assert function is not kernels._code_rows or "ld.global.v4" in ptx or "v4.b32" in ptx
 """
 
 
