@@ -83,7 +83,7 @@ def exact_equals_eager(device: str, way: str) -> None:
 
 def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
     """With our optimizer, clipping, an evaluation, and training again."""
-    model = distributed(way, device, "coat")
+    model = distributed(way, device, "coat", blocks=1)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(8):
@@ -104,7 +104,7 @@ def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
 def checkpointed(device: str, way: str) -> None:
     found = []
     for recipe in (None, "exact"):
-        model = distributed(way, device, recipe)
+        model = distributed(way, device, recipe, blocks=1)
         getattr(model, "module", model).checkpoints = True
         backward(way, device, model)
         found.append(gradients(model))
@@ -140,7 +140,7 @@ def a_nan_of_one_rank_reaches_all(device: str) -> None:
 
 def diagnosed(device: str, way: str) -> None:
     """The errors of all layers, measured on records of a step whose shards are free again."""
-    model = distributed(way, device, None)
+    model = distributed(way, device, None, blocks=1)
     ids = parallel.batch(device, of_rank=way not in parallel.SPLITS_THE_MODEL)
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def attached(device: str, way: str) -> None:
     """The optimizer in the backward ends where it ends after it."""
     found = []
     for attaches in (False, True):
-        model = distributed(way, device, "exact")
+        model = distributed(way, device, "exact", blocks=1)
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
         if attaches:
             fp8pass.optim.attach(model, optimizer)
@@ -172,7 +172,7 @@ def attached(device: str, way: str) -> None:
 
 def attached_to_sums(device: str, way: str) -> None:
     """Sums of two backwards, in 8 bits."""
-    model = distributed(way, device, "coat")
+    model = distributed(way, device, "coat", blocks=1)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
     fp8pass.optim.attach(model, optimizer, accumulate=2)
     losses = [backward(way, device, model, seed % 2) for seed in range(16)]
@@ -241,9 +241,12 @@ def test_ddp(two, claim):
     two(claim)
 
 
-@pytest.mark.parametrize(
-    ("way", "recipe"), [("sequence", "coat"), ("sequence", "linear"), ("simple fsdp", "coat")]
-)
+# With scales of tensors in the forward, too, under `make test-long`.
+GATHERED = [("sequence", "coat"), ("simple fsdp", "coat"), ("sequence", "linear")]
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+@pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
 def test_gathered_codes(two, way, recipe):
     two(codes_are_those_of_what_was_gathered, way, recipe)
 
