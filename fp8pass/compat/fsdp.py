@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -15,3 +19,36 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 def shard_of(parameter: DTensor) -> Tensor:
     """The tensor itself that FSDP2 asks how it is gathered; `to_local` makes another object."""
     return parameter._local_tensor
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A parameter that FSDP2 gathers.
+
+    Attributes:
+        module, name: whose it is; of a shared one, the first.
+        dtype: of what is gathered.
+        group: a number that those that are gathered together share.
+        is_kept_in_parts: whether a part of what was gathered is kept after the forward, on fewer
+            ranks than have the shards (`reshard_after_forward` is a number).
+    """
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    group: int
+    is_kept_in_parts: bool
+
+
+def gathered_parameters(module: FSDPModule) -> Iterator[Gathered]:
+    """The parameters that FSDP2 gathers for a module itself, in their order."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before there were several
+        groups = [g for g in (state._fsdp_param_group,) if g is not None]
+    for group in groups:
+        in_parts = group.post_forward_mesh_info not in (None, group.mesh_info)
+        for each in group.fsdp_params:
+            info = each._module_info
+            dtype = each.mp_policy.param_dtype or each.sharded_param.dtype
+            yield Gathered(info.module, info.param_name, dtype, id(group), in_parts)

@@ -86,7 +86,8 @@ def compress(
             raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
     if weights != "none" and (reason := why_too_late(reducers.values())):
         raise ConfigError(f"Weights cannot be compressed: {reason}")
-    return _compressed(model, reducers, gradients, weights, tuple(skip))
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    return _compressed(model, reducers, gradients, weights, skip)
 
 
 def _check(argument: str, value: str, known: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ them. Shards, their gradients and state dicts are the plain tensors that they we
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8pass import compat
-from fp8pass.compat.fsdp import fsdp_has_run, shard_of
+from fp8pass.compat.fsdp import Gathered, fsdp_has_run, gathered_parameters, shard_of
 from fp8pass.dialect import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.linear_layers import is_multiple_of_16
-from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.names import matching_pattern, warn_about_idle_patterns
 from fp8pass.graph.output_heads import has_head_name
 
 aten = torch.ops.aten
@@ -80,6 +80,11 @@ class CodedWeight(Tensor):
         ):
             (weight,) = (x for x in args[:1] if isinstance(x, CodedWeight))
             return CodedWeight(weight.codes, weight.scales, weight.dtype)
+        if compat.schema_of(func).is_mutable:
+            raise RuntimeError(
+                f"{func} would change a gathered weight, which is lost: it is in codes. Change its "
+                "shard, or name its layer in compress(model, skip=[...])."
+            )
         args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.decoded, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -146,42 +151,59 @@ def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, 
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
     """Have FSDP2 gather the weights of linear layers in codes; the paths of these layers.
 
-    Output heads, by their name or by as many outputs as an embedding has rows, layers that `skip`
-    names, and weights whose rows FSDP2 does not share out evenly are gathered as they were.
+    Those of layers that compute in BF16. Output heads, by their name or the sizes of the largest
+    embedding, layers that `skip` names, and weights whose rows FSDP2 does not share out evenly are
+    gathered as they were.
     """
-    layers = dict(_layers(model, skip))
-    together: dict[tuple[nn.Module, torch.dtype], list[nn.Linear]] = {}
-    for path, layer in layers.items():
-        together.setdefault((_gathers(model, path), layer.weight.dtype), []).append(layer)
-    gatherings = [Gathering(each, traffic) for each in together.values()]
+    paths = {module: path for path, module in model.named_modules()}
+    found: list[str] = []
+    gatherings = []
+    for module in model.modules():
+        together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+        for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
+            layer = each.module
+            if isinstance(layer, nn.Linear) and each.name == "weight" and _may_be_coded(each):
+                together.setdefault((each.group, layer.weight.dtype), []).append(layer)
+        for layers in together.values():
+            chosen = [y for y in layers if not _is_exact(paths[y], y, model, skip)]
+            found += [paths[layer] for layer in chosen]
+            if chosen:
+                gatherings.append(Gathering(chosen, traffic))
+                _attach_before_forwards(module, gatherings[-1:])
+    _attach_before_forwards(model, gatherings)
+    linears = [path for module, path in paths.items() if isinstance(module, nn.Linear)]
+    warn_about_idle_patterns("skip", skip, "linear layer", linears)
+    return tuple(found)
+
+
+def _attach_before_forwards(module: nn.Module, gatherings: list[Gathering]) -> None:
+    """Attach now, and before what FSDP2 does: whoever moves a model gives it other shards."""
 
     def attach(*_: Any) -> None:
         for gathering in gatherings:
             gathering.attach()
 
     attach()
-    if layers:
-        # Whoever moves a model gives it other shards. Before what FSDP2 does before a forward.
-        model.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
-    return tuple(layers)
+    module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
 
 
-def _gathers(model: nn.Module, path: str) -> nn.Module:
-    """The innermost module of FSDP2's around a layer: it gathers all weights in it at once."""
-    parts = path.split(".")
-    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
-    return next(module for module in around if isinstance(module, FSDPModule))
+def _is_exact(path: str, layer: nn.Linear, model: nn.Module, skip: tuple[str, ...]) -> bool:
+    """Whether a layer is skipped, or an output head as far as is known before a graph is traced."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    largest = max(embeddings, key=lambda m: m.num_embeddings, default=None)
+    like_logits = largest is not None and (layer.out_features, layer.in_features) == (
+        largest.num_embeddings,
+        largest.embedding_dim,
+    )
+    return has_head_name(path) or like_logits or matching_pattern(path, skip) is not None
 
 
-def _layers(model: nn.Module, skip: tuple[str, ...]) -> Iterator[tuple[str, nn.Linear]]:
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            # What follows a layer is not known here: the graph, which knows, is traced later.
-            is_head = has_head_name(path) or module.out_features in vocabularies
-            is_exact = is_head or matching_pattern(path, skip) is not None
-            if not is_exact and _is_shared_out_in_rows(module.weight):
-                yield path, module
+def _may_be_coded(each: Gathered) -> bool:
+    weight = each.module.weight
+    assert isinstance(weight, Tensor)
+    is_float = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    in_bf16 = each.dtype is torch.bfloat16
+    return is_float and in_bf16 and not each.is_kept_in_parts and _is_shared_out_in_rows(weight)
 
 
 def _is_shared_out_in_rows(weight: Tensor) -> bool:
@@ -190,7 +212,8 @@ def _is_shared_out_in_rows(weight: Tensor) -> bool:
         return False
     *replicas, shard = weight.placements
     ranks = weight.device_mesh.size(-1)
-    on_device = weight.device_mesh.device_type == weight.device.type  # it is not, if offloaded
+    # Elsewhere it is offloaded, or nowhere yet.
+    on_device = weight.device.type in (weight.device_mesh.device_type, "meta")
     whole = all(p.is_replicate() for p in replicas)
     is_even = ranks > 1 and weight.shape[0] % ranks == 0
     return shard == Shard(0) and whole and on_device and is_even

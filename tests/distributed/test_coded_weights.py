@@ -89,3 +89,9 @@ def test_eager_pytorch_takes_the_values(model, x):
     want, got = (step(each, each, (x,)) for each in (model, with_codes(model)))
     assert relative(got.outputs[0].detach(), want.outputs[0].detach()) < 0.06
     assert all(relative(got.gradients[n], g) < 0.1 for n, g in want.gradients.items())
+
+
+def test_a_weight_in_codes_cannot_be_changed(model):
+    weight = with_codes(model).ffn.up.weight
+    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
+        weight.mul_(2)

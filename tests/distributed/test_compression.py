@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import parallel
 import pytest
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 from test_parallel import assert_replicas_are_equal, backward, distributed, gradients
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations
 
 import fp8pass
 from fp8pass import Config
@@ -313,6 +317,8 @@ def gathered_codes_give_the_same_forward(device: str) -> None:
 
 def layers_that_are_skipped(device: str) -> None:
     model = mixed(device)
+    with pytest.warns(UserWarning, match="skip pattern 'mpl' matches no linear layer"):
+        fp8pass.distributed.compress(mixed(device), skip="mpl")
     done = fp8pass.distributed.compress(model, skip=["blocks.0", "mlp.*"])
     assert done.layers == tuple(f"blocks.1.{name}" for name in LINEARS[:4])
     ids = parallel.batch(device, of_rank=True)
@@ -338,6 +344,38 @@ def shards_that_are_replaced_are_coded_again(device: str) -> None:
     assert losses[0] != losses[1]
 
 
+def what_cannot_be_in_codes(device: str) -> None:
+    """Weights that FSDP2 does not gather, or in FP32, integers, computed ones; a shared one once."""
+    compress = fp8pass.distributed.compress
+    assert not compress(distributed("fsdp blocks", device, "exact")).layers
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(48, 64))
+    model.append(nn.Linear(64, 48))
+    model.to(device)
+    model[1].weight = nn.Parameter(torch.ones(64, 64, dtype=torch.int8), requires_grad=False)
+    model[3].weight = model[0].weight
+    parametrizations.weight_norm(model[2])
+    mesh = parallel.mesh_of(model)
+    parallelize_module(model, mesh, {"5": ColwiseParallel()})
+    kept = {p for name, p in model.named_parameters() if name.startswith("5.")}
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    assert compress(model, gradients="none").layers == ("0",)
+
+
+def models_without_numbers_yet(device: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh(device, (2,)), mp_policy=policy)
+    done = fp8pass.distributed.compress(model)
+    model.to_empty(device=device)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    model(torch.randn(16, 64, device=device)).sum().backward()
+    assert done.layers == ("0", "1")
+    assert done.weights.bytes
+
+
 # --- tests --------------------------------------------------------------------------------------
 
 
@@ -356,6 +394,8 @@ CODED = (
     gathered_codes_give_the_same_forward,
     layers_that_are_skipped,
     shards_that_are_replaced_are_coded_again,
+    what_cannot_be_in_codes,
+    models_without_numbers_yet,
 )
 
 
