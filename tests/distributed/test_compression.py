@@ -345,7 +345,7 @@ def shards_that_are_replaced_are_coded_again(device: str) -> None:
 
 
 def what_cannot_be_in_codes(device: str) -> None:
-    """Weights that FSDP2 does not gather, or in FP32, integers, computed ones; a shared one once."""
+    """Weights that FSDP2 does not gather, or in FP32, integers, computed ones; shared ones once."""
     compress = fp8pass.distributed.compress
     assert not compress(distributed("fsdp blocks", device, "exact")).layers
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
