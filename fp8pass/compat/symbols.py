@@ -81,11 +81,11 @@ def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
     them. A few sizes are tried. So are those about strides alone, which PyTorch compares to lay out
     the result of any pointwise operator.
     """
-    guards = _guards(graph)
+    guards, env = _guards(graph), _shape_env(graph)
     return [
         f"{guard.expr} at {guard.sloc}"
         for guard in guards[known:]
-        if not all(_is_stride(_shape_env(graph), symbol) for symbol in guard.expr.free_symbols)
+        if not all(_is_stride(env, symbol) for symbol in guard.expr.free_symbols)
         and _restricts(guard.expr, [g.expr for g in guards[:known]])
     ]
 

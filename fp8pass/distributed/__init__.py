@@ -1,10 +1,11 @@
-"""Training on several ranks: gradients in 8 bits on the wire, memory budgets for pipelines.
+"""Training on several ranks: 8 bits on the wire, memory budgets for pipelines.
 
 pipeline_parallel.py   a memory budget for each stage of a pipeline
 wire.py                numbers as they cross the wire
 wire_kernels.py        the same as Triton kernels
 collectives.py         sums over ranks of numbers that cross it so
-compression.py         `compress`: these sums in place of DDP's and FSDP2's
+weights.py             weights of linear layers that FSDP2 gathers in codes
+compression.py         `compress`: all that in place of what DDP and FSDP2 send
 """
 
 from __future__ import annotations

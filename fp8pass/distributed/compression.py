@@ -103,10 +103,10 @@ def _compressed(
     skip: tuple[str, ...],
 ) -> Compression:
     of_gradients, of_weights = Traffic(), Traffic()
-    layers = gather_codes(model, skip, of_weights) if weights != "none" else ()
     modules = tuple(reducers) if gradients != "none" else ()
-    for path in modules:
+    for path in modules:  # before weights: PyTorch may refuse
         _compress(path, reducers[path], of_gradients)
+    layers = gather_codes(model, skip, of_weights) if weights != "none" else ()
     compression = Compression(modules, layers, of_gradients, of_weights)
     _COMPRESSED.update(dict.fromkeys(reducers.values(), compression))
     return compression

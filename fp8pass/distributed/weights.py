@@ -78,7 +78,7 @@ class CodedWeight(Tensor):
         if func is aten.detach.default or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
         ):
-            (weight,) = (x for x in args[:1] if isinstance(x, CodedWeight))
+            weight = args[0]
             return CodedWeight(weight.codes, weight.scales, weight.dtype)
         if compat.schema_of(func).is_mutable:
             raise RuntimeError(
@@ -156,8 +156,9 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     gathered as they were.
     """
     paths = {module: path for path, module in model.named_modules()}
+    logits = _sizes_of_logits(model)
     found: list[str] = []
-    gatherings = []
+    gatherings: dict[nn.Module, list[Gathering]] = {}
     for module in model.modules():
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
         for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
@@ -165,12 +166,14 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
             if isinstance(layer, nn.Linear) and each.name == "weight" and _may_be_coded(each):
                 together.setdefault((each.group, layer.weight.dtype), []).append(layer)
         for layers in together.values():
-            chosen = [y for y in layers if not _is_exact(paths[y], y, model, skip)]
+            chosen = [y for y in layers if not _is_exact(paths[y], y, logits, skip)]
             found += [paths[layer] for layer in chosen]
             if chosen:
-                gatherings.append(Gathering(chosen, traffic))
-                _attach_before_forwards(module, gatherings[-1:])
-    _attach_before_forwards(model, gatherings)
+                gatherings.setdefault(module, []).append(Gathering(chosen, traffic))
+    if gatherings and isinstance(model, FSDPModule):  # all forwards begin there
+        gatherings = {model: [each for group in gatherings.values() for each in group]}
+    for module, group in gatherings.items():
+        _attach_before_forwards(module, group)
     linears = [path for module, path in paths.items() if isinstance(module, nn.Linear)]
     warn_about_idle_patterns("skip", skip, "linear layer", linears)
     return tuple(found)
@@ -187,15 +190,16 @@ def _attach_before_forwards(module: nn.Module, gatherings: list[Gathering]) -> N
     module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
 
 
-def _is_exact(path: str, layer: nn.Linear, model: nn.Module, skip: tuple[str, ...]) -> bool:
+def _is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...]) -> bool:
     """Whether a layer is skipped, or an output head as far as is known before a graph is traced."""
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    largest = max(embeddings, key=lambda m: m.num_embeddings, default=None)
-    like_logits = largest is not None and (layer.out_features, layer.in_features) == (
-        largest.num_embeddings,
-        largest.embedding_dim,
-    )
-    return has_head_name(path) or like_logits or matching_pattern(path, skip) is not None
+    is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
+    return is_head or matching_pattern(path, skip) is not None
+
+
+def _sizes_of_logits(model: nn.Module) -> tuple[int, int] | None:
+    """The sizes of the largest embedding, which an output head has, too."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
 
 
 def _may_be_coded(each: Gathered) -> bool:

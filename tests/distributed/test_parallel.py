@@ -214,6 +214,7 @@ def ddp_with_options(device: str) -> None:
         model.compile(backend=fp8pass.backend(Config.recipe("exact", compiler="eager")))
         if compresses:
             fp8pass.distributed.compress(model)
+            assert not model._forward_pre_hooks  # each would break the graph
         for seed in range(2):
             model.zero_grad()
             backward("ddp", device, model, seed)
