@@ -13,6 +13,7 @@ from torch import fx
 from fp8pass.dialect.formats import Format
 from fp8pass.graph.symbols import Underivable
 from fp8pass.rules.amplification import Relative, Size, expected, relative_bounds
+from fp8pass.rules.divisors import DIVISOR, divisors
 from fp8pass.rules.expressions import Expressions, express
 from fp8pass.rules.jumps import Jumps, find_jumps, sign_roots
 from fp8pass.rules.ranges import wild_symbols
@@ -176,6 +177,7 @@ class Derivation:
         }
         barriers = self.jumps.exact | self.jumps.signs - set(self.expressions.values)
         reasons = dict.fromkeys(self.expressions.statistics, "one number for many values")
+        reasons |= dict.fromkeys(divisors(self.expressions, self.samples), DIVISOR)
         reasons |= dict.fromkeys(self._wild(), MASKED)
         return RegionRule(
             storable,

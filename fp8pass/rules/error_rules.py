@@ -204,11 +204,15 @@ class Rules:
 
     def _attention(self, user: fx.Node) -> Amplification | str:
         """The rule for the operands of an attention operator, by the first of them."""
-        bound = attention_rule.relative_bound(*_attention_sizes(user))
+        sizes = _attention_sizes(user)
+        bound = attention_rule.relative_bound(*sizes)
         if bound * E4M3.half_step > self.tolerance:
             return f"attention may amplify errors {bound:.0f}×"
         with compat.real_tensors():
-            return Amplification(bound, attention_rule.expected(*_attention_sizes(user)))
+            expected = attention_rule.expected(*sizes)
+        if expected * E4M3.half_step > self.tolerance:
+            return "attention over few tokens: gradients of its scores cancel, errors do not"
+        return Amplification(max(bound, expected), expected)
 
     def known_of(self, region: Region) -> Known:
         """What is known of the values that enter a region."""

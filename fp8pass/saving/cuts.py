@@ -84,7 +84,8 @@ class _ComponentCuts:
         To keep exactly what a mask is computed from, for all its uses, may cost less than the mask
         and low bits: hardswish has two, in 16 bits. And what a checkpointed region computes cannot
         be kept instead, so that what it is computed from has to be exact. Where something is needed
-        exactly, it may follow from an input that is kept exactly in any case.
+        exactly, or cannot share scales, it may follow from an input that is kept exactly in any
+        case.
         """
         rigid: set[fx.Node] = set()  # and the masks that are computed from them
         for node in self.component:
@@ -96,7 +97,7 @@ class _ComponentCuts:
         masks = exact | (rigid & everything)
         regions = masks | {n for n in rigid if math.isinf(keep_price(n))}
         candidates = [masks, regions]
-        if exact:
+        if exact or any(map(self.choices.rules.why_ungrouped, everything)):
             candidates.append(regions | {n for n in everything if not self._takes_low_bits(n)})
         found = [exact]
         for needed in candidates:

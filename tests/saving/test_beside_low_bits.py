@@ -33,6 +33,19 @@ def test_a_mask_of_two_comparisons_is_not_kept_beside_low_bits():
     assert spy.plan.saved_bytes <= spy.plan.stock_bytes
 
 
+def test_what_cannot_share_scales_is_not_kept_beside_low_bits_of_what_it_follows_from():
+    """`nan_to_num`, whose result may be huge in places, times its operand."""
+    layer = nn.Linear(64, 64, bias=False).bfloat16()
+
+    def function(x):
+        y = layer(x)
+        return y.nan_to_num() * y
+
+    program, spy = compiled(function, COAT_EAGER)
+    program(torch.randn(32, 64).bfloat16())
+    assert spy.plan.saved_bytes < spy.plan.stock_bytes
+
+
 def test_what_follows_from_inputs_that_are_kept_is_not_kept_beside_them():
     """The ties of a maximum, of data times a number that is learned."""
     weight = nn.Parameter(torch.randn(16, 16))

@@ -433,8 +433,9 @@ ARCHITECTURES: dict[str, Make] = {
     "graph attention": (
         GraphNetwork,
         lambda: {
-            "x": torch.randn(2, 16, WIDTH),
-            "edges": (torch.rand(2, 16, 16) > 0.5) | torch.eye(16, dtype=torch.bool),
+            # Of up to 32 nodes Triton 3.6 aborts (docs/upstream/triton_3_6_slp_abort.md).
+            "x": torch.randn(2, 48, WIDTH),
+            "edges": (torch.rand(2, 48, 48) > 0.5) | torch.eye(48, dtype=torch.bool),
         },
     ),
 }  # fmt: skip

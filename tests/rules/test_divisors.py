@@ -1,0 +1,60 @@
+"""What something divides by is never rounded to zero beside a larger value of its group."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from rules_helpers import ROWS, Between, D, gradients, plan_of, rules_of, saves_only
+
+import fp8pass
+
+# One value of each group that is far above the others.
+OUTLIERS = torch.ones(ROWS, D).index_fill(1, torch.arange(0, D, 16), 40.0)
+
+
+def atan(m, h, outliers):
+    return torch.atan(h * outliers)
+
+
+def root(m, h, outliers):
+    return torch.sqrt(1e-2 + (h * outliers).square())
+
+
+@pytest.mark.parametrize("save_format", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("function", [atan, root])
+def test_gradients_beside_outliers(function, save_format):
+    """They may be off beside them in 4 bits, but no zero is divided by."""
+    torch.manual_seed(0)
+    model, x = Between(function), torch.randn(ROWS, D)
+    reference = copy.deepcopy(model)
+    want = gradients(reference, reference, x, OUTLIERS)
+    compiled = torch.compile(model, backend=fp8pass.backend(saves_only(save_format)))
+    for a, b in zip(gradients(model, compiled, x, OUTLIERS), want, strict=True):
+        assert 0.5 < float(a.norm() / b.norm()) < 2
+
+
+def test_the_argument_is_stored_instead():
+    def function(m, h):
+        return torch.atan(h)
+
+    rules = rules_of(function)
+    assert {"add"} == {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
+    coded = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.kept_as}
+    assert len(coded) == 2
+    assert "add" not in coded
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, h: h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6),
+        lambda m, h: torch.nn.functional.silu(h),
+        lambda m, h: h / (1 + torch.exp(-h)),
+        lambda m, h: torch.nn.functional.softplus(h),
+    ],
+    ids=["norm", "silu", "swish by hand", "softplus"],
+)
+def test_inputs_of_usual_functions_take_four_bits(function):
+    assert any("e2m1" in s.kept_as for s in plan_of(function, "e2m1").saved)
