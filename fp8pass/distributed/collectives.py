@@ -1,20 +1,20 @@
 """Sums over ranks whose terms cross the wire in 8 bits (AGoQ 5.1).
 
 Every rank gets its part of all ranks' terms, decodes them, and adds them up in fp32: nothing that
-was added is rounded again, as it would be by a reduction in 8 bits on the way. Where all ranks want
-all sums, these cross the wire in 8 bits once more.
+was added is rounded again, as it is by a reduction in 8 bits on the way (`scaled_sums.py`). Where
+all ranks want all sums, these cross the wire in 8 bits once more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fp8pass.distributed.wire import add_up, packed
+from fp8pass.distributed.wire import GROUP_SIZE, add_up, grouped, packed
 
 
 @dataclass
@@ -44,38 +44,74 @@ class Traffic:
         return self.bytes / (2 * self.elements) if self.elements else 1.0
 
 
-def reduce_scatter(output: Tensor, terms: Tensor, group: Any, factor: float, to: Traffic) -> None:
-    """Write this rank's part of the sum of `terms` over ranks, times `factor`, to `output`.
+class Sums:
+    """How gradients are added up over ranks.
 
-    Args:
-        output: [N], of any float dtype.
-        terms: [world · N]; the part of each rank, one after the other.
-        group: the process group.
-        factor: what the sum is multiplied by, 1 / world for the mean.
-        to: counts what is sent.
+    Attributes:
+        traffic: counts what is sent.
+        watch: takes what is rounded to be sent, and its scales; None for nobody.
     """
-    rows = terms.view(group.size(), -1)
-    sent = packed(rows)
-    to.count(rows, sent, 1 - 1 / group.size())  # a rank keeps its own part
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    add_up(received.unsqueeze(1), output.view(1, -1), factor)
+
+    def __init__(self, traffic: Traffic, watch: Watch | None = None) -> None:
+        self.traffic, self.watch = traffic, watch
+
+    def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
+        """Write this rank's part of the sum of `terms` over ranks, times `factor`, to `output`.
+
+        Args:
+            output: [N], of any float dtype.
+            terms: [world · N]; the part of each rank, one after the other.
+            group: the process group.
+            factor: what the sum is multiplied by, 1 / world for the mean.
+        """
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor, group: Any, factor: float) -> None:
+        """Replace `x` [N] by the sum over ranks, times `factor`: by the same bits on all ranks."""
+        world = group.size()
+        if world == 1:
+            x.mul_(factor)
+            return
+        terms = x.new_zeros(world * -(-x.numel() // world), dtype=torch.float32)
+        terms[: x.numel()] = x
+        x.copy_(self._all_reduced(terms, group, factor)[: x.numel()])
+
+    def _all_reduced(self, terms: Tensor, group: Any, factor: float) -> Tensor:
+        """The sum of `terms` fp32 [world · N] over ranks, times `factor`; `terms` may change."""
+        raise NotImplementedError
 
 
-def all_reduce(x: Tensor, group: Any, factor: float, to: Traffic) -> None:
-    """Replace `x` [N] by the sum over ranks, times `factor`: by the same bits on all ranks."""
-    world = group.size()
-    if world == 1:
-        x.mul_(factor)
-        return
-    part = -(-x.numel() // world)
-    terms = x.new_zeros(world * part, dtype=torch.float32)
-    terms[: x.numel()] = x
-    mine = terms.new_empty(1, part)
-    reduce_scatter(mine[0], terms, group, factor, to)
-    sent = packed(mine)
-    to.count(mine, sent, world - 1)
-    received = sent.new_empty(world, sent.shape[1])
-    dist.all_gather_into_tensor(received, sent, group=group)
-    add_up(received.unsqueeze(0), terms.view(world, part))
-    x.copy_(terms[: x.numel()])
+class Watch(Protocol):
+    """Looks at what is sent in some steps."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it does in this step."""
+
+    def __call__(self, rows: Tensor, scales: Tensor, group_size: int, mu: Tensor | None) -> None:
+        """Look at rows [R, K], the scales [R, K / G] of their groups, and FP8-LM's µ."""
+
+
+class GroupSums(Sums):
+    """In groups that have a scale each; every rank decodes its part of all terms (AGoQ 5.1)."""
+
+    def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
+        """As `Sums` says. Nothing that was added is rounded again."""
+        rows = terms.view(group.size(), -1)
+        sent = packed(rows)
+        if self.watch and self.watch.looks:
+            self.watch(*grouped(rows), GROUP_SIZE, None)
+        self.traffic.count(rows, sent, 1 - 1 / group.size())  # a rank keeps its own part
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        add_up(received.unsqueeze(1), output.view(1, -1), factor)
+
+    def _all_reduced(self, terms: Tensor, group: Any, factor: float) -> Tensor:
+        world = group.size()
+        mine = terms.new_empty(1, terms.numel() // world)
+        self.reduce_scatter(mine[0], terms, group, factor)
+        sent = packed(mine)
+        self.traffic.count(mine, sent, world - 1)
+        received = sent.new_empty(world, sent.shape[1])
+        dist.all_gather_into_tensor(received, sent, group=group)
+        return add_up(received.unsqueeze(0), terms.view(world, -1)).flatten()

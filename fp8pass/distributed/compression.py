@@ -16,10 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.config import ConfigError, unknown
-from fp8pass.distributed.collectives import Traffic, all_reduce, reduce_scatter
+from fp8pass.dialect.formats import E4M3
+from fp8pass.distributed.collectives import GroupSums, Sums, Traffic
+from fp8pass.distributed.scaled_sums import ScaledSums
 from fp8pass.distributed.weights import gather_codes, why_too_late
+from fp8pass.monitor import Monitor
+from fp8pass.monitor.findings import SENT
+from fp8pass.monitor.statistics import TensorName, measure
 
-GRADIENTS = ("groups", "none")
+SUMS: dict[str, type[Sums]] = {"groups": GroupSums, "scaled": ScaledSums}
+GRADIENTS = (*SUMS, "none")
 WEIGHTS = ("row", "none")
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
@@ -46,6 +52,7 @@ def compress(
     gradients: str = "groups",
     weights: str = "row",
     skip: Iterable[str] = (),
+    monitor: Monitor | None = None,
 ) -> Compression:
     """Have the ranks that train `model` send each other gradients and weights in 8 bits.
 
@@ -62,10 +69,13 @@ def compress(
     Args:
         model: a DistributedDataParallel, or a module that `fully_shard` was applied to, or to whose
             submodules it was.
-        gradients: `groups`, or `none`: as they were.
+        gradients: `groups`; `scaled`, which NCCL adds up in FP8 with a scale that all ranks share
+            and a factor µ that leaves room for the sum (FP8-LM 2.1): fewer bytes still, and errors
+            that grow with the number of ranks; or `none`: as they were.
         weights: `row`, or `none`. DDP gathers none.
         skip: paths or patterns of layers whose weights are gathered as they were, as in
             `Config.skip`: those that the compiled model leaves in high precision, too.
+        monitor: measures what this rank sends of gradients, in the steps that it samples.
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
@@ -86,30 +96,23 @@ def compress(
             raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
     if weights != "none" and (reason := why_too_late(reducers.values())):
         raise ConfigError(f"Weights cannot be compressed: {reason}")
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise ConfigError(f"monitor is an fp8pass.Monitor, got {type(monitor).__name__}.")
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    return _compressed(model, reducers, gradients, weights, skip)
+    of_gradients, of_weights = Traffic(), Traffic()
+    modules = tuple(reducers) if gradients != "none" else ()
+    for path in modules:  # before weights: PyTorch may refuse
+        watch = GradientWatch(monitor, path) if monitor else None
+        _compress(path, reducers[path], SUMS[gradients](of_gradients, watch))
+    layers = gather_codes(model, skip, of_weights) if weights != "none" else ()
+    compression = Compression(modules, layers, of_gradients, of_weights)
+    _COMPRESSED.update(dict.fromkeys(reducers.values(), compression))
+    return compression
 
 
 def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{unknown(argument, value, known)} It is one of {known}.")
-
-
-def _compressed(
-    model: nn.Module,
-    reducers: dict[str, nn.Module],
-    gradients: str,
-    weights: str,
-    skip: tuple[str, ...],
-) -> Compression:
-    of_gradients, of_weights = Traffic(), Traffic()
-    modules = tuple(reducers) if gradients != "none" else ()
-    for path in modules:  # before weights: PyTorch may refuse
-        _compress(path, reducers[path], of_gradients)
-    layers = gather_codes(model, skip, of_weights) if weights != "none" else ()
-    compression = Compression(modules, layers, of_gradients, of_weights)
-    _COMPRESSED.update(dict.fromkeys(reducers.values(), compression))
-    return compression
 
 
 def _reducers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
@@ -150,15 +153,15 @@ def _is_scattered(parameter: Tensor) -> bool:
     return any(not p.is_replicate() and parameter.device_mesh.size(i) > 1 for i, p in placements)
 
 
-def _compress(path: str, module: nn.Module, traffic: Traffic) -> None:
+def _compress(path: str, module: nn.Module, sums: Sums) -> None:
     try:
         if isinstance(module, DistributedDataParallel):
-            hook = Hook(module.process_group, traffic)
+            hook = Hook(module.process_group, sums)
             # DDP compares a hook's annotations with classes, and these are strings.
             module.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
         else:
             assert isinstance(module, FSDPModule)
-            scatter: Any = ReduceScatter(traffic)
+            scatter: Any = ReduceScatter(sums)
             module.set_custom_reduce_scatter(scatter)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -168,11 +171,29 @@ def _compress(path: str, module: nn.Module, traffic: Traffic) -> None:
         ) from error
 
 
+@dataclass(frozen=True)
+class GradientWatch:
+    """Measures for a monitor what a module's gradients lose on the wire."""
+
+    monitor: Monitor
+    path: str
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step is sampled."""
+        return self.monitor.sampling
+
+    def __call__(self, rows: Tensor, scales: Tensor, group_size: int, mu: Tensor | None) -> None:
+        """Record rows [R, K], coded in groups of `group_size` with the scales [R, K / G]."""
+        name = TensorName("", SENT, f"1×{group_size}", E4M3.name, rows.dtype)
+        self.monitor.record(self.path, name, measure(rows, scales, E4M3, group_size, mu))
+
+
 class ReduceScatter:
     """FSDP2's reduction of gradients, in 8 bits. It runs on the stream that FSDP2 gives it."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self, sums: Sums) -> None:
+        self.sums = sums
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of FSDP2's."""
@@ -196,14 +217,14 @@ class ReduceScatter:
                 f"Compressed gradients are summed or averaged, not reduced by {op}: with "
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True), too."
             )
-        reduce_scatter(output_tensor, input_tensor, group, factor, self.traffic)
+        self.sums.reduce_scatter(output_tensor, input_tensor, group, factor)
 
 
 class Hook:
     """DDP's reduction of a bucket of gradients, in 8 bits, beside the backward on a GPU."""
 
-    def __init__(self, group: Any, traffic: Traffic) -> None:
-        self.group, self.traffic = group, traffic
+    def __init__(self, group: Any, sums: Sums) -> None:
+        self.group, self.sums = group, sums
         self.stream: torch.cuda.Stream | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -212,7 +233,7 @@ class Hook:
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         with self._beside(x):
-            all_reduce(x, self.group, 1 / self.group.size(), self.traffic)
+            self.sums.all_reduce(x, self.group, 1 / self.group.size())
             future.set_result(x)
         return future
 

@@ -33,10 +33,15 @@ def packed(rows: Tensor) -> Tensor:
         wire = torch.empty(len(rows), sent_bytes(length), dtype=torch.uint8, device=rows.device)
         _kernels().pack(rows.contiguous(), wire, GROUP_SIZE)
         return wire
-    whole = pad(rows.float(), (0, -length % GROUP_SIZE))
-    scales = _scales(whole.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1))
+    whole, scales = grouped(rows)
     codes = fp8.quantize_groups.default(whole, scales, *CODED).view(torch.uint8)
     return torch.cat((codes[:, : _even(length)], scales.view(torch.uint8)), -1)
+
+
+def grouped(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [R, N] in fp32, filled up to whole groups, and the scales of these."""
+    whole = pad(rows.float(), (0, -rows.shape[-1] % GROUP_SIZE))
+    return whole, scales_of(whole.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1))
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
@@ -55,7 +60,7 @@ def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
     return into.copy_(values[..., :length].sum(0).mul_(factor))
 
 
-def _scales(amax: Tensor) -> Tensor:
+def scales_of(amax: Tensor) -> Tensor:
     """Scales, rounded up: with less than amax / 448 the largest numbers would arrive too small."""
     scales = torch.where(amax.isfinite(), rounded_up(scale_of(amax, E4M3)), torch.nan)
     return scales.to(GROUP_SCALE_DTYPE)

@@ -23,6 +23,7 @@ from fp8pass.monitor.statistics import Row, TensorName
 
 HEADROOM = 8
 MOSTLY = 0.5  # share of values that become zero
+SENT = "gradient sent"  # to other ranks
 LISTED = 5  # tensors named in one warning
 
 
@@ -73,6 +74,8 @@ def _underflow_advice(found: Sequence[Measured]) -> str:
         advice.append(
             "Saved values: a lower tolerance, or save_format='e4m3' or 'none', keeps more of them"
         )
+    if any(y.name.tensor == SENT for y in found):
+        advice.append("On the wire: compress(model, gradients='none') sends them as they are")
     linear = [y for y in found if not y.name.tensor.startswith("saved")]
     if modules := tuple(dict.fromkeys(y.name.module for y in linear if y.name.module)):
         advice.append(f"Layers stay in high precision with skip={modules!r}")

@@ -53,6 +53,8 @@ class Row:
         sqnr_db: signal to quantization noise, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite
             elements. Infinite without noise; NaN where an Inf or NaN spoilt the scale of others.
         nonfinite: number of elements that are Inf or NaN.
+        mu: FP8-LM's µ, the share of the format that the largest element is scaled to: 1, but for
+            gradients that are added up in FP8.
     """
 
     step: int
@@ -67,12 +69,13 @@ class Row:
     underflow: float
     sqnr_db: float
     nonfinite: int
+    mu: float = 1.0
 
 
 COLUMNS = tuple(f.name for f in fields(Row))
 
 
-def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
+def measure(x: Tensor, scale: Tensor, fmt: Format, group: int, mu: Tensor | None = None) -> Tensor:
     """Statistics of `x` quantized in groups.
 
     Args:
@@ -80,17 +83,19 @@ def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
         scale: one for each group in order, or one for all.
         fmt: the format, not a lossless one.
         group: number of consecutive elements that share a scale.
+        mu: FP8-LM's µ, [1], if the scales have it in them.
 
     Returns:
-        float64 [8] on the device of `x`, without waiting for it: amax; the numbers of elements, of
-        nonzero elements, of largest codes, of elements flushed to zero and of nonfinite elements;
-        the energies of signal and noise.
+        float64 [9] on the device of `x`, without waiting for it: amax and µ; the numbers of
+        elements, of nonzero elements, of largest codes, of elements flushed to zero and of
+        nonfinite elements; the energies of signal and noise.
     """
     groups = x.detach().reshape(-1, group)
     scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
     size = max(1, (CPU_CHUNK if x.device.type == "cpu" else CHUNK) // group)
     chunks = zip(groups.split(size), scales.split(size), strict=True)
-    totals = torch.zeros(8, dtype=torch.float64, device=x.device)
+    totals = torch.zeros(9, dtype=torch.float64, device=x.device)
+    totals[1] = 1.0 if mu is None else mu[0]
     for values, its_scales in chunks if x.numel() else ():
         totals = merged(totals, _measure_chunk(values, its_scales, fmt))
     return totals
@@ -114,17 +119,20 @@ def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     )
     amax = x.abs().where(finite, 0.0).amax().double()
     elements = torch.full_like(amax, x.numel())
-    return torch.stack([amax, elements, *(c.count_nonzero().double() for c in counts), *energies])
+    no_mu = torch.zeros_like(amax)
+    return torch.stack(
+        [amax, no_mu, elements, *(c.count_nonzero().double() for c in counts), *energies]
+    )
 
 
 def merged(a: Tensor, b: Tensor) -> Tensor:
-    """The statistics of two tensors together: the larger amax, and the sums of the others."""
-    return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
+    """The statistics of two tensors together: the larger amax and µ, and the sums of the others."""
+    return torch.cat([torch.maximum(a[:2], b[:2]), a[2:] + b[2:]])
 
 
 def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row:
     """The row of a tensor, with shares and decibels computed from its sums."""
-    amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
+    amax, mu, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
     return Row(
         step=step,
         module=module,
@@ -138,6 +146,7 @@ def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row
         underflow=flushed / nonzero if nonzero else 0.0,
         sqnr_db=_decibels(signal, noise),
         nonfinite=int(nonfinite),
+        mu=mu,
     )
 
 

@@ -47,6 +47,8 @@ class CsvWriter:
 class TensorBoardWriter:
     """Writes scalars named `fp8pass <statistic>/<module> <tensor> <scales>`, finite ones only.
 
+    µ is written of what is added up in FP8 alone.
+
     Args:
         target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
 
@@ -65,7 +67,7 @@ class TensorBoardWriter:
     def write(self, rows: Sequence[Row]) -> None:
         """Write a sample and flush it."""
         for row in rows:
-            for statistic in TENSORBOARD_SCALARS:
+            for statistic in (*TENSORBOARD_SCALARS, *(("mu",) if row.mu != 1 else ())):
                 value = getattr(row, statistic)
                 if math.isfinite(value):
                     tag = f"fp8pass {statistic}/{row.module} {row.tensor} {row.scales}"

@@ -1,0 +1,132 @@
+"""Sums over ranks of FP8 codes, added up in FP8 on the way (FP8-LM 2.1).
+
+    s = max over ranks of amax / 448          one for 4096 numbers, which all ranks code alike
+    codes = E4M3(µ g / s)                     added up by NCCL, rounded after each addition
+    sum = codes · s / µ
+
+µ leaves room for the sum. It is halved for the next reduction where more than 0.001% of the sums
+reached the largest code, and else doubles in 1,000 of them. It begins with 1 / world, of which no
+sum overflows, and ends at 1, above which the largest gradient itself would.
+
+FP8-LM scales tensors. What DDP and FSDP2 reduce are buffers of several, norms and matrices, which
+one scale would not suit; their boundaries are not known there, and chunks need none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn.functional import pad
+
+from fp8pass.dialect.formats import E4M3
+from fp8pass.distributed.collectives import Sums, Traffic, Watch
+from fp8pass.distributed.wire import fp8, scales_of
+
+CHUNK = 4096
+# Of sums that have the largest code: above, µ is halved.
+THRESHOLD = 1e-5
+GROWTH = 2 ** (1 / 1000)
+
+
+class AutoScale:
+    """µ, equal on all ranks, and how many of the latest sums overflowed; fp32 [1] on a device.
+
+    Attributes:
+        mu: what all codes are multiplied by.
+        overflowed: the share of this rank's sums that reached the largest code.
+    """
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.mu = torch.full((1,), 1 / world, device=device)
+        self.overflowed = torch.zeros(1, device=device)
+
+    def adapt(self, overflowed: Tensor) -> None:
+        """Choose the next µ by the largest share over all ranks, without waiting for the device."""
+        grown = (self.mu * GROWTH).clamp_max(1.0)
+        self.mu = torch.where(overflowed > THRESHOLD, self.mu / 2, grown)
+
+
+class ScaledSums(Sums):
+    """In chunks whose scale all ranks share, so that codes can be added up.
+
+    Attributes:
+        scales: µ of each buffer, by its number of elements.
+    """
+
+    def __init__(self, traffic: Traffic, watch: Watch | None = None) -> None:
+        super().__init__(traffic, watch)
+        self.scales: dict[int, AutoScale] = {}
+
+    def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
+        """As `Sums` says, rounded after each addition."""
+        codes, scales = self._sums(terms, group)
+        mine = scales[dist.get_rank(group)].unsqueeze(0)
+        output.copy_(_decoded(codes.unsqueeze(0), mine)[0].mul_(factor))
+
+    def _all_reduced(self, terms: Tensor, group: Any, factor: float) -> Tensor:
+        codes, scales = self._sums(terms, group)
+        sums = codes.new_empty(group.size(), codes.numel())
+        self.traffic.add(codes.numel(), codes.nbytes, group.size() - 1)
+        pair = sums.view(-1).view(torch.uint8), codes.view(torch.uint8)
+        dist.all_gather_into_tensor(*pair, group=group)
+        return _decoded(sums, scales).mul_(factor).flatten()
+
+    def _sums(self, terms: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+        """Codes of this rank's part of the sum, E4M3 [N], and the scales [world, chunks] of all."""
+        rows = terms.view(group.size(), -1)
+        auto = self.scales.setdefault(terms.numel(), AutoScale(group.size(), terms.device))
+        whole = pad(rows.float(), (0, -rows.shape[-1] % CHUNK)).unflatten(-1, (-1, CHUNK))
+        scales = self._shared_scales(whole.abs().amax(-1), auto, group)
+        flat = whole.flatten(-2)
+        if self.watch and self.watch.looks:
+            self.watch(flat, scales, CHUNK, auto.mu)
+        codes = fp8.quantize_groups.default(flat, scales, E4M3.name, CHUNK)[:, : rows.shape[-1]]
+        self.traffic.count(rows, codes, 1 - 1 / group.size())
+        mine = added_up(codes.contiguous(), group)
+        auto.overflowed = (mine.float().abs() >= E4M3.max).float().mean().view(1)
+        return mine, scales
+
+    def _shared_scales(self, amax: Tensor, auto: AutoScale, group: Any) -> Tensor:
+        """The scales of all rows' chunks, with µ, from the largest numbers on any rank.
+
+        µ is adapted first: what it follows from comes with these.
+        """
+        finite = torch.where(amax.isnan(), torch.inf, amax)  # gloo's maximum loses a NaN
+        shared = torch.cat((finite.flatten(), auto.overflowed))
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group)
+        ways = 2 * (1 - 1 / group.size())
+        self.traffic.add(0, shared.nbytes, ways)
+        auto.adapt(shared[-1:])
+        return scales_of(shared[:-1].view_as(amax) / auto.mu)
+
+
+def added_up(codes: Tensor, group: Any) -> Tensor:
+    """This rank's part, E4M3 [N], of the sum over ranks of codes, E4M3 [world, N].
+
+    By NCCL, which adds up on the way. Other backends have no sums of FP8: there the rank adds up
+    what it gets in the order of a ring, and rounds as often.
+    """
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        mine = torch.empty_like(codes[0])
+        dist.reduce_scatter_tensor(mine, codes, group=group)
+        return mine
+    received = torch.empty_like(codes)
+    dist.all_to_all_single(received.view(torch.uint8), codes.view(torch.uint8), group=group)
+    return added_in_turn(received.roll(-1 - dist.get_rank(group), 0))
+
+
+def added_in_turn(codes: Tensor) -> Tensor:
+    """The sum of codes, E4M3 [terms, N], rounded after each addition, cut at the largest code."""
+    total = codes[0]
+    for term in codes[1:]:
+        total = (total.float() + term.float()).clamp(-E4M3.max, E4M3.max).to(total.dtype)
+    return total
+
+
+def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 numbers [R, N] of codes [R, N] in chunks that have the scales [R, chunks]."""
+    values = pad(codes.float(), (0, -codes.shape[-1] % CHUNK)).unflatten(-1, (-1, CHUNK))
+    return (values * scales.float().unsqueeze(-1)).flatten(-2)[:, : codes.shape[-1]]
