@@ -170,8 +170,9 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
             found += [paths[layer] for layer in chosen]
             if chosen:
                 gatherings.setdefault(module, []).append(Gathering(chosen, traffic))
-    if gatherings and isinstance(model, FSDPModule):  # all forwards begin there
-        gatherings = {model: [each for group in gatherings.values() for each in group]}
+    # FSDP2 begins to gather where a forward enters it: at the whole model, or at one of its parts.
+    if gatherings and isinstance(model, FSDPModule):
+        gatherings[model] = [each for group in gatherings.values() for each in group]
     for module, group in gatherings.items():
         _attach_before_forwards(module, group)
     linears = [path for module, path in paths.items() if isinstance(module, nn.Linear)]

@@ -344,6 +344,19 @@ def shards_that_are_replaced_are_coded_again(device: str) -> None:
     assert losses[0] != losses[1]
 
 
+def parts_that_run_alone_are_coded(device: str) -> None:
+    """Lightning calls parts of a model that it has moved, which gives them other shards."""
+    model = mixed(device)
+    done = fp8pass.distributed.compress(model)
+    model.load_state_dict(dict(model.state_dict()), assign=True)
+    x = torch.randn(2, 8, parallel.WIDTH, device=device)
+    for block in model.blocks:
+        sent = done.weights.bytes
+        x = block(x)
+        assert done.weights.bytes > sent
+    x.sum().backward()
+
+
 def what_cannot_be_in_codes(device: str) -> None:
     """Weights that FSDP2 does not gather, or in FP32, integers, computed ones; shared ones once."""
     compress = fp8pass.distributed.compress
@@ -352,7 +365,9 @@ def what_cannot_be_in_codes(device: str) -> None:
     model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(48, 64))
     model.append(nn.Linear(64, 48))
     model.to(device)
-    model[1].weight = nn.Parameter(torch.ones(64, 64, dtype=torch.int8), requires_grad=False)
+    if torch.__version__ >= "2.13":  # before, FSDP2 takes no integers
+        integers = torch.ones(64, 64, dtype=torch.int8)
+        model[1].weight = nn.Parameter(integers, requires_grad=False)
     model[3].weight = model[0].weight
     parametrizations.weight_norm(model[2])
     mesh = parallel.mesh_of(model)
@@ -394,6 +409,7 @@ CODED = (
     gathered_codes_give_the_same_forward,
     layers_that_are_skipped,
     shards_that_are_replaced_are_coded_again,
+    parts_that_run_alone_are_coded,
     what_cannot_be_in_codes,
     models_without_numbers_yet,
 )
