@@ -1,0 +1,57 @@
+"""`compress` in training loops that distribute the model themselves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import fp8pass
+from fp8pass import Config
+
+ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "WORLD_SIZE": "2"}
+
+
+def in_a_trainer(device: str, folder: str) -> None:
+    """Hugging Face's, with DDP, which has a process group already."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+    from transformers import TrainingArguments as Arguments
+
+    class Compress(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.done = fp8pass.distributed.compress(trainer.model_wrapped)
+
+    os.environ |= ENVIRONMENT | dict.fromkeys(("RANK", "LOCAL_RANK"), str(dist.get_rank()))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, vocab_size=128))
+    model.compile(backend=fp8pass.backend(Config(compiler="eager")))
+    rows = (torch.arange(16) + i for i in range(32))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    arguments = Arguments(
+        folder,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=device == "cpu",
+        ddp_backend="gloo" if device == "cpu" else "nccl",
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    callback = Compress()
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert float(losses[-1]) < 0.95 * float(losses[0])
+    assert callback.done.modules == ("",)
+    assert 0.5 < callback.done.gradients.ratio <= 0.51
+
+
+def test_hugging_face_trainer(two, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    two(in_a_trainer, str(tmp_path))
