@@ -125,14 +125,28 @@ def train(
     with autocast():
         held_out = [compiled(*batch).detach() for batch in data.held_out_batches(size, count)]
     validation_loss = torch.stack(held_out).mean()
-    windows = torch.stack(losses).split(WINDOW)
+    speed = (size.steps - FIRST_STEPS) * size.tokens / seconds
+    found = torch.stack(losses), validation_loss
+    return summary(variant, seed, *found, speed, first_step_s, peak_bytes)
+
+
+def summary(
+    variant: str,
+    seed: int,
+    losses: Tensor,
+    validation_loss: Tensor,
+    tokens_per_second: float,
+    first_step_s: float,
+    peak_bytes: int | None,
+) -> Result:
+    """The result of a run with the losses of its steps."""
     return Result(
         variant,
         seed,
-        losses=[_finite(window.mean()) for window in windows],
+        losses=[_finite(window.mean()) for window in losses.split(WINDOW)],
         validation_loss=_finite(validation_loss),
-        diverged=not all(x.isfinite() for x in (*torch.stack(losses).cpu(), validation_loss)),
-        tokens_per_second=(size.steps - FIRST_STEPS) * size.tokens / seconds,
+        diverged=not all(x.isfinite() for x in (*losses.cpu(), validation_loss)),
+        tokens_per_second=tokens_per_second,
         first_step_s=first_step_s,
         peak_bytes=peak_bytes,
     )

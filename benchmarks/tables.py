@@ -242,6 +242,18 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
     return rows
 
 
+def wire_convergence_table(data: dict[str, Any]) -> list[list[str]]:
+    """Runs on several ranks: validation loss beside that with BF16 on the wire, and bytes sent."""
+    header, *body = convergence_table(data, baseline="bf16 wire")
+    sent = {(r["variant"], str(r["seed"])): r for r in data["results"]}
+    rows = [[*header[:4], "gradients sent", "weights sent"]]
+    for row in body:
+        r = sent.get((row[0], row[1]), {})
+        ratios = (r.get(key) for key in ("gradients_sent", "weights_sent"))
+        rows.append([*row[:4], *(f"{x:.3f}×" if x else "" for x in ratios)])
+    return rows
+
+
 def _convergence_cells(runs: list[dict[str, Any]], base: dict[int, float | None]) -> list[str]:
     losses = [r["validation_loss"] for r in runs]
     if any(r["diverged"] for r in runs):
@@ -479,6 +491,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,
+    "wire_convergence": wire_convergence_table,
     "frontier": frontier_table,
     "formats": formats_table,
     "kernels": kernels_table,
