@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -71,7 +72,7 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompiledGraph:
     """One compiled graph, for those who observe.
 
@@ -80,12 +81,15 @@ class CompiledGraph:
         passes: the graph before and after each pass, and its halves as soon as they are compiled.
         gm: the graph after all its passes, the joint one where there is a backward.
         ctx: the context of the passes, with decisions about the nodes of `gm`.
+        runs: how often its forward has run while it was observed: equal blocks around a graph break
+            share a graph.
     """
 
     plan: Plan
     passes: list[PassRecord]
     gm: fx.GraphModule
     ctx: Context
+    runs: int = 0
 
 
 Observer = Callable[[CompiledGraph], None]
@@ -125,6 +129,16 @@ class Compilation:
         records = run_passes(HALF_PASSES, gm, ctx, of=half, record=self.observer is not None)
         if self.compiled:
             self.compiled.passes.extend(records)
+
+    def counted(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`forward`, whose runs are counted."""
+
+        def run(arguments: list[Any]) -> Any:
+            if self.compiled:
+                self.compiled.runs += 1
+            return forward(arguments)
+
+        return run
 
     @property
     def shows_halves(self) -> bool:

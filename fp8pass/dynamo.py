@@ -101,7 +101,10 @@ class InnerCompile:
             if self.compilation.shows_halves:
                 self.compilation.rewrite_half(graph.copy_of(gm), half)
         if self.compilation.config.compiler == "eager":
-            return compat.interpret(gm)
+            interpreted = compat.interpret(gm)
+            if half == "backward" or not self.compilation.observer:
+                return interpreted
+            return compat.boxed(self.compilation.counted(interpreted))
         self.compilation.rewrite_half(gm, half)
         return compat.compile_fx_inner(gm, inputs, **kwargs)
 

@@ -85,9 +85,10 @@ class Explanation(ExplanationData):
         return text.getvalue()
 
     def _parts(self) -> Iterator[Any]:
-        plans = [g.plan for g in self.graphs]
-        for number, plan in enumerate(plans):
-            title = f"graph {number} ({plan.note})" if plan.note else f"graph {number}"
+        for number, compiled in enumerate(self.graphs):
+            plan, runs = compiled.plan, compiled.runs
+            notes = [*([plan.note] if plan.note else []), *([f"runs {runs}×"] if runs > 1 else [])]
+            title = f"graph {number}{' (' + ', '.join(notes) + ')' if notes else ''}"
             yield linears_table(title, plan.linears)
             if plan.saved:
                 yield saved_table(title, plan)
@@ -97,7 +98,7 @@ class Explanation(ExplanationData):
                 yield frontier_table(title, plan)
             if plan.rules:
                 yield rules_table(title, plan.rules)
-        yield totals(plans)
+        yield totals(self.graphs)
 
 
 def explain(

@@ -31,13 +31,13 @@ class ExplanationData:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept for the backward over all graphs, parameters not counted."""
-        return sum(g.plan.saved_bytes for g in self.graphs)
+        """Bytes kept for the backward over all runs of all graphs, parameters not counted."""
+        return sum(g.runs * g.plan.saved_bytes for g in self.graphs)
 
     @property
     def stock_bytes(self) -> int:
         """Bytes that stock `torch.compile` would keep for the same graphs."""
-        return sum(g.plan.stock_bytes or 0 for g in self.graphs)
+        return sum(g.runs * (g.plan.stock_bytes or 0) for g in self.graphs)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the graphs' code, as JSON-ready data."""
@@ -47,7 +47,9 @@ class ExplanationData:
             "stock_bytes": self.stock_bytes,
             "eager_bytes": self.eager_bytes,
             "graphs": [
-                g.plan.to_dict() | {"pass_seconds": {_pass_name(p): p.seconds for p in g.passes}}
+                g.plan.to_dict()
+                | {"runs": g.runs}
+                | {"pass_seconds": {_pass_name(p): p.seconds for p in g.passes}}
                 for g in self.graphs
             ],
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from fp8pass.compilation import CompiledGraph
 from fp8pass.inspect.folding import folded_collectives, folded_linears, folded_rules, folded_saved
 from fp8pass.plan import Collective, FrontierPoint, Linear, Plan, RuleSummary
 
@@ -95,8 +96,9 @@ def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
-def totals(plans: Sequence[Plan]) -> str:
-    """The totals over all graphs of a model, as sentences."""
+def totals(graphs: Sequence[CompiledGraph]) -> str:
+    """The totals over all runs of all graphs of a model, as sentences."""
+    plans = [g.plan for g in graphs for _ in range(g.runs)]
     linears = [y for plan in plans for y in plan.linears]
     fp8 = sum(1 for y in linears if y.fp8)
     kept, stock = sum(p.saved_bytes for p in plans), sum(p.stock_bytes or 0 for p in plans)

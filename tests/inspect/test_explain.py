@@ -14,6 +14,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, explain
+from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.passes import HALF_PASSES
 
 
@@ -172,6 +173,35 @@ def test_graph_breaks_give_several_graphs():
     modules = [[y.module for y in g.plan.linears] for g in explanation.graphs]
     assert modules == [["first.up", "first.down"], ["second.up", "second.down"]]
     assert "graph 1" in str(explanation)
+
+
+class Interrupted(nn.Module):
+    """A residual block behind which Dynamo stops."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(64), MLP((64, 128, 64))
+
+    def forward(self, x):
+        x = x + self.mlp(self.norm(x))
+        torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_graphs_that_run_several_times_count_as_often(layers):
+    """What is kept is what autograd gets, to the byte."""
+    model = nn.Sequential(*(Interrupted() for _ in range(layers)))
+    x = torch.randn(4, 32, 64)
+    explanation = explain(model, x)
+    assert f"{2 * layers} of {2 * layers} linear layers in FP8" in str(explanation)
+    assert sum(g.runs for g in explanation.graphs) == layers > len(explanation.graphs) - 1
+    assert explanation.to_dict()["graphs"][-1]["runs"] == layers - 1
+    if layers > 2:
+        assert f"(runs {layers - 1}×)" in str(explanation)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=fp8pass.backend(Config(compiler="eager")))
+    assert explanation.saved_bytes == saved_bytes(compiled, x)
 
 
 def test_changes_nothing():

@@ -76,6 +76,7 @@ class GraphSection:
     """One graph of the page."""
 
     number: int
+    runs: int
     plan: Plan
     linears: list[FoldedRow]
     saved: list[FoldedRow]
@@ -134,6 +135,7 @@ def section(number: int, compiled: CompiledGraph) -> GraphSection:
     sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
     return GraphSection(
         number=number,
+        runs=compiled.runs,
         plan=plan,
         linears=[FoldedRow(*row) for row in folded_linears(plan.linears)],
         saved=_saved_rows(plan.saved, sources),
