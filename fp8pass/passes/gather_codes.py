@@ -37,6 +37,7 @@ from fp8pass import compat, graph
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import ROW, TENSOR, Granularity, of_operand
 from fp8pass.dialect.ops import AMAX
+from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import GATHER, WAIT, Gather, gathers, remove_unused
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.patterns import CASTS, RESHAPES
@@ -126,7 +127,9 @@ def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> st
     if any(FORMATS[n.args[2]].lossless for n in codes):  # type: ignore[index]
         return "exact formats: rewritten, not rounded"
     if others:
-        return f"{graph.operator_name(others[0])} reads it, too"
+        reads_sizes = all(kind(n) is Kind.SYMBOL for n in others)
+        name = graph.operator_name(others[0])
+        return "its sizes vary" if reads_sizes else f"{name} reads it, too"
     kinds = [_granularity(n) for n in codes]
     if len(set(kinds)) < len(kinds):
         return "its codes are needed in more than one way"
