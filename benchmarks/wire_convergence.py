@@ -131,6 +131,8 @@ def main() -> None:
         sys.exit(f"This takes {RANKS} NVIDIA GPUs; --tiny runs on CPUs.")
     size = TINY if args.tiny else MODEL
     size = replace(size, steps=args.steps or size.steps)
+    if size.steps <= FIRST_STEPS:
+        parser.error(f"--steps must be more than {FIRST_STEPS}, which are not timed.")
     record = resume(args.out, {**asdict(size), "ranks": RANKS}, again=args.again)
     done = {(r["variant"], r["seed"]) for r in record["results"]}
     runs = [(v, s) for s in args.seeds for v in args.variants if (v, s) not in done]

@@ -81,8 +81,8 @@ class CompiledGraph:
         passes: the graph before and after each pass, and its halves as soon as they are compiled.
         gm: the graph after all its passes, the joint one where there is a backward.
         ctx: the context of the passes, with decisions about the nodes of `gm`.
-        runs: how often its forward has run while it was observed: equal blocks around a graph break
-            share a graph.
+        runs: how often its forward has run op by op while it was observed: equal blocks around a
+            graph break share a graph.
     """
 
     plan: Plan

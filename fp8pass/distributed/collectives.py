@@ -66,17 +66,20 @@ class Sums:
         """
         raise NotImplementedError
 
-    def all_reduce(self, x: Tensor, group: Any, factor: float) -> None:
-        """Replace `x` [N] by the sum over ranks, times `factor`: by the same bits on all ranks."""
+    def all_reduce(self, x: Tensor, group: Any, factor: float, buffer: int = 0) -> None:
+        """Replace `x` [N] by the sum over ranks, times `factor`: by the same bits on all ranks.
+
+        `buffer` is its number among those that are reduced in turn.
+        """
         world = group.size()
         if world == 1:
             x.mul_(factor)
             return
         terms = x.new_zeros(world * -(-x.numel() // world), dtype=torch.float32)
         terms[: x.numel()] = x
-        x.copy_(self._all_reduced(terms, group, factor)[: x.numel()])
+        x.copy_(self._all_reduced(terms, group, factor, buffer)[: x.numel()])
 
-    def _all_reduced(self, terms: Tensor, group: Any, factor: float) -> Tensor:
+    def _all_reduced(self, terms: Tensor, group: Any, factor: float, buffer: int) -> Tensor:
         """The sum of `terms` fp32 [world · N] over ranks, times `factor`; `terms` may change."""
         raise NotImplementedError
 
@@ -106,7 +109,7 @@ class GroupSums(Sums):
         dist.all_to_all_single(received, sent, group=group)
         add_up(received.unsqueeze(1), output.view(1, -1), factor)
 
-    def _all_reduced(self, terms: Tensor, group: Any, factor: float) -> Tensor:
+    def _all_reduced(self, terms: Tensor, group: Any, factor: float, buffer: int) -> Tensor:
         world = group.size()
         mine = terms.new_empty(1, terms.numel() // world)
         self.reduce_scatter(mine[0], terms, group, factor)

@@ -233,7 +233,7 @@ class Hook:
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         with self._beside(x):
-            self.sums.all_reduce(x, self.group, 1 / self.group.size())
+            self.sums.all_reduce(x, self.group, 1 / self.group.size(), bucket.index())
             future.set_result(x)
         return future
 

@@ -6,7 +6,8 @@
 
 µ leaves room for the sum. It is halved for the next reduction where more than 0.001% of the sums
 reached the largest code, and else doubles in 1,000 of them. It begins with 1 / world, of which no
-sum overflows, and ends at 1, above which the largest gradient itself would.
+sum overflows, and ends at 1, above which the largest gradient itself would. One sum in a buffer of
+less than 100,000 is more than that share: µ of small buffers stays near where it begins.
 
 FP8-LM scales tensors. What DDP and FSDP2 reduce are buffers of several, norms and matrices, which
 one scale would not suit; their boundaries are not known there, and chunks need none.
@@ -40,7 +41,8 @@ class AutoScale:
     """
 
     def __init__(self, world: int, device: torch.device) -> None:
-        self.mu = torch.full((1,), 1 / world, device=device)
+        # Adapted once before it is used.
+        self.mu = torch.full((1,), 1 / (GROWTH * world), device=device)
         self.overflowed = torch.zeros(1, device=device)
 
     def adapt(self, overflowed: Tensor) -> None:
@@ -53,7 +55,7 @@ class ScaledSums(Sums):
     """In chunks whose scale all ranks share, so that codes can be added up.
 
     Attributes:
-        scales: µ of each buffer, by its number of elements.
+        scales: µ of each buffer, by its number.
     """
 
     def __init__(self, traffic: Traffic, watch: Watch | None = None) -> None:
@@ -62,22 +64,24 @@ class ScaledSums(Sums):
 
     def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
         """As `Sums` says, rounded after each addition."""
-        codes, scales = self._sums(terms, group)
+        codes, scales = self._sums(terms, group, 0)
         mine = scales[dist.get_rank(group)].unsqueeze(0)
         output.copy_(_decoded(codes.unsqueeze(0), mine)[0].mul_(factor))
 
-    def _all_reduced(self, terms: Tensor, group: Any, factor: float) -> Tensor:
-        codes, scales = self._sums(terms, group)
+    def _all_reduced(self, terms: Tensor, group: Any, factor: float, buffer: int) -> Tensor:
+        codes, scales = self._sums(terms, group, buffer)
         sums = codes.new_empty(group.size(), codes.numel())
         self.traffic.add(codes.numel(), codes.nbytes, group.size() - 1)
         pair = sums.view(-1).view(torch.uint8), codes.view(torch.uint8)
         dist.all_gather_into_tensor(*pair, group=group)
         return _decoded(sums, scales).mul_(factor).flatten()
 
-    def _sums(self, terms: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    def _sums(self, terms: Tensor, group: Any, buffer: int) -> tuple[Tensor, Tensor]:
         """Codes of this rank's part of the sum, E4M3 [N], and the scales [world, chunks] of all."""
         rows = terms.view(group.size(), -1)
-        auto = self.scales.setdefault(terms.numel(), AutoScale(group.size(), terms.device))
+        if buffer not in self.scales:
+            self.scales[buffer] = AutoScale(group.size(), terms.device)
+        auto = self.scales[buffer]
         whole = pad(rows.float(), (0, -rows.shape[-1] % CHUNK)).unflatten(-1, (-1, CHUNK))
         scales = self._shared_scales(whole.abs().amax(-1), auto, group)
         flat = whole.flatten(-2)
@@ -106,10 +110,10 @@ class ScaledSums(Sums):
 def added_up(codes: Tensor, group: Any) -> Tensor:
     """This rank's part, E4M3 [N], of the sum over ranks of codes, E4M3 [world, N].
 
-    By NCCL, which adds up on the way. Other backends have no sums of FP8: there the rank adds up
-    what it gets in the order of a ring, and rounds as often.
+    By NCCL on GPUs from Hopper on, which adds up on the way. Elsewhere there are no sums of FP8:
+    the rank adds up what it gets in the order of a ring, and rounds as often.
     """
-    if dist.get_backend(group) == dist.Backend.NCCL:
+    if codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (9, 0):
         mine = torch.empty_like(codes[0])
         dist.reduce_scatter_tensor(mine, codes, group=group)
         return mine

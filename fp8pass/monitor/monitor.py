@@ -196,10 +196,14 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(column)
     for column in ("amax", "saturated", "underflow", "SQNR dB", "not finite"):
         table.add_column(column, justify="right")
+    has_mu = any(r.mu != 1 for r in rows)
+    if has_mu:
+        table.add_column("µ", justify="right")
     for r in worst[:SHOWN]:
         shares = f"{r.saturated:.2%}", f"{r.underflow:.2%}"
         numbers = f"{r.amax:.3g}", *shares, f"{r.sqnr_db:.1f}", str(r.nonfinite or "")
-        table.add_row(r.module, r.tensor, r.scales, r.format, *numbers)
+        mu = (f"{r.mu:.3g}",) if has_mu else ()
+        table.add_row(r.module, r.tensor, r.scales, r.format, *numbers, *mu)
     if len(rows) > SHOWN:
         table.caption = f"and {len(rows) - SHOWN} more in monitor.latest"
     return table

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.config import ConfigError
+from fp8pass.monitor.findings import SENT
 from fp8pass.monitor.statistics import COLUMNS, Row
 
 TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")
@@ -26,7 +27,9 @@ class CsvWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self._header() not in ("", ",".join(COLUMNS)):
-            raise ConfigError(f"csv={str(path)!r} exists and is no record of a Monitor.")
+            raise ConfigError(
+                f"csv={str(path)!r} exists and is no record of a Monitor with these columns."
+            )
 
     def _header(self) -> str:
         with self.path.open() as file:
@@ -47,7 +50,7 @@ class CsvWriter:
 class TensorBoardWriter:
     """Writes scalars named `fp8pass <statistic>/<module> <tensor> <scales>`, finite ones only.
 
-    µ is written of what is added up in FP8 alone.
+    µ is written of what is sent to other ranks alone.
 
     Args:
         target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
@@ -67,7 +70,7 @@ class TensorBoardWriter:
     def write(self, rows: Sequence[Row]) -> None:
         """Write a sample and flush it."""
         for row in rows:
-            for statistic in (*TENSORBOARD_SCALARS, *(("mu",) if row.mu != 1 else ())):
+            for statistic in (*TENSORBOARD_SCALARS, *(("mu",) if row.tensor == SENT else ())):
                 value = getattr(row, statistic)
                 if math.isfinite(value):
                     tag = f"fp8pass {statistic}/{row.module} {row.tensor} {row.scales}"

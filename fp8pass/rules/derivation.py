@@ -176,8 +176,8 @@ class Derivation:
             if n not in self.region.backward and symbols.get(n) in amplifications
         }
         barriers = self.jumps.exact | self.jumps.signs - set(self.expressions.values)
-        reasons = dict.fromkeys(self.expressions.statistics, "one number for many values")
-        reasons |= dict.fromkeys(divisors(self.expressions, self.samples), DIVISOR)
+        reasons = dict.fromkeys(divisors(self.expressions, self.samples), DIVISOR)
+        reasons |= dict.fromkeys(self.expressions.statistics, "one number for many values")
         reasons |= dict.fromkeys(self._wild(), MASKED)
         return RegionRule(
             storable,

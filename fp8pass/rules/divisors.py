@@ -8,37 +8,56 @@ be stored instead.
 
 from __future__ import annotations
 
+import torch
 from sympy import Symbol
 from torch import Tensor
 
-from fp8pass.rules.expressions import Expressions, Pointwise
+from fp8pass.rules.expressions import Expressions, Pointwise, Statistic
+from fp8pass.rules.factors import dependent_on_gradients
 from fp8pass.rules.samples import Samples, evaluate
 
-COLUMNS = 16  # samples that are looked at
+COLUMNS = 64  # samples of each row that are looked at
 
 DIVISOR = "something divides by it, and values that share a scale may be rounded to zero"
 
 
 def divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
-    """The symbols whose zero makes some result infinite or NaN, at once or by making zeros.
+    """The symbols whose zeros make some result infinite or NaN, at once or by making zeros.
 
-    Statistics of several values are no such results: one zero makes none of them zero.
+    Several operands of an operator may be zero in the same place. What reduces a row has one of its
+    largest values in it, which is not rounded to zero; what reduces a column may have none.
     """
-    few = {s: x[:1, :1, :COLUMNS] for s, x in samples.values.items()}
+    few = {s: x[..., :COLUMNS] for s, x in samples.values.items()}
+    fixed = expressions.constants | dependent_on_gradients(expressions)
     found: set[Symbol] = set()
     for definition in reversed(expressions.definitions):
-        if isinstance(definition, Pointwise):
-            found |= _divisors_of(definition, few, definition.symbol in found)
+        divides = definition.symbol in found
+        if isinstance(definition, Statistic) and not (divides and definition.over_rows):
+            continue
+        found |= _divisors_of(definition, few, divides, fixed, expressions.statistics)
     return found
 
 
-def _divisors_of(definition: Pointwise, values: dict[Symbol, Tensor], divides: bool) -> set[Symbol]:
-    """The operands that must not be zero, for one definition whose own zeros may matter."""
-    found = set()
-    for operand in definition.value.free_symbols:
-        at_zero = evaluate(definition.value, {**values, operand: 0 * values[operand]})
-        vanishes = (at_zero == 0) & (values[definition.symbol] != 0)
-        bad = (~at_zero.isfinite()).any() or (divides and vanishes.any())
-        if bad and values[definition.symbol].isfinite().all():
-            found.add(operand)
-    return found
+def _divisors_of(
+    definition: Pointwise | Statistic,
+    values: dict[Symbol, Tensor],
+    divides: bool,
+    fixed: set[Symbol],
+    statistics: set[Symbol],
+) -> set[Symbol]:
+    """The operands of one definition whose zeros matter: on their own, or all at once."""
+    operands = definition.value.free_symbols - fixed
+    now = evaluate(definition.value, values)
+
+    def matters(zeros: set[Symbol]) -> bool:
+        if not zeros:
+            return False
+        at_zero = evaluate(definition.value, {**values, **{s: 0 * values[s] for s in zeros}})
+        bad = ~at_zero.isfinite()
+        if divides:
+            bad = bad | ((at_zero == 0) & (now != 0))
+        return bool(torch.any(bad & now.isfinite()))
+
+    alone = {s for s in operands if matters({s})}
+    together = operands - statistics
+    return alone or (together if matters(together) else set())

@@ -278,7 +278,7 @@ def mixed(device: str) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     backend = fp8pass.backend(Config(compiler="eager"))
     for block in model.blocks:
-        block.compile(backend=backend)
+        block.compile(backend=backend, fullgraph=True)
         fully_shard(block, mesh=parallel.mesh_of(model), mp_policy=policy)
     return fully_shard(model, mesh=parallel.mesh_of(model), mp_policy=policy)
 

@@ -93,7 +93,7 @@ def sums_of_ranks(device: str, length: int) -> None:
             assert 0 < error < 0.06
     assert traffic.elements == 3 * (length // 2 * 2)
     assert 0.5 < traffic.ratio <= 0.501
-    assert next(iter(sums.scales.values())).mu.item() == pytest.approx(0.5 * GROWTH**3)
+    assert next(iter(sums.scales.values())).mu.item() == pytest.approx(0.5 * GROWTH**2)
 
 
 def training(device: str, way: str) -> None:

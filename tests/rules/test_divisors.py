@@ -46,6 +46,26 @@ def test_the_argument_is_stored_instead():
     assert "add" not in coded
 
 
+def two_terms(m, h):
+    a, b = torch.exp(h), torch.exp(-2 * h)
+    return a / (a + b)
+
+
+def columns(m, h):
+    a = torch.exp(h)
+    return a / a.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"), [(two_terms, {"exp", "exp_1", "add"}), (columns, {"exp"})]
+)
+def test_terms_of_what_is_divided_by(function, names):
+    """Both terms of a sum may be zero in one place, and all of a column."""
+    rules = rules_of(function)
+    divided = {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
+    assert names <= divided
+
+
 @pytest.mark.parametrize(
     "function",
     [
