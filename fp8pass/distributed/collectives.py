@@ -7,6 +7,7 @@ all ranks want all sums, these cross the wire in 8 bits once more.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class Traffic:
         return self.bytes / (2 * self.elements) if self.elements else 1.0
 
 
-class Sums:
+class Sums(ABC):
     """How gradients are added up over ranks.
 
     Attributes:
@@ -55,6 +56,7 @@ class Sums:
     def __init__(self, traffic: Traffic, watch: Watch | None = None) -> None:
         self.traffic, self.watch = traffic, watch
 
+    @abstractmethod
     def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
         """Write this rank's part of the sum of `terms` over ranks, times `factor`, to `output`.
 
@@ -64,7 +66,6 @@ class Sums:
             group: the process group.
             factor: what the sum is multiplied by, 1 / world for the mean.
         """
-        raise NotImplementedError
 
     def all_reduce(self, x: Tensor, group: Any, factor: float, buffer: int = 0) -> None:
         """Replace `x` [N] by the sum over ranks, times `factor`: by the same bits on all ranks.
@@ -79,9 +80,9 @@ class Sums:
         terms[: x.numel()] = x
         x.copy_(self._all_reduced(terms, group, factor, buffer)[: x.numel()])
 
+    @abstractmethod
     def _all_reduced(self, terms: Tensor, group: Any, factor: float, buffer: int) -> Tensor:
         """The sum of `terms` fp32 [world · N] over ranks, times `factor`; `terms` may change."""
-        raise NotImplementedError
 
 
 class Watch(Protocol):

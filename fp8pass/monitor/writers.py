@@ -28,7 +28,8 @@ class CsvWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self._header() not in ("", ",".join(COLUMNS)):
             raise ConfigError(
-                f"csv={str(path)!r} exists and is no record of a Monitor with these columns."
+                f"csv={str(path)!r} exists and is no record of a Monitor with these columns: name "
+                "another file."
             )
 
     def _header(self) -> str:
