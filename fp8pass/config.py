@@ -33,7 +33,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     # As coat, but in 4 bits where the error rules allow that (AGoQ section 4).
     "agoq": {"save_format": "e2m1"},
     # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
-    "exact": {"forward_format": "exact", "gradient_format": "exact", "save_format": "exact"},
+    "exact": {
+        "forward_format": "exact",
+        "gradient_format": "exact",
+        "save_format": "exact",
+        "head_chunks": 1,
+    },
 }
 
 
@@ -76,6 +81,9 @@ class Config:
             or computed again from exact values. A pattern matches a value's name, as `explain`
             and `calibrate` give it, or the module that computes it, as in `skip`.
         quantize_lm_head: also run the output head in FP8 (FP8 and back, LLMQ: better not).
+        head_chunks: how many parts of the tokens the output head and the loss take in turn, forward
+            and backward, so that no logits of all tokens exist (LLMQ 3). None chooses; 1 is all at
+            once. It changes the order in which the head's weight gradient is summed up.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
     """
 
@@ -90,6 +98,7 @@ class Config:
     skip: tuple[str, ...] = ()
     keep_exact: tuple[str, ...] = ()
     quantize_lm_head: bool = False
+    head_chunks: int | None = None
     compiler: str = "inductor"
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
@@ -135,6 +144,12 @@ class Config:
             raise ConfigError(
                 f"quantize_lm_head must be a bool, True or False, got {self.quantize_lm_head!r}."
             )
+
+        chunks = self.head_chunks
+        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
+            raise ConfigError(f"head_chunks must be a whole number or None, got {chunks!r}.")
+        if chunks is not None and chunks < 1:
+            raise ConfigError(f"head_chunks must be at least 1, all at once, got {chunks!r}.")
 
     @classmethod
     def recipe(cls, name: str, /, **overrides: Any) -> Config:

@@ -99,6 +99,25 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Head:
+    """An output head that has a loss behind it.
+
+    Attributes:
+        module: path of the module.
+        shape: of its logits, of all tokens.
+        bytes: of the logits that exist at once.
+        chunks: how many parts of the tokens it computes logits, loss and gradients of, in turn.
+        reason: why all at once, '' where it does not.
+    """
+
+    module: str
+    shape: str
+    bytes: int
+    chunks: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Collective:
     """What ranks send each other at one place of a graph.
 
@@ -171,7 +190,7 @@ class Plan:
     `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
     `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
     error rules that it follows; `merged` names the layers that share a GEMM for the gradient of
-    their common input; `collectives` is what ranks send each other. Where somebody observes:
+    their common input; `collectives` is what ranks send each other; `heads` are output heads. Where somebody observes:
     `stock_bytes` is what PyTorch's own partitioner would keep for the same graph, `flops` counts
     the operations of all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and
     `kernels` has an entry for the forward and one for the backward.
@@ -189,6 +208,7 @@ class Plan:
     kernels: list[KernelUse] = field(default_factory=list)
     merged: list[tuple[str, ...]] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    heads: list[Head] = field(default_factory=list)
     note: str = ""
 
     @property

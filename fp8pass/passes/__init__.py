@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
+from fp8pass.passes.chunk_head import chunk_head
 from fp8pass.passes.context import Context
 from fp8pass.passes.count_kernels import count_kernels
 from fp8pass.passes.fuse_launches import fuse_launches
@@ -29,11 +30,13 @@ from fp8pass.passes.merge_dgrads import merge_dgrads
 from fp8pass.passes.pin_layouts import pin_layouts
 from fp8pass.passes.plan_saved_values import plan_saved_values
 from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.unroll_chunks import unroll_chunks
 
 Pass = Callable[[fx.GraphModule, Context], None]
 
 # Joint graphs, forward and backward in one.
 JOINT_PASSES: tuple[Pass, ...] = (
+    chunk_head,  # output head and loss -> one operator, chunk by chunk of tokens
     quantize_linears,  # mm, addmm of a parameter -> quantize + scaled_mm
     gather_codes,  # gathers of what is only quantized -> gathers of codes
     gather_again,  # gathered parameters and codes -> marked, not to be kept
@@ -44,10 +47,16 @@ JOINT_PASSES: tuple[Pass, ...] = (
 )
 
 # Graphs without a backward: evaluation gives the values that training would.
-INFERENCE_PASSES: tuple[Pass, ...] = (quantize_linears, gather_codes, list_collectives)
+INFERENCE_PASSES: tuple[Pass, ...] = (
+    chunk_head,
+    quantize_linears,
+    gather_codes,
+    list_collectives,
+)
 
 # The forward and the backward, or an inference graph, right before Inductor compiles them.
 HALF_PASSES: tuple[Pass, ...] = (
+    unroll_chunks,  # operators that run in chunks -> the chunks, one after the other
     fuse_rows,  # matrices quantized by row -> row kernels
     fuse_norms,  # the backward of norms -> row kernels
     fuse_tiles,  # matrices quantized in both layouts -> tile kernels
@@ -62,6 +71,6 @@ HALF_PASSES: tuple[Pass, ...] = (
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *HALF_PASSES)
 
 # Without these no graph could be cut, or compiled.
-INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, lower_dialect)
+INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, unroll_chunks, lower_dialect)
 
 __all__ = ["ALL_PASSES", "HALF_PASSES", "INFERENCE_PASSES", "JOINT_PASSES", "Context", "Pass"]

@@ -1,0 +1,246 @@
+"""Run the output head and the loss, forward and backward, on some tokens after others.
+
+    before   logits = mm(x, t(W));  loss = sum(nll(logits, y)) / n           tokens × vocabulary,
+             dlogits = d nll(logits, y) * (tangent / n)                      twice
+             dx = mm(dlogits, W);  dW = mm(t(dlogits), x)
+    after    nll, dx', dW' = in_chunks(body, [x, y, 1 / n], [W])
+             loss = sum(nll) / n;  dx = dx' * tangent;  dW = dW' * tangent
+
+LLMQ section 3, "Chunking". All gradients come out in the forward, as if the gradient of the graph's
+result were 1: they are multiples of it. The backward multiplies them with what it is. Between the
+GEMM and the loss there may be anything that computes each token by itself (`graph/by_rows.py`): casts,
+a softcap, label smoothing, a z-loss, a shift by one token. It is the same arithmetic, token by token;
+only the weight's gradient is summed up in another order, in FP32.
+
+Where logits are returned or used otherwise, or where the gradients are no multiples of one number,
+the head stays whole, and the plan says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.graph.by_rows import FROM_TANGENTS, NotByRows, RowWriter
+from fp8pass.graph.chunks import in_chunks
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.order import ancestors
+from fp8pass.graph.output_heads import logits
+from fp8pass.passes.context import Context
+from fp8pass.plan import Head
+
+# Tokens of a chunk, at least: adding up the weight's gradient costs its bytes once a chunk.
+CHUNK_ROWS = 2048
+
+
+def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
+    """Put one operator in the place of each output head and the loss behind it."""
+    heads = sorted(logits(gm.graph)) if ctx.config.head_chunks != 1 else []
+    for head in heads:
+        if head.target in (aten.mm.default, aten.addmm.default):
+            ctx.plan.heads.append(_chunk(gm, head, ctx))
+    if heads:
+        graph.settle(gm)  # what was begun in vain goes, too
+
+
+def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
+    """Rewrite one head where that is possible and worth it; what became of it, for the plan."""
+    rows = tensor(head).shape[0]
+    count = ctx.config.head_chunks or rule_of_chunks(compat.size_hint(rows))
+    count = min(count, compat.size_hint(rows))
+    about = partial(Head, graph.module_path(head), graph.shape_text(tensor(head)))
+    if count == 1:
+        return about(graph.nbytes(head), 1, "small enough to be whole")
+    try:
+        part = find_part(head)
+        Chunking(gm, head, part, count).run()
+    except NotByRows as reason:
+        return about(graph.nbytes(head), 1, str(reason))
+    return about(graph.nbytes(head) // count, count, "")
+
+
+def rule_of_chunks(rows: int) -> int:
+    """How many chunks logits are worth."""
+    return max(1, rows // CHUNK_ROWS)
+
+
+def find_part(head: fx.Node) -> list[fx.Node]:
+    """The nodes that hold logits, all that reads these, and what lies between; in order.
+
+    Raises:
+        NotByRows: logits leave the graph.
+    """
+    most = graph.numel(tensor(head)) // 2
+    part, pending = {head}, [head]
+    while pending:
+        while pending:
+            node = pending.pop()
+            found = set(_wide_operands(node, most))
+            if node is head or _holds_logits(node, most):
+                found |= set(node.users)
+            pending += found - part
+            part |= found
+        pending = list(_between(head.graph, part) - part)
+        part |= set(pending)
+    if any(node.op == "output" for node in part):
+        raise NotByRows("its logits are returned: return the loss alone")
+    return sorted(part)
+
+
+def _wide_operands(node: fx.Node, most: int) -> Iterator[fx.Node]:
+    """The operands as large as logits, of what is no GEMM: masks, and gradients of log-softmax."""
+    for operand in node.all_input_nodes if kind(node) is not Kind.GEMM else ():
+        if operand.op == "call_function" and _is_wide(operand, most):
+            yield operand
+
+
+def _holds_logits(node: fx.Node, most: int) -> bool:
+    """Whether a node of the part holds something of each logit: no gradient of a GEMM's operand."""
+    return _is_wide(node, most) and kind(node) not in (Kind.CREATION, Kind.GEMM)
+
+
+def _is_wide(node: fx.Node, most: int) -> bool:
+    val = graph.value(node)
+    return val is not None and graph.numel(val) > most
+
+
+def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that are computed from one of the part, and that one of the part needs."""
+    after: set[fx.Node] = set()
+    for node in g.nodes:
+        if node in part or any(n in after for n in node.all_input_nodes):
+            after.add(node)
+    return after & ancestors(part)
+
+
+class Chunking:
+    """Puts `in_chunks` in the place of a part of a graph."""
+
+    def __init__(self, gm: fx.GraphModule, head: fx.Node, part: list[fx.Node], count: int) -> None:
+        self.gm, self.head, self.part, self.count = gm, head, part, count
+        self.backward = graph.tangent_dependent(gm.graph)
+        self.tangents: set[fx.Node] = set()
+        self._known: dict[fx.Node, fx.Node] = {}
+        self._sizes = {str(n.meta["val"]): n for n in gm.graph.nodes if compat.is_sym_node(n)}
+        rows = tensor(head).shape[0]
+        self.writer = RowWriter(rows, rows // count, self._as_known, self._emit, self._arguments)
+
+    def run(self) -> None:
+        """Rewrite the graph.
+
+        Raises:
+            NotByRows: that cannot be done; nothing has changed, but for nodes that nobody uses.
+        """
+        part = set(self.part)
+        for node in self.part:
+            self.writer.write(node, part)
+        computed = [n for n in self.part if kind(n) is not Kind.CREATION]
+        results = [n for n in computed if any(user not in part for user in n.users)]
+        sums = [n for n in results if n in self.writer.sums]
+        rows = [n for n in results if n not in self.writer.sums]
+        _require_narrow(rows, graph.numel(tensor(self.head)) // 2)
+        tangent = self._tangent()
+        call = self._call(rows, sums)
+        for i, node in enumerate((*rows, *sums)):
+            new = self._emit(operator.getitem, call, i)
+            new = new if node in self.writer.sums else self.writer.restored(node, new)
+            if node in self.backward:
+                assert tangent is not None
+                with self.gm.graph.inserting_before(self.head):
+                    new = emit(self.gm.graph, aten.mul.Tensor, new, tangent, like=node)
+            node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in part)
+
+    def _call(self, rows: list[fx.Node], sums: list[fx.Node]) -> fx.Node:
+        """The call of `in_chunks` with what the writer wrote."""
+        row_inputs, shared_inputs = self.writer.finish([*rows, *sums])
+        name = _add_submodule(self.gm, fx.GraphModule({}, self.writer.body))
+        of_all = [self._of_all(self.writer[n]) for n in rows]
+        values = (*of_all, *(tensor(self.writer[n]) for n in sums))
+        with self.gm.graph.inserting_before(self.head):
+            body = self.gm.graph.get_attr(name)
+            call = self.gm.graph.call_function(
+                in_chunks, (body, self.count, row_inputs, shared_inputs, len(sums))
+            )
+        call.meta = {"val": values, "nn_module_stack": self.head.meta.get("nn_module_stack", {})}
+        return call
+
+    def _of_all(self, result: fx.Node) -> torch.Tensor:
+        """The fake value of a result of all rows."""
+        val = tensor(result)
+        return val.new_empty((self.writer.rows, *val.shape[1:]))
+
+    def _tangent(self) -> fx.Node | None:
+        """The gradient from outside of which all gradients of the part are multiples."""
+        if len(self.tangents) > 1:
+            raise NotByRows("its loss is in several results of the graph: return their sum")
+        return next(iter(self.tangents), None)
+
+    def _as_known(self, node: fx.Node) -> fx.Node:
+        """A value as it would be if the gradient from outside were 1."""
+        pending = [node] if node in self.backward else []
+        while pending:
+            current = pending[-1]
+            missing = [
+                n for n in current.all_input_nodes if n in self.backward and n not in self._known
+            ]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if current not in self._known:
+                self._known[current] = self._unit(current)
+        return self._known.get(node, node)
+
+    def _unit(self, node: fx.Node) -> fx.Node:
+        """A copy of one node of the backward, of copies."""
+        val = tensor(node) if compat.is_tangent(node) else None
+        if val is not None:
+            if val.ndim:
+                raise NotByRows("losses of single tokens are returned: return their mean or sum")
+            self.tangents.add(node)
+            with compat.fake_mode_of(val):
+                unit = self._emit(aten.full.default, [], 1, dtype=val.dtype, device=val.device)
+        else:
+            if kind(node) in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
+                raise NotByRows(f"its gradient depends on {graph.operator_name(node)}")
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._known.get(n, n))
+            unit = self._emit(node.target, *args, **kwargs)
+        unit.meta[FROM_TANGENTS] = True
+        return unit
+
+    def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of the forward, before the head."""
+        with self.gm.graph.inserting_before(self.head):
+            node = emit(self.gm.graph, target, *args, like=self.head, **kwargs)
+        if any(n.meta.get(FROM_TANGENTS) for n in node.all_input_nodes):
+            node.meta[FROM_TANGENTS] = True
+        return node
+
+    def _arguments(self, shape: Sequence[Any]) -> list[Any]:
+        """A shape as arguments: sizes that vary are nodes of the graph."""
+        sizes = [size if isinstance(size, int) else self._sizes.get(str(size)) for size in shape]
+        if None in sizes:
+            raise NotByRows(f"no node of the graph has the size {shape[sizes.index(None)]}")
+        return sizes
+
+
+def _require_narrow(results: list[fx.Node], most: int) -> None:
+    for node in results:
+        if _holds_logits(node, most):
+            reader = next(iter(node.users))
+            raise NotByRows(f"its logits are read by {graph.operator_name(reader)}, too")
+
+
+def _add_submodule(gm: fx.GraphModule, body: fx.GraphModule) -> str:
+    """Make a graph a part of another one; its name there."""
+    name = next(f"head_{i}" for i in itertools.count() if not hasattr(gm, f"head_{i}"))
+    gm.add_submodule(name, body)
+    return name

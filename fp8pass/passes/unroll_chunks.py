@@ -1,0 +1,121 @@
+"""Write out the chunks of what runs in chunks.
+
+    before   losses, dW = in_chunks(body, 2, [x, y], [W], 1)
+    after    x_0 = slice(x, 0, c); ...; loss_0 = ...; dW_0 = product(t(d_0), x_0)
+             x_1 = slice(x, c, T); ...; loss_1 = ...; dW_1 = add_product(dW_0, t(d_1), x_1)
+             losses = cat([loss_0, loss_1]);  dW = dW_1, in the dtype of the weight
+
+Inductor compiles one chunk after the other, in this order. What depends on no rows is computed once.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.codegen.products import add_product, product
+from fp8pass.graph.chunks import Chunks, bounds, chunks_of, sum_dtype
+from fp8pass.graph.nodes import aten, emit, prims, tensor
+from fp8pass.passes.context import Context
+
+
+def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
+    """Replace every call of `in_chunks`."""
+    calls = chunks_of(gm.graph)
+    for chunks in calls:
+        with gm.graph.inserting_before(chunks.node):
+            results = Unrolled(gm.graph, chunks).results()
+        for user in list(chunks.node.users):
+            assert graph.is_getitem(user)
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(chunks.node)
+    if calls:
+        gm.graph.eliminate_dead_code()
+        gm.delete_all_unused_submodules()
+        gm.recompile()
+
+
+class Unrolled:
+    """The chunks of one call, at the insertion point of a graph."""
+
+    def __init__(self, g: fx.Graph, chunks: Chunks) -> None:
+        self.graph, self.chunks = g, chunks
+        self.body = chunks.body.graph
+        inputs = list(chunks.inputs())
+        split = len(chunks.rows)
+        self.row_inputs = inputs[:split]
+        self.once: dict[fx.Node, fx.Node] = dict(inputs[split:])
+        outputs = graph.outputs(self.body)
+        split = len(outputs) - chunks.sums
+        self.row_results: list[fx.Node] = outputs[:split]
+        self.sums: list[fx.Node] = outputs[split:]
+        # GEMMs that add to the sum themselves.
+        self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
+
+    def results(self) -> list[fx.Node]:
+        """The results of the call."""
+        parts: list[list[fx.Node]] = [[] for _ in self.row_results]
+        totals: dict[fx.Node, fx.Node] = {}
+        for start, end in self._bounds():
+            env = self._chunk(start, end)
+            for part, node in zip(parts, self.row_results, strict=True):
+                part.append(env[node])
+            for node in self.sums:
+                totals[node] = self._added(totals.get(node), node, env)
+        together = [self._emit(aten.cat.default, part, like=part[0]) for part in parts]
+        return [*together, *(self._cast(totals[n], tensor(n).dtype) for n in self.sums)]
+
+    def _chunk(self, start: Any, end: Any) -> dict[fx.Node, fx.Node]:
+        """One chunk: what stands for the nodes of the body."""
+        env = dict(self.once)
+        for placeholder, rows in self.row_inputs:
+            env[placeholder] = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
+        for node in self.body.nodes:
+            if node.op != "call_function" or node in env or node in self.products:
+                continue
+            env[node] = self._copy(node, env)
+            if all(operand in self.once for operand in node.all_input_nodes):
+                self.once[node] = env[node]
+        return env
+
+    def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        fake = None if node.all_input_nodes else node.meta["val"]
+        return self._emit(node.target, *args, like=node, fake=fake, **kwargs)
+
+    def _added(
+        self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        """A sum over the chunks so far, with one more."""
+        if node in self.products:
+            a, b = (env[operand] for operand in node.args)  # type: ignore[index]
+            if total is None:
+                return self._emit(product, a, b, like=node)
+            self._emit(add_product, total, a, b, like=node)
+            return total
+        term = self._cast(env[node], sum_dtype(tensor(node).dtype))
+        return term if total is None else self._emit(aten.add.Tensor, total, term, like=node)
+
+    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if tensor(x).dtype is dtype:
+            return x
+        return self._emit(prims.convert_element_type.default, x, dtype, like=x)
+
+    def _bounds(self) -> list[tuple[Any, Any]]:
+        """Where chunks start and end; nodes of the graph, where the number of rows varies."""
+        rows, count = self.chunks.rows[0], self.chunks.count
+        size = tensor(rows).shape[0]
+        if isinstance(size, int):
+            return list(bounds(size, count))
+        everything = self._emit(aten.sym_size.int, rows, 0, like=rows)
+        length = self._emit(operator.floordiv, everything, count, like=rows)
+        starts = [self._emit(operator.mul, length, i, like=rows) for i in range(count)]
+        return list(zip(starts, [*starts[1:], everything], strict=True))
+
+    def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        return emit(self.graph, target, *args, like=like, **kwargs)
