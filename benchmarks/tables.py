@@ -97,6 +97,25 @@ def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def head_table(data: dict[str, Any]) -> list[list[str]]:
+    """Output heads with their loss: time, memory and gradient errors, whole and in chunks."""
+    rows = [["head", "", "ms", "× bf16", "peak GiB", "error of dx", "error of dW"]]
+    for r in data["results"]:
+        base = next(b for b in data["results"] if b["case"] == r["case"])
+        rows.append(
+            [
+                r["case"],
+                r["variant"],
+                f"{r['ms']:.2f}",
+                f"{r['ms'] / base['ms']:.3f}" if base["ms"] else "",
+                f"{r['peak_bytes'] / 2**30:.2f}",
+                f"{r['x_grad_error']:.2e}",
+                f"{r['weight_grad_error']:.2e}",
+            ]
+        )
+    return rows
+
+
 def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
     """Seconds to the end of the first step, cold and in a second process."""
     rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
@@ -497,6 +516,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "kernels": kernels_table,
     "ablation": ablation_table,
     "gpt2": gpt2_table,
+    "head": head_table,
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,

@@ -83,7 +83,7 @@ class Config:
         quantize_lm_head: also run the output head in FP8 (FP8 and back, LLMQ: better not).
         head_chunks: how many parts of the tokens the output head and the loss take in turn, forward
             and backward, so that no logits of all tokens exist (LLMQ 3). None chooses; 1 is all at
-            once. It changes the order in which the head's weight gradient is summed up.
+            once. The gradient of the head's weight is added up over them in the weight's dtype.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
     """
 

@@ -190,10 +190,11 @@ class Plan:
     `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
     `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
     error rules that it follows; `merged` names the layers that share a GEMM for the gradient of
-    their common input; `collectives` is what ranks send each other; `heads` are output heads. Where somebody observes:
-    `stock_bytes` is what PyTorch's own partitioner would keep for the same graph, `flops` counts
-    the operations of all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and
-    `kernels` has an entry for the forward and one for the backward.
+    their common input; `collectives` is what ranks send each other; `heads` are output heads with a
+    loss behind them. Where somebody observes: `stock_bytes` is what PyTorch's own partitioner would
+    keep for the same graph, `flops` counts the operations of all GEMMs, convolutions and attention,
+    `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the forward and one for the
+    backward.
     """
 
     linears: list[Linear] = field(default_factory=list)

@@ -7,9 +7,9 @@ rows at a time:
     before   x [B, S, V];  m = amax(x, [2], True);  y = sub(x, m);  g = mm(t(y), h)
     after    x [c, V];     m = amax(x, [1], True);  y = sub(x, m);  g = mm(t(y), h)
 
-where all that has rows is flattened to `[c, ...]`, with any c. A result either has rows, or is a sum
-over them, as `g` is. A language model's shift by one leaves some of the rows, `x[:, :-1]`: those are
-computed for all rows, with zeros for inputs that there are none of, and left out of the results.
+where all that has rows is flattened to `[c, ...]`, with any c. A result either has rows, or is a
+sum over them, as `g` is. A language model's shift by one leaves some of the rows, `x[:, :-1]`. What
+is computed of these is computed of all, with zeros for inputs that are missing, and cut afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NotByRows(Exception):
 
 @dataclass(frozen=True)
 class Shift:
-    """Which rows a slice of leading dimension `dim` leaves: all but so many `before` and `after`."""
+    """The rows that a slice of leading dimension `dim` leaves: not those `before` and `after`."""
 
     lead: tuple[Any, ...]
     dim: int
@@ -151,13 +151,13 @@ class RowWriter:
         return found
 
     def _form_of(self, shape: tuple[Any, ...]) -> Form | None:
-        left = None if self.shift is None else math.prod(self.shift.left)
-        for dims in range(1, len(shape) + 1):
-            lead = math.prod(shape[:dims])
-            if compat.statically_known_true(lead == self.rows):
-                return Form(dims, shifted=False)
-            if left is not None and compat.statically_known_true(lead == left):
-                return Form(dims, shifted=True)
+        counts = [(self.rows, False)]
+        if self.shift is not None:
+            counts.append((math.prod(self.shift.left), True))
+        for count, shifted in counts:
+            for dims in range(1, len(shape) + 1):
+                if compat.statically_known_true(math.prod(shape[:dims]) == count):
+                    return Form(dims, shifted)
         return None
 
     def _split(self, node: fx.Node) -> tuple[Form, tuple[Any, ...], tuple[int, ...]]:
@@ -203,6 +203,10 @@ class RowWriter:
             raise NotByRows(f"{operand.name} ({graph.operator_name(operand)}) needs all tokens")
 
     def _shared_input(self, operand: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+        base, flipped = graph.untransposed(operand)
+        if base is not operand:  # one input for a weight and its transpose
+            x = self._shared_input(base, tuple(tensor(base).shape))
+            return self._emit(aten.permute.default, x, [1, 0], like=operand) if flipped else x
         source = self._reshaped(self.outside(operand), shape)
         if source not in self.shared_inputs:
             placed = self._placeholder(source, tensor(source))
@@ -254,7 +258,7 @@ class RowWriter:
 
     # Writers, by operator.
 
-    def _emit(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         node = emit(self.body, target, *args, like=like, **kwargs)
         operands = node.all_input_nodes
         if operands and all(operand in self._shared for operand in operands):
@@ -264,7 +268,7 @@ class RowWriter:
     def _pointwise(self, node: fx.Node) -> fx.Node:
         args = [self._aligned(arg, node) for arg in node.args]
         kwargs = {name: self._aligned(arg, node) for name, arg in node.kwargs.items()}
-        return self._emit(node.target, *args, like=node, **kwargs)  # type: ignore[arg-type]
+        return self._emit(node.target, *args, like=node, **kwargs)
 
     def _creation(self, node: fx.Node) -> fx.Node:
         if node.target is not aten.full.default:
@@ -279,10 +283,14 @@ class RowWriter:
         form, _, rest = self._split(node)
         operand = node.args[0]
         if self._is_shared(operand):
-            return self._aligned(operand, node)  # type: ignore[no-any-return]
+            return self._aligned(operand, node)
         x = self._rows(operand)
         if self.form(operand).shifted != form.shifted:  # type: ignore[arg-type]
             raise NotByRows(f"{node.name} mixes tokens")
+        return self._in_shape(x, rest, node)
+
+    def _in_shape(self, x: fx.Node, rest: tuple[int, ...], node: fx.Node) -> fx.Node:
+        """Rows in another shape."""
         if tuple(tensor(x).shape[1:]) == rest:
             return x
         return self._emit(aten.view.default, x, [-1, *rest], like=node)
@@ -302,13 +310,14 @@ class RowWriter:
         form = self.form(x)  # type: ignore[arg-type]
         dim = dim % tensor(x).ndim  # type: ignore[operator, arg-type]
         if dim >= form.dims:
-            shifted = dim - form.dims + 1
-            return self._emit(node.target, self._rows(x), shifted, *node.args[2:], like=node)  # type: ignore[arg-type]
+            rest = (dim - form.dims + 1, *node.args[2:])
+            return self._emit(node.target, self._rows(x), *rest, like=node)
         if node.args[4:] or form.shifted:
             raise NotByRows(f"{node.name} takes some of the tokens in a way that is not known")
         lead = tuple(tensor(x).shape[: form.dims])  # type: ignore[arg-type]
         self._set_shift(lead, dim, *node.args[2:4])
-        return self._rows(x)
+        *_, rest = self._split(node)
+        return self._in_shape(self._rows(x), rest, node)
 
     def _set_shift(
         self, lead: tuple[Any, ...], dim: int, start: Any = None, end: Any = None
@@ -326,7 +335,8 @@ class RowWriter:
         if dim >= len(lead) or node.args[5:]:  # type: ignore[operator]
             raise NotByRows(f"{node.name} writes to a part of the vocabulary")
         self._set_shift(lead, dim, *node.args[3:5])  # type: ignore[arg-type]
-        of_rows = self._rows(source)
+        *_, rest = self._split(node)
+        of_rows = self._in_shape(self._rows(source), rest, node)
         into = self._aligned(base, node)
         left = self._left_rows(node, ndim=tensor(of_rows).ndim)
         return self._emit(aten.where.self, left, of_rows, into, like=node)
@@ -339,7 +349,9 @@ class RowWriter:
         if key not in self._prepared:
             with compat.fake_mode_of(tensor(node)):
                 device = tensor(node).device
-                made = self.emit_outside(aten.full.default, self.sizes(left), True, device=device)
+                made = self.emit_outside(
+                    aten.full.default, self.sizes(left), True, dtype=torch.bool, device=device
+                )
             x = self._filled_up(made, ())
             self._prepared[key] = self._reshaped(x, (self.rows, *[1] * (ndim - 1)))
         source = self._prepared[key]
@@ -353,12 +365,12 @@ class RowWriter:
         form = self.form(x)  # type: ignore[arg-type]
         if len(pad) > 2 * (tensor(x).ndim - form.dims):  # type: ignore[arg-type]
             raise NotByRows(f"{node.name} adds tokens")
-        return self._emit(node.target, self._rows(x), pad, *value, like=node)  # type: ignore[arg-type]
+        return self._emit(node.target, self._rows(x), pad, *value, like=node)
 
     def _gather(self, node: fx.Node) -> fx.Node:
         x, dim, index = node.args[:3]
         at = self._dim_of_row(x, dim)
-        return self._emit(node.target, self._rows(x), at, self._rows(index), like=node)  # type: ignore[arg-type]
+        return self._emit(node.target, self._rows(x), at, self._rows(index), like=node)
 
     def _scatter(self, node: fx.Node) -> fx.Node:
         """One element of each row is written to: a comparison of places, which fuses."""
@@ -399,29 +411,25 @@ class RowWriter:
     def _reduction(self, node: fx.Node) -> fx.Node:
         x = node.args[0]
         assert isinstance(x, fx.Node)
-        if len(node.args) == 1 and node.target not in SUMS:
-            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) is computed from all tokens")
-        given = node.args[1] if len(node.args) > 1 else None
-        ndim = tensor(x).ndim
-        listed = list(given) if isinstance(given, (list, tuple)) else [given]
-        dims = {d % ndim for d in listed if d is not None} or set(range(ndim))  # type: ignore[operator]
-        form = self.form(x)
-        lead = set(range(form.dims))
-        if dims.isdisjoint(lead):
-            own = [d - form.dims + 1 for d in sorted(dims)]
+        form, ndim = self.form(x), tensor(x).ndim
+        given: Any = node.args[1] if len(node.args) > 1 else None
+        listed = given if isinstance(given, (list, tuple)) else [given]
+        dims = sorted({d % ndim for d in listed if d is not None} or range(ndim))
+        lead, own = dims[: form.dims], [d - form.dims + 1 for d in dims]
+        if min(own) > 0:
             dim = own if isinstance(given, (list, tuple)) else own[0]
-            return self._emit(node.target, self._rows(x), dim, *node.args[2:], like=node, **node.kwargs)  # type: ignore[arg-type]
-        if not dims >= lead or node.target not in SUMS or form.shifted:
-            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) is computed from all tokens")
+            rest = node.args[2:]
+            return self._emit(node.target, self._rows(x), dim, *rest, like=node, **node.kwargs)
+        if lead != list(range(form.dims)) or node.target not in SUMS or form.shifted:
+            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) needs all tokens")
         self.sums.add(node)
-        own = [0, *(d - form.dims + 1 for d in sorted(dims - lead))]
-        total = self._emit(aten.sum.dim_IntList, self._rows(x), own, like=node, **node.kwargs)
-        shape = list(tensor(node).shape)
-        return self._emit(aten.view.default, total, shape, like=node)
+        dims = [0, *(d for d in own if d > 0)]
+        total = self._emit(aten.sum.dim_IntList, self._rows(x), dims, like=node, **node.kwargs)
+        return self._emit(aten.view.default, total, list(tensor(node).shape), like=node)
 
     def _getitem(self, node: fx.Node) -> fx.Node:
-        operator = node.args[0]
-        return self._emit(node.target, self._written[operator], node.args[1], like=node)  # type: ignore[arg-type, index]
+        several, i = node.args
+        return self._emit(node.target, self._written[several], i, like=node)  # type: ignore[index]
 
     def _gemm(self, node: fx.Node) -> fx.Node:
         *bias, a, b = node.args

@@ -2,14 +2,15 @@
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 
-`body` is a graph of its own, a submodule: it takes some rows of `rows`, all of `shared`, and returns
-values that have rows, which are put together, and `sums` over its rows, which are added up. The last
-chunk takes the rows that are left over. Passes see one operator; `unroll_chunks` writes the chunks
-out before Inductor compiles them.
+`body` is a graph of its own, a submodule: it takes some rows of `rows`, all of `shared`, and
+returns values that have rows, which are put together, and `sums` over its rows, which are added up.
+The last chunk takes the rows that are left over. Passes see one operator; `unroll_chunks` writes
+the chunks out before Inductor compiles them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import graph
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which terms of `dtype` are added up over chunks: fp32, or fp64."""
-    return torch.promote_types(dtype, torch.float32)
+from fp8pass.graph.joint import JointFacts
 
 
 def in_chunks(
@@ -40,10 +37,7 @@ def in_chunks(
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:
-    total = terms[0].to(sum_dtype(terms[0].dtype), copy=True)
-    for term in terms[1:]:
-        total += term
-    return total.to(terms[0].dtype)
+    return functools.reduce(torch.add, terms)
 
 
 def bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
@@ -62,8 +56,12 @@ class Chunks:
     @property
     def body(self) -> fx.GraphModule:
         """The graph that runs on each chunk."""
-        module = self.node.graph.owning_module
-        return module.get_submodule(self.node.args[0].target)  # type: ignore[union-attr, no-any-return, arg-type]
+        module, reference = self.node.graph.owning_module, self.node.args[0]
+        assert module is not None
+        assert isinstance(reference, fx.Node)
+        body = getattr(module, str(reference.target))
+        assert isinstance(body, fx.GraphModule)
+        return body
 
     @property
     def count(self) -> int:
@@ -90,6 +88,14 @@ class Chunks:
         given = [*self.rows, *self.shared]
         taken = [n for n in self.body.graph.nodes if n.op == "placeholder"]
         return zip(taken, given, strict=True)
+
+    def facts(self, facts: JointFacts) -> JointFacts:
+        """What is known of the body's inputs, by what is known of the graph's."""
+        sources = {taken: graph.source(given) for taken, given in self.inputs()}
+        return JointFacts(
+            parameters=frozenset(n for n, source in sources.items() if source in facts.parameters),
+            weights=frozenset(n for n, source in sources.items() if source in facts.weights),
+        )
 
 
 def chunks_of(g: fx.Graph) -> list[Chunks]:

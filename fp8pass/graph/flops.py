@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph
 from fp8pass.dialect.coding import is_fp8
+from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import Kind, kind
 
 fp8 = torch.ops.fp8pass
@@ -23,8 +24,11 @@ EXPENSIVE = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 def total_flops(g: fx.Graph) -> tuple[float, float]:
     """Floating point operations of all GEMMs, convolutions and attention, and those in FP8."""
     expensive = [n for n in g.nodes if is_expensive(n)]
-    in_fp8 = sum(flops(n) for n in expensive if is_fp8_gemm(n))
-    return sum(map(flops, expensive)), in_fp8
+    total, in_fp8 = sum(map(flops, expensive)), sum(map(flops, filter(is_fp8_gemm, expensive)))
+    for chunks in chunks_of(g):
+        of_one = total_flops(chunks.body.graph)
+        total, in_fp8 = total + chunks.count * of_one[0], in_fp8 + chunks.count * of_one[1]
+    return total, in_fp8
 
 
 def is_expensive(node: fx.Node) -> bool:

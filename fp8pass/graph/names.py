@@ -9,6 +9,7 @@ import warnings
 
 from torch import fx
 
+from fp8pass.compat import is_operator
 from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.tags import REPLACED
 
@@ -91,4 +92,6 @@ def operator_name(node: fx.Node) -> str:
     """The operator of a node, as people write it."""
     if node.op != "call_function":
         return node.op
-    return str(operator_of(node).target).removesuffix(".default")
+    target = operator_of(node).target
+    name = str(target) if is_operator(target) else getattr(target, "__name__", str(target))
+    return name.removesuffix(".default")

@@ -110,7 +110,7 @@ def totals(graphs: Sequence[CompiledGraph]) -> str:
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
         f"; stock torch.compile would keep {mib(stock)} MiB{share}."
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
-        f"{_counted(generated, '; ') or 'none'}.{_merged(plans)}"
+        f"{_counted(generated, '; ') or 'none'}.{_merged(plans)}{_heads(plans)}"
     )
 
 
@@ -120,6 +120,18 @@ def _merged(plans: Sequence[Plan]) -> str:
         return ""
     gemms = "one GEMM" if len(merged) == 1 else f"{len(merged)} GEMMs"
     return f" Input gradients of {sum(map(len, merged))} layers come from {gemms}."
+
+
+def _heads(plans: Sequence[Plan]) -> str:
+    """A line for each output head that has its loss in the graph."""
+    lines = dict.fromkeys(
+        f"\nLogits of {head.module or 'the output head'}, {head.shape}: "
+        + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "of all tokens at once")
+        + f", {mib(head.bytes)} MiB{', because ' * bool(head.reason)}{head.reason}."
+        for plan in plans
+        for head in plan.heads
+    )
+    return "".join(lines)
 
 
 def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:

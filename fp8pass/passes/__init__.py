@@ -73,4 +73,15 @@ ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *HALF_PASSES)
 # Without these no graph could be cut, or compiled.
 INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, unroll_chunks, lower_dialect)
 
-__all__ = ["ALL_PASSES", "HALF_PASSES", "INFERENCE_PASSES", "JOINT_PASSES", "Context", "Pass"]
+# These ask something of sizes that vary: few tokens are compiled anew, with a head that is whole.
+GUARDING: tuple[Pass, ...] = (chunk_head,)
+
+__all__ = [
+    "ALL_PASSES",
+    "GUARDING",
+    "HALF_PASSES",
+    "INFERENCE_PASSES",
+    "JOINT_PASSES",
+    "Context",
+    "Pass",
+]

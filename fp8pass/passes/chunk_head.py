@@ -8,9 +8,10 @@
 
 LLMQ section 3, "Chunking". All gradients come out in the forward, as if the gradient of the graph's
 result were 1: they are multiples of it. The backward multiplies them with what it is. Between the
-GEMM and the loss there may be anything that computes each token by itself (`graph/by_rows.py`): casts,
-a softcap, label smoothing, a z-loss, a shift by one token. It is the same arithmetic, token by token;
-only the weight's gradient is summed up in another order, in FP32.
+GEMM and the loss there may be anything that computes each token by itself (`graph/by_rows.py`):
+casts, a softcap, label smoothing, a z-loss, a shift by one token. It is the same arithmetic, token
+by token; only the weight's gradient is added up chunk by chunk, as it is over micro-batches: in the
+weight's dtype.
 
 Where logits are returned or used otherwise, or where the gradients are no multiples of one number,
 the head stays whole, and the plan says why.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,12 @@ from fp8pass.graph.output_heads import logits
 from fp8pass.passes.context import Context
 from fp8pass.plan import Head
 
-# Tokens of a chunk, at least: adding up the weight's gradient costs its bytes once a chunk.
+# Every chunk reads and writes the weight's gradient once more: with 2048 tokens that takes 5% of
+# the head's time (docs/results.md), and the head of a model of hidden 2048 a fifth of all time.
 CHUNK_ROWS = 2048
+LEAST_HIDDEN = 2048
+# Fewer save less than the gradient takes that is added to; more round it more often.
+FEWEST, MOST = 4, 8
 
 
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
@@ -53,12 +58,13 @@ def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
 
 def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
     """Rewrite one head where that is possible and worth it; what became of it, for the plan."""
-    rows = tensor(head).shape[0]
-    count = ctx.config.head_chunks or rule_of_chunks(compat.size_hint(rows))
-    count = min(count, compat.size_hint(rows))
+    rows, hidden = (compat.size_hint(size) for size in tensor(head.args[-2]).shape)  # type: ignore[arg-type]
+    count = ctx.config.head_chunks or rule_of_chunks(rows, hidden)
+    if not tensor(head).shape[0] >= 2 * count:  # a guard, where the number of tokens varies
+        count = 1
     about = partial(Head, graph.module_path(head), graph.shape_text(tensor(head)))
     if count == 1:
-        return about(graph.nbytes(head), 1, "small enough to be whole")
+        return about(graph.nbytes(head), 1, "few tokens, or few features")
     try:
         part = find_part(head)
         Chunking(gm, head, part, count).run()
@@ -67,9 +73,10 @@ def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
     return about(graph.nbytes(head) // count, count, "")
 
 
-def rule_of_chunks(rows: int) -> int:
-    """How many chunks logits are worth."""
-    return max(1, rows // CHUNK_ROWS)
+def rule_of_chunks(rows: int, hidden: int) -> int:
+    """How many chunks a head is worth that nobody asked about."""
+    count = min(MOST, rows // CHUNK_ROWS)
+    return count if count >= FEWEST and hidden >= LEAST_HIDDEN else 1
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
@@ -85,7 +92,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
             node = pending.pop()
             found = set(_wide_operands(node, most))
             if node is head or _holds_logits(node, most):
-                found |= set(node.users)
+                found |= {user for user in node.users if kind(user) is not Kind.SYMBOL}
             pending += found - part
             part |= found
         pending = list(_between(head.graph, part) - part)
@@ -116,7 +123,8 @@ def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
     """The nodes that are computed from one of the part, and that one of the part needs."""
     after: set[fx.Node] = set()
     for node in g.nodes:
-        if node in part or any(n in after for n in node.all_input_nodes):
+        computed = any(n in after for n in node.all_input_nodes)
+        if node in part or (computed and kind(node) is not Kind.SYMBOL):
             after.add(node)
     return after & ancestors(part)
 
@@ -129,9 +137,10 @@ class Chunking:
         self.backward = graph.tangent_dependent(gm.graph)
         self.tangents: set[fx.Node] = set()
         self._known: dict[fx.Node, fx.Node] = {}
-        self._sizes = {str(n.meta["val"]): n for n in gm.graph.nodes if compat.is_sym_node(n)}
+        self._sizes = _sizes(gm.graph, set(part))
         rows = tensor(head).shape[0]
-        self.writer = RowWriter(rows, rows // count, self._as_known, self._emit, self._arguments)
+        example = compat.size_hint(rows) // count
+        self.writer = RowWriter(rows, example, self._as_known, self._emit, self._arguments)
 
     def run(self) -> None:
         """Rewrite the graph.
@@ -143,11 +152,12 @@ class Chunking:
         for node in self.part:
             self.writer.write(node, part)
         computed = [n for n in self.part if kind(n) is not Kind.CREATION]
-        results = [n for n in computed if any(user not in part for user in n.users)]
+        results = [n for n in computed if any(_reads(user, part) for user in n.users)]
         sums = [n for n in results if n in self.writer.sums]
         rows = [n for n in results if n not in self.writer.sums]
         _require_narrow(rows, graph.numel(tensor(self.head)) // 2)
         tangent = self._tangent()
+        self._measure_elsewhere()
         call = self._call(rows, sums)
         for i, node in enumerate((*rows, *sums)):
             new = self._emit(operator.getitem, call, i)
@@ -216,7 +226,7 @@ class Chunking:
         unit.meta[FROM_TANGENTS] = True
         return unit
 
-    def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the forward, before the head."""
         with self.gm.graph.inserting_before(self.head):
             node = emit(self.gm.graph, target, *args, like=self.head, **kwargs)
@@ -224,18 +234,51 @@ class Chunking:
             node.meta[FROM_TANGENTS] = True
         return node
 
+    def _measure_elsewhere(self) -> None:
+        """Take sizes that are read off the part from other values, so that it can go."""
+        for node in self.part:
+            for user in list(node.users):
+                if kind(user) is Kind.SYMBOL:
+                    user.replace_all_uses_with(self._arguments([user.meta["val"]])[0])
+
     def _arguments(self, shape: Sequence[Any]) -> list[Any]:
         """A shape as arguments: sizes that vary are nodes of the graph."""
-        sizes = [size if isinstance(size, int) else self._sizes.get(str(size)) for size in shape]
-        if None in sizes:
-            raise NotByRows(f"no node of the graph has the size {shape[sizes.index(None)]}")
-        return sizes
+        arguments: list[Any] = []
+        for size in shape:
+            if not isinstance(size, int):
+                if str(size) not in self._sizes:
+                    raise NotByRows(f"no other value has the size {size}")
+                of, *dim = self._sizes[str(size)]
+                size = self._emit(aten.sym_size.int, of, *dim) if dim else of
+            arguments.append(size)
+        return arguments
+
+
+def _sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
+    """Where sizes that vary are known without a part: a node, or a tensor and its dimension."""
+    found: dict[str, tuple[Any, ...]] = {}
+    after: set[fx.Node] = set()
+    for node in g.nodes:
+        if node in part or any(n in after for n in node.all_input_nodes):
+            after.add(node)
+        elif compat.is_sym_node(node):
+            found[str(node.meta["val"])] = (node,)
+        elif (val := graph.value(node)) is not None:
+            for dim, size in enumerate(val.shape):
+                if not isinstance(size, int):
+                    found.setdefault(str(size), (node, dim))
+    return found
+
+
+def _reads(user: fx.Node, part: set[fx.Node]) -> bool:
+    """Whether a node reads from outside of a part what is in it, and not only its size."""
+    return user not in part and kind(user) is not Kind.SYMBOL
 
 
 def _require_narrow(results: list[fx.Node], most: int) -> None:
     for node in results:
         if _holds_logits(node, most):
-            reader = next(iter(node.users))
+            reader = max(node.users)
             raise NotByRows(f"its logits are read by {graph.operator_name(reader)}, too")
 
 

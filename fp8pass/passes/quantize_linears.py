@@ -33,6 +33,7 @@ from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity, of_operand
 from fp8pass.dialect.ops import AMAX
+from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.linear_layers import (
     Layer,
     find_layers,
@@ -52,10 +53,19 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
-    eligible: dict[fx.Node, Layer] = {}
     layers = find_layers(gm.graph, ctx.facts)
-    modules = [y.module for y in layers]
+    parts = [(c, find_layers(c.body.graph, c.facts(ctx.facts))) for c in chunks_of(gm.graph)]
+    modules = [y.module for found in (layers, *(found for _, found in parts)) for y in found]
     warn_about_idle_patterns("skip", ctx.config.skip, "linear layer", modules)
+    quantize_layers(gm.graph, layers, ctx)
+    for chunks, found in parts:
+        quantize_layers(chunks.body.graph, found, ctx, f"{chunks.count} × ")
+        chunks.body.recompile()
+
+
+def quantize_layers(g: fx.Graph, layers: list[Layer], ctx: Context, times: str = "") -> None:
+    """Rewrite the eligible ones of a graph's layers, which runs as often as `times` says."""
+    eligible: dict[fx.Node, Layer] = {}
     for layer in layers:
         reason = why_not(layer, ctx.config)
         roles: list[str] = []
@@ -68,11 +78,11 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
                 gemm.meta[KEPT_BY_CHOICE] = True
         if roles and not ctx.config.quantizes_linears:
             roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
-        ctx.plan.linears.append(describe(layer, tuple(roles), reason))
-    quantizer = Quantizer(gm.graph, ctx.config)
-    for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
+        ctx.plan.linears.append(describe(layer, tuple(roles), reason, times))
+    quantizer = Quantizer(g, ctx.config)
+    for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
-            rewrite(gm.graph, node, eligible[node], quantizer)
+            rewrite(g, node, eligible[node], quantizer)
 
 
 @dataclass(frozen=True)
@@ -267,9 +277,9 @@ def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> N
         quantizer.backward.add(product)
 
 
-def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason) -> Linear:
+def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason, times: str) -> Linear:
     """The plan's entry for a layer."""
     rows = tensor(layer.input).shape[0]
     unique = tuple(dict.fromkeys(rewritten))
     sizes = compat.size_hint(layer.in_features), compat.size_hint(layer.out_features)
-    return Linear(layer.module, str(rows), *sizes, unique, reason.text, reason.chosen)
+    return Linear(layer.module, f"{times}{rows}", *sizes, unique, reason.text, reason.chosen)

@@ -25,7 +25,8 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import ConfigError, unknown
 from fp8pass.graph import spec
-from fp8pass.passes import ALL_PASSES, INDISPENSABLE, Context, Pass
+from fp8pass.graph.chunks import chunks_of
+from fp8pass.passes import ALL_PASSES, GUARDING, INDISPENSABLE, Context, Pass
 from fp8pass.plan import Plan
 
 log = logging.getLogger("fp8pass")
@@ -99,8 +100,10 @@ def run_passes(
         guards = compat.guard_count(gm.graph) if check else 0
         seconds = _run(pass_, gm, ctx, watcher)
         if check:
-            spec.verify(gm.graph)
-            spec.verify_guards(gm.graph, guards)
+            for g in (gm.graph, *(chunks.body.graph for chunks in chunks_of(gm.graph))):
+                spec.verify(g)
+            if pass_ not in GUARDING:
+                spec.verify_guards(gm.graph, guards)
         after = _code(gm) if record else ""
         sizes = nodes, len(gm.graph.nodes)
         entry = PassRecord(pass_.__name__, of, before, after, seconds, *sizes)
@@ -173,6 +176,8 @@ def _code(gm: fx.GraphModule) -> str:
             lines.append(f"    {MODULE_COMMENT}{path}".rstrip())
             current = path
         lines.append(statement)
+    for chunks in chunks_of(gm.graph):
+        lines += ["", f"    # each of {chunks.count} chunks", _code(chunks.body)]
     return "\n".join(lines)
 
 

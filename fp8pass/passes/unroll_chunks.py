@@ -1,11 +1,12 @@
 """Write out the chunks of what runs in chunks.
 
     before   losses, dW = in_chunks(body, 2, [x, y], [W], 1)
-    after    x_0 = slice(x, 0, c); ...; loss_0 = ...; dW_0 = product(t(d_0), x_0)
-             x_1 = slice(x, c, T); ...; loss_1 = ...; dW_1 = add_product(dW_0, t(d_1), x_1)
-             losses = cat([loss_0, loss_1]);  dW = dW_1, in the dtype of the weight
+    after    x_0 = slice(x, 0, c); ...;  loss_0 = ...;  dW = mm(t(d_0), x_0)
+             x_1 = slice(x, c, T); ...;  loss_1 = ...;  add_product(dW, t(d_1), x_1)
+             losses = cat([loss_0, loss_1])
 
-Inductor compiles one chunk after the other, in this order. What depends on no rows is computed once.
+Inductor compiles one chunk after the other, in this order. What depends on no rows is computed
+once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.products import add_product, product
-from fp8pass.graph.chunks import Chunks, bounds, chunks_of, sum_dtype
-from fp8pass.graph.nodes import aten, emit, prims, tensor
+from fp8pass.codegen.add_product import add_product
+from fp8pass.codegen.buffers import emit_buffer
+from fp8pass.graph.chunks import Chunks, bounds, chunks_of
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.passes.context import Context
 
 
@@ -64,11 +66,11 @@ class Unrolled:
         for start, end in self._bounds():
             env = self._chunk(start, end)
             for part, node in zip(parts, self.row_results, strict=True):
-                part.append(env[node])
+                part.append(_stored(env[node]))
             for node in self.sums:
                 totals[node] = self._added(totals.get(node), node, env)
         together = [self._emit(aten.cat.default, part, like=part[0]) for part in parts]
-        return [*together, *(self._cast(totals[n], tensor(n).dtype) for n in self.sums)]
+        return [*together, *(totals[n] for n in self.sums)]
 
     def _chunk(self, start: Any, end: Any) -> dict[fx.Node, fx.Node]:
         """One chunk: what stands for the nodes of the body."""
@@ -88,23 +90,15 @@ class Unrolled:
         fake = None if node.all_input_nodes else node.meta["val"]
         return self._emit(node.target, *args, like=node, fake=fake, **kwargs)
 
-    def _added(
-        self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]
-    ) -> fx.Node:
+    def _added(self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
         """A sum over the chunks so far, with one more."""
-        if node in self.products:
-            a, b = (env[operand] for operand in node.args)  # type: ignore[index]
-            if total is None:
-                return self._emit(product, a, b, like=node)
-            self._emit(add_product, total, a, b, like=node)
-            return total
-        term = self._cast(env[node], sum_dtype(tensor(node).dtype))
-        return term if total is None else self._emit(aten.add.Tensor, total, term, like=node)
-
-    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        if tensor(x).dtype is dtype:
-            return x
-        return self._emit(prims.convert_element_type.default, x, dtype, like=x)
+        if total is None:
+            return self._copy(node, env) if node in self.products else env[node]
+        if node not in self.products:
+            return self._emit(aten.add.Tensor, total, env[node], like=node)
+        a, b = (env[operand] for operand in node.args)  # type: ignore[index]
+        self._emit(add_product, total, a, b, like=node)
+        return total
 
     def _bounds(self) -> list[tuple[Any, Any]]:
         """Where chunks start and end; nodes of the graph, where the number of rows varies."""
@@ -119,3 +113,13 @@ class Unrolled:
 
     def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         return emit(self.graph, target, *args, like=like, **kwargs)
+
+
+def _stored(result: fx.Node) -> fx.Node:
+    """A result of a chunk in memory.
+
+    Inductor would compute losses where they are put together, from the logits of all chunks.
+    """
+    if kind(result) is Kind.GEMM:
+        return result
+    return emit_buffer(result, graph.stride_order(tensor(result)))

@@ -48,7 +48,9 @@ def plan_component(
     while True:
         exact, rest = _ComponentCuts(component, needs, choices, stored).cheapest()
         recomputed = exact.recomputed | rest.recomputed
-        chained = chained_sums(component, recomputed, choices.rules.junctions)
+        chained = chained_sums(
+            component, recomputed, choices.rules.junctions, choices.facts.is_free
+        )
         if not chained:
             return exact, rest
         stored |= chained

@@ -24,6 +24,7 @@ from fp8pass.dialect.formats import (
     Format,
     divisor_group,
 )
+from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
@@ -188,6 +189,8 @@ class FormatChoices:
             return "already quantized, for a linear layer"
         if val is None or val.dtype not in STORABLE_DTYPES:
             return "integers and masks are kept as they are"
+        if graph.operator_of(node).target is in_chunks:
+            return "computed in chunks: a gradient already"
         if kind(node) not in STORABLE_KINDS:
             return f"{operator_name(node)} is not computed from activations"
         if node in self.rules.constants:

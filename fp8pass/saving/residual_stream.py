@@ -10,7 +10,7 @@ which one is computed from the other, one is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
@@ -19,21 +19,30 @@ from fp8pass.saving.costs import keep_price
 
 
 def chained_sums(
-    values: Sequence[fx.Node], recomputed: Collection[fx.Node], junctions: Collection[fx.Node]
+    values: Sequence[fx.Node],
+    recomputed: Collection[fx.Node],
+    junctions: Collection[fx.Node],
+    is_free: Callable[[fx.Node], bool],
 ) -> set[fx.Node]:
     """Every second of the sums that would be recomputed from one another, to be kept instead.
 
     `values` are in order. Norms and casts may lie between two sums, as in post-norm layers. A sum
-    whose branch is computed from the sum before, too, costs nothing but time, and is left as it is.
+    whose branch is computed from the sum before, too, or from what is alive anyway, costs nothing
+    but time, and is left as it is.
     """
     to_keep: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
+    holds_nothing: set[fx.Node] = set()
     for value in values:
+        operands = value.all_input_nodes
+        holds_nothing.update(n for n in (value, *operands) if is_free(n))
         if value not in recomputed:
             continue
-        following = after_a_sum.intersection(value.all_input_nodes)
+        if operands and holds_nothing.issuperset(operands):
+            holds_nothing.add(value)
+        following = after_a_sum.intersection(operands)
         is_sum = value in junctions and is_stream_sum(value)
-        has_branch = len(following) < len(value.all_input_nodes)
+        has_branch = not (following | holds_nothing).issuperset(operands)
         if following and has_branch and is_sum and math.isfinite(keep_price(value)):
             to_keep.add(value)
         elif following or is_sum:

@@ -163,9 +163,12 @@ class Program:
         )
 
     def _declarations(self) -> Iterator[str]:
+        # Error rules expect what enters a norm to have no mean, as biases near 1 would give it.
+        biases = {i.parameters[1] for i in self.code if i.operator == "biased"}
         for name, p in self.parameters.items():
             size = ", ".join(map(str, p.shape))
-            value = f"1 + torch.randn({size}) / 8"
+            value = f"torch.randn({size}) / 8"
+            value = value if name in biases else f"1 + {value}"
             if p.buffer:
                 yield f"self.register_buffer({name!r}, 1 + torch.rand({size}))"
                 continue

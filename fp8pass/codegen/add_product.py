@@ -1,0 +1,26 @@
+"""`fp8pass_codegen::add_product(total, a, b)` adds `a @ b` to `total`, in place.
+
+The GEMM adds in fp32 and rounds once, to the dtype of all three.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8pass.codegen.buffers import library
+
+library.define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    torch.addmm(total, a, b, out=total)
+
+
+def _fake(total: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
+
+
+library.impl("add_product", _add_product, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8pass_codegen::add_product", _fake, lib=library)
+add_product = torch.ops.fp8pass_codegen.add_product.default
