@@ -16,6 +16,9 @@ that failed is written with its error, and the next run tries it again.
 `7B`, of Llama-2-7B's shape, is compiled as torchtitan does it: each decoder layer alone, which all
 share their code, and the loss. What is outside of the layers is in BF16 for all: fp8pass does not
 see it, so torchao converts no more, and torchtitan's FP8 settings leave out the output head, too.
+
+`8B`, of Llama-3-8B's shape, too. "head and loss" are compiled by fp8pass as one module, which
+returns the loss alone: all logits at once, or four chunks of tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,6 +68,7 @@ class Size:
 MODELS = {
     "1B": Size(2048, 8192, 16, 32, 8, 50304, batch=8, seq=2048, per_block=False),
     "7B": Size(4096, 11008, 32, 32, 32, 32000, batch=2, seq=2048, per_block=True),
+    "8B": Size(4096, 14336, 32, 32, 8, 128256, batch=1, seq=8192, per_block=True),
 }
 TINY = {
     name: Size(128, 256, 2, 2, 2, 256, batch=2, seq=32, per_block=size.per_block)
@@ -74,6 +79,8 @@ COMPILED: dict[str, Compile] = {
     "bf16 compile": lambda m: torch.compile(m),  # type: ignore[dict-item, return-value]
     "torchao tensorwise": torchao("tensorwise"),
     "fp8pass coat": with_fp8pass(),
+    "fp8pass coat, head and loss whole": with_fp8pass(head_chunks=1),
+    "fp8pass coat, head and loss in chunks": with_fp8pass(head_chunks=4),
 }
 
 
@@ -105,6 +112,8 @@ VARIANTS = {
         ("fp8pass coat", "AdamW"),
         ("fp8pass coat", "fp8pass AdamW"),
         ("fp8pass coat", "fp8pass attach"),
+        ("fp8pass coat, head and loss whole", "fp8pass AdamW"),
+        ("fp8pass coat, head and loss in chunks", "fp8pass AdamW"),
     )
 }
 
@@ -147,11 +156,42 @@ def compile_blocks(llama: Any, compile_module: Compile) -> Any:
     return llama
 
 
+class HeadAndLoss(nn.Module):
+    """The output head of a Llama and its loss, which returns no logits."""
+
+    def __init__(self, llama: Any) -> None:
+        super().__init__()
+        self.lm_head, self.loss_function = llama.lm_head, llama.loss_function
+        self.vocabulary = llama.config.vocab_size
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the features of all tokens."""
+        return self.loss_function(self.lm_head(hidden), labels, self.vocabulary)
+
+
+class LossOnly(nn.Module):
+    """A Llama whose head and loss are compiled together; called as Hugging Face's."""
+
+    def __init__(self, llama: Any, compile_module: Compile) -> None:
+        super().__init__()
+        self.head = compile_module(HeadAndLoss(llama))
+        layers = llama.model.layers
+        for i, layer in enumerate(layers):
+            layers[i] = compile_module(layer)
+        self.model = llama.model
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+        """An object with the `loss`."""
+        hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+        return SimpleNamespace(loss=self.head(hidden, labels))
+
+
 def measure(size: Size, compiled: str, optimizer: str, device: torch.device) -> dict[str, Any]:
     """Train one variant from scratch; what a `Result` says of it."""
     torch.manual_seed(0)
     llama, compile_module = new_llama(size, device), COMPILED[compiled]
-    model = compile_blocks(llama, compile_module) if size.per_block else compile_module(llama)
+    how = LossOnly if "head and loss" in compiled else compile_blocks
+    model = how(llama, compile_module) if size.per_block else compile_module(llama)
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
     with OPTIMIZERS[optimizer](model) as update:
         return train(model, update, ids)

@@ -517,6 +517,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "ablation": ablation_table,
     "gpt2": gpt2_table,
     "head": head_table,
+    "model_8b": model_table,
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,

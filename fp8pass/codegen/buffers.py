@@ -8,6 +8,9 @@ Inductor inlines a pointwise operator into all kernels that use it until its exp
 residual stream consists of such operators: each block would add up its sum again from all terms
 before it, which would all be held in memory until then, gradients in fp32 because their casts would
 be inlined, too.
+
+`fp8pass_codegen::after(x, done)` is a copy of `x` that is made when there is all of `done`: no
+kernel that reads it runs earlier, and none that computes one of `done` can wait for later ones.
 """
 
 from __future__ import annotations
@@ -29,6 +32,17 @@ def _buffer(x: Tensor, order: list[int]) -> Tensor:
 library.impl("buffer", _buffer, "CompositeExplicitAutograd")
 buffer = torch.ops.fp8pass_codegen.buffer.default
 compat.lower_to_buffer(buffer)
+
+
+library.define("after(Tensor x, Tensor[] done) -> Tensor")
+
+
+def _after(x: Tensor, done: list[Tensor]) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+library.impl("after", _after, "CompositeExplicitAutograd")
+after = torch.ops.fp8pass_codegen.after.default
 
 
 def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:

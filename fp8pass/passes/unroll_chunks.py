@@ -2,7 +2,7 @@
 
     before   losses, dW = in_chunks(body, 2, [x, y], [W], 1)
     after    x_0 = slice(x, 0, c); ...;  loss_0 = ...;  dW = mm(t(d_0), x_0)
-             x_1 = slice(x, c, T); ...;  loss_1 = ...;  add_product(dW, t(d_1), x_1)
+             x_1 = after(slice(x, c, T), loss_0); ...;  loss_1 = ...;  add_product(dW, t(d_1), x_1)
              losses = cat([loss_0, loss_1])
 
 Inductor compiles one chunk after the other, in this order. What depends on no rows is computed
@@ -18,9 +18,8 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.add_product import add_product
-from fp8pass.codegen.buffers import emit_buffer
+from fp8pass.codegen.buffers import after
 from fp8pass.graph.chunks import Chunks, bounds, chunks_of
-from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.passes.context import Context
 
@@ -63,20 +62,28 @@ class Unrolled:
         """The results of the call."""
         parts: list[list[fx.Node]] = [[] for _ in self.row_results]
         totals: dict[fx.Node, fx.Node] = {}
+        done: list[fx.Node] = []
         for start, end in self._bounds():
-            env = self._chunk(start, end)
-            for part, node in zip(parts, self.row_results, strict=True):
-                part.append(_stored(env[node]))
+            env = self._chunk(start, end, done)
+            done = [env[node] for node in self.row_results]
+            for part, result in zip(parts, done, strict=True):
+                part.append(result)
             for node in self.sums:
                 totals[node] = self._added(totals.get(node), node, env)
         together = [self._emit(aten.cat.default, part, like=part[0]) for part in parts]
         return [*together, *(totals[n] for n in self.sums)]
 
-    def _chunk(self, start: Any, end: Any) -> dict[fx.Node, fx.Node]:
-        """One chunk: what stands for the nodes of the body."""
+    def _chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """One chunk, after another one is done: what stands for the nodes of the body.
+
+        Inductor would compute losses where they are put together, from the logits of all chunks.
+        """
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
-            env[placeholder] = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
+            taken = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
+            if done and tensor(taken).is_floating_point() and tensor(taken).ndim == 2:
+                taken = self._emit(after, taken, done, like=rows)
+            env[placeholder] = taken
         for node in self.body.nodes:
             if node.op != "call_function" or node in env or node in self.products:
                 continue
@@ -113,13 +120,3 @@ class Unrolled:
 
     def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         return emit(self.graph, target, *args, like=like, **kwargs)
-
-
-def _stored(result: fx.Node) -> fx.Node:
-    """A result of a chunk in memory.
-
-    Inductor would compute losses where they are put together, from the logits of all chunks.
-    """
-    if kind(result) is Kind.GEMM:
-        return result
-    return emit_buffer(result, graph.stride_order(tensor(result)))

@@ -6,7 +6,7 @@ from itertools import accumulate, combinations
 
 import pytest
 import torch
-from helpers import benchmark_models, capture_joint, tokens
+from helpers import COAT_EAGER, benchmark_models, capture_joint, tokens
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -197,3 +197,16 @@ def test_branches_that_follow_from_the_stream_cost_nothing():
 
     plan = Planned(run, torch.randn(FLAT, requires_grad=True), recipe="linear")
     assert plan.kept == 0
+
+
+def test_sums_of_what_is_alive_anyway_cost_nothing():
+    """The backward holds nothing for them: a leaf that requires a gradient, and what follows."""
+
+    class Distances(nn.Module):
+        def forward(self, x):
+            shifted = x + x[:1].expand_as(x)
+            return F.mse_loss(shifted, x)
+
+    joint = capture_joint(Distances(), torch.randn(4, 32, requires_grad=True), config=COAT_EAGER)
+    run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+    assert joint.ctx.plan.saved_bytes == 0
