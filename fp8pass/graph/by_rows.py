@@ -97,12 +97,13 @@ class RowWriter:
         self.sums: set[fx.Node] = set()
         self.shift: Shift | None = None
         self._written: dict[fx.Node, fx.Node] = {}
+        self._sums: dict[fx.Node, fx.Node] = {}  # which no other node of the part may read
         self._shared: set[fx.Node] = set()  # nodes of the body without a dimension for rows
         self._prepared: dict[tuple[Any, ...], fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
-        """What stands for a node of the part in the body."""
-        return self._written[node]
+        """What stands for a node of the part in the body; for a sum, that over the body's rows."""
+        return self._sums.get(node) or self._written[node]
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
         """Add a node of the part, whose operands have been added.
@@ -116,7 +117,8 @@ class RowWriter:
         if write is None:
             raise NotByRows(f"{graph.operator_name(node)} may mix tokens")
         self._part = part
-        self._written[node] = write(self, node)
+        written = write(self, node)
+        (self._sums if node in self.sums else self._written)[node] = written
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """End the body with what stands for `results`; the values that are its inputs, in order:
@@ -147,7 +149,7 @@ class RowWriter:
         """How a value has rows."""
         found = self._form_of(tuple(tensor(node).shape))
         if found is None:
-            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) has no rows")
+            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) needs all tokens")
         return found
 
     def _form_of(self, shape: tuple[Any, ...]) -> Form | None:

@@ -297,6 +297,8 @@ def _whole_because(loss):
         (lambda logits, y: (_plain(logits, y), (logits * 2).exp()), "its logits are returned"),
         (lambda logits, y: (_plain(logits, y), logits.cumsum(0).mean()), "mix tokens"),
         (lambda logits, y: (_plain(logits / logits.std(), y),), "needs all tokens"),
+        (lambda logits, y: (_plain(logits, y).exp(),), "needs all tokens"),
+        (lambda logits, y: (_by_hand(logits, y).square(),), "all tokens"),
         (lambda logits, y: (_plain(logits, y), _by_hand(logits, y)), "several results"),
         (
             lambda logits, y: (
@@ -305,7 +307,16 @@ def _whole_because(loss):
             "single tokens",
         ),
     ],
-    ids=["returned", "computed", "cumsum", "std", "two losses", "token losses"],
+    ids=[
+        "returned",
+        "computed",
+        "cumsum",
+        "std",
+        "perplexity",
+        "squared",
+        "two losses",
+        "token losses",
+    ],
 )
 def test_a_head_stays_whole_and_says_why(loss, reason):
     assert reason in _whole_because(loss)
