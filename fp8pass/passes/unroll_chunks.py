@@ -81,7 +81,7 @@ class Unrolled:
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
             taken = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
-            if done and tensor(taken).is_floating_point() and tensor(taken).ndim == 2:
+            if done and tensor(taken).ndim > 1 and tensor(taken).shape[-1] > 1:  # no label or loss
                 taken = self._emit(after, taken, done, like=rows)
             env[placeholder] = taken
         for node in self.body.nodes:

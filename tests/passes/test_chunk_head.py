@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from helpers import compiled, relative
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 import fp8pass
 from fp8pass.config import Config, ConfigError
@@ -257,6 +260,24 @@ def test_inductor_runs_one_chunk_after_the_other():
     assert len(halves) == 2
     assert "in_chunks" not in "".join(halves)
     assert halves[0].count("add_product.default(") == 3
+
+
+def test_logits_of_one_chunk_are_alive_at_once():
+    """With what GPUs do by themselves: losses computed where they are put together."""
+    options = {"force_pointwise_cat": True, "reorder_for_peak_memory": False}
+    model, data = Model(), batch((4, 32))
+    with inductor_config.patch(allow_buffer_reuse=False, fx_graph_cache=False, **options):
+        _, (forward, _) = run_and_get_code(run, model, data, 4, compiler="inductor")
+    alive, most = set(), 0
+    for line in forward.split("def call(")[1].splitlines():
+        if match := re.match(rf"\s*(\w+) = empty_strided_cpu\(\(32, {VOCABULARY}\)", line):
+            alive.add(match[1])
+        elif match := re.match(r"\s*(\w+) = (\w+); del", line):
+            alive = {match[1] if name == match[2] else name for name in alive}
+        elif match := re.match(r"\s*del (\w+)", line):
+            alive.discard(match[1])
+        most = max(most, len(alive))
+    assert most == 2  # logits and their gradient
 
 
 def test_no_value_of_all_tokens_and_the_whole_vocabulary():
