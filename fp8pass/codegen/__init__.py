@@ -7,5 +7,6 @@ kernels/       Triton kernels that compute programs
 lowering.py    the rest of the dialect in aten, for Inductor to generate code from
 coding.py      encoding and decoding in aten, part of this
 emitter.py     adds aten operators to a graph
-buffers.py     values that get memory of their own, in a layout of their own
+buffers.py     values that get memory of their own, in a layout of their own, or after others
+add_product.py GEMMs that add to a matrix in place
 """

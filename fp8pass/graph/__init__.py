@@ -13,6 +13,8 @@ collectives.py     what ranks send each other; gathers, and what they gather
 origins.py         which values depend on the data, which on parameters or constants alone
 output_heads.py    which layers compute logits
 linear_layers.py   the GEMMs of linear layers, forward and backward
+chunks.py          parts that run on some rows after others
+by_rows.py         such a part, written for any number of rows
 flops.py           floating point operations
 spec.py            what a well-formed graph is
 
