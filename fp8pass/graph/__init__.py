@@ -15,6 +15,7 @@ output_heads.py    which layers compute logits
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          parts that run on some rows after others
 by_rows.py         such a part, written for any number of rows
+multiples.py       which gradients are multiples of the one that a backward starts from
 flops.py           floating point operations
 spec.py            what a well-formed graph is
 

@@ -15,6 +15,7 @@ is computed of these is computed of all, with zeros for inputs that are missing,
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,22 @@ from fp8pass.graph.nodes import aten, emit, prims, tensor
 
 # Sums over rows add up over parts of them; other reductions of rows do not.
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
+# Reductions whose second argument is what they reduce over.
+REDUCTIONS = SUMS | {
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.logsumexp.default,
+    aten.var.correction,
+    aten.var_mean.correction,
+    aten.std.correction,
+    prims.prepare_softmax_online.default,
+}
 SCATTERS = {aten.scatter_add.default, aten.scatter.src, aten.scatter.value}
 
 
@@ -113,11 +130,19 @@ class RowWriter:
         """
         if node.target is aten.permute.default and graph.untransposed(node)[1]:
             return  # read by GEMMs, which look through it
+        if graph.is_getitem(node) and node.args[0] not in part:
+            raise NotByRows(f"{node.name} is one of several results")
         write = _WRITERS.get(node.target) or _WRITERS_OF_KINDS.get(kind(node))
         if write is None:
             raise NotByRows(f"{graph.operator_name(node)} may mix tokens")
         self._part = part
-        written = write(self, node)
+        try:
+            written = write(self, node)
+        except NotByRows:
+            raise
+        except Exception as error:  # what nobody thought of must not stop a compilation
+            name = f"{node.name} ({graph.operator_name(node)})"
+            raise NotByRows(f"{name} of some tokens: {error}") from error
         (self._sums if node in self.sums else self._written)[node] = written
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -185,13 +210,17 @@ class RowWriter:
 
     def _aligned(self, operand: Any, node: fx.Node) -> Any:
         """An operand that is broadcast to the shape of a node."""
-        if not isinstance(operand, fx.Node) or graph.value(operand) is None:
+        if not isinstance(operand, fx.Node):
             return operand
+        if graph.value(operand) is None:
+            raise NotByRows(f"{node.name} computes with {operand.name}, no tensor")
         form, lead, rest = self._split(node)
         if operand in self._written:
             written = self._written[operand]
-            if written not in self._shared and tensor(written).ndim != 1 + len(rest):
-                raise NotByRows(f"{node.name} puts tokens of {operand.name} elsewhere")
+            if written not in self._shared:
+                same = self.form(operand).shifted == form.shifted
+                if not same or tensor(written).ndim != 1 + len(rest):
+                    raise NotByRows(f"{node.name} puts tokens of {operand.name} elsewhere")
             return written
         self._require_outside(operand)
         shape = tuple(tensor(operand).shape)
@@ -261,6 +290,8 @@ class RowWriter:
     # Writers, by operator.
 
     def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        if any(n.graph is not self.body for n in _nodes((args, kwargs))):
+            raise NotByRows(f"{like.name} depends on sizes that vary")
         node = emit(self.body, target, *args, like=like, **kwargs)
         operands = node.all_input_nodes
         if operands and all(operand in self._shared for operand in operands):
@@ -334,7 +365,8 @@ class RowWriter:
         base, source = node.args[:2]
         dim = node.args[2] if len(node.args) > 2 else 0
         lead = tuple(tensor(node).shape[: self.form(node).dims])
-        if dim >= len(lead) or node.args[5:]:  # type: ignore[operator]
+        dim = dim % tensor(node).ndim  # type: ignore[operator]
+        if dim >= len(lead) or node.args[5:]:
             raise NotByRows(f"{node.name} writes to a part of the vocabulary")
         self._set_shift(lead, dim, *node.args[3:5])  # type: ignore[arg-type]
         *_, rest = self._split(node)
@@ -372,6 +404,7 @@ class RowWriter:
     def _gather(self, node: fx.Node) -> fx.Node:
         x, dim, index = node.args[:3]
         at = self._dim_of_row(x, dim)
+        self._require_same_rows(x, index)
         return self._emit(node.target, self._rows(x), at, self._rows(index), like=node)
 
     def _scatter(self, node: fx.Node) -> fx.Node:
@@ -395,13 +428,22 @@ class RowWriter:
         self._shared.add(places)
         here = self._emit(aten.eq.Tensor, self._rows(index), places, like=node)
         into = self._aligned(x, node)
+        self._require_same_rows(node, index)
         if isinstance(source, fx.Node):
+            self._require_same_rows(node, source)
             source = self._rows(source)
             if node.target is aten.scatter_add.default:
                 source = self._emit(aten.add.Tensor, into, source, like=node)
         else:
             source = self._emit(aten.full_like.default, into, source, like=node)
         return self._emit(aten.where.self, here, source, into, like=node)
+
+    def _require_same_rows(self, x: Any, other: Any) -> None:
+        """Check that two values have the same leading dimensions."""
+        dims = self.form(x).dims
+        shapes = (tensor(n).shape[:dims] for n in (x, other))
+        if not _same_shape(*shapes):
+            raise NotByRows(f"{other.name} has tokens elsewhere than {x.name}")
 
     def _dim_of_row(self, x: Any, dim: Any) -> int:
         form = self.form(x)
@@ -444,10 +486,12 @@ class RowWriter:
             shared = self._shared_input(b, tuple(tensor(b).shape)) if b not in self._part else None
             if shared is None:
                 raise NotByRows(f"{node.name} multiplies tokens with tokens")
-            added = [self._shared_input(x, tuple(tensor(x).shape)) for x in bias]  # type: ignore[arg-type]
+            added = [self._aligned(x, node) for x in bias]
             return self._emit(node.target, *added, self._rows(a), shared, like=node)
         if not flipped or bias:
             raise NotByRows(f"{node.name} multiplies tokens with tokens")
+        if self.form(base).shifted or self.form(b).shifted:
+            raise NotByRows(f"{node.name} adds up tokens that are shifted")
         self.sums.add(node)
         left = self._emit(aten.permute.default, self._rows(base), [1, 0], like=node)
         return self._emit(node.target, left, self._rows(b), like=node)
@@ -459,19 +503,26 @@ FROM_TANGENTS = "fp8pass_from_tangents"
 _WRITERS: dict[Any, Callable[[RowWriter, fx.Node], fx.Node]] = {
     **dict.fromkeys(graph.RESHAPES, RowWriter._reshape),
     **dict.fromkeys(SCATTERS, RowWriter._scatter),
+    operator.getitem: RowWriter._getitem,
     aten.expand.default: RowWriter._expand,
     aten.slice.Tensor: RowWriter._slice,
     aten.slice_scatter.default: RowWriter._slice_scatter,
     aten.constant_pad_nd.default: RowWriter._pad,
     aten.gather.default: RowWriter._gather,
+    **dict.fromkeys(REDUCTIONS, RowWriter._reduction),
     aten.mm.default: RowWriter._gemm,
     aten.addmm.default: RowWriter._gemm,
 }
 _WRITERS_OF_KINDS: dict[Kind, Callable[[RowWriter, fx.Node], fx.Node]] = {
     Kind.POINTWISE: RowWriter._pointwise,
     Kind.CREATION: RowWriter._creation,
-    Kind.REDUCTION: RowWriter._reduction,
 }
+
+
+def _nodes(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, found.append)
+    return found
 
 
 def _same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:

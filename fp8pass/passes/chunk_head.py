@@ -7,7 +7,7 @@
              loss = sum(nll) / n;  dx = dx' * tangent;  dW = dW' * tangent
 
 LLMQ section 3, "Chunking". All gradients come out in the forward, as if the gradient of the graph's
-result were 1: they are multiples of it. The backward multiplies them with what it is. Between the
+result were 1: they are multiples of it, which is checked. The backward multiplies. Between the
 GEMM and the loss there may be anything that computes each token by itself (`graph/by_rows.py`):
 casts, a softcap, label smoothing, a z-loss, a shift by one token. It is the same arithmetic, token
 by token; only the weight's gradient is added up chunk by chunk, as it is over micro-batches: in the
@@ -32,6 +32,7 @@ from fp8pass import compat, graph
 from fp8pass.graph.by_rows import FROM_TANGENTS, NotByRows, RowWriter
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.multiples import is_multiple
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.order import ancestors
 from fp8pass.graph.output_heads import logits
@@ -52,8 +53,7 @@ def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
     for head in heads:
         if head.target in (aten.mm.default, aten.addmm.default):
             ctx.plan.heads.append(_chunk(gm, head, ctx))
-    if heads:
-        graph.settle(gm)  # what was begun in vain goes, too
+            graph.settle(gm)  # what was begun in vain goes, too
 
 
 def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
@@ -90,7 +90,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
     while pending:
         while pending:
             node = pending.pop()
-            found = set(_wide_operands(node, most))
+            found = {*_wide_operands(node, most), *filter(graph.is_getitem, node.users)}
             if node is head or _holds_logits(node, most):
                 found |= {user for user in node.users if kind(user) is not Kind.SYMBOL}
             pending += found - part
@@ -150,6 +150,7 @@ class Chunking:
         """
         part = set(self.part)
         for node in self.part:
+            self._require_multiple(node)
             self.writer.write(node, part)
         computed = [n for n in self.part if kind(n) is not Kind.CREATION]
         results = [n for n in computed if any(_reads(user, part) for user in n.users)]
@@ -209,8 +210,19 @@ class Chunking:
                 self._known[current] = self._unit(current)
         return self._known.get(node, node)
 
+    def _require_multiple(self, node: fx.Node) -> None:
+        """Check that a gradient is one times the gradient from outside, and has its range."""
+        if node in self.backward and not compat.is_tangent(node):
+            if not is_multiple(node, self.backward.__contains__):
+                name = f"{node.name} ({graph.operator_name(node)})"
+                raise NotByRows(f"{name} is no multiple of the gradient of the loss")
+            val = graph.value(node)
+            if val is not None and val.dtype is torch.float16:
+                raise NotByRows("gradients in float16 are scaled up, so as not to vanish")
+
     def _unit(self, node: fx.Node) -> fx.Node:
         """A copy of one node of the backward, of copies."""
+        self._require_multiple(node)
         val = tensor(node) if compat.is_tangent(node) else None
         if val is not None:
             if val.ndim:

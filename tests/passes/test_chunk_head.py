@@ -291,6 +291,117 @@ def test_no_value_of_all_tokens_and_the_whole_vocabulary():
     assert max(v.numel() for v in values if isinstance(v, torch.Tensor)) == 8 * 64 * HIDDEN
 
 
+class _Adding(torch.autograd.Function):
+    """A loss that adds to the gradient of logits whatever the gradient of the loss is."""
+
+    @staticmethod
+    def forward(ctx, loss, logits):
+        ctx.save_for_backward(logits)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return gradient, logits * 1e-2
+
+
+class _Clamping(torch.autograd.Function):
+    """Logits whose gradient is clamped."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def _of_the_first_token(logits, y):
+    flat = logits.flatten(0, 1)
+    return F.cross_entropy(flat * flat[:1].detach(), y.flatten())
+
+
+ODD_LOSSES = {
+    "adding": lambda logits, y: _Adding.apply(_plain(logits, y), logits),
+    "clamping": lambda logits, y: _plain(_Clamping.apply(logits), y),
+    "of the first token": _of_the_first_token,
+    "with an accuracy": lambda logits, y: (
+        _plain(logits, y) + 0 * (logits.max(-1)[1] == y).float().mean()
+    ),
+    "with a largest logit": lambda logits, y: (
+        _plain(logits, y) + 1e-3 * logits.detach().max(-1).values.mean()
+    ),
+    "narrow": lambda logits, y: _plain(torch.narrow(logits, -1, 0, 150), y % 150),
+    "gathered by column": lambda logits, y: (
+        -logits.flatten(0, 1).log_softmax(-1).gather(1, y.flatten()[None]).mean()
+    ),
+    "distilled": lambda logits, y: F.kl_div(
+        logits.log_softmax(-1),
+        torch.sin(torch.arange(VOCABULARY)).softmax(-1).expand_as(logits),
+        reduction="batchmean",
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", ODD_LOSSES.values(), ids=ODD_LOSSES)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_odd_losses_are_right_in_chunks_or_whole(loss, factor):
+    """What a backward is not a multiple of, what is read across tokens, several results."""
+    model, data = Model(loss), batch((8, 20))  # as many tokens as the vocabulary has
+    program, spy = in_parts(model, 3)
+    (program(*data) * factor).backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (model(*data) * factor).backward()
+    for gradient, p in zip(got, model.parameters(), strict=True):
+        assert relative(gradient, p.grad) < 1e-5
+    assert len(spy.plan.heads) == 1
+
+
+def test_a_sum_over_tokens_that_are_left():
+    """The gradient of what multiplies probabilities behind a shift."""
+
+    class Projected(Model):
+        def __init__(self):
+            super().__init__()
+            places = torch.arange(VOCABULARY * VOCABULARY).view(VOCABULARY, VOCABULARY)
+            self.projection = nn.Parameter(torch.sin(places))
+
+        def forward(self, ids, targets):
+            logits = self.lm_head(self.embedding(ids))
+            p = logits[:, :-1].softmax(-1).flatten(0, 1)
+            return _shifted(logits, targets) + (p @ self.projection).square().sum()
+
+    model, data = Projected(), batch()
+    assert_same(run(model, data, 3), run(model, data, 1), of_head=1e-5)
+
+
+def test_gradients_in_float16_are_scaled_before_they_are_rounded():
+    model, data = Model(_summed, dtype=torch.float16), batch()
+    spy = run(model, data, 3)[2]
+    assert "float16" in spy.plan.heads[0].reason
+
+
+@pytest.mark.parametrize("loss", [lambda logits, y: _plain(logits * y.shape[1], y)])
+def test_sizes_that_are_numbers_in_a_loss(loss):
+    model, data = Model(loss), batch()
+    program, spy = in_parts(model, 3, dynamic=True)
+    torch.testing.assert_close(program(*data), model(*data))
+    assert spy.plan.heads[0].chunks == 1
+
+
+def test_a_bias_of_every_token():
+    class Added(Model):
+        def forward(self, ids, targets):
+            x = self.embedding(ids).flatten(0, 1)
+            bias = self.embedding.weight[:, :1].t().expand(len(x), -1) * targets.flatten()[:, None]
+            return self.loss(torch.addmm(bias, x, self.lm_head.weight.t()), targets)
+
+    model, data = Added(), batch()
+    assert_same(run(model, data, 3), run(model, data, 1), of_head=1e-5)
+
+
 class _Returning(Model):
     """Also returns something computed from logits."""
 
@@ -319,7 +430,7 @@ def _whole_because(loss):
         (lambda logits, y: (_plain(logits, y), logits.cumsum(0).mean()), "mix tokens"),
         (lambda logits, y: (_plain(logits / logits.std(), y),), "needs all tokens"),
         (lambda logits, y: (_plain(logits, y).exp(),), "needs all tokens"),
-        (lambda logits, y: (_by_hand(logits, y).square(),), "all tokens"),
+        (lambda logits, y: (_by_hand(logits, y).square(),), "mix tokens"),
         (lambda logits, y: (_plain(logits, y), _by_hand(logits, y)), "several results"),
         (
             lambda logits, y: (
