@@ -153,9 +153,7 @@ def test_every_spelling_gives_the_same_numbers(loss):
     got = run(model, data, 3)
     (head,) = got[2].plan.heads
     assert (head.chunks, head.reason) == (3, "")
-    want = run(model, data, 1)
-    assert_same(got, want)
-    assert torch.equal(got[1]["block.weight"], want[1]["block.weight"])
+    assert_same(got, run(model, data, 1))
 
 
 @pytest.mark.parametrize(
@@ -172,12 +170,11 @@ def test_a_head_tied_to_the_embedding():
     model, data = Model(tied=True), batch()
     (loss, gradients, spy), want = run(model, data, 4), run(model, data, 1)
     assert spy.plan.heads[0].chunks == 4
-    assert torch.equal(loss, want[0])
-    assert torch.equal(gradients["block.weight"], want[1]["block.weight"])
-    assert relative(gradients["embedding.weight"], want[1]["embedding.weight"]) < 1e-6
+    assert relative(loss, want[0]) < 1e-6
+    assert all(relative(gradients[name], want[1][name]) < 1e-6 for name in gradients)
 
 
-@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     tokens=st.tuples(st.integers(1, 3), st.integers(2, 17)),
     chunks=st.integers(2, 9),
