@@ -53,23 +53,25 @@ def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
     for head in heads:
         if head.target in (aten.mm.default, aten.addmm.default):
             ctx.plan.heads.append(_chunk(gm, head, ctx))
-            graph.settle(gm)  # what was begun in vain goes, too
 
 
 def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
     """Rewrite one head where that is possible and worth it; what became of it, for the plan."""
-    rows, hidden = (compat.size_hint(size) for size in tensor(head.args[-2]).shape)  # type: ignore[arg-type]
-    count = ctx.config.head_chunks or rule_of_chunks(rows, hidden)
-    if not tensor(head).shape[0] >= 2 * count:  # a guard, where the number of tokens varies
-        count = 1
+    rows, hidden = tensor(head.args[-2]).shape  # type: ignore[arg-type]
     about = partial(Head, graph.module_path(head), graph.shape_text(tensor(head)))
-    if count == 1:
-        return about(graph.nbytes(head), 1, "few tokens, or few features")
+    whole = partial(about, graph.nbytes(head), 1)
+    if compat.has_unbacked(rows):
+        return whole("the number of tokens depends on data")
+    hints = compat.size_hint(rows), compat.size_hint(hidden)
+    count = ctx.config.head_chunks or rule_of_chunks(*hints)
+    if count == 1 or rows < 2 * count:  # a guard, where the number of tokens varies
+        return whole("few tokens, or few features")
     try:
-        part = find_part(head)
-        Chunking(gm, head, part, count).run()
+        Chunking(gm, head, find_part(head), count).run()
     except NotByRows as reason:
-        return about(graph.nbytes(head), 1, str(reason))
+        return whole(str(reason))
+    finally:
+        graph.settle(gm)  # what was begun in vain goes, too
     return about(graph.nbytes(head) // count, count, "")
 
 
@@ -231,8 +233,6 @@ class Chunking:
             with compat.fake_mode_of(val):
                 unit = self._emit(aten.full.default, [], 1, dtype=val.dtype, device=val.device)
         else:
-            if kind(node) in (Kind.RANDOM, Kind.COLLECTIVE, Kind.OTHER):
-                raise NotByRows(f"its gradient depends on {graph.operator_name(node)}")
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._known.get(n, n))
             unit = self._emit(node.target, *args, **kwargs)
         unit.meta[FROM_TANGENTS] = True

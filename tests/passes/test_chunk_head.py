@@ -12,6 +12,7 @@ from helpers import compiled, relative
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
@@ -386,6 +387,20 @@ def test_sizes_that_are_numbers_in_a_loss(loss):
     program, spy = in_parts(model, 3, dynamic=True)
     torch.testing.assert_close(program(*data), model(*data))
     assert spy.plan.heads[0].chunks == 1
+
+
+@pytest.mark.parametrize("chunks", [3, None])
+def test_tokens_whose_number_depends_on_data(chunks):
+    class Selecting(Model):
+        def forward(self, ids, targets):
+            taken = targets < VOCABULARY // 2
+            return self.loss(self.lm_head(self.embedding(ids)[taken]), targets[taken])
+
+    model, data = Selecting(), batch()
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        got = run(model, data, chunks)
+    assert "depends on data" in got[2].plan.heads[0].reason
+    torch.testing.assert_close(got[0], model(*data))
 
 
 def test_a_bias_of_every_token():
