@@ -235,7 +235,10 @@ def _without_recomputation(program: Program, device: str) -> list[TrainingStep]:
     def partition(gm: Any, inputs: Any, *, compiler: str = "", **kwargs: Any) -> Any:
         return default_partition(gm, inputs, **kwargs)
 
-    with patch("torch._inductor.compile_fx.min_cut_rematerialization_partition", partition):
+    with contextlib.ExitStack() as patches:
+        for module in ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging"):
+            name = f"{module}.min_cut_rematerialization_partition"
+            patches.enter_context(patch(name, partition))
         return _run(program, device, _stock(program)).steps
 
 
