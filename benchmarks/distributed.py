@@ -9,9 +9,10 @@ gradients in BF16, layers compiled in place, the loss, too. `sequence` is 16 dec
 same sizes (models.Stack) in tensor parallel with sequence parallel norms.
 
 Links: `nvlink` is what NCCL finds; `host` goes through host memory (NCCL_P2P_DISABLE=1), as GPUs
-without peer access do. One process a GPU stays for all variants over a link. Tokens per second are
-those of all ranks together, by the median step; peaks are rank 0's; wire bytes are what it sends
-of gradients and of weights in codes in one step, over those of BF16.
+without peer access do. One process a GPU stays for all variants over a link, which take turns: the
+CPU's speed, which decides here, changes from minute to minute. Tokens per second are those of all
+ranks together, by the median step (and, in the record, by the fastest); peaks are rank 0's, above what the other variants hold; wire
+bytes are what it sends of gradients and of weights in codes in one step, over those of BF16.
 
 `kernels` times what codes and sums: the share of the bandwidth of a copy.
 """
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import LEARNING_RATE, MODELS, TIMED, TINY, WARM_UP, Size, new_llama, step_seconds
+from model import LEARNING_RATE, MODELS, TINY, WARM_UP, Size, new_llama, step_seconds
 from models import Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, use_expandable_segments, write_json
 from tables import distributed_table
@@ -55,6 +56,8 @@ HERE = Path(__file__).parent
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
 # Of each GPU; a sequence parallel model has one batch for all.
 BATCH = 4
+# Every variant takes so many steps in its turn, the first of which is not timed.
+TURNS, STEPS = 6, 4
 
 
 @dataclass(frozen=True)
@@ -152,32 +155,64 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 # --- measurements ---------------------------------------------------------------------------------
 
 
-def measure(name: str, size: Size, device: torch.device) -> dict[str, Any]:
-    """Train one variant on this rank."""
-    variant = VARIANTS[name]
-    torch.manual_seed(0)
+class Run:
+    """One variant on this rank, compiled and warm; see the module's docstring."""
+
+    def __init__(self, name: str, size: Size, device: torch.device) -> None:
+        self.variant, self.device = VARIANTS[name], device
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+        torch.manual_seed(0)
+        os.environ["FP8PASS_DISABLE_PASSES"] = self.variant.without
+        cuda = device.type == "cuda"
+        others = torch.cuda.memory_allocated(device) if cuda else 0
+        build = _fsdp_step if self.variant.way == "fsdp" else _sequence_step
+        self.step, self.done, self.tokens = build(size, self.variant, device, self.losses)
+        (self.first_step_s,) = step_seconds(self.step, 1, device)
+        step_seconds(self.step, WARM_UP - 2, device)
+        meter = Meter(device)
+        step_seconds(self.step, 1, device)
+        _, peak = meter.read()
+        self.peak_bytes = peak - others if peak is not None else None
+
+    def take_turn(self) -> None:
+        """Some more steps."""
+        self.seconds += step_seconds(self.step, STEPS, self.device)[1:]
+
+    def result(self) -> dict[str, Any]:
+        """What was measured."""
+        sent = {
+            f"{kind}_wire": traffic.ratio if traffic and traffic.bytes else None
+            for kind in ("gradients", "weights")
+            for traffic in (getattr(self.done, kind, None),)
+        }
+        return {
+            "first_step_s": self.first_step_s,
+            "tokens_per_second": self.tokens / statistics.median(self.seconds),
+            "fastest": self.tokens / min(self.seconds),
+            "peak_bytes": self.peak_bytes,
+            "loss": self.losses[-1].item() if self.losses else None,
+            **sent,
+        }
+
+
+def measure(names: list[str], size: Size, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Results of variants that take turns, or what went wrong."""
     torch._dynamo.reset()
-    os.environ["FP8PASS_DISABLE_PASSES"] = variant.without
-    run = _fsdp_step if variant.way == "fsdp" else _sequence_step
-    losses: list[Tensor] = []
-    step, done, tokens = run(size, variant, device, losses)
-    (first,) = step_seconds(step, 1, device)
-    step_seconds(step, WARM_UP - 1, device)
-    meter = Meter(device)
-    before = (done.gradients.bytes, done.weights.bytes) if done else (0, 0)
-    seconds = statistics.median(step_seconds(step, TIMED, device))
-    _, peak = meter.read()
-    result: dict[str, Any] = {
-        "first_step_s": first,
-        "tokens_per_second": tokens / seconds,
-        "peak_bytes": peak,
-    }
-    result["loss"] = losses[-1].item() if losses else None
-    for kind, old in zip(("gradients", "weights"), before, strict=True):
-        traffic = getattr(done, kind, None)
-        sent = traffic is not None and traffic.bytes > old
-        result[f"{kind}_wire"] = traffic.ratio if sent else None  # type: ignore[union-attr]
-    return result
+    results: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Run] = {}
+    for name in names:
+        try:
+            runs[name] = Run(name, size, device)
+        except Exception as error:  # a missing peer, out of memory: on all ranks alike
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+            free_memory()
+    for _ in range(TURNS):
+        for run in runs.values():
+            run.take_turn()
+    for name, run in runs.items():
+        results[name] = {"error": None, **run.result()}
+    return results
 
 
 def _fsdp_step(
@@ -274,15 +309,14 @@ def child(args: argparse.Namespace) -> None:
     )  # fmt: skip
     size = (TINY if args.tiny else MODELS)["1B"]
     size = replace(size, batch=min(size.batch, BATCH))
-    for name in args.variants:
-        result: dict[str, Any] = {"link": args.child, "variant": name, "error": None}
-        try:
-            result |= measure(name, size, device)
-        except Exception as error:  # a missing peer, out of memory: on all ranks alike
-            result["error"] = f"{type(error).__name__}: {error}"
+    # One code for the layers of all variants.
+    torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
+    for way in ("fsdp", "sequence"):
+        names = [name for name in args.variants if VARIANTS[name].way == way]
+        found = measure(names, size, device)
         free_memory()
-        if args.rank == 0:
-            print(json.dumps(result), flush=True)
+        for name in names if args.rank == 0 else ():
+            print(json.dumps({"link": args.child, "variant": name, **found[name]}), flush=True)
     if args.rank == 0 and cuda and args.child == "nvlink":
         print(json.dumps({"kernels": kernels(device)}), flush=True)
     os._exit(0)  # threads of process groups may outlive the interpreter

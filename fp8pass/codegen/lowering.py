@@ -93,8 +93,7 @@ def scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
     """`dialect.scaling.scale_of` in aten."""
     if fmt.lossless:
         return emit(aten.pow.Tensor_Scalar, amax, 0)
-    scale = emit(aten.clamp_min.default, emit(aten.mul.Tensor, amax, 1 / fmt.max), SMALLEST_SCALE)
-    return emit(aten.where.self, emit(aten.eq.Scalar, amax, 0), emit.constant(amax, 1.0), scale)
+    return emit(aten.clamp_min.default, emit(aten.mul.Tensor, amax, 1 / fmt.max), SMALLEST_SCALE)
 
 
 def truncated(emit: Emitter, x: fx.Node) -> fx.Node:

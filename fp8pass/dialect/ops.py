@@ -6,8 +6,8 @@ is interpreted (`compiler="eager"`), and generated code is tested against them. 
 `codegen/lowering.py` says the same in terms that Inductor fuses.
 
 Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor or row and bf16
-per group. `amax == 0` gives scale 1. NaN and Inf reach the output: an infinite amax gives an
-infinite scale, and whatever is multiplied by it is not finite.
+per group, and no less than fp32's smallest normal number. NaN and Inf reach the output: an infinite
+amax gives an infinite scale, and whatever is multiplied by it is not finite.
 """
 
 from __future__ import annotations

@@ -16,10 +16,13 @@ BF16_BITS = -1 << 16
 
 
 def scale_of(amax: Tensor, fmt: Format) -> Tensor:
-    """`amax / fmt.max` in fp32, 1 where `amax` is 0, kept normal so that it has a reciprocal."""
+    """`amax / fmt.max` in fp32, kept normal so that it has a reciprocal.
+
+    So the largest scale of several rows is the scale of all of them.
+    """
     if fmt.lossless:
         return torch.ones_like(amax)
-    return torch.where(amax == 0, 1.0, (amax * (1 / fmt.max)).clamp_min(SMALLEST_SCALE))
+    return (amax * (1 / fmt.max)).clamp_min(SMALLEST_SCALE)
 
 
 def truncated(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def _largest(a, b):
 
 @triton.jit
 def _scale_of(amax):
-    return tl.where(amax == 0, 1.0, _largest(amax * STEP, SMALLEST))
+    return _largest(amax * STEP, SMALLEST)
 
 
 @triton.jit

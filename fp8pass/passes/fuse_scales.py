@@ -4,9 +4,10 @@
              b = amax(q);  t = scale(b)
     after    s, t = rows([p, q], [program, program])
 
-`p` and `q` are first stages of an amax that kernels have stored: one number for each row or tile. A
-second stage reads a few kilobytes, for which a launch takes too long, and a layer has a dozen of
-them and more, whose results are mostly needed much later.
+`p` and `q` are first stages of an amax that kernels have stored, one number for each row or tile,
+or inputs of the graph, such as the scales of a weight's rows. A second stage reads a few kilobytes,
+for which a launch takes too long, and a layer has a dozen of them and more, whose results are
+mostly needed much later.
 """
 
 from __future__ import annotations
@@ -30,11 +31,20 @@ fp8 = torch.ops.fp8pass
 
 def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace second stages of amaxes, and their scales, by row kernels."""
+    _compute_first(gm.graph)
     groups = [group for group in _groups(gm.graph) if len(group) > 1]
     for group in groups:
         _fuse(group)
     if groups:
         graph.settle(gm)
+
+
+def _compute_first(g: fx.Graph) -> None:
+    """Take the amaxes of a graph's inputs before all else: together."""
+    first = next(node for node in g.nodes if node.op != "placeholder")
+    for node in list(g.nodes):
+        if node is not first and _finishes(node) and node.args[0].op == "placeholder":
+            first.prepend(node)
 
 
 def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -60,13 +70,14 @@ def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _finishes(node: fx.Node) -> bool:
-    """Whether a node is a second stage of an amax, over no more numbers than a kernel holds."""
+    """Whether a node is an amax of few numbers that are there already: a kernel can hold them."""
     if not graph.is_call(node, fp8.amax.default):
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
     kernel = source.args[0] if graph.is_getitem(source) else None
-    if not isinstance(kernel, fx.Node) or kernel.target not in (rows, tiles):
+    stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
+    if not stored and source.op != "placeholder":
         return False
     count = tensor(source).numel()  # kernels store matrices, too
     return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD

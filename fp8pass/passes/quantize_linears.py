@@ -161,9 +161,7 @@ class Quantizer:
         identity = graph.root(base), graph.shape_text(tensor(base))
         key = (*identity, format, granularity)
         if key not in self._quantized:
-            self._quantized[key] = _codes_behind(base, format, granularity) or self._quantize(
-                base, identity, format, granularity, like
-            )
+            self._quantized[key] = self._quantize(base, identity, format, granularity, like)
         data, scale = self._quantized[key]
         operand = layer.module, self._operand_name(base, layer)
         data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
@@ -181,8 +179,14 @@ class Quantizer:
         granularity: Granularity,
         like: fx.Node,
     ) -> tuple[fx.Node, fx.Node]:
-        amax = self._amax(base, identity, granularity, like)
-        scale = self._emit(fp8.scale.default, amax, format, like=like)
+        data, scale = _codes_behind(base, format) or (None, None)
+        if data and scale and of_operand(tensor(scale).ndim) is granularity:
+            return data, scale
+        if scale and granularity is TENSOR:  # the largest of the rows' scales
+            scale = self._emit(AMAX[TENSOR], scale, like=like)
+        else:
+            amax = self._amax(base, identity, granularity, like)
+            scale = self._emit(fp8.scale.default, amax, format, like=like)
         return self._emit(fp8.quantize.default, base, scale, format, like=like), scale
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
@@ -220,10 +224,8 @@ class Quantizer:
         return node
 
 
-def _codes_behind(
-    matrix: fx.Node, format: str, granularity: Granularity
-) -> tuple[fx.Node, fx.Node] | None:
-    """The codes and scales that a matrix was decoded from, if it would be coded by the same again.
+def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node] | None:
+    """The codes of a format, and their scales, that a matrix was decoded from.
 
     The values of E4M3 codes that fill their scale's range, rounded to BF16, have these codes.
     """
@@ -234,8 +236,7 @@ def _codes_behind(
     data, scale = matrix.args[:2]
     assert isinstance(data, fx.Node)
     assert isinstance(scale, fx.Node)
-    same = tensor(data).dtype is FORMATS[format].dtype and of_operand(tensor(scale).ndim)
-    return (data, scale) if same is granularity else None
+    return (data, scale) if tensor(data).dtype is FORMATS[format].dtype else None
 
 
 def granularity_of(gemm: fx.Node, config: Config) -> Granularity:

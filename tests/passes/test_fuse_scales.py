@@ -36,6 +36,17 @@ def test_amaxes_of_inputs_are_taken_together(monkeypatch):
     assert (programs_of(gm, tiles), programs_of(gm, rows)) == ([2], [2])
 
 
+def test_scales_of_rows_that_are_inputs_are_taken_first(monkeypatch):
+    def function(x, of_y, of_z):
+        a, of_x = by_rows(x * fp8.amax(of_y))
+        return a, fp8.scale(fp8.amax(of_x), "e4m3"), fp8.amax(of_z)
+
+    gm = fused(monkeypatch, function, random(40, 64), random(24, 1), random(32, 1))
+    first = next(n for n in gm.graph.nodes if n.target is rows)
+    assert len(first.args[0]) == 2
+    assert {x.target for x in first.all_input_nodes} == {torch.ops.aten.reshape.default}
+
+
 def test_scales_that_something_waits_for_are_taken_apart(monkeypatch):
     def function(x, y):
         a, of_x = by_rows(x)

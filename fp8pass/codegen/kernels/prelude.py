@@ -26,7 +26,7 @@ def smallest(a, b):
 
 @triton.jit
 def scale_of(amax, step):
-    return tl.where(amax == 0, 1.0, largest(amax * step, {smallest_scale!r}))
+    return largest(amax * step, {smallest_scale!r})
 
 
 @triton.jit
