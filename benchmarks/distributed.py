@@ -1,18 +1,20 @@
 """Training on several GPUs: speed, memory and bytes on the wire, over each link, against the peers.
 
     python benchmarks/distributed.py                    every variant over both links (two GPUs)
-    python benchmarks/distributed.py --links host --variants "fp8pass coat, compressed"
+    python benchmarks/distributed.py --links host --models 7B --variants "fp8pass coat, compressed"
     python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
 
-`fsdp` is the 1B Llama of `model.py`, weights in FP32, FSDP2 by decoder layer with gathers and
-gradients in BF16, layers compiled in place, the loss, too. `sequence` is 16 decoder layers of the
-same sizes (models.Stack) in tensor parallel with sequence parallel norms.
+`fsdp` is the 1B Llama of `model.py`, or the first eight layers of its 7B, which keep a GPU busy for
+longer than the CPU takes to launch them. Weights are in FP32, FSDP2 by decoder layer with gathers
+and gradients in BF16, layers compiled in place, the loss, too. `sequence` is 16 decoder layers of
+the 1B's sizes (models.Stack) in tensor parallel with sequence parallel norms.
 
 Links: `nvlink` is what NCCL finds; `host` goes through host memory (NCCL_P2P_DISABLE=1), as GPUs
 without peer access do. One process a GPU stays for all variants over a link, which take turns: the
-CPU's speed, which decides here, changes from minute to minute. Tokens per second are those of all
-ranks together, by the median step (and, in the record, by the fastest); peaks are rank 0's, above what the other variants hold; wire
-bytes are what it sends of gradients and of weights in codes in one step, over those of BF16.
+CPU's speed, which may decide, changes from minute to minute. Tokens per second are those of all
+ranks together, by the median step and by the fastest; peaks are rank 0's, above what the other
+variants hold; wire bytes are what it sends of gradients and of weights in codes, over those of
+BF16.
 
 `kernels` times what codes and sums: the share of the bandwidth of a copy.
 """
@@ -56,6 +58,7 @@ HERE = Path(__file__).parent
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
 # Of each GPU; a sequence parallel model has one batch for all.
 BATCH = 4
+SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
 # Every variant takes so many steps in its turn, the first of which is not timed.
 TURNS, STEPS = 6, 4
 
@@ -257,7 +260,7 @@ def _sequence_step(
     return step, None, size.batch * size.seq
 
 
-def kernels(device: torch.device, elements: int = 1 << 26) -> dict[str, Any]:
+def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
     """The share of a copy's bandwidth that the kernels of the wire reach on this GPU."""
     from fp8pass.distributed import weights, wire
 
@@ -307,34 +310,40 @@ def child(args: argparse.Namespace) -> None:
         "nccl" if cuda else "gloo", store=store, rank=args.rank, world_size=args.ranks,
         device_id=device if cuda else None,
     )  # fmt: skip
-    size = (TINY if args.tiny else MODELS)["1B"]
-    size = replace(size, batch=min(size.batch, BATCH))
     # One code for the layers of all variants.
     torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
-    for way in ("fsdp", "sequence"):
+    ways = [(model, "fsdp") for model in args.models] + [("1B", "sequence")]
+    for model, way in ways:
         names = [name for name in args.variants if VARIANTS[name].way == way]
-        found = measure(names, size, device)
+        found = measure(names, _size(model, tiny=args.tiny), device)
         free_memory()
         for name in names if args.rank == 0 else ():
-            print(json.dumps({"link": args.child, "variant": name, **found[name]}), flush=True)
+            about = {"model": model, "link": args.child, "variant": name}
+            print(json.dumps({**about, **found[name]}), flush=True)
     if args.rank == 0 and cuda and args.child == "nvlink":
         print(json.dumps({"kernels": kernels(device)}), flush=True)
     os._exit(0)  # threads of process groups may outlive the interpreter
 
 
-def run_link(link: str, variants: list[str], ranks: int, *, tiny: bool) -> list[dict[str, Any]]:
+def _size(model: str, *, tiny: bool) -> Size:
+    size = (TINY if tiny else SIZES)[model]
+    return replace(size, batch=min(size.batch, BATCH) if tiny else BATCH)
+
+
+def run_link(link: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All variants over one link, each rank a process."""
     with tempfile.TemporaryDirectory() as folder:
-        common = [sys.executable, __file__, "--child", link, "--ranks", str(ranks)]
-        common += ["--store", f"{folder}/store", *(["--tiny"] if tiny else [])]
+        common = [sys.executable, __file__, "--child", link, "--ranks", str(args.ranks)]
+        common += ["--store", f"{folder}/store", *(["--tiny"] if args.tiny else [])]
+        common += ["--models", *args.models, "--variants", *args.variants]
         started = [
             subprocess.Popen(
-                [*common, "--rank", str(rank), "--variants", *variants],
+                [*common, "--rank", str(rank)],
                 env=os.environ | LINKS[link],
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 text=True,
             )
-            for rank in range(ranks)
+            for rank in range(args.ranks)
         ]
         found = []
         assert started[0].stdout is not None
@@ -351,6 +360,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="small models, on CPUs too")
@@ -364,15 +374,15 @@ def main() -> None:
         return
     if torch.cuda.device_count() < args.ranks and not args.tiny:
         sys.exit(f"This takes {args.ranks} NVIDIA GPUs; --tiny runs on CPUs.")
-    size = (TINY if args.tiny else MODELS)["1B"]
-    settings = {"ranks": args.ranks, "size": asdict(size) | {"batch": min(size.batch, BATCH)}}
+    sizes = {model: asdict(_size(model, tiny=args.tiny)) for model in SIZES}
+    settings = {"ranks": args.ranks, "sizes": sizes}
     record: dict[str, Any] = {**environment(), "settings": settings, "results": []}
     for link in args.links:
-        for found in run_link(link, args.variants, args.ranks, tiny=args.tiny):
+        for found in run_link(link, args):
             if "kernels" in found:
                 record["kernels"] = found["kernels"]
             else:
-                merge(record, found, ("link", "variant"))
+                merge(record, found, ("model", "link", "variant"))
         write_json(args.out, record)
     print_rows("training on several GPUs", distributed_table(record))
 

@@ -116,7 +116,7 @@ class Gathering:
         ) -> tuple[tuple[Tensor, Tensor], torch.dtype]:
             dtype = mp_policy.param_dtype or module.weight.dtype
             if i not in self._coded:
-                shards = [shard_of(cast(Any, y.weight)).detach() for y in self.layers]
+                shards = [shard_of(cast(Any, y.weight)) for y in self.layers]
                 self._coded = dict(enumerate(coded(shards, dtype)))
             codes, scales = self._coded.pop(i)
             sent = codes.numel() + scales.numel() * scales.itemsize
@@ -135,6 +135,7 @@ class Gathering:
         return None if out is not None else (CodedWeight(*gathered, dtype), gathered)
 
 
+@torch.no_grad()
 def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them."""
     if hardware.why_no_triton_kernels(matrices[0].device) is None:

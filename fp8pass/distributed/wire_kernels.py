@@ -155,9 +155,9 @@ def code_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tens
             COUNT=len(shapes), ALIGNED=aligned, BLOCK=block,
         )  # fmt: skip
     of_codes = codes.split([*map(math.prod, shapes)])
-    of_scales = scales.split([rows for rows, _ in shapes])
+    of_scales = scales.view(-1, 1).split([rows for rows, _ in shapes])
     parts = zip(of_codes, of_scales, shapes, strict=True)
-    return [(data.view(shape), scale.view(-1, 1)) for data, scale, shape in parts]
+    return [(data.view(shape), scale) for data, scale, shape in parts]
 
 
 @lru_cache(maxsize=4096)
