@@ -98,7 +98,7 @@ VARIANTS = {
     ),
     "bf16 compile, sequence": Variant("sequence"),
     "fp8pass coat, sequence": Variant("sequence", "fp8pass"),
-    "… gathers in BF16": Variant("sequence", "fp8pass", without="gather_codes"),
+    "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_codes"),
 }
 
 
