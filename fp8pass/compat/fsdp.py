@@ -21,6 +21,11 @@ def shard_of(parameter: DTensor) -> Tensor:
     return parameter._local_tensor
 
 
+def same_placements(like: DTensor, local: Tensor) -> DTensor:
+    """A DTensor with another local shard, which may be on the host."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
 @dataclass(frozen=True)
 class Gathered:
     """A parameter that FSDP2 gathers.

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim import checkpoint, fused, rounding
+from fp8pass.optim import checkpoint, fused, host, rounding
 from fp8pass.optim.fused import FusedUpdate
+from fp8pass.optim.host import Arena
 from fp8pass.optim.options import Storage, check_group, preset_options
-from fp8pass.optim.shards import local, local_gradient, storage_of
-from fp8pass.optim.slots import Slot, new_state
+from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
+from fp8pass.optim.slots import Slot, State, new_state
+from fp8pass.optim.staging import Staging
+from fp8pass.optim.streamed import StreamedUpdate
 from fp8pass.optim.update import update
 
 
@@ -43,10 +46,14 @@ class AdamW(torch.optim.Optimizer):
             latter rounded stochastically.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
+        offload: what is kept on the host and streamed through the GPU, which changes no number:
+            `states`, the moments and master weights (LLMQ 3). Parameters of less than 65,536
+            elements keep theirs where they are.
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:
-        ConfigError: an option has an invalid value, or a parameter cannot be optimized.
+        ConfigError: an option has an invalid value, a parameter cannot be optimized, or the host
+            has not as much memory.
     """
 
     # Asks GradScaler for `grad_scale` and `found_inf` instead of unscaled gradients.
@@ -67,6 +74,7 @@ class AdamW(torch.optim.Optimizer):
         weights: str | None = None,
         group_size: int = 128,
         seed: int = 0,
+        offload: Iterable[str] = (),
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -84,16 +92,20 @@ class AdamW(torch.optim.Optimizer):
             "differentiable": differentiable,
             "seed": seed,
             "group_size": group_size,
+            "offload": offload if isinstance(offload, str) else tuple(offload),
             **preset_options(preset, given),
         }
+        self._staging: dict[torch.device, Staging] = {}
         self._forget()
         super().__init__(params, defaults)
+        host.check_room(self.param_groups)
 
     def _forget(self) -> None:
         """Drop everything that was derived from parameters and states."""
         self._numbers: dict[Tensor, int] = {}
         self._constants: dict[Any, Tensor] = {}
-        self._fused: dict[tuple[int, ...], tuple[Any, FusedUpdate]] = {}
+        self._arenas: dict[torch.device, Arena] = {}
+        self._prepared: dict[tuple[int, ...], tuple[Any, FusedUpdate | StreamedUpdate]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own.
@@ -121,11 +133,14 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self.update(group, [p for p in group["params"] if p.grad is not None])
+        self.join()
         return loss
 
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Update some of the parameters of a group by their gradients.
+
+        Those with states on the host are updated on a stream of their own: `join` waits for it.
 
         Raises:
             RuntimeError: a gradient is sparse, or distributed otherwise than its parameter.
@@ -140,21 +155,32 @@ class AdamW(torch.optim.Optimizer):
                 )
             device = parameter.device
             fuses = fused.why_not(device) is None and local(parameter).is_contiguous()
+            streams = host.is_offloaded(group, "states", parameter)
             storage = storage_of(group, parameter)
-            batches[parameter.dtype, device, fuses, storage].append(parameter)
-        for (_, device, fuses, storage), batch in batches.items():
+            batches[parameter.dtype, device, fuses, streams, storage].append(parameter)
+        for (_, device, fuses, streams, storage), batch in batches.items():
             control = self._control(group, device)
+            if not fuses and control[1].item():
+                continue
             gradients = [local_gradient(p) for p in batch]
             if fuses:
                 gradients = [g.contiguous() for g in gradients]
-                self._fused_update(storage, batch, gradients).step(gradients, group, control)
-                # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
-                torch.autograd.graph.increment_version([local(p) for p in batch])
-            elif not control[1].item():
-                slots = self._slots(storage, batch)
+            if fuses or streams:
+                prepared = self._prepare(storage, group, batch, gradients, fuses=fuses)
+                prepared.step(gradients, group, control)
+            else:
+                slots = self._slots(storage, group, batch)
                 for slot in slots:
                     slot.step.add_(1)
                 update(slots, gradients, group, storage, control[0])
+            if fuses:
+                # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
+                torch.autograd.graph.increment_version([local(p) for p in batch])
+
+    def join(self) -> None:
+        """Have what is launched from now on wait for all updates so far."""
+        for staging in self._staging.values():
+            staging.join()
 
     def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
         """fp32 [2]: the factor of gradients, and whether GradScaler found infinite gradients."""
@@ -170,34 +196,62 @@ class AdamW(torch.optim.Optimizer):
             control = torch.stack([control[0], found.to(device).reshape(())])
         return control
 
-    def _fused_update(
-        self, storage: Storage, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> FusedUpdate:
-        """The fused update of these parameters, prepared again if they or gradients changed."""
+    def _prepare(
+        self,
+        storage: Storage,
+        group: dict[str, Any],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        *,
+        fuses: bool,
+    ) -> FusedUpdate | StreamedUpdate:
+        """The update of these parameters, prepared again if they or gradients changed."""
         key = tuple(map(id, parameters))
         pointers = [local(p).data_ptr() for p in parameters]
         signature = (pointers, [g.dtype for g in gradients], storage)
-        found = self._fused.get(key)
+        found = self._prepared.get(key)
         if found is None or found[0] != signature:
-            slots = self._slots(storage, parameters)
+            slots = self._slots(storage, group, parameters)
             # It takes over the steps of its parameters: sets that share one with it are outdated.
-            overlapping = [other for other in self._fused if not set(key).isdisjoint(other)]
+            overlapping = [other for other in self._prepared if not set(key).isdisjoint(other)]
             for other in overlapping:
-                del self._fused[other]
+                del self._prepared[other]
             states = [self.state[p] for p in parameters]
-            prepared = FusedUpdate(slots, states, gradients, storage)
-            found = self._fused[key] = signature, prepared
+            prepared: FusedUpdate | StreamedUpdate
+            if host.is_offloaded(group, "states", parameters[0]):
+                staging = self._staging_of(parameters[0].device)
+                prepared = StreamedUpdate(slots, states, gradients, storage, staging, fuses=fuses)
+            else:
+                prepared = FusedUpdate(slots, states, gradients, storage)
+            found = self._prepared[key] = signature, prepared
         return found[1]
 
-    def _slots(self, storage: Storage, parameters: Sequence[Tensor]) -> list[Slot]:
+    def _staging_of(self, device: torch.device) -> Staging:
+        """The buffers of a device."""
+        if device not in self._staging:
+            self._staging[device] = Staging(device)
+        return self._staging[device]
+
+    def _slots(
+        self, storage: Storage, group: dict[str, Any], parameters: Sequence[Tensor]
+    ) -> list[Slot]:
         """The slots of parameters; their states are created if they have none."""
         slots = []
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state.update(new_state(parameter, storage))
+                state.update(self._placed(new_state(parameter, storage), group, parameter))
             slots.append(Slot.of(self._number(parameter), parameter, state, storage))
         return slots
+
+    def _placed(self, state: State, group: dict[str, Any], parameter: Tensor) -> State:
+        """A new state, moved to the host if it belongs there."""
+        if not host.is_offloaded(group, "states", parameter):
+            return state
+        arena = self._arenas.setdefault(parameter.device, Arena(parameter.device))
+        return {
+            name: x if name == "step" else with_local(x, arena.take) for name, x in state.items()
+        }
 
     def key(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         """The key of random bits for a parameter of `group` at its last step, int32 [1]."""
@@ -212,6 +266,12 @@ class AdamW(torch.optim.Optimizer):
             everything = (p for group in self.param_groups for p in group["params"])
             self._numbers = {p: i for i, p in enumerate(everything)}
         return self._numbers[parameter]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A checkpoint; what is on its way to the host has arrived there."""
+        for staging in self._staging.values():
+            staging.synchronize()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, in any format, or of `torch.optim.AdamW`.
@@ -236,4 +296,5 @@ class AdamW(torch.optim.Optimizer):
         self._forget()
         for key in [key for key in self.state if isinstance(key, checkpoint.Hidden)]:
             values = self.state.pop(key)
-            self.state[key.parameter] = checkpoint.converted(values, key)
+            new = checkpoint.converted(values, key)
+            self.state[key.parameter] = self._placed(new, key.group, key.parameter)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8pass.config import ConfigError
 from fp8pass.optim.groups import Stored, decode
-from fp8pass.optim.options import STORAGE, Storage, check_group
+from fp8pass.optim.options import OWN, STORAGE, Storage, check_group
 from fp8pass.optim.shards import (
     is_distributed,
     like_groups,
@@ -49,7 +49,7 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         )
     states, merged = dict(state_dict["state"]), []
     for saved, group in zip(saved_groups, groups, strict=False):
-        own = {**group, **{k: v for k, v in saved.items() if k not in STORAGE}}
+        own = {**group, **{k: v for k, v in saved.items() if k not in OWN}}
         _check_options(saved, {**own, "params": group["params"]})
         merged.append({**own, "params": saved["params"]})
         for key, parameter in zip(saved["params"], group["params"], strict=False):

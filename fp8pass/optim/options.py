@@ -15,6 +15,8 @@ from fp8pass.config import ConfigError, unknown
 from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
+# What can be on the host.
+OFFLOAD = ("states",)
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -33,6 +35,8 @@ SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
 PARAMETER = "parameter"
 # The options that say how states are stored. A checkpoint with others is converted to these.
 STORAGE = ("first_moment", "second_moment", "weights", "group_size")
+# What a checkpoint does not change: these, and where states are.
+OWN = (*STORAGE, "offload")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,15 @@ class Storage:
         return (*found, PARAMETER) if weights else found
 
 
+def state_bytes(group: Mapping[str, Any], parameter: Tensor) -> float:
+    """Bytes of the states of a parameter of a group."""
+    storage = Storage.of(group)
+    formats = storage.states(parameter.dtype).values()
+    groups = 1 / storage.group_size
+    each = (f.dtype.itemsize + 2 * len(f.parts) * groups for f in formats)
+    return parameter.numel() * sum(each)
+
+
 @cache
 def _storage(first: str, second: str, weights: str, group_size: int) -> Storage:
     return Storage(
@@ -112,6 +125,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     _check_choice("weights", group["weights"], WEIGHTS)
+    check_offload(group["offload"])
     size = group["group_size"]
     sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"
     in_range = isinstance(size, int) and SMALLEST_GROUP <= size <= LARGEST_GROUP
@@ -121,6 +135,18 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ConfigError(f"seed must be an int, got {group['seed']!r}.")
     for parameter in group["params"]:
         _check_parameter(parameter)
+
+
+def check_offload(names: object) -> None:
+    """Check what is to be on the host.
+
+    Raises:
+        ConfigError: it is no tuple of names, or a name is unknown.
+    """
+    if not isinstance(names, tuple):
+        raise ConfigError(f'offload takes names, such as offload=("states",), got {names!r}.')
+    for name in names:
+        _check_choice("offload", name, OFFLOAD)
 
 
 def _check_numbers(group: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ kernels take, states are FP32: vectors, and matrices of odd sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from fp8pass.optim.options import SMALLEST_GROUP, Storage
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, distribute_tensor
+
+    from fp8pass.compat.fsdp import same_placements
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
@@ -74,6 +76,11 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 def local(x: Tensor) -> Tensor:
     """The local shard of a DTensor; other tensors as they are."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor with its local shard changed, which may be on the host."""
+    return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
