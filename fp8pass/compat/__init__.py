@@ -15,6 +15,7 @@ check_version(torch.__version__)
 from fp8pass.compat.compiling import (  # noqa: E402
     CustomPartitionerFn,
     activation_quantization_is_on,
+    after_backward,
     backend_of,
     boxed,
     captures_backward,
@@ -92,6 +93,7 @@ __all__ = [
     "FakeTensor",
     "PipelineAction",
     "activation_quantization_is_on",
+    "after_backward",
     "arg_tree_leaves",
     "backend_of",
     "boxed",

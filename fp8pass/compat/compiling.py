@@ -27,6 +27,7 @@ from fp8pass.compat.randomness import draw_from_seeds
 __all__ = [
     "CustomPartitionerFn",
     "activation_quantization_is_on",
+    "after_backward",
     "backend_of",
     "boxed",
     "captures_backward",
@@ -175,3 +176,8 @@ def fresh_compilation() -> Iterator[None]:
         dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
     ):
         yield
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that is running has ended, on its caller's stream."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

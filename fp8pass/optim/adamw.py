@@ -16,7 +16,9 @@ from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, new_state
 from fp8pass.optim.staging import Staging
+from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.streamed import StreamedUpdate
+from fp8pass.optim.sums import Accumulated, Elsewhere
 from fp8pass.optim.update import update
 
 
@@ -47,8 +49,9 @@ class AdamW(torch.optim.Optimizer):
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
         offload: what is kept on the host and streamed through the GPU, which changes no number:
-            `states`, the moments and master weights (LLMQ 3). Parameters of less than 65,536
-            elements keep theirs where they are.
+            `states`, the moments and master weights, `gradients`, the sums of those of several
+            backwards that `attach` makes (LLMQ 3). Parameters of less than 65,536 elements keep
+            theirs where they are.
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:
@@ -177,6 +180,19 @@ class AdamW(torch.optim.Optimizer):
                 # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
+    def new_sum(self, group: int, parameter: Tensor, format: StateFormat) -> Accumulated:
+        """An empty sum of gradients of a parameter of the numbered group."""
+        elsewhere = None
+        if host.is_offloaded(self.param_groups[group], "gradients", parameter):
+            device = parameter.device
+            elsewhere = Elsewhere(self._arena_of(device), self._staging_of(device))
+        return Accumulated(format, elsewhere, self._number(parameter))
+
+    @property
+    def streams(self) -> bool:
+        """Whether something runs on streams of its own."""
+        return bool(self._staging)
+
     def join(self) -> None:
         """Have what is launched from now on wait for all updates so far."""
         for staging in self._staging.values():
@@ -231,6 +247,12 @@ class AdamW(torch.optim.Optimizer):
         if device not in self._staging:
             self._staging[device] = Staging(device)
         return self._staging[device]
+
+    def _arena_of(self, device: torch.device) -> Arena:
+        """The memory of the host for a device."""
+        if device not in self._arenas:
+            self._arenas[device] = Arena(device)
+        return self._arenas[device]
 
     def _slots(
         self, storage: Storage, group: dict[str, Any], parameters: Sequence[Tensor]

@@ -1,10 +1,7 @@
 """The optimizer in the backward: each parameter is updated as soon as its gradient is final.
 
 The gradient is freed before the next one is computed, so that gradients never take memory together.
-Gradients of several backwards are accumulated in a buffer of 8 bits an element (AGoQ 5): decoded,
-added in fp32, and encoded again in groups, rounded stochastically. Rounded to nearest, the sum
-would lose gradients smaller than half the distance of two codes. The price of its mean being right
-is noise that grows with every gradient: many are accumulated in 16 bits.
+Those of several backwards are added up in `sums.py`.
 """
 
 from __future__ import annotations
@@ -19,64 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fp8pass import compat
 from fp8pass.config import ConfigError
-from fp8pass.optim import rounding
 from fp8pass.optim.adamw import AdamW
-from fp8pass.optim.groups import Stored, decode, encode
+from fp8pass.optim.host import is_offloaded
 from fp8pass.optim.shards import like_parameter, local_gradient
-from fp8pass.optim.slots import from_rows, to_rows
-from fp8pass.optim.state_formats import StateFormat, moment_format
-from fp8pass.optim.update import batch_size
+from fp8pass.optim.state_formats import moment_format
+from fp8pass.optim.sums import Accumulated
 
-GROUP_SIZE = 128
 # The formats of sums: 8 bits for up to so many gradients, then 16.
 FEW = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
-
-
-@dataclass
-class Accumulated:
-    """A sum of gradients, stored in groups, and the number of backwards that it sums."""
-
-    format: StateFormat
-    stored: Stored | None = None
-    count: int = 0
-
-    def add(self, gradient: Tensor) -> Tensor:
-        """The sum including `gradient`, in fp32 rows."""
-        rows = to_rows(gradient, GROUP_SIZE, torch.float32)
-        if self.stored is not None:
-            rows += decode(self.stored, self.format)
-        self.count += 1
-        return rows
-
-    def keep(self, rows: Tensor, key: Tensor) -> None:
-        """Store a sum, rounded by the random bits of `key`, int32 [1]."""
-        key = rounding.key_of_sum(key, self.count)
-        size = batch_size(rows.device) // GROUP_SIZE
-        # In pieces: random bits and what else encoding needs would be larger than the sum.
-        self.stored = _joined(
-            [
-                encode(piece, self.format, rounding.random_bits(key, _elements(piece, i * size)))
-                for i, piece in enumerate(rows.split(size))
-            ]
-        )
-
-    def clear(self) -> None:
-        """Start a new sum."""
-        self.stored, self.count = None, 0
-
-
-def _elements(rows: Tensor, first: int) -> Tensor:
-    """The positions of elements in a tensor, int64 [R, G], from row `first` on."""
-    begin = first * GROUP_SIZE
-    return torch.arange(begin, begin + rows.numel(), device=rows.device).view_as(rows)
-
-
-def _joined(pieces: list[Stored]) -> Stored:
-    """Pieces of a sum as one."""
-    codes, *groups = zip(*pieces, strict=True)
-    return Stored(torch.cat(codes), *(None if x[0] is None else torch.cat(x) for x in groups))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +110,7 @@ def attach(
     _check_nothing_is_attached(trained)
     accumulated: dict[Tensor, Accumulated] = {}
     if accumulate > 1:
-        accumulated |= {p: Accumulated(format) for p in trained.values()}
+        accumulated |= {p: optimizer.new_sum(groups[p], p, format) for p in trained.values()}
     handles = []
     for parameter in trained.values():
         hook: Callable[..., None] = partial(_step, ref(optimizer), groups[parameter])
@@ -206,6 +156,7 @@ def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
     optimizer = _alive(reference)
     optimizer.update(optimizer.param_groups[group], [parameter])
     parameter.grad = None
+    _join_at_the_end(optimizer)
 
 
 @torch.no_grad()
@@ -216,17 +167,25 @@ def _accumulate(
     backwards: int,
     parameter: Tensor,
 ) -> None:
-    gradient = local_gradient(parameter)
-    rows = accumulated.add(gradient)
-    if accumulated.count < backwards:
-        optimizer = _alive(reference)
-        accumulated.keep(rows, optimizer.key(optimizer.param_groups[group], parameter))
+    optimizer = _alive(reference)
+    options = optimizer.param_groups[group]
+    gradient = local_gradient(parameter).contiguous()
+    if accumulated.count + 1 < backwards:
+        accumulated.add(gradient, optimizer.key(options, parameter))
         parameter.grad = None
+        _join_at_the_end(optimizer)
         return
-    accumulated.clear()
-    gradient.copy_(from_rows(rows, gradient.shape))
+    accumulated.move_to(gradient)
+    if not is_offloaded(options, "states", parameter):
+        optimizer.join()
     parameter.grad = like_parameter(gradient, parameter)
     _step(reference, group, parameter)
+
+
+def _join_at_the_end(optimizer: AdamW) -> None:
+    """Have what follows this backward wait for what runs on other streams."""
+    if optimizer.streams:
+        compat.after_backward(optimizer.join)
 
 
 def _alive(reference: ref[AdamW]) -> AdamW:

@@ -16,7 +16,7 @@ from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
 # What can be on the host.
-OFFLOAD = ("states",)
+OFFLOAD = ("states", "gradients")
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -115,6 +115,28 @@ def test_in_the_backward(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("buffer", ["e4m3", "fp16", "de8"])
+@pytest.mark.parametrize("offload", [("gradients",), ("states", "gradients")], ids="+".join)
+def test_sums_of_gradients(device, buffer, offload, monkeypatch):
+    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 16)
+    models = []
+    for each in (offload, ()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 1500), nn.Tanh(), nn.Linear(1500, 64)).to(device)
+        optimizer = AdamW(model.parameters(), lr=0.01, offload=each)
+        attached = attach(model, optimizer, accumulate=3, buffer=buffer)
+        for step in range(8):
+            x = torch.linspace(-1, 1, 64 * 8, device=device).view(8, 64) * (step + 1)
+            model(x).square().mean().backward()
+        sum_ = attached.accumulated[model[0].weight]
+        assert sum_.count == 2
+        assert sum_.stored.codes.device.type == ("cpu" if each else device)
+        models.append(model)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_checkpoints_go_both_ways(device):
     offloaded, plain = both(device, torch.bfloat16, range(2))
     for optimizer, other in ((offloaded, plain), (plain, offloaded)):

@@ -1,0 +1,126 @@
+"""Triton kernels that add gradients to sums in groups, and sums to gradients: see `sums.py`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.optim.groups import EXPONENT_BITS, Stored
+from fp8pass.optim.rounding import FOLDED_FACTORS
+from fp8pass.optim.state_formats import StateFormat
+
+GROUP_SIZE = 128
+# Groups of a program: eight numbers a thread.
+GROUPS, WARPS = 8, 4
+
+_FIRST_FACTOR, _SECOND_FACTOR = map(tl.constexpr, FOLDED_FACTORS)
+_EXPONENT, _BITS = tl.constexpr(EXPONENT_BITS), tl.constexpr(BF16_BITS)
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def _largest(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _folded(x, FACTOR: tl.constexpr):
+    """The halves of a product of 64 bits, folded."""
+    factor = tl.full((1, 1), FACTOR, tl.uint32)
+    return tl.umulhi(x, factor) ^ (x * factor)
+
+
+@triton.jit
+def _random_bits(key, element):
+    """As `rounding.random_bits`."""
+    x = key.to(tl.uint32, bitcast=True) + (element >> 1).to(tl.uint32)
+    x = _folded(_folded(x, _FIRST_FACTOR), _SECOND_FACTOR)
+    return tl.where(element & 1 == 0, x, (x >> 16) | (x << 16))
+
+
+@triton.jit
+def _dithered(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
+    """As `groups._dithered`: rounded stochastically to the numbers of a float format."""
+    magnitude = tl.abs(x)
+    binade = (magnitude.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+    step = tl.maximum(binade * 2.0**-MANTISSA, MIN)
+    noise = (bits >> (9 + MANTISSA)).to(tl.float32) * 2.0 ** (MANTISSA - 23)
+    rounded = tl.floor(tl.div_rn(magnitude, step) + noise) * step
+    return tl.where(x < 0, -rounded, rounded)
+
+
+@triton.jit
+def _add_to(
+    gradient, codes, scales, key, first, count,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, BEGUN: tl.constexpr,
+    MAX: tl.constexpr, MIN: tl.constexpr, MANTISSA: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * GROUPS
+    group = begin + tl.arange(0, GROUPS)
+    element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    there, of_sum = element < count, group * SIZE < count
+    x = tl.load(gradient + element, there, other=0.0).to(tl.float32)
+    if BEGUN:
+        scale = tl.load(scales + group, of_sum, other=0.0).to(tl.float32)
+        x += tl.load(codes + element, of_sum[:, None], other=0.0).to(tl.float32) * scale[:, None]
+    amax = tl.reduce(tl.abs(x), 1, _largest)
+    amax = tl.where(amax < _SMALLEST, 0.0, amax)
+    x = tl.where(amax[:, None] == 0, 0.0, x)
+    scale = tl.maximum(amax * (1 / MAX), _SMALLEST)
+    scale = (scale.to(tl.int32, bitcast=True) + 0xFFFF & _BITS).to(tl.float32, bitcast=True)
+    scale = tl.where(amax < float("inf"), scale, float("nan"))
+    scale = tl.where(amax == 0, 1.0, scale)
+    coded = x * tl.div_rn(1.0, scale)[:, None]
+    coded = _dithered(coded, _random_bits(tl.load(key), first + element), MANTISSA, MIN)
+    coded = tl.minimum(tl.maximum(coded, -MAX), MAX)
+    tl.store(codes + element, coded.to(codes.dtype.element_ty), of_sum[:, None])
+    tl.store(scales + group, scale.to(tl.bfloat16), of_sum)
+
+
+@triton.jit
+def _add_from(gradient, codes, scales, count, SIZE: tl.constexpr, GROUPS: tl.constexpr):
+    begin = tl.program_id(0).to(tl.int64) * GROUPS
+    group = begin + tl.arange(0, GROUPS)
+    element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    there = element < count
+    scale = tl.load(scales + group, group * SIZE < count, other=0.0).to(tl.float32)
+    sum_ = tl.load(codes + element, there, other=0.0).to(tl.float32) * scale[:, None]
+    x = tl.load(gradient + element, there, other=0.0).to(tl.float32) + sum_
+    tl.store(gradient + element, x.to(gradient.dtype.element_ty), there)
+
+
+def add_to(
+    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, first: int, *, begun: bool
+) -> None:
+    """`sums.add_to` for formats whose codes are floats."""
+    codes, scales, _ = sum_
+    with _device(gradient):
+        _add_to[_grid(gradient)](
+            gradient, codes.view(format.dtype), scales, key, first, len(gradient),
+            SIZE=GROUP_SIZE, GROUPS=GROUPS, BEGUN=begun,
+            MAX=format.max, MIN=format.min, MANTISSA=format.mantissa, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def add_from(sum_: Stored, gradient: Tensor, format: StateFormat) -> None:
+    """`sums.add_from` for formats whose codes are floats."""
+    codes, scales, _ = sum_
+    with _device(gradient):
+        _add_from[_grid(gradient)](
+            gradient, codes.view(format.dtype), scales, len(gradient),
+            SIZE=GROUP_SIZE, GROUPS=GROUPS, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _grid(gradient: Tensor) -> tuple[int]:
+    return (triton.cdiv(len(gradient), GROUP_SIZE * GROUPS),)
+
+
+def _device(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()

@@ -1,0 +1,91 @@
+"""Sums of gradients in groups: the kernels against the reference, and what they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8pass.optim import fused
+from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim.slots import group_count
+from fp8pass.optim.state_formats import moment_format
+from fp8pass.optim.sums import GROUP_SIZE, add_from, add_to
+
+pytest.importorskip("triton")
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+
+
+def room(size: int, format, device: str) -> Stored:
+    groups = group_count(size, GROUP_SIZE)
+    codes = torch.full((groups, GROUP_SIZE), 7, dtype=format.stored, device=device)
+    return Stored(codes, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
+
+
+def summed(monkeypatch, gradients, format, key, first, *, kernel: bool):
+    """A sum of all gradients but the last, and the last with that sum."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
+        sum_ = room(len(gradients[0]), format, gradients[0].device.type)
+        for i, gradient in enumerate(gradients[:-1]):
+            add_to(sum_, gradient, format, key + i, first, begun=i > 0)
+        last = gradients[-1].clone()
+        add_from(sum_, last, format)
+    return sum_, last
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "fp16"])
+@settings(max_examples=8, deadline=None)
+@given(
+    size=st.integers(1, 3000), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000), first=st.integers(0, 10).map(lambda n: n * GROUP_SIZE),
+    scale=st.sampled_from([1e-30, 1e-4, 1.0, 1e4]),
+)  # fmt: skip
+def test_the_kernels_equal_the_reference(device, name, size, dtype, seed, first, scale):
+    format = moment_format(name, signed=True)
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [
+        (torch.randn(size, generator=generator) * scale).to(device, dtype) for _ in range(3)
+    ]
+    gradients[0][: size // 3] = 0
+    key = torch.tensor([seed * 7919], dtype=torch.int32, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        ours, theirs = (
+            summed(patch, gradients, format, key, first, kernel=k) for k in (True, False)
+        )
+    assert torch.equal(ours[0].scale, theirs[0].scale)
+    assert torch.equal(ours[0].codes.view(torch.uint8), theirs[0].codes.view(torch.uint8))
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_finite_reaches_the_user(device, kernel, monkeypatch):
+    format = moment_format("e4m3", signed=True)
+    first, second = torch.ones(2, 300, device=device)
+    first[130] = torch.inf
+    second[0] = torch.nan
+    key = torch.zeros(1, dtype=torch.int32, device=device)
+    _, last = summed(monkeypatch, [first, second, second], format, key, 0, kernel=kernel)
+    assert not last[:256].isfinite().any()
+    assert (last[256:] - 3).abs().max() < 0.2  # a sum of two in E4M3, and one
+
+
+def test_pieces_are_rounded_as_the_whole():
+    format = moment_format("e4m3", signed=True)
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    key = torch.ones(1, dtype=torch.int32)
+    whole, parts = room(1000, format, "cpu"), room(1000, format, "cpu")
+    add_to(whole, gradient, format, key, 0, begun=False)
+    for first, size in ((0, 256), (256, 744)):
+        rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))
+        piece = Stored(parts.codes[rows], parts.scale[rows])
+        add_to(piece, gradient[first : first + size], format, key, first, begun=False)
+    assert torch.equal(decode(whole, format), decode(parts, format))
