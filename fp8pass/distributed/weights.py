@@ -9,7 +9,7 @@ them. Shards, their gradients and state dicts are the plain tensors that they we
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -17,76 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8pass import compat
 from fp8pass.compat.fsdp import Gathered, fsdp_has_run, gathered_parameters, shard_of
-from fp8pass.dialect import hardware
-from fp8pass.dialect import ops as ops  # defines the dialect
-from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.linear_layers import is_multiple_of_16
-from fp8pass.graph.names import matching_pattern, warn_about_idle_patterns
-from fp8pass.graph.output_heads import has_head_name
-
-aten = torch.ops.aten
-fp8 = torch.ops.fp8pass
-
-
-class CodedWeight(Tensor):
-    """A matrix [M, K] as E4M3 codes and a scale for each row; its values to every operator.
-
-    Attributes:
-        codes: float8_e4m3fn [M, K].
-        scales: fp32 [M, 1].
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
-        return compat.wrapper(cls, codes, dtype)
-
-    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        self.codes, self.scales = codes, scales
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Without numbers: compilers print weights that have none."""
-        return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    def decoded(self) -> Tensor:
-        """The values, in a plain tensor."""
-        return fp8.dequantize.default(self.codes, self.scales, self.dtype)
-
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["codes", "scales"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any
-    ) -> CodedWeight:
-        return CodedWeight(inner["codes"], inner["scales"], dtype)
-
-    def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for its cache."""
-        return f"CodedWeight {tuple(self.shape)} {self.dtype} {self.requires_grad}"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # FSDP2 and nn.Parameter look at a weight in these ways, which change nothing of it.
-        if func is aten.detach.default or (
-            func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
-        ):
-            weight = args[0]
-            return CodedWeight(weight.codes, weight.scales, weight.dtype)
-        if compat.schema_of(func).is_mutable:
-            raise RuntimeError(
-                f"{func} would change a gathered weight, which is lost: it is in codes. Change its "
-                "shard, or name its layer in compress(model, skip=[...])."
-            )
-        args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.decoded, (args, kwargs or {}))
-        return func(*args, **kwargs)
+from fp8pass.graph.names import warn_about_idle_patterns
+from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
 
 class Gathering:
@@ -135,20 +71,6 @@ class Gathering:
         return None if out is not None else (CodedWeight(*gathered, dtype), gathered)
 
 
-@torch.no_grad()
-def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them."""
-    if hardware.why_no_triton_kernels(matrices[0].device) is None:
-        from fp8pass.distributed import wire_kernels
-
-        return wire_kernels.code_rows([x.contiguous() for x in matrices], dtype)
-    found = []
-    for x in matrices:
-        scales = fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name)
-        found.append((fp8.quantize.default(x.to(dtype), scales, E4M3.name), scales))
-    return found
-
-
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
     """Have FSDP2 gather the weights of linear layers in codes; the paths of these layers.
 
@@ -157,7 +79,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     gathered as they were.
     """
     paths = {module: path for path, module in model.named_modules()}
-    logits = _sizes_of_logits(model)
+    logits = sizes_of_logits(model)
     found: list[str] = []
     gatherings: dict[nn.Module, list[Gathering]] = {}
     for module in model.modules():
@@ -167,7 +89,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
             if isinstance(layer, nn.Linear) and each.name == "weight" and _may_be_coded(each):
                 together.setdefault((each.group, layer.weight.dtype), []).append(layer)
         for layers in together.values():
-            chosen = [y for y in layers if not _is_exact(paths[y], y, logits, skip)]
+            chosen = [y for y in layers if not is_exact(paths[y], y, logits, skip)]
             found += [paths[layer] for layer in chosen]
             if chosen:
                 gatherings.setdefault(module, []).append(Gathering(chosen, traffic))
@@ -190,18 +112,6 @@ def _attach_before_forwards(module: nn.Module, gatherings: list[Gathering]) -> N
 
     attach()
     module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
-
-
-def _is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...]) -> bool:
-    """Whether a layer is skipped, or an output head as far as is known before a graph is traced."""
-    is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
-    return is_head or matching_pattern(path, skip) is not None
-
-
-def _sizes_of_logits(model: nn.Module) -> tuple[int, int] | None:
-    """The sizes of the largest embedding, which an output head has, too."""
-    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
-    return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
 
 
 def _may_be_coded(each: Gathered) -> bool:

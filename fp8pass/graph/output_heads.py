@@ -9,10 +9,11 @@ the stream ends in a log-softmax without one.
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fp8pass import graph
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, value
 from fp8pass.graph.order import ancestors
 from fp8pass.graph.patterns import is_sum_of_alike
@@ -31,6 +32,21 @@ BETWEEN = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
 def has_head_name(path: str) -> bool:
     """Whether a module with this path computes logits, as far as its name says."""
     return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
+
+
+def is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...]) -> bool:
+    """Whether a layer is skipped, or an output head as far as is known before a graph is traced.
+
+    Heads have the `logits`' sizes, if not a head's name.
+    """
+    is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
+    return is_head or matching_pattern(path, skip) is not None
+
+
+def sizes_of_logits(model: nn.Module) -> tuple[int, int] | None:
+    """The sizes of the largest embedding, which an output head has, too."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
 
 
 def is_tied_to_embedding(weight: fx.Node) -> bool:

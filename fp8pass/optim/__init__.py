@@ -5,6 +5,10 @@
     rounding.py       stochastic rounding of weights, states and sums of gradients
     options.py        the options of a parameter group, checked, and presets
     slots.py          the stored states of a parameter
+    host.py           memory of the host that a GPU copies from and to
+    staging.py        buffers on a GPU through which values of the host are computed with
+    streamed.py       the update of parameters with states on the host
+    weights.py        weights on the host with their codes on the GPU
     shards.py         parameters that are distributed over ranks
     update.py         the update, in vectorized PyTorch
     functions.py      Triton functions of the fused update
@@ -12,6 +16,8 @@
     fused.py          the launch of the kernel: its tables and arguments
     adamw.py          the optimizer
     checkpoint.py     states of other formats and of torch.optim.AdamW, converted
+    sums.py           sums of gradients of several backwards
+    sum_kernel.py     the same as Triton kernels
     backward.py       `attach`: updates within the backward
 
 COAT section 4, FP8-LM section 2.2, LLMQ section 3.
@@ -22,5 +28,6 @@ from __future__ import annotations
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.backward import attach
 from fp8pass.optim.options import PRESETS
+from fp8pass.optim.weights import offload_weights
 
-__all__ = ["PRESETS", "AdamW", "attach"]
+__all__ = ["PRESETS", "AdamW", "attach", "offload_weights"]

@@ -236,7 +236,9 @@ class AdamW(torch.optim.Optimizer):
             prepared: FusedUpdate | StreamedUpdate
             if host.is_offloaded(group, "states", parameters[0]):
                 staging = self._staging_of(parameters[0].device)
-                prepared = StreamedUpdate(slots, states, gradients, storage, staging, fuses=fuses)
+                prepared = StreamedUpdate(
+                    slots, parameters, states, gradients, storage, staging, fuses=fuses
+                )
             else:
                 prepared = FusedUpdate(slots, states, gradients, storage)
             found = self._prepared[key] = signature, prepared

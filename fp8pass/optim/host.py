@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.config import ConfigError
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.optim.options import state_bytes
 from fp8pass.optim.shards import local
 
@@ -76,6 +77,8 @@ class Arena:
 
 def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
     """Whether `name` of a parameter of an optimizer's group is on the host."""
+    if name == "states" and isinstance(parameter, CodedWeight):  # they follow the weight
+        return True
     return name in group["offload"] and local(parameter).numel() >= SMALLEST
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.optim.options import SMALLEST_GROUP, Storage
 
 if torch.distributed.is_available():
@@ -74,7 +75,10 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """The local shard of a DTensor; other tensors as they are."""
+    """The local shard of a DTensor, the weight behind codes; other tensors as they are."""
+    if isinstance(x, CodedWeight):
+        assert x.source is not None
+        return x.source
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -1,12 +1,14 @@
 """The update of parameters whose states are on the host: through buffers on their device.
 
-The states of a parameter are copied in, updated by the same kernel as others, and copied out, in
-pieces of consecutive elements. Nothing else changes: the random bits of an element depend on its
-position in the parameter, wherever the piece begins.
+The states of a parameter, and the parameter if only its codes are on the device, are copied in,
+updated by the same kernel as others, and copied out, in pieces of consecutive elements. Nothing
+else changes: the random bits of an element depend on its position in the parameter, wherever the
+piece begins. Of a new weight its codes are made before it leaves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.groups import Stored
 from fp8pass.optim.kernel import CHUNK
@@ -29,9 +32,9 @@ class Piece:
 
     Attributes:
         parameter: number of the parameter among those that are updated together.
-        slot: the piece with its states in a buffer.
+        slot: the piece with what is on the host in a buffer.
         buffer: the buffer's number.
-        host, device: the states' tensors, there and in the buffer.
+        host, device: tensors of the host, and the same in the buffer.
     """
 
     parameter: int
@@ -50,6 +53,7 @@ class StreamedUpdate:
 
     Args:
         slots: the parameters, of one dtype on one device, contiguous, with states on the host.
+        parameters: themselves; those in codes are on the host.
         states: their entries in the optimizer's state.
         gradients: gradients with the dtypes of those in all steps.
         storage: how their states are stored.
@@ -60,6 +64,7 @@ class StreamedUpdate:
     def __init__(
         self,
         slots: Sequence[Slot],
+        parameters: Sequence[Tensor],
         states: Sequence[State],
         gradients: Sequence[Tensor],
         storage: Storage,
@@ -68,10 +73,8 @@ class StreamedUpdate:
         fuses: bool,
     ) -> None:
         self.slots, self.storage, self.staging = slots, storage, staging
-        size = largest_piece(_state_bytes(slots[0]), max(CHUNK, storage.group_size))
-        self.pieces = [
-            piece for i, slot in enumerate(slots) for piece in self._pieces(i, slot, size)
-        ]
+        self.coded = [p if isinstance(p, CodedWeight) else None for p in parameters]
+        self.pieces = [piece for i in range(len(slots)) for piece in self._pieces(i)]
         self.fused: FusedUpdate | None = None
         if fuses:
             owners = [states[piece.parameter] for piece in self.pieces]
@@ -79,22 +82,40 @@ class StreamedUpdate:
             staged = [piece.slot for piece in self.pieces]
             self.fused = FusedUpdate(staged, owners, parts, storage, apart=True)
 
-    def _pieces(self, parameter: int, slot: Slot, size: int) -> list[Piece]:
-        found = []
-        for i, first in enumerate(range(0, slot.parameter.numel(), size)):
-            piece = slot.piece(first, size, self.storage.group_size)
+    def _pieces(self, parameter: int) -> list[Piece]:
+        slot, size = self.slots[parameter], self._piece_size(parameter)
+        return [
             # Parameters with one piece each take turns, too.
-            buffer = (slot.number + i) % DEPTH
-            host = [x for stored in piece.states.values() for x in stored if x is not None]
-            device = self.staging.place(buffer, host)
-            staged = iter(device)
-            states = {
-                name: Stored(*(None if x is None else next(staged) for x in stored))  # type: ignore[arg-type]
-                for name, stored in piece.states.items()
-            }
-            piece = replace(piece, states=states)
-            found.append(Piece(parameter, piece, buffer, host, device))
-        return found
+            self._piece(parameter, slot.piece(first, size, self.storage.group_size), i)
+            for i, first in enumerate(range(0, slot.parameter.numel(), size), start=slot.number)
+        ]
+
+    def _piece_size(self, parameter: int) -> int:
+        """How many elements fit into a buffer: programs of the kernel, and rows with a scale."""
+        multiple = math.lcm(CHUNK, self.storage.group_size)
+        if self.coded[parameter] is not None:
+            multiple = math.lcm(multiple, self.slots[parameter].parameter.shape[-1])
+        whole = self._on_host(parameter, self.slots[parameter])
+        size = sum(x.numel() * x.itemsize for x in whole)
+        return largest_piece(size / self.slots[parameter].parameter.numel(), multiple)
+
+    def _piece(self, parameter: int, slot: Slot, turn: int) -> Piece:
+        buffer, host = turn % DEPTH, self._on_host(parameter, slot)
+        device = self.staging.place(buffer, host)
+        staged = iter(device)
+        weights = slot.parameter if self.coded[parameter] is None else next(staged)
+        states = {
+            name: Stored(*(None if x is None else next(staged) for x in stored))  # type: ignore[arg-type]
+            for name, stored in slot.states.items()
+        }
+        return Piece(
+            parameter, replace(slot, parameter=weights, states=states), buffer, host, device
+        )
+
+    def _on_host(self, parameter: int, slot: Slot) -> list[Tensor]:
+        weights = [] if self.coded[parameter] is None else [slot.parameter]
+        states = (x for stored in slot.states.values() for x in stored if x is not None)
+        return [*weights, *states]
 
     def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
         """Update with gradients times `control[0]`; do nothing if `control[1]` is not 0."""
@@ -105,7 +126,13 @@ class StreamedUpdate:
         for piece, launch in zip(self.pieces, launches, strict=True):
             into = list(zip(piece.host, piece.device, strict=True))
             out = list(zip(piece.device, piece.host, strict=True))
-            self.staging.run(piece.buffer, into, launch, out)
+            self.staging.run(piece.buffer, into, partial(self._update, piece, launch), out)
+
+    def _update(self, piece: Piece, launch: Callable[[], object]) -> None:
+        launch()
+        if (weight := self.coded[piece.parameter]) is not None:
+            row = weight.shape[-1]
+            weight.code_again(piece.slot.first // row, piece.slot.parameter.view(-1, row))
 
     def _launches(
         self, gradients: list[Tensor], group: dict[str, Any], control: Tensor
@@ -118,9 +145,3 @@ class StreamedUpdate:
             partial(update, [piece.slot], [gradient], group, self.storage, control[0])
             for piece, gradient in zip(self.pieces, gradients, strict=True)
         ]
-
-
-def _state_bytes(slot: Slot) -> float:
-    """Bytes of the states of an element."""
-    tensors = [x for stored in slot.states.values() for x in stored if x is not None]
-    return sum(x.numel() * x.itemsize for x in tensors) / slot.parameter.numel()

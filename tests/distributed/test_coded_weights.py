@@ -11,7 +11,7 @@ from kernel_helpers import counts
 from torch import nn
 
 from fp8pass import Config
-from fp8pass.distributed.weights import CodedWeight, coded
+from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.dynamo import Backend
 
 

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 import fp8pass
 from fp8pass import Config
 from fp8pass.dialect import hardware
-from fp8pass.distributed.weights import coded
+from fp8pass.dialect.coded_weight import coded
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code.

@@ -1,0 +1,130 @@
+"""Weights on the host, with their codes on the device: a byte an element there instead of two.
+
+Linear layers take part in graphs as codes (`dialect/coded_weight.py`), which `AdamW` makes anew
+when it updates the weights: once a step, however many backwards it sums (LLMQ 3).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass.config import ConfigError
+from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.graph.linear_layers import is_multiple_of_16
+from fp8pass.graph.names import warn_about_idle_patterns
+from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+from fp8pass.optim.host import SMALLEST, Arena
+from fp8pass.optim.kernel import CHUNK
+from fp8pass.optim.staging import STAGED_BYTES
+
+log = logging.getLogger("fp8pass")
+
+# Elements of the smallest part of a weight that has whole rows and whole programs of the update.
+LARGEST_PIECE = STAGED_BYTES // 16
+
+
+def offload_weights(
+    model: nn.Module, device: torch.device | str, *, skip: Sequence[str] = ()
+) -> nn.Module:
+    """Move a model to a device, where its linear layers have their weights in codes.
+
+        model = LlamaForCausalLM(config).bfloat16()         # on the host
+        fp8pass.optim.offload_weights(model, "cuda")
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4, offload=("states",))
+        model.compile(backend="fp8pass")
+
+    The weights stay on the host, in memory that the GPU copies from, and so do the optimizer's
+    states of these. They are what `state_dict` gives and `load_state_dict` changes; the parameters
+    of the model are their codes, which behave as a tensor of rounded values. Call it before the
+    optimizer is made, and before the model is compiled.
+
+    Args:
+        model: a module with BF16 weights, on the host or on the device.
+        device: where it trains.
+        skip: paths of linear layers, or parts of them with *, that go to the device as they are.
+            So do output heads, layers that cannot run in FP8, and all other parameters.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: no layer's weight can be in codes.
+    """
+    device = torch.empty(0, device=device).device  # with its number
+    layers = _layers_by_weight(model, tuple(skip))
+    arena, moved = Arena(device), []
+    while layers:  # one weight after the other is freed where it was
+        weight, users = layers.popitem()
+        moved.append((users, _in_codes(weight, device, arena)))
+        for layer in users:
+            layer.weight = None  # type: ignore[assignment]
+    # Codes come to their places last: modules would move them as if they were numbers.
+    model.to(device)
+    for users, parameter in moved:
+        for layer in users:
+            layer.weight = parameter
+            layer.register_state_dict_post_hook(_give_source)
+    return model
+
+
+def _layers_by_weight(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list[nn.Linear]]:
+    """The layers whose weights can be in codes, by their weight, which several may share."""
+    linears = {m: path for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
+    logits = sizes_of_logits(model)
+    shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
+    found: dict[Tensor, list[nn.Linear]] = {}
+    reasons: dict[str, str] = {}
+    for layer, path in linears.items():
+        if is_exact(path, layer, logits, skip):
+            reasons[path] = "it is an output head, or skipped"
+        elif layer.weight in shared:
+            reasons[path] = "a module that is no linear layer has its weight, too"
+        elif why := _why_not_in_codes(layer.weight):
+            reasons[path] = why
+        else:
+            found.setdefault(layer.weight, []).append(layer)
+    for path, why in reasons.items():
+        log.info("The weight of %s goes to the device as it is: %s.", path, why)
+    if not found:
+        listed = [f"{path}: {why}" for path, why in reasons.items()]
+        raise ConfigError(
+            "No weight of the model can be on the host with its codes on the device: "
+            f"{'; '.join(listed[:3]) or 'it has no linear layer'}."
+        )
+    return found
+
+
+def _why_not_in_codes(weight: Tensor) -> str:
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}, not a plain parameter"
+    if weight.dtype is not torch.bfloat16:
+        return f"it is in {str(weight.dtype).removeprefix('torch.')}; model.bfloat16() comes first"
+    if not all(map(is_multiple_of_16, weight.shape)):
+        return f"FP8 GEMMs take multiples of 16, and it is {tuple(weight.shape)}"
+    if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
+        return f"its rows of {weight.shape[-1]} elements do not go through buffers in parts"
+    return "it is small" if weight.numel() < SMALLEST else ""
+
+
+@torch.no_grad()
+def _in_codes(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
+    ((codes, scales),) = coded([weight.to(device)], weight.dtype)
+    found = CodedWeight(codes, scales, weight.dtype)
+    found.source = arena.take(weight.detach())
+    return nn.Parameter(found, requires_grad=weight.requires_grad)
+
+
+def _give_source(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Have a state dict hold the weight instead of its codes."""
+    weight = module.weight
+    if isinstance(weight, CodedWeight) and f"{prefix}weight" in state:
+        if weight.is_cuda:  # it may be on its way
+            torch.cuda.synchronize(weight.device)
+        state[f"{prefix}weight"] = weight.source

@@ -1,0 +1,165 @@
+"""`offload_weights`: weights on the host, their codes on the device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from optim_helpers import through_a_file
+from torch import nn
+
+import fp8pass
+from fp8pass.config import ConfigError
+from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.optim import AdamW, attach, host, offload_weights, staging, weights
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+BATCH, WIDTH = 32, 64
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 18)
+    for module in (host, weights):
+        monkeypatch.setattr(module, "SMALLEST", 1 << 10)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 1536), nn.Linear(1536, WIDTH, bias=False)
+        self.odd = nn.Linear(WIDTH, 24, bias=False)
+        self.again = nn.Linear(WIDTH, 1536)
+        self.again.weight = self.up.weight
+        self.lm_head = nn.Linear(WIDTH, 100, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.down(nn.functional.silu(self.up(self.norm(x))))
+        x = x + self.down(nn.functional.silu(self.again(x)))
+        return self.lm_head(x).float().square().mean() + self.odd(x).float().sum() * 1e-3
+
+
+def ids(device: str, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, (BATCH,), generator=generator).to(device)
+
+
+def new(device: str) -> Model:
+    return offload_weights(Model().bfloat16(), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_in_codes(device):
+    model = new(device)
+    found = {n for n, p in model.named_parameters() if isinstance(p, CodedWeight)}
+    assert found == {"up.weight", "down.weight"}
+    assert model.again.weight is model.up.weight
+    assert model.lm_head.weight is model.embedding.weight
+    assert all(p.device.type == device for p in model.parameters())
+    assert model.up.weight.source.device.type == "cpu"
+    assert model.up.weight.requires_grad
+    ((codes, scales),) = coded([Model().bfloat16().up.weight.detach().to(device)], torch.bfloat16)
+    assert torch.equal(model.up.weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(model.up.weight.scales, scales)
+
+
+def train(model: nn.Module, device: str, backwards: int, *, offload, accumulate: int, recipe):
+    """The losses, and the model's optimizer."""
+    torch._dynamo.reset()
+    optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
+    attach(model, optimizer, accumulate=accumulate)
+    compiler = "inductor" if device == "cuda" else "eager"
+    config = fp8pass.Config.recipe(recipe, compiler=compiler)
+    program = torch.compile(model, backend=fp8pass.backend(config))
+    losses = []
+    for step in range(backwards):
+        loss = program(ids(device, step))
+        loss.backward()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["coat", "agoq"])
+def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
+    """Against sources, states and sums on the device, updated whole."""
+    offload = ("states", "gradients")
+    model = new(device)
+    backwards = 40 if device == "cuda" else 12
+    got, _ = train(model, device, backwards, offload=offload, accumulate=2, recipe=recipe)
+
+    def on_device(self, shape, dtype):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(host.Arena, "empty", on_device)
+    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 22)
+    there = new(device)
+    want, _ = train(there, device, backwards, offload=(), accumulate=2, recipe=recipe)
+    assert got == want
+    for (name, x), (_, y) in zip(
+        model.state_dict().items(), there.state_dict().items(), strict=True
+    ):
+        assert torch.equal(x.cpu(), y.cpu()), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_trains_as_with_weights_on_the_device(device):
+    plain = Model().bfloat16().to(device)
+    want, _ = train(plain, device, 20, offload=(), accumulate=1, recipe="coat")
+    model = new(device)
+    got, _ = train(model, device, 20, offload=("states",), accumulate=1, recipe="coat")
+    assert got[0] == want[0]  # the forward's codes are the same
+    assert got[-1] < 0.5 * got[0]
+    assert abs(got[-1] - want[-1]) < 0.1 * got[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_codes_follow_their_weights(device):
+    model = new(device)
+    train(model, device, 2, offload=(), accumulate=1, recipe="coat")
+    for p in (model.up.weight, model.down.weight):
+        ((codes, scales),) = coded([p.source.to(device)], torch.bfloat16)
+        assert torch.equal(p.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(p.scales, scales)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_state_dicts_have_the_weights(device):
+    model, plain = new(device), Model().bfloat16()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for name, x in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name].cpu(), x)
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    model.load_state_dict(through_a_file(other.state_dict()))
+    assert torch.equal(model.down.weight.source, other.down.weight)
+    assert torch.equal(
+        model.down.weight.decoded().cpu(), new(device).down.weight.decoded().cpu() * 2
+    )
+    Model().bfloat16().load_state_dict(through_a_file(model.state_dict()))
+
+
+def test_what_cannot_be_in_codes():
+    with pytest.raises(ConfigError, match=r"0: it is in float32; model.bfloat16\(\) comes first"):
+        offload_weights(nn.Sequential(nn.Linear(64, 64)), "cpu")
+    with pytest.raises(ConfigError, match="it has no linear layer"):
+        offload_weights(nn.Conv1d(2, 2, 2), "cpu")
+    with pytest.raises(ConfigError, match="it is an output head, or skipped"):
+        offload_weights(nn.Sequential(nn.Linear(64, 64)).bfloat16(), "cpu", skip=["0"])
+
+
+def test_weights_change_through_the_host_alone():
+    model = new("cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
+        model.up.weight.mul_(2)
