@@ -5,5 +5,7 @@ granularity.py   which elements share a scale
 scaling.py       scales from largest magnitudes
 coding.py        codes from values, and back
 ops.py           the `fp8pass::` operators
+coded_weight.py  weights that enter a graph as codes
+row_kernel.py    the kernel that makes those
 hardware.py      which of this a device can do
 """

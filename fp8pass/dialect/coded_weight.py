@@ -101,9 +101,9 @@ class CodedWeight(Tensor):
 def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them."""
     if hardware.why_no_triton_kernels(matrices[0].device) is None:
-        from fp8pass.distributed import wire_kernels
+        from fp8pass.dialect import row_kernel
 
-        return wire_kernels.code_rows([x.contiguous() for x in matrices], dtype)
+        return row_kernel.code_rows([x.contiguous() for x in matrices], dtype)
     found = []
     for x in matrices:
         scales = fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name)

@@ -317,6 +317,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("_staging", {})  # copies and unpickled ones begin without
         self._forget()
         for key in [key for key in self.state if isinstance(key, checkpoint.Hidden)]:
             values = self.state.pop(key)
