@@ -172,12 +172,12 @@ class HeadAndLoss(nn.Module):
 class LossOnly(nn.Module):
     """A Llama whose head and loss are compiled together; called as Hugging Face's."""
 
-    def __init__(self, llama: Any, compile_module: Compile) -> None:
+    def __init__(self, llama: Any, compile_layer: Compile, compile_head: Compile) -> None:
         super().__init__()
-        self.head = compile_module(HeadAndLoss(llama))
+        self.head = compile_head(HeadAndLoss(llama))
         layers = llama.model.layers
         for i, layer in enumerate(layers):
-            layers[i] = compile_module(layer)
+            layers[i] = compile_layer(layer)
         self.model = llama.model
 
     def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
@@ -190,8 +190,13 @@ def measure(size: Size, compiled: str, optimizer: str, device: torch.device) -> 
     """Train one variant from scratch; what a `Result` says of it."""
     torch.manual_seed(0)
     llama, compile_module = new_llama(size, device), COMPILED[compiled]
-    how = LossOnly if "head and loss" in compiled else compile_blocks
-    model = how(llama, compile_module) if size.per_block else compile_module(llama)
+    model: Any
+    if "head and loss" in compiled:
+        model = LossOnly(llama, compile_module, compile_module)
+    elif size.per_block:
+        model = compile_blocks(llama, compile_module)
+    else:
+        model = compile_module(llama)
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
     with OPTIMIZERS[optimizer](model) as update:
         return train(model, update, ids)

@@ -251,6 +251,26 @@ def _model_cells(result: dict[str, Any], base: dict[str, Any]) -> list[str]:
     ]
 
 
+def small_gpu_table(data: dict[str, Any]) -> list[list[str]]:
+    """Whole models under a limit of memory: speed beside the same model without."""
+    header = ["", "limit GiB", "micro-batch", "tokens/s", "× no limit"]
+    rows = [[*header, "reserved GiB", "allocated GiB", "host GiB"]]
+    for model in dict.fromkeys(r["model"] for r in data["results"]):
+        results = [r for r in data["results"] if r["model"] == model]
+        free = next((r["tokens_per_second"] for r in results if not r["limit"]), None)
+        rows.append([f"**{model}**", *[""] * 7])
+        for r in results:
+            limit, batch = f"{r['limit']:g}" if r["limit"] else "none", f"{r['batch']} sequences"
+            if r["error"]:
+                rows.append([r["how"], limit, batch, r["error"].split(".")[0], *[""] * 4])
+                continue
+            share = f"{r['tokens_per_second'] / free:.3f}" if free else ""
+            sizes = (r["reserved_bytes"], r["allocated_bytes"], r["host_bytes"])
+            memory = [f"{size / 2**30:.1f}" if size else "" for size in sizes]
+            rows.append([r["how"], limit, batch, f"{r['tokens_per_second']:,.0f}", share, *memory])
+    return rows
+
+
 def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list[str]]:
     """Training runs: final validation loss beside that of the baseline with the same seed."""
     rows = [["variant", "seed", "validation loss", f"vs {baseline}", "tokens/s", "peak GiB"]]
@@ -522,6 +542,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "gpt2": gpt2_table,
     "head": head_table,
     "model_8b": model_table,
+    "small_gpu": small_gpu_table,
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,

@@ -279,10 +279,11 @@ class AdamW(torch.optim.Optimizer):
 
     def key(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         """The key of random bits for a parameter of `group` at its last step, int32 [1]."""
-        step = self.state[parameter]["step"] if self.state.get(parameter) else torch.zeros(())
-        number = torch.full((1,), self._number(parameter), dtype=torch.int32)
-        device = local(parameter).device
-        return rounding.keys(group["seed"], number.to(device), step.to(device))
+        state, device = self.state.get(parameter), parameter.device
+        step = state["step"] if state else torch.zeros((), device=device)
+        # On the device: a copy from the host would wait for all that runs there.
+        number = torch.full((1,), self._number(parameter), dtype=torch.int32, device=device)
+        return rounding.keys(group["seed"], number, step.to(device))
 
     def _number(self, parameter: Tensor) -> int:
         """The number of a parameter among all of the optimizer."""

@@ -7,11 +7,15 @@ memory by itself takes twice as long on an H200 (`benchmarks/small_gpu.py`).
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
+
+Buffers are waited for on the GPU. The CPU goes on to launch what gives the next gradients, or the
+GPU would have nothing else to do while pieces are on their way.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +25,8 @@ from torch import Tensor
 
 # Buffers: for a piece that is copied in, one that is computed with, and one that is copied out.
 DEPTH = 3
+# Pieces that may wait for their turn, and hold on to gradients: those of about one decoder layer.
+PENDING = 12
 # Of a buffer. Copies of a tenth of it take ten times as long as to launch them.
 STAGED_BYTES = 64 << 20
 ALIGNMENT = 512
@@ -37,8 +43,10 @@ class Staging:
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         on_gpu = device.type == "cuda"
         streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(3)]
-        self._into, self._compute, self._out = streams
+        self._into: Any = streams[0]
+        self._compute, self._out = streams[1:]
         self._emptied: list[Any] = [None] * DEPTH
+        self._pending: deque[Any] = deque()
 
     def place(self, buffer: int, like: Iterable[Tensor]) -> list[Tensor]:
         """Tensors in a buffer that have the shapes and dtypes of others."""
@@ -63,20 +71,23 @@ class Staging:
         return nullcontext() if self._compute is None else torch.cuda.stream(self._compute)
 
     def run(self, buffer: int, into: Copies, compute: Callable[[], object], out: Copies) -> None:
-        """Copy into a buffer, compute, and copy out of it; returns when that has been launched.
-
-        It waits until the buffer is empty, so that what pieces hold on to, gradients that are ready
-        sooner than their sums, does not pile up.
-        """
-        emptied = self._emptied[buffer]
-        if emptied is not None:
-            emptied.synchronize()
+        """Copy into a buffer, compute, and copy out of it; returns when that has been launched."""
+        self._wait_for_room(buffer)
         _copy(into, self._into)
         _follow(self._compute, self._into)
         with self.computing():
             compute()
         _follow(self._out, self._compute)
-        self._emptied[buffer] = _copy(out, self._out)
+        if (emptied := _copy(out, self._out)) is not None:
+            self._emptied[buffer] = emptied
+            self._pending.append(emptied)
+
+    def _wait_for_room(self, buffer: int) -> None:
+        """Have copies wait for the buffer, and the CPU until few pieces are on their way."""
+        if self._emptied[buffer] is not None:
+            self._into.wait_event(self._emptied[buffer])
+        while len(self._pending) >= PENDING:
+            self._pending.popleft().synchronize()
 
     def join(self) -> None:
         """Have what is launched from now on wait for all that was begun."""

@@ -122,6 +122,24 @@ def test_it_trains_as_with_weights_on_the_device(device):
     assert abs(got[-1] - want[-1]) < 0.1 * got[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_cpu_waits_for_no_gradient(accumulate):
+    """Or the GPU would have nothing to do until the next layer's backward is launched."""
+    model = new("cuda")
+    optimizer = AdamW(model.parameters(), lr=0.01, offload=("states", "gradients"))
+    attach(model, optimizer, accumulate=accumulate)
+    for step in range(2 * accumulate):
+        model(ids("cuda", step)).backward()
+    losses = [model(ids("cuda", step)) for step in range(accumulate)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for loss in losses:
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_codes_follow_their_weights(device):
     model = new(device)
