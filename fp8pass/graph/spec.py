@@ -15,6 +15,7 @@ from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
 from fp8pass.dialect.ops import AMAX, OPERATORS
 from fp8pass.graph.classify import VIEWS
 from fp8pass.graph.collectives import GATHER, WAIT
+from fp8pass.graph.linear_layers import is_multiple_of_16
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import CARRIES
 
@@ -127,8 +128,14 @@ def _verify_as_codes(node: fx.Node) -> None:
 
 
 def _verify_scaled_mm(node: fx.Node) -> None:
-    """Operands have the scales of their codes, both by row or neither, and equal lengths."""
+    """Operands have the scales of their codes, both by row or neither, and equal lengths.
+
+    Tensor cores take columns of the result in multiples of 16.
+    """
     a, a_scale, b, b_scale = node.args[:4]
+    columns = graph.tensor(node).shape[1]
+    fits = is_multiple_of_16(columns) or not _is_codes(node.args[0])
+    _require(fits, node, f"its result has {columns} columns")
     joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
     if joined:
         _verify_joined_operands(node, joined)

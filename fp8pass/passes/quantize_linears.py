@@ -105,8 +105,13 @@ def why_not(layer: Layer, config: Config) -> Reason:
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
-    if gemm.target is aten.addmm.default and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
-        return Reason("its bias is not a vector")
+    if gemm.target is aten.addmm.default:
+        if tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
+            return Reason("its bias is not a vector")
+        if not has_columns_for_tensor_cores(gemm):
+            return Reason(
+                "its bias has an element for each token: their number is no multiple of 16"
+            )
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(gemm)):
         return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
     if not all(is_multiple_of_16(size) for size in weight):
@@ -255,27 +260,41 @@ def granularity_of(gemm: fx.Node, config: Config) -> Granularity:
     return OF_OPERANDS[config.forward_scales] if not a and b and bf16 else TENSOR
 
 
+def has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
+    """Whether FP8 tensor cores take as many columns of the result as it has, as far as is known."""
+    return is_multiple_of_16(tensor(gemm).shape[1])
+
+
 def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
     """Replace one GEMM of `layer` by its FP8 form."""
     a, b = operands_of(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
     granularity = granularity_of(gemm, quantizer.config)
     with g.inserting_before(gemm):
-        a_data, a_scale = quantizer(a, layer, granularity, contract_rows=False, like=gemm)
-        b_data, b_scale = quantizer(b, layer, granularity, contract_rows=True, like=gemm)
-        product = emit(
-            g,
-            fp8.scaled_mm.default,
-            *(a_data, a_scale, b_data, b_scale, bias, tensor(gemm).dtype),
-            like=gemm,
-        )
+        left = quantizer(a, layer, granularity, contract_rows=False, like=gemm)
+        right = quantizer(b, layer, granularity, contract_rows=True, like=gemm)
+        # Where tokens are columns, as in gradients of transposed inputs, they are to be rows.
+        flipped = quantizer.config.quantizes_linears and not has_columns_for_tensor_cores(gemm)
+        operands = (*right, *left) if flipped else (*left, *right)
+        dtype = tensor(gemm).dtype
+        product = emit(g, fp8.scaled_mm.default, *operands, bias, dtype, like=gemm)
+        result = _flipped(g, product, gemm) if flipped else product
     product.meta[STANDS_FOR] = gemm.name
     product.meta[graph.REPLACED] = gemm.target.__name__  # type: ignore[union-attr]
     product.meta[ROLE] = gemm.meta[ROLE]
-    gemm.replace_all_uses_with(product)
+    gemm.replace_all_uses_with(result)
     g.erase_node(gemm)
     if gemm in quantizer.backward:
-        quantizer.backward.add(product)
+        quantizer.backward |= {product, *product.users, result}
+
+
+def _flipped(g: fx.Graph, product: fx.Node, gemm: fx.Node) -> fx.Node:
+    """The transpose of a product, in the layout of `gemm` unless that is only transposed again."""
+    result = emit(g, aten.permute.default, product, [1, 0], like=gemm)
+    if all(graph.untransposed(user)[0] is not user for user in gemm.users):
+        return result
+    layout = torch.contiguous_format
+    return emit(g, aten.clone.default, result, memory_format=layout, like=gemm)
 
 
 def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason, times: str) -> Linear:

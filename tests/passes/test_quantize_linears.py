@@ -314,6 +314,15 @@ def test_rows_of_a_length_that_varies_share_a_scale():
     assert sqnr(program(x), model(x)) > 20
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tokens_are_no_columns_of_a_product_that_tensor_cores_do_not_take(dynamic):
+    """The gradient of a transposed input comes as W dYᵀ, with a column for each token."""
+    joint = rewritten(linear(), torch.randn(64, 17).t().requires_grad_(), dynamic=dynamic)
+    products = joint.calls(fp8.scaled_mm.default)
+    assert len(products) == 3
+    assert all(n.meta["val"].shape[1] % 16 == 0 for n in products)
+
+
 def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
     """`roll` adds to a size."""
     layer = nn.Linear(16, 16)

@@ -325,6 +325,18 @@ def test_rows_that_are_not_multiples_of_16(monkeypatch, rows, padded):
     assert all(y.fp8 for y in spy.plan.linears)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_transposed_rows_that_are_not_multiples_of_16(dynamic):
+    """The input's gradient has a column for each of them."""
+    model = MLP((64, 128, 64)).cuda().bfloat16()
+    x = torch.randn(64, 17, device="cuda", dtype=torch.bfloat16).t().requires_grad_()
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    program, spy = compiled(model, Config())
+    agree(step(program, model, (x,)), step(model, model, (x,)), 0.12)
+    assert all(y.fp8 for y in spy.plan.linears)
+
+
 def test_dynamic_rows():
     model = MLP((64, 128, 64)).cuda().bfloat16()
     program, spy = compiled(model, Config())

@@ -156,6 +156,7 @@ def test_features_that_are_not_multiples_of_16(config):
 
 LAYOUTS = {
     "transposed": lambda: torch.randn(64, 40).t(),
+    "transposed, of odd length": lambda: torch.randn(64, 17).t(),
     "expanded rows": lambda: torch.randn(1, 64).expand(40, 64),
     "expanded columns": lambda: torch.randn(40, 1).expand(40, 64),
     "sliced": lambda: torch.randn(80, 128)[::2, ::2],
@@ -172,7 +173,7 @@ def test_layouts_of_the_input(layout, config):
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded rows", "three dimensions"])
 def test_layouts_of_the_input_in_generated_code(layout):
-    """Of 40 rows, which are padded to 48 for wgrad."""
+    """Of 40 rows, which are padded to 48 for wgrad, and are columns of a transposed dgrad."""
     agrees_with_eager(nn.Linear(64, 32), LAYOUTS[layout]().requires_grad_(), config=Config())
 
 
