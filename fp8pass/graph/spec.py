@@ -134,7 +134,8 @@ def _verify_scaled_mm(node: fx.Node) -> None:
     """
     a, a_scale, b, b_scale = node.args[:4]
     columns = graph.tensor(node).shape[1]
-    fits = is_multiple_of_16(columns) or not _is_codes(node.args[0])
+    assert isinstance(a, fx.Node)
+    fits = is_multiple_of_16(columns) or not _is_codes(a)
     _require(fits, node, f"its result has {columns} columns")
     joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
     if joined:
