@@ -12,14 +12,15 @@ from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
 from fp8pass.optim.groups import EXPONENT_BITS, Stored
-from fp8pass.optim.rounding import FOLDED_FACTORS
+from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
 from fp8pass.optim.state_formats import StateFormat
 
 GROUP_SIZE = 128
 # Groups of a program: eight numbers a thread.
 GROUPS, WARPS = 8, 4
 
-_FIRST_FACTOR, _SECOND_FACTOR = map(tl.constexpr, FOLDED_FACTORS)
+_MIXING, _MIXING_AGAIN = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
+_FOLDING, _FOLDING_AGAIN = map(tl.constexpr, FOLDED_FACTORS)
 _EXPONENT, _BITS = tl.constexpr(EXPONENT_BITS), tl.constexpr(BF16_BITS)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
@@ -27,6 +28,14 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 @triton.jit
 def _largest(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _mix(x):
+    """As `rounding.mix`."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * _MIXING
+    x = (x ^ (x >> 15 & 0x1FFFF)) * _MIXING_AGAIN
+    return x ^ (x >> 16 & 0xFFFF)
 
 
 @triton.jit
@@ -40,7 +49,7 @@ def _folded(x, FACTOR: tl.constexpr):
 def _random_bits(key, element):
     """As `rounding.random_bits`."""
     x = key.to(tl.uint32, bitcast=True) + (element >> 1).to(tl.uint32)
-    x = _folded(_folded(x, _FIRST_FACTOR), _SECOND_FACTOR)
+    x = _folded(_folded(x, _FOLDING), _FOLDING_AGAIN)
     return tl.where(element & 1 == 0, x, (x >> 16) | (x << 16))
 
 
@@ -55,16 +64,16 @@ def _dithered(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
     return tl.where(x < 0, -rounded, rounded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "first"])
 def _add_to(
-    gradient, codes, scales, key, first, count,
+    gradient, codes, scales, key, count, first, length,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, BEGUN: tl.constexpr,
     MAX: tl.constexpr, MIN: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * GROUPS
     group = begin + tl.arange(0, GROUPS)
     element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    there, of_sum = element < count, group * SIZE < count
+    there, of_sum = element < length, group * SIZE < length
     x = tl.load(gradient + element, there, other=0.0).to(tl.float32)
     if BEGUN:
         scale = tl.load(scales + group, of_sum, other=0.0).to(tl.float32)
@@ -77,33 +86,34 @@ def _add_to(
     scale = tl.where(amax < float("inf"), scale, float("nan"))
     scale = tl.where(amax == 0, 1.0, scale)
     coded = x * tl.div_rn(1.0, scale)[:, None]
-    coded = _dithered(coded, _random_bits(tl.load(key), first + element), MANTISSA, MIN)
+    bits = _random_bits(_mix(tl.load(key) + count), first + element)
+    coded = _dithered(coded, bits, MANTISSA, MIN)
     coded = tl.minimum(tl.maximum(coded, -MAX), MAX)
     tl.store(codes + element, coded.to(codes.dtype.element_ty), of_sum[:, None])
     tl.store(scales + group, scale.to(tl.bfloat16), of_sum)
 
 
 @triton.jit
-def _add_from(gradient, codes, scales, count, SIZE: tl.constexpr, GROUPS: tl.constexpr):
+def _add_from(gradient, codes, scales, length, SIZE: tl.constexpr, GROUPS: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * GROUPS
     group = begin + tl.arange(0, GROUPS)
     element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    there = element < count
-    scale = tl.load(scales + group, group * SIZE < count, other=0.0).to(tl.float32)
+    there = element < length
+    scale = tl.load(scales + group, group * SIZE < length, other=0.0).to(tl.float32)
     sum_ = tl.load(codes + element, there, other=0.0).to(tl.float32) * scale[:, None]
     x = tl.load(gradient + element, there, other=0.0).to(tl.float32) + sum_
     tl.store(gradient + element, x.to(gradient.dtype.element_ty), there)
 
 
 def add_to(
-    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, first: int, *, begun: bool
+    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, count: int, first: int
 ) -> None:
     """`sums.add_to` for formats whose codes are floats."""
     codes, scales, _ = sum_
     with _device(gradient):
         _add_to[_grid(gradient)](
-            gradient, codes.view(format.dtype), scales, key, first, len(gradient),
-            SIZE=GROUP_SIZE, GROUPS=GROUPS, BEGUN=begun,
+            gradient, codes.view(format.dtype), scales, key, count, first, len(gradient),
+            SIZE=GROUP_SIZE, GROUPS=GROUPS, BEGUN=count > 1,
             MAX=format.max, MIN=format.min, MANTISSA=format.mantissa, num_warps=WARPS,
         )  # fmt: skip
 

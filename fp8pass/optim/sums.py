@@ -49,19 +49,24 @@ class Accumulated:
     number: int = 0
     stored: Stored | None = None
     count: int = 0
+    _key: Tensor | None = field(default=None, repr=False)
     _memory: Stored | None = field(default=None, repr=False)
 
-    def add(self, gradient: Tensor, key: Tensor) -> None:
-        """Add a gradient, rounded by random bits of `key`, int32 [1]: that of the last step."""
-        begun = self.stored is not None
-        self.stored = self.stored or self._room(gradient)
+    def add(self, gradient: Tensor, key: Callable[[], Tensor]) -> None:
+        """Add a gradient, rounded by random bits of a key, int32 [1]: that of the last step.
+
+        It is asked for once a sum.
+        """
+        if self.stored is None:
+            self.stored, self._key = self._room(gradient), key()
+        assert self._key is not None
         self.count += 1
-        key = rounding.key_of_sum(key, self.count)
+        of_sum, count = self._key, self.count
 
         def compute(sum_: Stored, piece: Tensor, first: int) -> None:
-            add_to(sum_, piece, self.format, key, first, begun=begun)
+            add_to(sum_, piece, self.format, of_sum, count, first)
 
-        self._by_pieces(gradient, compute, read=begun, write=True, also=key)
+        self._by_pieces(gradient, compute, read=count > 1, write=True, also=of_sum)
 
     def move_to(self, gradient: Tensor) -> None:
         """Add the sum to the last gradient, in place, and start a new one."""
@@ -75,7 +80,7 @@ class Accumulated:
 
     def clear(self) -> None:
         """Start a new sum."""
-        self.stored, self.count = None, 0
+        self.stored, self.count, self._key = None, 0, None
 
     def _room(self, gradient: Tensor) -> Stored:
         """Memory for a sum; that on the host is kept for the next one."""
@@ -130,29 +135,30 @@ class Accumulated:
 
 
 def add_to(
-    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, first: int, *, begun: bool
+    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, count: int, first: int
 ) -> None:
-    """Add a gradient [N] to a sum in place, which has not `begun` if its numbers are not to count.
+    """Add a gradient [N] to a sum in place.
 
     Args:
-        sum_: codes [R, G] and scales [R].
+        sum_: codes [R, G] and scales [R]; their numbers do not count before the first gradient.
         gradient: consecutive elements of a parameter's gradient.
         format: of the sum.
-        key: of the random bits that round, int32 [1].
+        key: of the random bits that round sums, int32 [1].
+        count: which gradient of the sum it is, from 1 on.
         first: the position of the first element in the parameter.
-        begun: whether there is a sum.
     """
     if _has_kernel(gradient.device, format):
         from fp8pass.optim import sum_kernel
 
-        sum_kernel.add_to(sum_, gradient, format, key, first, begun=begun)
+        sum_kernel.add_to(sum_, gradient, format, key, count, first)
         return
+    key = rounding.key_of_sum(key, count)
     # In pieces: random bits and what else encoding needs would be larger than the sum.
     size = batch_size(gradient.device) // GROUP_SIZE * GROUP_SIZE
     for begin in range(0, len(gradient), size):
         part, piece = _part(sum_, begin, size), gradient[begin : begin + size]
         rows = _rows(piece, part)
-        if begun:
+        if count > 1:
             rows += decode(part, format)
         elements = torch.arange(rows.numel(), device=rows.device).view_as(rows) + first + begin
         new = encode(rows, format, rounding.random_bits(key, elements))

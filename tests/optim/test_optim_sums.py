@@ -33,7 +33,7 @@ def summed(monkeypatch, gradients, format, key, first, *, kernel: bool):
         patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
         sum_ = room(len(gradients[0]), format, gradients[0].device.type)
         for i, gradient in enumerate(gradients[:-1]):
-            add_to(sum_, gradient, format, key + i, first, begun=i > 0)
+            add_to(sum_, gradient, format, key, i + 1, first)
         last = gradients[-1].clone()
         add_from(sum_, last, format)
     return sum_, last
@@ -83,9 +83,9 @@ def test_pieces_are_rounded_as_the_whole():
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     key = torch.ones(1, dtype=torch.int32)
     whole, parts = room(1000, format, "cpu"), room(1000, format, "cpu")
-    add_to(whole, gradient, format, key, 0, begun=False)
+    add_to(whole, gradient, format, key, 1, 0)
     for first, size in ((0, 256), (256, 744)):
         rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))
         piece = Stored(parts.codes[rows], parts.scale[rows])
-        add_to(piece, gradient[first : first + size], format, key, first, begun=False)
+        add_to(piece, gradient[first : first + size], format, key, 1, first)
     assert torch.equal(decode(whole, format), decode(parts, format))
