@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim import checkpoint, fused, host, rounding
+from fp8pass.optim import checkpoint, fused, host
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.host import Arena
 from fp8pass.optim.options import Storage, check_group, preset_options
@@ -277,13 +277,10 @@ class AdamW(torch.optim.Optimizer):
             name: x if name == "step" else with_local(x, arena.take) for name, x in state.items()
         }
 
-    def key(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """The key of random bits for a parameter of `group` at its last step, int32 [1]."""
+    def step_of(self, parameter: Tensor) -> Tensor:
+        """How often a parameter was updated, fp32 [], on its device."""
         state, device = self.state.get(parameter), parameter.device
-        step = state["step"] if state else torch.zeros((), device=device)
-        # On the device: a copy from the host would wait for all that runs there.
-        number = torch.full((1,), self._number(parameter), dtype=torch.int32, device=device)
-        return rounding.keys(group["seed"], number, step.to(device))
+        return state["step"].to(device) if state else torch.zeros((), device=device)
 
     def _number(self, parameter: Tensor) -> int:
         """The number of a parameter among all of the optimizer."""

@@ -171,7 +171,7 @@ def _accumulate(
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
-        accumulated.add(gradient, partial(optimizer.key, options, parameter))
+        accumulated.add(gradient, options["seed"], optimizer.step_of(parameter))
         parameter.grad = None
         _join_at_the_end(optimizer)
         return

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.dialect import hardware
-from fp8pass.optim import groups
+from fp8pass.optim import groups, rounding
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, State
@@ -127,7 +127,7 @@ class FusedUpdate:
                 self.first_chunk,
                 *self.values,
                 len(self.steps),
-                (group["seed"] + (1 << 31)) % (1 << 32) - (1 << 31),
+                rounding.wrapped(group["seed"]),
                 1 - beta1,
                 beta2,
                 1 - beta2,

@@ -9,6 +9,8 @@ around.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -33,13 +35,35 @@ def mix(x: Tensor) -> Tensor:
 
 def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
     """A key for each parameter at its step: int32 [n], of parameters' numbers [n] and steps [n]."""
-    wrapped = (seed + (1 << 31)) % (1 << 32) - (1 << 31)
-    return mix(mix(mix(torch.full_like(parameters, wrapped)) + parameters) + steps.int())
+    seeds = torch.full_like(parameters, wrapped(seed))
+    return mix(mix(mix(seeds) + parameters) + steps.int())
 
 
-def key_of_sum(key: Tensor, count: int) -> Tensor:
-    """The key of a sum of `count` gradients after the step that `key` is of: of no other step."""
-    return mix(key + count)
+def wrapped(seed: int) -> int:
+    """A seed as int32."""
+    return (seed + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+@dataclass(frozen=True)
+class SumStamp:
+    """What the random bits of a sum of gradients depend on: those of no other sum do.
+
+    Attributes:
+        seed: of the optimizer's group.
+        number: of the parameter.
+        step: how often it was updated before, fp32 []; a checkpoint has it.
+        count: how many gradients the sum has.
+    """
+
+    seed: int
+    number: int
+    step: Tensor
+    count: int
+
+    def key(self) -> Tensor:
+        """int32 [1]."""
+        number = torch.full((1,), self.number, dtype=torch.int32, device=self.step.device)
+        return mix(keys(self.seed, number, self.step) + self.count)
 
 
 def random_bits(key: Tensor, element: Tensor) -> Tensor:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
 from fp8pass.optim.groups import EXPONENT_BITS, Stored
-from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, SECOND_FACTOR
+from fp8pass.optim.rounding import (
+    FIRST_FACTOR,
+    FOLDED_FACTORS,
+    SECOND_FACTOR,
+    SumStamp,
+    wrapped,
+)
 from fp8pass.optim.state_formats import StateFormat
 
 GROUP_SIZE = 128
@@ -64,9 +70,9 @@ def _dithered(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
     return tl.where(x < 0, -rounded, rounded)
 
 
-@triton.jit(do_not_specialize=["count", "first"])
+@triton.jit(do_not_specialize=["seed", "number", "count", "first"])
 def _add_to(
-    gradient, codes, scales, key, count, first, length,
+    gradient, codes, scales, seed, number, step, count, first, length,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, BEGUN: tl.constexpr,
     MAX: tl.constexpr, MIN: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +92,8 @@ def _add_to(
     scale = tl.where(amax < float("inf"), scale, float("nan"))
     scale = tl.where(amax == 0, 1.0, scale)
     coded = x * tl.div_rn(1.0, scale)[:, None]
-    bits = _random_bits(_mix(tl.load(key) + count), first + element)
+    key = _mix(_mix(_mix(seed) + number) + tl.load(step).to(tl.int32))
+    bits = _random_bits(_mix(key + count), first + element)
     coded = _dithered(coded, bits, MANTISSA, MIN)
     coded = tl.minimum(tl.maximum(coded, -MAX), MAX)
     tl.store(codes + element, coded.to(codes.dtype.element_ty), of_sum[:, None])
@@ -106,14 +113,15 @@ def _add_from(gradient, codes, scales, length, SIZE: tl.constexpr, GROUPS: tl.co
 
 
 def add_to(
-    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, count: int, first: int
+    sum_: Stored, gradient: Tensor, format: StateFormat, stamp: SumStamp, first: int
 ) -> None:
     """`sums.add_to` for formats whose codes are floats."""
     codes, scales, _ = sum_
     with _device(gradient):
         _add_to[_grid(gradient)](
-            gradient, codes.view(format.dtype), scales, key, count, first, len(gradient),
-            SIZE=GROUP_SIZE, GROUPS=GROUPS, BEGUN=count > 1,
+            gradient, codes.view(format.dtype), scales,
+            wrapped(stamp.seed), stamp.number, stamp.step, stamp.count, first, len(gradient),
+            SIZE=GROUP_SIZE, GROUPS=GROUPS, BEGUN=stamp.count > 1,
             MAX=format.max, MIN=format.min, MANTISSA=format.mantissa, num_warps=WARPS,
         )  # fmt: skip
 

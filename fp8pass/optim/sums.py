@@ -7,21 +7,24 @@ of its mean being right is noise that grows with every gradient: many take 16 bi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fp8pass.optim import fused, rounding
+from fp8pass.optim import fused
 from fp8pass.optim.groups import Stored, decode, encode
 from fp8pass.optim.host import Arena
+from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.slots import group_count
 from fp8pass.optim.staging import DEPTH, Staging, largest_piece
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.update import batch_size
 
 GROUP_SIZE = 128
+SCALE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,25 @@ class Elsewhere:
     staging: Staging
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a sum, computed with at once.
+
+    Attributes:
+        first: position of the first one in the parameter.
+        stored: codes [R, G] and scales bf16 [R] on the device; those of the host in a buffer.
+        host, device: the same as bytes, codes and scales in one: a copy takes the CPU as long as
+            a kernel. None if the sum is on the device.
+        buffer: the buffer's number.
+    """
+
+    first: int
+    stored: Stored
+    host: Tensor | None = None
+    device: Tensor | None = None
+    buffer: int = 0
+
+
 @dataclass
 class Accumulated:
     """A sum of gradients of one parameter, and the number of backwards that it sums.
@@ -40,102 +62,102 @@ class Accumulated:
         format: how it is stored.
         elsewhere: the host; None if the sum is on the parameter's device.
         number: of the parameter; its pieces begin with another buffer than those of the next one.
-        stored: codes [R, G] and scales bf16 [R]; None if it sums nothing yet.
+        pieces: where it is; none on a device that sums nothing yet.
         count: how many gradients it sums.
     """
 
     format: StateFormat
     elsewhere: Elsewhere | None = None
     number: int = 0
-    stored: Stored | None = None
+    pieces: list[Piece] = field(default_factory=list, repr=False)
     count: int = 0
-    _key: Tensor | None = field(default=None, repr=False)
-    _memory: Stored | None = field(default=None, repr=False)
 
-    def add(self, gradient: Tensor, key: Callable[[], Tensor]) -> None:
-        """Add a gradient, rounded by random bits of a key, int32 [1]: that of the last step.
-
-        It is asked for once a sum.
-        """
-        if self.stored is None:
-            self.stored, self._key = self._room(gradient), key()
-        assert self._key is not None
+    def add(self, gradient: Tensor, seed: int, step: Tensor) -> None:
+        """Add a gradient, rounded by random bits of a seed and the last step, fp32 []."""
+        if not self.pieces:
+            self.pieces = list(self._new_pieces(gradient))
         self.count += 1
-        of_sum, count = self._key, self.count
+        stamp = SumStamp(seed, self.number, step, self.count)
 
-        def compute(sum_: Stored, piece: Tensor, first: int) -> None:
-            add_to(sum_, piece, self.format, of_sum, count, first)
+        def compute(piece: Piece, part: Tensor) -> None:
+            add_to(piece.stored, part, self.format, stamp, piece.first)
 
-        self._by_pieces(gradient, compute, read=count > 1, write=True, also=of_sum)
+        self._by_pieces(gradient, compute, read=self.count > 1, write=True, also=[step])
 
     def move_to(self, gradient: Tensor) -> None:
         """Add the sum to the last gradient, in place, and start a new one."""
 
-        def compute(sum_: Stored, piece: Tensor, first: int) -> None:
-            add_from(sum_, piece, self.format)
+        def compute(piece: Piece, part: Tensor) -> None:
+            add_from(piece.stored, part, self.format)
 
-        if self.stored is not None:
+        if self.count:
             self._by_pieces(gradient, compute, read=True, write=False)
         self.clear()
 
     def clear(self) -> None:
-        """Start a new sum."""
-        self.stored, self.count, self._key = None, 0, None
-
-    def _room(self, gradient: Tensor) -> Stored:
-        """Memory for a sum; that on the host is kept for the next one."""
-        if self._memory is not None:
-            return self._memory
-        groups, device = group_count(gradient.numel(), GROUP_SIZE), gradient.device
-        shapes = (
-            (torch.Size([groups, GROUP_SIZE]), self.format.stored),
-            (
-                torch.Size([groups]),
-                torch.bfloat16,
-            ),
-        )
+        """Start a new sum; memory of the host is kept for it."""
+        self.count = 0
         if self.elsewhere is None:
-            return Stored(*(torch.empty(shape, dtype=d, device=device) for shape, d in shapes))
-        self._memory = Stored(*(self.elsewhere.arena.empty(*each) for each in shapes))
-        return self._memory
+            self.pieces = []
+
+    def _new_pieces(self, gradient: Tensor) -> Iterator[Piece]:
+        device, count = gradient.device, gradient.numel()
+        if self.elsewhere is None:
+            size = _bytes(count, self.format)
+            yield Piece(0, _parts(torch.empty(size, dtype=torch.uint8, device=device), self.format))
+            return
+        arena, staging = self.elsewhere.arena, self.elsewhere.staging
+        largest = largest_piece(_bytes(GROUP_SIZE, self.format) / GROUP_SIZE, GROUP_SIZE)
+        for i, first in enumerate(range(0, count, largest), start=self.number):
+            size = _bytes(min(largest, count - first), self.format)
+            host = arena.empty(torch.Size([size]), torch.uint8)
+            (staged,) = staging.place(i % DEPTH, [host])
+            yield Piece(first, _parts(staged, self.format), host, staged, i % DEPTH)
 
     def _by_pieces(
         self,
         gradient: Tensor,
-        compute: Callable[[Stored, Tensor, int], None],
+        compute: Callable[[Piece, Tensor], None],
         *,
         read: bool,
         write: bool,
-        also: Tensor | None = None,
+        also: Sequence[Tensor] = (),
     ) -> None:
-        """Compute with the sum where it is, or with pieces of it in the device's buffers."""
-        assert self.stored is not None
-        codes, scales, _ = self.stored
-        assert scales is not None
+        """Compute with the sum where it is, or with pieces of it in the device's buffers.
+
+        Besides the gradient the computation uses what is in `also`.
+        """
         flat = gradient.view(-1)
         if self.elsewhere is None:
-            compute(self.stored, flat, 0)
+            compute(self.pieces[0], flat)
             return
         staging = self.elsewhere.staging
-        staging.begin([gradient] if also is None else [gradient, also])
-        size = largest_piece(codes.itemsize + 2 / GROUP_SIZE, GROUP_SIZE)
-        for i, first in enumerate(range(0, len(flat), size)):
-            rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))
-            host = [codes[rows], scales[rows]]
-            buffer = (self.number + i) % DEPTH
-            device = staging.place(buffer, host)
-            piece = flat[first : first + size]
+        staging.begin([gradient, *also])
+        for piece in self.pieces:
+            assert piece.host is not None
+            assert piece.device is not None
+            part = flat[piece.first : piece.first + piece.stored.codes.numel()]
+            into = [(piece.host, piece.device)] if read else []
+            out = [(piece.device, piece.host)] if write else []
+            staging.run(piece.buffer, into, partial(compute, piece, part), out)
 
-            def run(device: list[Tensor] = device, piece: Tensor = piece, at: int = first) -> None:
-                compute(Stored(*device), piece, at)
 
-            into = list(zip(host, device, strict=True)) if read else []
-            out = list(zip(device, host, strict=True)) if write else []
-            staging.run(buffer, into, run, out)
+def _bytes(count: int, format: StateFormat) -> int:
+    """Of codes and scales of so many elements."""
+    groups = group_count(count, GROUP_SIZE)
+    return groups * (GROUP_SIZE * format.stored.itemsize + SCALE_DTYPE.itemsize)
+
+
+def _parts(memory: Tensor, format: StateFormat) -> Stored:
+    """Codes and scales that lie in some bytes, one behind the other."""
+    each = GROUP_SIZE * format.stored.itemsize
+    groups = len(memory) // (each + SCALE_DTYPE.itemsize)
+    codes, scales = memory.split([groups * each, groups * SCALE_DTYPE.itemsize])
+    return Stored(codes.view(format.stored).view(groups, GROUP_SIZE), scales.view(SCALE_DTYPE))
 
 
 def add_to(
-    sum_: Stored, gradient: Tensor, format: StateFormat, key: Tensor, count: int, first: int
+    sum_: Stored, gradient: Tensor, format: StateFormat, stamp: SumStamp, first: int
 ) -> None:
     """Add a gradient [N] to a sum in place.
 
@@ -143,25 +165,24 @@ def add_to(
         sum_: codes [R, G] and scales [R]; their numbers do not count before the first gradient.
         gradient: consecutive elements of a parameter's gradient.
         format: of the sum.
-        key: of the random bits that round sums, int32 [1].
-        count: which gradient of the sum it is, from 1 on.
+        stamp: what the random bits that round it depend on; its count includes the gradient.
         first: the position of the first element in the parameter.
     """
     if _has_kernel(gradient.device, format):
         from fp8pass.optim import sum_kernel
 
-        sum_kernel.add_to(sum_, gradient, format, key, count, first)
+        sum_kernel.add_to(sum_, gradient, format, stamp, first)
         return
-    key = rounding.key_of_sum(key, count)
+    key = stamp.key()
     # In pieces: random bits and what else encoding needs would be larger than the sum.
     size = batch_size(gradient.device) // GROUP_SIZE * GROUP_SIZE
     for begin in range(0, len(gradient), size):
         part, piece = _part(sum_, begin, size), gradient[begin : begin + size]
         rows = _rows(piece, part)
-        if count > 1:
+        if stamp.count > 1:
             rows += decode(part, format)
         elements = torch.arange(rows.numel(), device=rows.device).view_as(rows) + first + begin
-        new = encode(rows, format, rounding.random_bits(key, elements))
+        new = encode(rows, format, random_bits(key, elements))
         for old, x in zip(part, new, strict=True):
             if old is not None and x is not None:
                 old.copy_(x)

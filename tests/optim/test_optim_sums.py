@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from fp8pass.optim import fused
 from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim.rounding import SumStamp
 from fp8pass.optim.slots import group_count
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GROUP_SIZE, add_from, add_to
@@ -27,13 +30,13 @@ def room(size: int, format, device: str) -> Stored:
     return Stored(codes, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
 
 
-def summed(monkeypatch, gradients, format, key, first, *, kernel: bool):
+def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
     """A sum of all gradients but the last, and the last with that sum."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
         sum_ = room(len(gradients[0]), format, gradients[0].device.type)
         for i, gradient in enumerate(gradients[:-1]):
-            add_to(sum_, gradient, format, key, i + 1, first)
+            add_to(sum_, gradient, format, replace(stamp, count=i + 1), first)
         last = gradients[-1].clone()
         add_from(sum_, last, format)
     return sum_, last
@@ -54,10 +57,10 @@ def test_the_kernels_equal_the_reference(device, name, size, dtype, seed, first,
         (torch.randn(size, generator=generator) * scale).to(device, dtype) for _ in range(3)
     ]
     gradients[0][: size // 3] = 0
-    key = torch.tensor([seed * 7919], dtype=torch.int32, device=device)
+    stamp = SumStamp(seed * 7919, seed, torch.tensor(float(seed), device=device), 1)
     with pytest.MonkeyPatch.context() as patch:
         ours, theirs = (
-            summed(patch, gradients, format, key, first, kernel=k) for k in (True, False)
+            summed(patch, gradients, format, stamp, first, kernel=k) for k in (True, False)
         )
     assert torch.equal(ours[0].scale, theirs[0].scale)
     assert torch.equal(ours[0].codes.view(torch.uint8), theirs[0].codes.view(torch.uint8))
@@ -72,8 +75,8 @@ def test_what_is_not_finite_reaches_the_user(device, kernel, monkeypatch):
     first, second = torch.ones(2, 300, device=device)
     first[130] = torch.inf
     second[0] = torch.nan
-    key = torch.zeros(1, dtype=torch.int32, device=device)
-    _, last = summed(monkeypatch, [first, second, second], format, key, 0, kernel=kernel)
+    stamp = SumStamp(0, 0, torch.zeros((), device=device), 1)
+    _, last = summed(monkeypatch, [first, second, second], format, stamp, 0, kernel=kernel)
     assert not last[:256].isfinite().any()
     assert (last[256:] - 3).abs().max() < 0.2  # a sum of two in E4M3, and one
 
@@ -81,11 +84,11 @@ def test_what_is_not_finite_reaches_the_user(device, kernel, monkeypatch):
 def test_pieces_are_rounded_as_the_whole():
     format = moment_format("e4m3", signed=True)
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    key = torch.ones(1, dtype=torch.int32)
+    stamp = SumStamp(0, 3, torch.ones(()), 1)
     whole, parts = room(1000, format, "cpu"), room(1000, format, "cpu")
-    add_to(whole, gradient, format, key, 1, 0)
+    add_to(whole, gradient, format, stamp, 0)
     for first, size in ((0, 256), (256, 744)):
         rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))
         piece = Stored(parts.codes[rows], parts.scale[rows])
-        add_to(piece, gradient[first : first + size], format, key, 1, first)
+        add_to(piece, gradient[first : first + size], format, stamp, first)
     assert torch.equal(decode(whole, format), decode(parts, format))
