@@ -79,8 +79,8 @@ class Setup:
         return f"{self.model} {self.how} {f'{self.limit:g} GiB' if self.limit else 'no limit'}"
 
 
-# With a limit micro-batches are as large as what is computed again leaves room for: the update behind
-# the last one, which moves 9 bytes a weight, takes as long as the backward of 25,000 tokens.
+# With a limit micro-batches are as large as what is computed again leaves room for: the update
+# behind the last one, which moves 9 bytes a weight, takes as long as the backward of 25,000 tokens.
 STREAMED = ("states", "gradients")
 SETUPS = (
     Setup("7B", "fp8pass", None, batch=4),

@@ -54,9 +54,13 @@ class CodedWeight(Tensor):
         if rows is None:
             assert self.source is not None
             rows = self.source.to(self.codes.device)
-        ((codes, scales),) = coded([rows], self.dtype)
-        self.codes[first : first + len(rows)].copy_(codes)
-        self.scales[first : first + len(rows)].copy_(scales)
+        part = slice(first, first + len(rows))
+        into = self.codes[part], self.scales[part]
+        if hardware.why_no_triton_kernels(rows.device) is None:
+            _kernel().code_rows([rows.contiguous()], self.dtype, into)
+            return
+        for old, new in zip(into, *coded([rows], self.dtype), strict=True):
+            old.copy_(new)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["codes", "scales"], self.dtype
@@ -101,11 +105,16 @@ class CodedWeight(Tensor):
 def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them."""
     if hardware.why_no_triton_kernels(matrices[0].device) is None:
-        from fp8pass.dialect import row_kernel
-
-        return row_kernel.code_rows([x.contiguous() for x in matrices], dtype)
+        return _kernel().code_rows([x.contiguous() for x in matrices], dtype)
     found = []
     for x in matrices:
         scales = fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name)
         found.append((fp8.quantize.default(x.to(dtype), scales, E4M3.name), scales))
     return found
+
+
+def _kernel() -> Any:
+    """The kernel, which can only be imported where there is Triton."""
+    from fp8pass.dialect import row_kernel
+
+    return row_kernel

@@ -67,16 +67,21 @@ def _code_rows(
         tl.store(codes + begin + at, (values * inverse).to(tl.float8e4nv), at < left)
 
 
-def code_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def code_rows(
+    matrices: Sequence[Tensor], dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """E4M3 codes [M, K] and fp32 scales [M, 1] of matrices [M, K], rounded to `dtype`, at once.
 
-    The matrices are contiguous, and of one dtype.
+    The matrices are contiguous, and of one dtype. Those of a single one may be written to `into`.
     """
     first, shapes = matrices[0], [x.shape for x in matrices]
     addresses = tuple(x.data_ptr() for x in matrices)
     table, aligned, longest = _table(addresses, tuple(shapes), first.dtype, first.device)
-    codes = first.new_empty(sum(map(math.prod, shapes)), dtype=torch.float8_e4m3fn)
-    scales = first.new_empty(sum(rows for rows, _ in shapes), dtype=torch.float32)
+    if into is None:
+        codes = first.new_empty(sum(map(math.prod, shapes)), dtype=torch.float8_e4m3fn)
+        scales = first.new_empty(sum(rows for rows, _ in shapes), dtype=torch.float32)
+    else:
+        codes, scales = (x.view(-1) for x in into)
     block = min(triton.next_power_of_2(longest), ROW_BLOCK)
     with torch.cuda.device_of(first):
         _code_rows[(len(scales),)](

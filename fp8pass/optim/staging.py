@@ -27,8 +27,9 @@ from torch import Tensor
 DEPTH = 3
 # Pieces that may wait for their turn, and hold on to gradients: those of about one decoder layer.
 PENDING = 12
-# Of a buffer. Copies of a tenth of it take ten times as long as to launch them.
-STAGED_BYTES = 64 << 20
+# Of a buffer: a square weight of hidden 4096 with its states. To launch a piece takes the CPU as
+# long as the link takes for a fifth of it.
+STAGED_BYTES = 96 << 20
 ALIGNMENT = 512
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # from, to

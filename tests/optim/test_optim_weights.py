@@ -11,6 +11,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass.config import ConfigError
+from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.optim import AdamW, attach, host, offload_weights, staging, weights
 
@@ -148,6 +149,21 @@ def test_codes_follow_their_weights(device):
         ((codes, scales),) = coded([p.source.to(device)], torch.bfloat16)
         assert torch.equal(p.codes.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(p.scales, scales)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_some_rows_are_coded_again(device, monkeypatch):
+    """By the kernel, whose interpreter runs on a CPU, in the place of those before."""
+    pytest.importorskip("triton")
+    weight = new(device).up.weight
+    before, rows = weight.decoded(), torch.randn(64, WIDTH, device=device).bfloat16()
+    ((codes, scales),) = coded([rows], torch.bfloat16)
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    weight.code_again(128, rows)
+    assert torch.equal(weight.codes[128:192].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(weight.scales[128:192], scales)
+    for part in (slice(0, 128), slice(192, None)):
+        assert torch.equal(weight.decoded()[part], before[part])
 
 
 @pytest.mark.parametrize("device", DEVICES)
