@@ -84,7 +84,7 @@ class Setup:
 STREAMED = ("states", "gradients")
 SETUPS = (
     Setup("7B", "fp8pass", None, batch=4),
-    Setup("7B", "fp8pass", 16, batch=8, offload=EVERYTHING, options={"memory_budget": 0.2}),
+    Setup("7B", "fp8pass", 16, batch=8, offload=EVERYTHING, options={"memory_budget": 0.18}),
     Setup("7B", "fp8pass", 24, batch=4, offload=STREAMED, options={"memory_budget": 0.5}),
     Setup("7B", "FSDP2", 16, batch=4),
     Setup("7B", "FSDP2", 24, batch=8),

@@ -21,6 +21,9 @@ from fp8pass.optim.streamed import StreamedUpdate
 from fp8pass.optim.sums import Accumulated, Elsewhere
 from fp8pass.optim.update import update
 
+# Of all gradients this part may wait for what is on the host: those of two layers of 32.
+WAITING = 16
+
 
 class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT 4).
@@ -247,7 +250,9 @@ class AdamW(torch.optim.Optimizer):
     def _staging_of(self, device: torch.device) -> Staging:
         """The buffers of a device."""
         if device not in self._staging:
-            self._staging[device] = Staging(device)
+            everything = (p for group in self.param_groups for p in group["params"])
+            size = sum(local(p).numel() * p.itemsize for p in everything if p.device == device)
+            self._staging[device] = Staging(device, size // WAITING)
         return self._staging[device]
 
     def _arena_of(self, device: torch.device) -> Arena:

@@ -9,7 +9,8 @@ memory by itself takes twice as long on an H200 (`benchmarks/small_gpu.py`).
     copies out                       | piece 0 | piece 1 | piece 2 |
 
 Buffers are waited for on the GPU. The CPU goes on to launch what gives the next gradients, or the
-GPU would have nothing else to do while pieces are on their way.
+GPU would have nothing else to do while pieces are on their way; it waits where too many gradients
+do.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from torch import Tensor
 
 # Buffers: for a piece that is copied in, one that is computed with, and one that is copied out.
 DEPTH = 3
-# Pieces that may wait for their turn, and hold on to gradients: those of about one decoder layer.
-PENDING = 12
 # Of a buffer: a square weight of hidden 4096 with its states. To launch a piece takes the CPU as
 # long as the link takes for a fifth of it.
 STAGED_BYTES = 96 << 20
@@ -36,18 +35,26 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # from, to
 
 
 class Staging:
-    """The buffers of a device, and the streams that fill, use and empty them."""
+    """The buffers of a device, and the streams that fill, use and empty them.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: where they are.
+        most_waiting: bytes of gradients that may wait for their turn: those of two decoder layers
+            or so. With those of less than one layer the GPU would wait for the CPU.
+    """
+
+    def __init__(self, device: torch.device, most_waiting: int) -> None:
+        self.device, self.most_waiting = device, most_waiting
         sizes = [STAGED_BYTES] * DEPTH
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         on_gpu = device.type == "cuda"
         streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(3)]
-        self._into: Any = streams[0]
-        self._compute, self._out = streams[1:]
+        self._into: Any
+        self._out: Any
+        self._into, self._compute, self._out = streams
         self._emptied: list[Any] = [None] * DEPTH
-        self._pending: deque[Any] = deque()
+        self._begun = 0  # bytes of gradients that what was begun last holds on to
+        self._waiting: deque[tuple[int, Any]] = deque()  # the same of all before, and when they end
 
     def place(self, buffer: int, like: Iterable[Tensor]) -> list[Tensor]:
         """Tensors in a buffer that have the shapes and dtypes of others."""
@@ -59,13 +66,29 @@ class Staging:
             used += padded(size)
         return found
 
-    def begin(self, values: Iterable[Tensor]) -> None:
-        """Have computations wait for all that was launched so far, of which they use `values`."""
-        if self._compute is not None:
-            self._compute.wait_stream(torch.cuda.current_stream(self.device))
-            for x in values:  # its memory is not to be used again before
-                if x.is_cuda:
-                    x.record_stream(self._compute)
+    def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
+        """Have computations wait for all that was launched so far.
+
+        They use `values` and `gradients`, and of the latter only so many may wait.
+        """
+        if self._compute is None:
+            return
+        self._wait_for_others(sum(x.numel() * x.itemsize for x in gradients))
+        self._compute.wait_stream(torch.cuda.current_stream(self.device))
+        for x in (*values, *gradients):  # its memory is not to be used again before
+            if x.is_cuda:
+                x.record_stream(self._compute)
+
+    def _wait_for_others(self, size: int) -> None:
+        """Have the CPU wait until `size` bytes of gradients are no more than may wait."""
+        if self._begun:
+            self._waiting.append((self._begun, self._out.record_event()))
+        self._begun = size
+        total = size + sum(size for size, _ in self._waiting)
+        while total > self.most_waiting and self._waiting:
+            done, ended = self._waiting.popleft()
+            ended.synchronize()
+            total -= done
 
     def computing(self) -> AbstractContextManager[Any]:
         """What is launched within is ordered with other computations."""
@@ -73,22 +96,14 @@ class Staging:
 
     def run(self, buffer: int, into: Copies, compute: Callable[[], object], out: Copies) -> None:
         """Copy into a buffer, compute, and copy out of it; returns when that has been launched."""
-        self._wait_for_room(buffer)
+        if self._emptied[buffer] is not None:
+            self._into.wait_event(self._emptied[buffer])
         _copy(into, self._into)
         _follow(self._compute, self._into)
         with self.computing():
             compute()
         _follow(self._out, self._compute)
-        if (emptied := _copy(out, self._out)) is not None:
-            self._emptied[buffer] = emptied
-            self._pending.append(emptied)
-
-    def _wait_for_room(self, buffer: int) -> None:
-        """Have copies wait for the buffer, and the CPU until few pieces are on their way."""
-        if self._emptied[buffer] is not None:
-            self._into.wait_event(self._emptied[buffer])
-        while len(self._pending) >= PENDING:
-            self._pending.popleft().synchronize()
+        self._emptied[buffer] = _copy(out, self._out)
 
     def join(self) -> None:
         """Have what is launched from now on wait for all that was begun."""

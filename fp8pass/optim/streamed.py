@@ -119,7 +119,7 @@ class StreamedUpdate:
 
     def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
         """Update with gradients times `control[0]`; do nothing if `control[1]` is not 0."""
-        self.staging.begin([*gradients, control])
+        self.staging.begin([control], gradients)
         with self.staging.computing():
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
             launches = self._launches(parts, group, control)

@@ -7,7 +7,7 @@ of its mean being right is noise that grows with every gradient: many take 16 bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -82,7 +82,9 @@ class Accumulated:
         def compute(piece: Piece, part: Tensor) -> None:
             add_to(piece.stored, part, self.format, stamp, piece.first)
 
-        self._by_pieces(gradient, compute, read=self.count > 1, write=True, also=[step])
+        if self.elsewhere is not None:
+            self.elsewhere.staging.begin([step], [gradient])
+        self._by_pieces(gradient, compute, read=self.count > 1, write=True)
 
     def move_to(self, gradient: Tensor) -> None:
         """Add the sum to the last gradient, in place, and start a new one."""
@@ -91,6 +93,8 @@ class Accumulated:
             add_from(piece.stored, part, self.format)
 
         if self.count:
+            if self.elsewhere is not None:
+                self.elsewhere.staging.begin([gradient])  # it waits for its update
             self._by_pieces(gradient, compute, read=True, write=False)
         self.clear()
 
@@ -121,25 +125,19 @@ class Accumulated:
         *,
         read: bool,
         write: bool,
-        also: Sequence[Tensor] = (),
     ) -> None:
-        """Compute with the sum where it is, or with pieces of it in the device's buffers.
-
-        Besides the gradient the computation uses what is in `also`.
-        """
+        """Compute with the sum where it is, or with pieces of it in the device's buffers."""
         flat = gradient.view(-1)
         if self.elsewhere is None:
             compute(self.pieces[0], flat)
             return
-        staging = self.elsewhere.staging
-        staging.begin([gradient, *also])
         for piece in self.pieces:
             assert piece.host is not None
             assert piece.device is not None
             part = flat[piece.first : piece.first + piece.stored.codes.numel()]
             into = [(piece.host, piece.device)] if read else []
             out = [(piece.device, piece.host)] if write else []
-            staging.run(piece.buffer, into, partial(compute, piece, part), out)
+            self.elsewhere.staging.run(piece.buffer, into, partial(compute, piece, part), out)
 
 
 def _bytes(count: int, format: StateFormat) -> int:
