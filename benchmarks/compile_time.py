@@ -6,8 +6,10 @@
 
 Every measurement is a process of its own with a cache folder of its own: the first run of a
 variant is cold, the second finds what the first one left. Seconds are those of the first forward
-and backward, imports not counted; `passes` is fp8pass's share of it. Depths that would take longer
-than is left of `--limit` seconds, in proportion to the last one, are left out.
+and backward, imports not counted; `passes` is fp8pass's share of it. Depths are measured in CPU
+time of the process and the compilers it starts, one at a time, and without that of a second forward
+and backward: it does not depend on who else uses the machine. Those that would take longer than is
+left of `--limit` seconds, in proportion to the last one, are left out.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     run_passes = runner.run_passes
 
     def recorded(*args: Any, **kwargs: Any) -> list[runner.PassRecord]:
-        start = time.perf_counter()
+        start = time.process_time()
         records = run_passes(*args, **kwargs)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         return records
 
     for module in (compilation, dynamo, partition):
@@ -61,19 +63,32 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     tables = rope_tables(seq, hidden // heads, device)
     subject = Subject(make_variants(False)[variant](model), (x, *tables), torch.randn_like(x))
     (x.sum() + 1).backward()  # CUDA starts up outside the measurement
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), [_cpu_seconds()]
     subject.step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - start, "passes": sum(seconds)}
+    wall = time.perf_counter() - start
+    cpu.append(_cpu_seconds())
+    subject.step()
+    cpu.append(_cpu_seconds())
+    compiling = (cpu[1] - cpu[0]) - (cpu[2] - cpu[1])
+    return {"seconds": wall, "cpu_seconds": compiling, "passes": sum(seconds)}
 
 
-def measure(variant: str, layers: int, hidden: int, cache: Path) -> dict[str, Any]:
-    """Run `child` in a process that uses `cache`."""
+def _cpu_seconds() -> float:
+    """Of this process, and of those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
+def measure(
+    variant: str, layers: int, hidden: int, cache: Path, **variables: str
+) -> dict[str, Any]:
+    """Run `child` in a process that uses `cache`, with some more environment variables."""
     command = [sys.executable, __file__, "--child", variant, str(layers), str(hidden)]
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        **variables,
     }
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE, check=False)
     if done.returncode:
@@ -103,7 +118,8 @@ def by_depth(depths: Sequence[int], limit: float) -> list[dict[str, Any]]:
             if start + took[variant] * layers > end:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(variant, layers, DEEP_HIDDEN, Path(folder))
+                alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+                found = measure(variant, layers, DEEP_HIDDEN, Path(folder), **alone)
             took[variant] = (time.perf_counter() - start) / layers
             results.append({"layers": layers, "variant": variant, **found})
             print(results[-1], file=sys.stderr, flush=True)

@@ -128,14 +128,16 @@ def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def depths_table(data: dict[str, Any]) -> list[list[str]]:
-    """Seconds to the end of the first step by depth, all and for each layer; the passes alone."""
+    """CPU seconds of compilation by depth, all and for each layer; the passes alone."""
     variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
-    header = [f"{variant}, s (a layer)" for variant in variants]
+    header = [f"{variant}, CPU s (a layer)" for variant in variants]
     rows = [["layers, hidden 256", *header, "of which passes, ms a layer"]]
     for layers in dict.fromkeys(r["layers"] for r in data["results"]):
         found = {r["variant"]: r for r in data["results"] if r["layers"] == layers}
         cells = [
-            f"{r['seconds']:.1f} ({r['seconds'] / layers:.2f})" if (r := found.get(v)) else ""
+            f"{r['cpu_seconds']:.1f} ({r['cpu_seconds'] / layers:.2f})"
+            if (r := found.get(v))
+            else ""
             for v in variants
         ]
         passes = [f"{r['passes'] / layers * 1e3:.0f}" for r in found.values() if r["passes"]]
