@@ -19,6 +19,15 @@ _RELATIVE = (
     "tells them apart; compile those that it is meant for with a Config of their own."
 )
 
+# The names that the compiled module has as a variable where Dynamo begins to trace. Autocast and
+# other wrappers of a forward take it among `*args`.
+_ROOT = re.compile(r"L\['(?:self|fn|mod|model_)'\]|L\['args'\]\[0\]")
+# A variable of a function around the one that is traced.
+_CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+# Attributes through which modules are reached that are no part of their names in a checkpoint.
+# Names with two underscores are Python's own: `__dict__` where a module has its own `__getattr__`.
+_WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 
 def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
     """The first pattern that matches a module path, a module above it, or a suffix of either."""
@@ -79,13 +88,11 @@ def module_path(node: fx.Node) -> str:
 
 def clean_path(path: str) -> str:
     """A module path as the user wrote it, out of Dynamo's `L['self']._modules['a'].b[0]`."""
-    path = re.sub(r"_modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]", r".\1\2\3.", path)
+    root = _ROOT.match(path)
+    path = _CELL.sub("", path[root.end() :] if root else path)
+    path = re.sub(r"^[LG](?=\[')|\['([^']*)'\]|\[(\d+)\]", r".\1\2.", path)
     parts = [p for p in path.split(".") if p]
-    if parts and parts[0] in ("L", "G"):
-        parts = parts[1:]
-        if parts and parts[0] in ("self", "fn", "mod", "model_"):
-            parts = parts[1:]
-    return ".".join(p for p in parts if p not in ("_orig_mod", "_modules"))
+    return ".".join(p for p in parts if p not in _WRAPPERS and not p.startswith("__"))
 
 
 def operator_name(node: fx.Node) -> str:

@@ -1,0 +1,114 @@
+"""Module paths are the user's own, however Dynamo got to the modules."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import pytest
+import torch
+from helpers import MLP, compiled, llama, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import Config
+from fp8pass.graph.names import clean_path
+
+SIZES = (64, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("L['self'].layers.0.up", "layers.0.up"),
+        ("L['self']._modules['layers'][0]", "layers.0"),
+        ("L['fn'].0._orig_mod.up", "0.up"),
+        ("L['self']", ""),
+        ("L['args'][0].model.layers.0", "model.layers.0"),
+        ("L['args'][1].layers.0", "args.1.layers.0"),
+        ("L['self'].__dict__['_modules']['base_model'].layers.0", "base_model.layers.0"),
+        ("L['fn'].__closure__[0].cell_contents.layers.0", "layers.0"),
+        ("L['self'].layers.0._checkpoint_wrapped_module.up", "layers.0.up"),
+        ("L['self'].heads.self.args.0", "heads.self.args.0"),
+        ("L['self'].self.up", "self.up"),
+        ("G['model'].layers.0", "model.layers.0"),
+        ("model.layers.0.mlp", "model.layers.0.mlp"),
+        ("L.G.up", "L.G.up"),
+    ],
+)
+def test_paths_out_of_sources(source, path):
+    assert clean_path(source) == path
+
+
+class Wrapper(nn.Module):
+    """Finds in its base what it does not have itself, as PEFT's models do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_model = base
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, x):
+        return self.base_model(x)
+
+
+def checkpointed() -> nn.Module:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = MLP(SIZES)
+
+        def forward(self, x):
+            return checkpoint(self.mlp, x, use_reentrant=False)
+
+    return Checkpointed()
+
+
+def with_autocast() -> nn.Module:
+    """A forward under autocast, put in place of the model's own as accelerate does."""
+    model, original = nn.Sequential(MLP(SIZES)), nn.Sequential.forward
+
+    @wraps(original)
+    def forward(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return original(*args, **kwargs)
+
+    model.forward = forward.__get__(model)
+    return model
+
+
+MODELS = {
+    "autocast": (with_autocast, "0"),
+    "own getattr": (lambda: Wrapper(Wrapper(MLP(SIZES))), "base_model.base_model"),
+    "checkpointed": (checkpointed, "mlp"),
+    "a compiled part": (lambda: nn.Sequential(torch.compile(MLP(SIZES))), "0"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_paths_in_plans_and_patterns(name):
+    make, path = MODELS[name]
+    program, spy = compiled(make(), Config(skip=(f"{path}.up",), compiler="eager"))
+    program(torch.randn(4, 64))
+    assert [y.module for y in spy.plan.linears] == [f"{path}.up", f"{path}.down"]
+    assert [bool(y.fp8) for y in spy.plan.linears] == [False, True]
+    names = dict(make().named_modules())
+    for saved in spy.plan.saved:
+        assert saved.module in {n.replace("._orig_mod", "") for n in names}
+
+
+def test_accelerate_and_peft():
+    """The paths of the model that was given to them."""
+    accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), lora)
+    names = {name for name, _ in model.named_modules()}
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    program, spy = compiled(model)
+    program(input_ids=tokens())
+    assert {y.module for y in spy.plan.linears} < names
+    assert {s.module for s in spy.plan.saved} < names
