@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
@@ -72,6 +72,20 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     )
 
 
+@dataclass(frozen=True)
+class GraphRun:
+    """One run of a compiled graph's forward.
+
+    Attributes:
+        weights: parameters that it ran with, by the paths of their modules in the graph.
+        checkpointed: whether `torch.utils.checkpoint` runs it again in the backward, from outside
+            of compiled code, so that nothing that it saves is kept.
+    """
+
+    weights: dict[str, torch.Tensor] = field(repr=False)
+    checkpointed: bool
+
+
 @dataclass
 class CompiledGraph:
     """One compiled graph, for those who observe.
@@ -81,15 +95,20 @@ class CompiledGraph:
         passes: the graph before and after each pass, and its halves as soon as they are compiled.
         gm: the graph after all its passes, the joint one where there is a backward.
         ctx: the context of the passes, with decisions about the nodes of `gm`.
-        runs: how often its forward has run op by op while it was observed: equal blocks around a
-            graph break share a graph.
+        runs: of its forward: equal blocks, compiled one by one or around a graph break, share a
+            graph.
     """
 
     plan: Plan
     passes: list[PassRecord]
     gm: fx.GraphModule
     ctx: Context
-    runs: int = 0
+    runs: list[GraphRun] = field(default_factory=list)
+
+    @property
+    def runs_kept(self) -> int:
+        """How many runs keep what the plan says until the backward."""
+        return sum(not run.checkpointed for run in self.runs)
 
 
 Observer = Callable[[CompiledGraph], None]
@@ -130,13 +149,16 @@ class Compilation:
         if self.compiled:
             self.compiled.passes.extend(records)
 
-    def counted(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """`forward`, whose runs are counted."""
+    def counted(self, program: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        """The compiled `program` of the Dynamo graph `gm`; its runs are noted."""
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        paths = [(i, path) for i, n in enumerate(inputs) if (path := graph.module_path(n))]
 
-        def run(arguments: list[Any]) -> Any:
+        def run(*args: Any) -> Any:
             if self.compiled:
-                self.compiled.runs += 1
-            return forward(arguments)
+                given = {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}
+                self.compiled.runs.append(GraphRun(given, compat.is_checkpointing()))
+            return program(*args)
 
         return run
 

@@ -84,6 +84,8 @@ class Backend:
             inner_compile=InnerCompile(compilation),
             config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
         )
+        if self.observer:
+            compiled = compilation.counted(compiled, gm)
         return _either(monitor, sampled, compiled) if monitor and sampled else compiled
 
 
@@ -101,10 +103,7 @@ class InnerCompile:
             if self.compilation.shows_halves:
                 self.compilation.rewrite_half(graph.copy_of(gm), half)
         if self.compilation.config.compiler == "eager":
-            interpreted = compat.interpret(gm)
-            if half == "backward" or not self.compilation.observer:
-                return interpreted
-            return compat.boxed(self.compilation.counted(interpreted))
+            return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
         return compat.compile_fx_inner(gm, inputs, **kwargs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx, nn
-from torch._dynamo import compiled_autograd, trace_rules
+from torch._dynamo import OptimizedModule, compiled_autograd, trace_rules
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import list_mode_options, list_options
@@ -40,8 +40,11 @@ __all__ = [
     "get_cpp_compiler",
     "half_of",
     "interpret",
+    "is_checkpointing",
     "list_mode_options",
     "list_options",
+    "original_of",
+    "recompiled",
     "static_inputs",
     "trace_structured",
     "uncached",
@@ -59,6 +62,12 @@ def half_of(kwargs: dict[str, Any]) -> str:
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
     """Indices of the inputs that Inductor's inner compile knows to be parameters or buffers."""
     return frozenset(kwargs.get("static_input_idxs") or ())
+
+
+def is_checkpointing() -> bool:
+    """Whether what is saved here is dropped, and computed again by `torch.utils.checkpoint`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def captures_backward() -> bool:
@@ -127,6 +136,29 @@ def compiled_in_vain(module: nn.Module) -> bool:
     The forward of a class of `torch.nn` is traced only where something else calls it.
     """
     return module._compiled_call_impl is not None and trace_rules.check(module.forward)
+
+
+def original_of(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped; `model` itself if it did not."""
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+@contextmanager
+def recompiled(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
+    """Let parts of a model, compiled in place or wrapped, run here compiled with `backend`."""
+    earlier: list[tuple[nn.Module, str, Any]] = []
+    for part in parts:
+        if isinstance(part, OptimizedModule):
+            name, call = "forward", torch.compile(part._orig_mod, backend=backend).forward
+        else:
+            name, call = "_compiled_call_impl", torch.compile(part._call_impl, backend=backend)
+        earlier.append((part, name, getattr(part, name)))
+        setattr(part, name, call)
+    try:
+        yield
+    finally:
+        for part, name, call in earlier:
+            setattr(part, name, call)
 
 
 @contextmanager

@@ -12,11 +12,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fp8pass import compat
+from fp8pass import compat, graph
+from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.explanation_data import ExplanationData
-from fp8pass.inspect.running import configuration_of, unchanged
+from fp8pass.inspect.folding import path_pattern
+from fp8pass.inspect.running import compiled_parts, configuration_of, unchanged
 from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.inspect.tables import (
     by_bytes,
@@ -86,9 +88,7 @@ class Explanation(ExplanationData):
 
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):
-            plan, runs = compiled.plan, compiled.runs
-            notes = [*([plan.note] if plan.note else []), *([f"runs {runs}×"] if runs > 1 else [])]
-            title = f"graph {number}{' (' + ', '.join(notes) + ')' if notes else ''}"
+            plan, title = compiled.plan, self._title(number, compiled)
             yield linears_table(title, plan.linears)
             if plan.saved:
                 yield saved_table(title, plan)
@@ -98,7 +98,14 @@ class Explanation(ExplanationData):
                 yield frontier_table(title, plan)
             if plan.rules:
                 yield rules_table(title, plan.rules)
-        yield totals(self.graphs)
+        yield totals(self)
+
+    def _title(self, number: int, compiled: CompiledGraph) -> str:
+        """The graph's number, the modules that its paths start from, and what else there is."""
+        runs, note = len(compiled.runs), compiled.plan.note
+        notes = [*([note] if note else []), *([f"runs {runs}×"] if runs > 1 else [])]
+        of = f" of {path_pattern(modules)}" if any(modules := self.modules_of(compiled)) else ""
+        return f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
 
 
 def explain(
@@ -112,8 +119,8 @@ def explain(
     """Explain what fp8pass would do to `model` called with these arguments.
 
     Runs one forward of the model as it is, and one through the rewritten graphs, op by op, with
-    gradients enabled. Buffers and random number generators are put back afterwards; parameters and
-    their gradients are not touched.
+    gradients enabled. Where only parts of the model are compiled, only those are. Buffers and
+    random number generators are put back afterwards; parameters and gradients are not touched.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
@@ -133,15 +140,19 @@ def explain(
         `.plot_frontier()`.
     """
     config = config or configuration_of(model)
-    module = getattr(model, "_orig_mod", model)
-    explanation = Explanation(config, type(module).__name__)
+    parts = compiled_parts(model)
+    module = model if parts else compat.original_of(model)
+    explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
+    explanation.owners = {
+        id(p): graph.clean_path(name.rpartition(".")[0]) for name, p in module.named_parameters()
+    }
     wanted = {"frontier": frontier, "rules": rules}
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
-    compiled = torch.compile(module, backend=backend)
     with unchanged(module), compat.uncompiled(module), torch.enable_grad():
         with torch.compiler.set_stance("force_eager"):  # parts may be compiled in functions
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
-        with compat.fresh_compilation():
-            compiled(*args, **kwargs)
+        program = module if parts else torch.compile(module, backend=backend)
+        with compat.fresh_compilation(), compat.recompiled(parts.values(), backend):
+            explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

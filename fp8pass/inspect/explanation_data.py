@@ -20,24 +20,48 @@ class ExplanationData:
     Attributes:
         config: the configuration that was explained.
         model: name of the model's class.
-        eager_bytes: bytes that the model keeps for its backward without a compiler, measured.
+        parts: paths of the parts that are compiled, each with all below it; () for the whole.
+        saved_bytes: bytes that a forward keeps for the backward, measured: in all runs of all
+            graphs and outside of them; what several of them keep counts once, parameters never.
+        eager_bytes: the same without a compiler.
         graphs: the compiled graphs, in order.
+        owners: the path of the module that has a parameter, by the parameter's id.
     """
 
     config: Config
     model: str = ""
+    parts: tuple[str, ...] = ()
+    saved_bytes: int = 0
     eager_bytes: int = 0
     graphs: list[CompiledGraph] = field(default_factory=list)
+    owners: dict[int, str] = field(default_factory=dict)
+
+    def modules_of(self, compiled: CompiledGraph) -> list[str]:
+        """Paths of the modules that a graph ran in, from which its own paths start; '' is the top.
+
+        Each is the path of a weight's module in the model without its path in the graph.
+        """
+        found = []
+        for run in compiled.runs:
+            pairs = ((self.owners.get(id(w), ""), path) for path, w in run.weights.items())
+            above = (
+                owner.removesuffix(path).rstrip(".")
+                for owner, path in pairs
+                if f".{owner}".endswith(f".{path}")
+            )
+            found.append(next(above, ""))
+        return list(dict.fromkeys(found))
 
     @property
-    def saved_bytes(self) -> int:
-        """Bytes kept for the backward over all runs of all graphs, parameters not counted."""
-        return sum(g.runs * g.plan.saved_bytes for g in self.graphs)
+    def outside_bytes(self) -> int:
+        """Bytes kept outside of compiled graphs, less those that several graphs count."""
+        return self.saved_bytes - sum(g.runs_kept * g.plan.saved_bytes for g in self.graphs)
 
     @property
     def stock_bytes(self) -> int:
-        """Bytes that stock `torch.compile` would keep for the same graphs."""
-        return sum(g.runs * (g.plan.stock_bytes or 0) for g in self.graphs)
+        """Bytes that stock `torch.compile` would keep, with the same graphs."""
+        in_graphs = sum(g.runs_kept * (g.plan.stock_bytes or 0) for g in self.graphs)
+        return in_graphs + self.outside_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the graphs' code, as JSON-ready data."""
@@ -46,9 +70,11 @@ class ExplanationData:
             "saved_bytes": self.saved_bytes,
             "stock_bytes": self.stock_bytes,
             "eager_bytes": self.eager_bytes,
+            "outside_bytes": self.outside_bytes,
+            "parts": list(self.parts),
             "graphs": [
                 g.plan.to_dict()
-                | {"runs": g.runs}
+                | {"runs": len(g.runs), "modules": self.modules_of(g)}
                 | {"pass_seconds": {_pass_name(p): p.seconds for p in g.passes}}
                 for g in self.graphs
             ],

@@ -9,6 +9,12 @@ from typing import Any
 from fp8pass.plan import Collective, Linear, RuleSummary, SavedTensor
 
 
+def path_pattern(paths: Iterable[str]) -> str:
+    """Module paths as text, those that differ only in the layer's number as one, `layers.*`."""
+    rows = folded((path, (), path) for path in paths)
+    return ", ".join(pattern or "the top level" for pattern, _, _ in rows)
+
+
 def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
     """Rows (path, key, item) that differ only in the layer's number, as (path, count, item)."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}

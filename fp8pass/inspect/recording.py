@@ -27,7 +27,7 @@ def record_step(
     Parameters, buffers, gradients and random number generators are left as they were.
     """
     records: list[Record] = []
-    module = getattr(model, "_orig_mod", model)
+    module = compat.original_of(model)
     # What FSDP2 gathers it frees again, under the tensors that were recorded.
     backend = _recording(replace(config, compiler="eager"), records, copies=is_sharded(module))
     compiled = torch.compile(module, backend=backend)

@@ -33,6 +33,22 @@ def configuration_of(model: nn.Module) -> Config:
     return parts.pop() if parts else Config()
 
 
+def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost parts of a model that fp8pass compiles, by their paths.
+
+    Empty where the model is compiled as a whole, or not at all.
+    """
+    parts: dict[str, nn.Module] = {}
+    for name, part in model.named_modules():
+        if compat.compiled_in_vain(part) or _own_configuration(part) is None:
+            continue
+        if not name:
+            return {}
+        if not any(name.startswith(f"{outer}.") for outer in parts):
+            parts[name] = part
+    return parts
+
+
 def _own_configuration(module: nn.Module) -> Config | None:
     """The configuration that a module was compiled with; None if fp8pass did not compile it."""
     compiled_with, options = compat.backend_of(module)
@@ -79,7 +95,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """The leaf tensors, whose gradients are None meanwhile; the earlier ones are put back."""
-    leaves = [*module.parameters(), *_leaves(batch)]
+    leaves = [*module.parameters(), *leaves_of(batch)]
     gradients = [x.grad for x in leaves]
     for x in leaves:
         x.grad = None
@@ -99,7 +115,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def _leaves(batch: Any) -> list[Tensor]:
+def leaves_of(batch: Any) -> list[Tensor]:
     """The leaf tensors of a batch that require a gradient."""
     tensors = compat.tree_leaves(batch)
     return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]

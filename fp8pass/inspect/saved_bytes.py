@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat
+from fp8pass.inspect.running import leaves_of
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters are not counted; tensors that share a storage count once. Tensors are counted and
-    dropped, so that a model whose activations would not fit can be measured; the backward of such a
-    forward cannot run.
+    Parameters and leaves that require a gradient are not counted, which live on in any case;
+    tensors that share a storage count once. Tensors are counted and dropped, so that a model whose
+    activations would not fit can be measured; the backward of such a forward cannot run.
     """
-    parameters = (*model.parameters(), *model.buffers())
-    own = {compat.weak_storage(t) for t in parameters}
+    held = (*model.parameters(), *model.buffers(), *leaves_of((args, kwargs)))
+    own = {compat.weak_storage(t) for t in held}
     saved: dict[Any, int] = {}
 
     def pack(tensor: Tensor) -> None:

@@ -7,8 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from fp8pass.compilation import CompiledGraph
-from fp8pass.inspect.folding import folded_collectives, folded_linears, folded_rules, folded_saved
+from fp8pass.inspect.explanation_data import ExplanationData
+from fp8pass.inspect.folding import (
+    folded_collectives,
+    folded_linears,
+    folded_rules,
+    folded_saved,
+    path_pattern,
+)
 from fp8pass.plan import Collective, FrontierPoint, Linear, Plan, RuleSummary
 
 
@@ -96,22 +102,35 @@ def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
-def totals(graphs: Sequence[CompiledGraph]) -> str:
+def totals(explanation: ExplanationData) -> str:
     """The totals over all runs of all graphs of a model, as sentences."""
-    plans = [g.plan for g in graphs for _ in range(g.runs)]
+    graphs = explanation.graphs
+    plans = [g.plan for g in graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
     fp8 = sum(1 for y in linears if y.fp8)
-    kept, stock = sum(p.saved_bytes for p in plans), sum(p.stock_bytes or 0 for p in plans)
+    kept, stock = explanation.saved_bytes, explanation.stock_bytes
     share = f" ({kept / stock:.0%})" if stock else ""
     uses = [use for plan in plans for use in plan.kernels]
     programs, generated = (_summed(u.programs for u in uses), _summed(u.generated for u in uses))
     kernels = f"{_counted(programs, ', ')}, in {sum(u.launches for u in uses)} launches"
     return (
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
-        f"; stock torch.compile would keep {mib(stock)} MiB{share}."
+        f"; stock torch.compile would keep {mib(stock)} MiB{share}.{_outside(explanation)}"
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
         f"{_counted(generated, '; ') or 'none'}.{_merged(plans)}{_heads(plans)}"
     )
+
+
+def _outside(explanation: ExplanationData) -> str:
+    """What is not in compiled graphs, and what graphs do not keep."""
+    said = ""
+    if explanation.parts:
+        said += f"\nOnly parts of the model are compiled: {path_pattern(explanation.parts)}."
+    if (outside := explanation.outside_bytes) > 0:
+        said += f" {mib(outside)} MiB are kept outside of compiled graphs, where nothing changes."
+    elif outside < 0:
+        said += f" {mib(-outside)} MiB are kept by several graphs and counted once."
+    return said
 
 
 def _merged(plans: Sequence[Plan]) -> str:

@@ -195,7 +195,7 @@ def test_graphs_that_run_several_times_count_as_often(layers):
     x = torch.randn(4, 32, 64)
     explanation = explain(model, x)
     assert f"{2 * layers} of {2 * layers} linear layers in FP8" in str(explanation)
-    assert sum(g.runs for g in explanation.graphs) == layers > len(explanation.graphs) - 1
+    assert sum(len(g.runs) for g in explanation.graphs) == layers > len(explanation.graphs) - 1
     assert explanation.to_dict()["graphs"][-1]["runs"] == layers - 1
     if layers > 2:
         assert f"(runs {layers - 1}×)" in str(explanation)
@@ -334,7 +334,11 @@ def test_a_model_is_explained_as_it_was_compiled(way):
     model = WAYS[way](Broken())
     got = explain(model, torch.randn(16, 64))
     assert got.config == AGOQ
-    assert got.saved_bytes == want.saved_bytes
+    if got.parts:  # of which the rest runs as it is
+        assert [got.modules_of(g) for g in got.graphs] == [["first"]]
+        assert got.outside_bytes > 0
+    else:
+        assert got.saved_bytes == want.saved_bytes
     assert got.eager_bytes == want.eager_bytes > got.saved_bytes
 
 

@@ -41,7 +41,7 @@ class Trials:
         config: Config,
         progress: Callable[[int], None],
     ) -> None:
-        self.module = getattr(model, "_orig_mod", model)
+        self.module = compat.original_of(model)
         self.loss_fn, self.batch = loss_fn, batch
         self.config, self.progress = config, progress
         self.units: list[Unit] = []

@@ -135,7 +135,7 @@ def section(number: int, compiled: CompiledGraph) -> GraphSection:
     sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
     return GraphSection(
         number=number,
-        runs=compiled.runs,
+        runs=len(compiled.runs),
         plan=plan,
         linears=[FoldedRow(*row) for row in folded_linears(plan.linears)],
         saved=_saved_rows(plan.saved, sources),
