@@ -147,7 +147,8 @@ class FrontierPoint:
     Attributes:
         bytes: kept for the backward.
         peak_bytes: the most that the backward holds at once, estimated, gradients included.
-        seconds: spent in a step on computing values again, estimated by the roofline.
+        seconds: that it adds to a step, by computing values again, to that of the plan without a
+            budget; estimated by the roofline of one GPU (`dialect/hardware.py`).
         error: root mean square of the gradient errors that the kept values are expected to cause.
     """
 

@@ -149,7 +149,8 @@ def recompiled(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
     earlier: list[tuple[nn.Module, str, Any]] = []
     for part in parts:
         if isinstance(part, OptimizedModule):
-            name, call = "forward", torch.compile(part._orig_mod, backend=backend).forward
+            wrapped: Any = torch.compile(part._orig_mod, backend=backend)
+            name, call = "forward", wrapped.forward
         else:
             name, call = "_compiled_call_impl", torch.compile(part._call_impl, backend=backend)
         earlier.append((part, name, getattr(part, name)))

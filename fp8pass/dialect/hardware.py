@@ -6,8 +6,9 @@ import torch
 
 FP8_CAPABILITY = (8, 9)
 
-# The rates of one H200, in operations and bytes a second. A memory budget weighs operators against
+# The rates of one GPU, in operations and bytes a second. A memory budget weighs operators against
 # each other with these: only their ratios matter, which differ little between GPUs.
+RATES_OF = "NVIDIA H200"
 FP8_FLOPS = 1300e12
 BF16_FLOPS = 680e12
 ATTENTION_FLOPS = 530e12

@@ -15,6 +15,7 @@ from torch import nn
 from fp8pass import compat, graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
+from fp8pass.dialect import hardware
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import path_pattern
@@ -67,7 +68,8 @@ class Explanation(ExplanationData):
             ) from error
         figure = Figure(layout="constrained")
         axes = figure.add_subplot(
-            xlabel="kept for the backward, MiB", ylabel="added by recomputation, ms a step"
+            xlabel="kept for the backward, MiB",
+            ylabel=f"added by recomputation, ms a step, {hardware.RATES_OF}",
         )
         for number, plan in plans.items():
             points = by_bytes(plan.frontier)
@@ -152,7 +154,7 @@ def explain(
     with unchanged(module), compat.uncompiled(module), torch.enable_grad():
         with torch.compiler.set_stance("force_eager"):  # parts may be compiled in functions
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
-        program = module if parts else torch.compile(module, backend=backend)
+        program: Any = module if parts else torch.compile(module, backend=backend)
         with compat.fresh_compilation(), compat.recompiled(parts.values(), backend):
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

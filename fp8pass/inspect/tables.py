@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from fp8pass.dialect import hardware
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import (
     folded_collectives,
@@ -84,7 +85,8 @@ def rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 def frontier_table(title: str, plan: Plan) -> Table:
     """The plan of each budget; shares are of the bytes kept without one, the peak is estimated."""
-    table = Table(title=f"{title}: memory against time", title_justify="left")
+    of = f"{title}: memory against time, estimated for one {hardware.RATES_OF}"
+    table = Table(title=of, title_justify="left")
     for column in ("MiB kept", "of unlimited", "peak MiB", "added ms", "grad error"):
         table.add_column(column, justify="right")
     table.add_column("")

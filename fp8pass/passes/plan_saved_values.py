@@ -55,8 +55,8 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     ctx.decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
     if "frontier" in ctx.extras and needs.all:
         planner = _planner(gm.graph, cuts, needs, choices)
-        ctx.plan.frontier = planner.frontier()
         ctx.plan.point = planner.point(ctx.decisions)
+        ctx.plan.frontier = planner.frontier(ctx.plan.point)
 
 
 def _within_budget(

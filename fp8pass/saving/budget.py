@@ -272,7 +272,7 @@ class Planner:
     """
 
     def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
-        self.choices = choices
+        self.choices, self.cuts = choices, cuts
         self.most = kept_bytes(cuts, choices)
         self.memory = BackwardMemory(g, relevant_values(needs), choices)
         allowance = self.memory.peak(cuts) - self.most
@@ -294,20 +294,44 @@ class Planner:
             )
         return plan
 
-    def frontier(self, points: int = 8) -> list[FrontierPoint]:
-        """Plans from the smallest budget that can be met up to the bytes that the cuts keep."""
+    def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
+        """Plans from the smallest budget that can be met up to the plan of the cuts, without one.
+
+        None is both larger and slower than another. One that would be both smaller and faster than
+        the chosen plan is that by less than the solver's tolerance.
+        """
         least = self.problem.least() * 1.001
-        budgets = np.linspace(least, max(self.most, least), points)
-        plans = (self.problem.within(float(b)) for b in budgets)
-        return [self.point(p) for p in plans if p is not None]
+        budgets = np.linspace(least, max(self.most, least), points)[:-1]
+        plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
+        unlimited = self.point(self.cuts)
+        shown = {chosen, unlimited}
+        for point in map(self.point, plans):
+            if not any(_dominates(p, point) or _dominates(point, p) for p in shown):
+                shown.add(point)
+        return sorted(shown - ({chosen} - {unlimited}), key=lambda p: (p.bytes, p.seconds))
 
     def point(self, decisions: Decisions) -> FrontierPoint:
-        """Kept bytes, peak, time and error of a plan."""
-        spent = sum(recompute_seconds(node) for node, d in decisions.items() if d.recomputed)
+        """Kept bytes, peak, time and error of a plan.
+
+        What the cuts compute again counts for nothing: generated code does it where it reads the
+        values, which the roofline of single operators does not know of.
+        """
+        spent = sum(
+            recompute_seconds(node)
+            for node, d in decisions.items()
+            if d.recomputed and not (node in self.cuts and self.cuts[node].recomputed)
+        )
         errors = [d.expected_error for d in decisions.values() if not d.recomputed]
         error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
         kept = int(kept_bytes(decisions, self.choices))
         return FrontierPoint(kept, int(self.memory.peak(decisions)), spent, error)
+
+
+def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
+    """Whether `p` keeps no more than `q` and takes no longer, and one of the two is less."""
+    return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
+        p.bytes <= q.bytes and p.seconds <= q.seconds
+    )
 
 
 def relevant_values(needs: Needs) -> list[fx.Node]:

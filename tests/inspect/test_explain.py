@@ -120,12 +120,15 @@ def traced():
 
 def test_frontier_table_marks_the_plan(traced):
     text = str(traced)
-    assert "graph 0: memory against time" in text
+    assert "graph 0: memory against time, estimated for one NVIDIA H200" in text
     assert "grad error" in text
     (row,) = [line for line in text.splitlines() if "◀ this plan" in line]
     (graph,) = traced.graphs
     assert graph.plan.point.bytes == graph.plan.saved_bytes == traced.saved_bytes
-    assert graph.plan.point.seconds > 0
+    point = graph.plan.point
+    assert point.seconds > 0 == graph.plan.frontier[-1].seconds
+    for p in graph.plan.frontier:  # none is better in both, or worse
+        assert (p.bytes < point.bytes) == (p.seconds > point.seconds)
     assert f"{graph.plan.saved_bytes / 2**20:.4f}" in row
     share = graph.plan.saved_bytes / graph.plan.frontier[-1].bytes
     assert f"{share:.0%}" in row

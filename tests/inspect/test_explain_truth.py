@@ -1,4 +1,4 @@
-"""What `explain` says is kept is what autograd saves, to the byte, on models as people compile them."""
+"""What `explain` says is kept is what autograd saves, to the byte, however a model is compiled."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is compiled, its linear layers in graphs, and whether all of it is in graphs."""
+    """A model as it is compiled, its linear layers in graphs, and whether that is all of it."""
 
     make: Callable[[], nn.Module]
     linears: int

@@ -282,12 +282,13 @@ def test_time_falls_as_memory_rises(recipe):
     model, args = decoder(1)
     (report,) = explain(model, *args, config=Config.recipe(recipe), frontier=True).graphs
     points = report.plan.frontier
-    assert len(points) == 8
+    assert 4 <= len(points) <= 8
     bytes_ = [p.bytes for p in points]
     assert bytes_ == sorted(bytes_)
     for less, more in itertools.pairwise(points):
-        assert more.seconds <= less.seconds * 1.05
-    assert points[-1].seconds < 0.8 * points[0].seconds
+        assert less.bytes < more.bytes
+        assert less.seconds > more.seconds
+    assert points[-1].seconds == 0  # without a budget nothing is added
     assert report.plan.point.bytes == report.plan.saved_bytes
 
 

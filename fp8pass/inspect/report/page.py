@@ -18,9 +18,16 @@ from torch import fx
 from fp8pass import __version__
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
+from fp8pass.dialect import hardware
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
-from fp8pass.inspect.folding import folded, folded_linears, folded_rules, folded_saved
+from fp8pass.inspect.folding import (
+    folded,
+    folded_linears,
+    folded_rules,
+    folded_saved,
+    path_pattern,
+)
 from fp8pass.inspect.report.diffs import ModuleDiff, module_diffs
 from fp8pass.inspect.report.folding import fold
 from fp8pass.inspect.report.picture import KINDS, draw
@@ -77,6 +84,7 @@ class GraphSection:
 
     number: int
     runs: int
+    modules: str
     plan: Plan
     linears: list[FoldedRow]
     saved: list[FoldedRow]
@@ -103,7 +111,7 @@ def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> 
     environment.filters.update(
         mib=mib, share=_share, seconds=_seconds, short=short_name, flop=_flop
     )
-    sections = [section(i, g) for i, g in enumerate(explanation.graphs)]
+    sections = [section(i, g, explanation.modules_of(g)) for i, g in enumerate(explanation.graphs)]
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
         sections=sections,
@@ -114,6 +122,7 @@ def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> 
         diagnosis=diagnosis,
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
+        rates_of=hardware.RATES_OF,
         made={
             "fp8pass": __version__,
             "torch": torch.__version__,
@@ -129,13 +138,14 @@ def asset(name: str) -> Markup:
     return Markup((_FOLDER / name).read_text(encoding="utf-8"))
 
 
-def section(number: int, compiled: CompiledGraph) -> GraphSection:
-    """The data of one graph."""
+def section(number: int, compiled: CompiledGraph, modules: list[str]) -> GraphSection:
+    """The data of one graph, whose paths start from `modules`."""
     plan = compiled.plan
     sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
     return GraphSection(
         number=number,
         runs=len(compiled.runs),
+        modules=path_pattern(modules) if any(modules) else "",
         plan=plan,
         linears=[FoldedRow(*row) for row in folded_linears(plan.linears)],
         saved=_saved_rows(plan.saved, sources),
