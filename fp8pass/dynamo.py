@@ -26,7 +26,7 @@ from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context
-from fp8pass.passes.runner import report, run_passes
+from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Backend:
             inductor_options.update(given)
         _warn_about_activation_quantization()
         patches = {**inductor_defaults(config, example_inputs), **inductor_options}
+        if compat.is_checkpointing():
+            warn_about_checkpointing()
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)

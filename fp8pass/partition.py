@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, CompiledGraph
+from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import Watcher, report, run_passes
+from fp8pass.plan import Checkpointing
 from fp8pass.saving.stock import stock_saved_bytes
 
 
@@ -35,8 +38,11 @@ class Partitioner(compat.CustomPartitionerFn):
         """The forward and the backward module."""
         ctx = self.context(gm, **kwargs)
         observed = self.compilation.observer is not None
+        ctx.plan.checkpointing = checkpointing_of(gm)
         if observed:
             ctx.plan.stock_bytes = stock_saved_bytes(gm, joint_inputs, ctx.facts)
+            if ctx.plan.checkpointing:
+                ctx.plan.checkpointing = without_checkpointing(gm, ctx)
         records = run_passes(JOINT_PASSES, gm, ctx, record=observed, watcher=self.watcher)
         if self.compilation.reports:
             report(ctx.plan)
@@ -79,6 +85,26 @@ class Partitioner(compat.CustomPartitionerFn):
 
     def __getstate__(self) -> str:
         return self.uuid()
+
+
+def checkpointing_of(gm: fx.GraphModule) -> Checkpointing | None:
+    """What the user has the backward of a joint graph compute again, before any pass."""
+    products = (Kind.GEMM, Kind.ATTENTION)
+    count = sum(compat.must_recompute(n) and kind(n) in products for n in gm.graph.nodes)
+    return Checkpointing(count) if count else None
+
+
+def without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
+    """What a joint graph would keep without checkpointing, by a plan for a copy of it."""
+    copies: dict[fx.Node, fx.Node] = {}
+    copy = graph.copy_of(gm, copies)
+    compat.forget_checkpointing(copy.graph)
+    config = replace(ctx.config, memory_budget=None)
+    plan = Context(config, ctx.facts.of_copy(copies), frozenset({"least"}))
+    run_passes(JOINT_PASSES, copy, plan, of="without checkpointing")
+    assert ctx.plan.checkpointing is not None
+    kept, least = plan.plan.saved_bytes, plan.plan.least_bytes
+    return replace(ctx.plan.checkpointing, bytes_without=kept, least_without=least)
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:

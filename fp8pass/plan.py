@@ -159,6 +159,22 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
+class Checkpointing:
+    """What `torch.utils.checkpoint` has the backward compute again, with all that lies between.
+
+    Attributes:
+        products: matrix products of the forward that run twice.
+        bytes_without: bytes that would be kept if nothing were checkpointed; None if that was not
+            computed, which takes as long as the plan itself.
+        least_without: the smallest `memory_budget` that could then be met.
+    """
+
+    products: int
+    bytes_without: int | None = None
+    least_without: int | None = None
+
+
+@dataclass(frozen=True)
 class RuleSummary:
     """The error rule of one non-linear region (AGoQ 4.1).
 
@@ -189,13 +205,14 @@ class Plan:
     """Everything decided about one graph.
 
     `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
-    `frontier` traces memory against time, and `point` is where this plan lies; `rules` are the
-    error rules that it follows; `merged` names the layers that share a GEMM for the gradient of
-    their common input; `collectives` is what ranks send each other; `heads` are output heads with a
-    loss behind them. Where somebody observes: `stock_bytes` is what PyTorch's own partitioner would
-    keep for the same graph, `flops` counts the operations of all GEMMs, convolutions and attention,
-    `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the forward and one for the
-    backward.
+    `frontier` traces memory against time, `point` is where this plan lies, and `least_bytes` is the
+    smallest budget that can be met; `rules` are the error rules that it follows; `merged` names the
+    layers that share a GEMM for the gradient of their common input; `collectives` is what ranks
+    send each other; `heads` are output heads with a loss behind them; `checkpointing` says what the
+    user has computed again. Where somebody observes: `stock_bytes` is what PyTorch's own
+    partitioner would keep for the same graph, `flops` counts the operations of all GEMMs,
+    convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the
+    forward and one for the backward.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -205,12 +222,14 @@ class Plan:
     flops: float = 0.0
     fp8_flops: float = 0.0
     frontier: list[FrontierPoint] = field(default_factory=list)
+    least_bytes: int | None = None
     point: FrontierPoint | None = None
     rules: list[RuleSummary] = field(default_factory=list)
     kernels: list[KernelUse] = field(default_factory=list)
     merged: list[tuple[str, ...]] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
+    checkpointing: Checkpointing | None = None
     note: str = ""
 
     @property

@@ -41,6 +41,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
 from fp8pass.compat.joint import (  # noqa: E402
     copy_region,
     extract_forward_backward,
+    forget_checkpointing,
     input_index,
     is_primal,
     is_tangent,
@@ -112,6 +113,7 @@ __all__ = [
     "draw_from_seeds",
     "extract_forward_backward",
     "fake_mode_of",
+    "forget_checkpointing",
     "fresh_compilation",
     "get_cpp_compiler",
     "guard_count",

@@ -91,6 +91,13 @@ def must_recompute(node: fx.Node) -> bool:
     )
 
 
+def forget_checkpointing(g: fx.Graph) -> None:
+    """Let a graph be as without `torch.utils.checkpoint`: what it computes may be kept."""
+    for node in g.nodes:
+        if must_recompute(node):
+            del node.meta["recompute"]
+
+
 def must_save(node: fx.Node) -> bool:
     """Whether recomputing is ruled out, by the user's policy or by a side effect."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE

@@ -132,7 +132,38 @@ def _outside(explanation: ExplanationData) -> str:
         said += f" {mib(outside)} MiB are kept outside of compiled graphs, where nothing changes."
     elif outside < 0:
         said += f" {mib(-outside)} MiB are kept by several graphs and counted once."
+    return said + _checkpointing(explanation)
+
+
+def _checkpointing(explanation: ExplanationData) -> str:
+    """What `torch.utils.checkpoint` has computed again, and what there would be without it."""
+    plans = [g.plan for g in explanation.graphs for _ in g.runs if g.plan.checkpointing]
+    inside = [p.checkpointing for p in plans if p.checkpointing]
+    around = sum(run.checkpointed for g in explanation.graphs for run in g.runs)
+    said = ""
+    if inside:
+        products, kept = sum(c.products for c in inside), sum(p.saved_bytes for p in plans)
+        without, least = (
+            _sum(c.bytes_without for c in inside),
+            _sum(c.least_without for c in inside),
+        )
+        said += (
+            f"\ntorch.utils.checkpoint has the backward compute {products} matrix products again "
+            "and all that lies between: nothing of it is kept in low bits. These graphs keep "
+            f"{mib(kept)} MiB. Without it they would keep {mib(without)} MiB, or, with a "
+            f"memory_budget, anything down to {mib(least)} MiB and compute again what does not fit."
+        )
+    if around:
+        said += (
+            f"\ntorch.utils.checkpoint runs {around} compiled graphs again in the backward: what "
+            "they keep, in low bits or not, is dropped at once. Their inputs are held instead, "
+            "which are not counted here. Without it a memory_budget limits what they keep."
+        )
     return said
+
+
+def _sum(counts: Iterable[int | None]) -> int:
+    return sum(count or 0 for count in counts)
 
 
 def _merged(plans: Sequence[Plan]) -> str:

@@ -19,8 +19,8 @@ class Context:
     Attributes:
         config: the user's choices.
         facts: facts about the joint graph; none about one of its halves.
-        extras: requests of `explain`: `frontier`, to trace memory against time, `rules`,
-            to summarize the error rules.
+        extras: requests of `explain`: `frontier`, to trace memory against time, `least`, to find
+            the smallest memory budget, `rules`, to summarize the error rules.
         plan: the decisions so far, for people; passes add to it.
         decisions: how each forward value reaches the backward, by `plan_saved_values`.
         saved: the nodes that cross into the backward, in order, by `materialize_plan`.

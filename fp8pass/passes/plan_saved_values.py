@@ -53,6 +53,8 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     needs = find_needs(gm, choices)
     cuts = cheapest_plan(needs, choices)
     ctx.decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
+    if "least" in ctx.extras and needs.all:
+        ctx.plan.least_bytes = math.ceil(_planner(gm.graph, cuts, needs, choices).problem.least())
     if "frontier" in ctx.extras and needs.all:
         planner = _planner(gm.graph, cuts, needs, choices)
         ctx.plan.point = planner.point(ctx.decisions)

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -133,6 +133,8 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 def report(plan: Plan) -> None:
     """Log one line about a graph; a warning if layers stay in high precision unasked."""
+    if plan.checkpointing:
+        warn_about_checkpointing()
     unexpected = plan.unexpected
     if not unexpected:
         log.info("%s", plan.summary())
@@ -141,6 +143,17 @@ def report(plan: Plan) -> None:
     log.warning(
         "%s. Not asked for: %d, such as %s: %s. fp8pass.explain(model, ...) lists them.",
         *(plan.summary(), len(unexpected), first.module or "top level", first.reason),
+    )
+
+
+@cache
+def warn_about_checkpointing() -> None:
+    """Log, once in a process, that checkpointing leaves little to keep in low bits."""
+    log.warning(
+        "torch.utils.checkpoint is on (gradient_checkpointing of Trainers): the backward computes "
+        "all of its regions again, and nothing in them is kept in low bits. Without it fp8pass "
+        "keeps less than PyTorch does, and memory_budget computes again no more than has to be. "
+        "fp8pass.explain(model, ...) says how much that takes. This is said once."
     )
 
 

@@ -31,6 +31,7 @@ ROOMS = (
     "dynamo",
     "distributed",
     "inspect",
+    "integrations",
     "",  # the package itself: its public names
     "cli and demo",
 )

@@ -1,0 +1,120 @@
+"""Users of `torch.utils.checkpoint` are told that it leaves nothing to keep in low bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import MLP, compiled, llama, step, tokens
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import Config, explain
+from fp8pass.passes.runner import warn_about_checkpointing
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(64), MLP((64, 128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Stack(nn.Module):
+    """Residual blocks without attention, checkpointed or not."""
+
+    def __init__(self, checkpointed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed = checkpointed
+        self.first, self.layers = nn.Linear(64, 64), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+X = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "torch.utils.checkpoint" in r.getMessage()]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_it_is_said_once(caplog, around):
+    """Whether regions are in a graph, or around one."""
+    warn_about_checkpointing.cache_clear()
+    model = Stack()
+    if around:
+        for layer in model.layers:
+            layer.compile(backend="fp8pass", options={"compiler": "eager"})
+        model(X).sum().backward()
+    for _ in range(2):
+        program, _ = compiled(Stack())
+        program(X).sum().backward()
+        torch._dynamo.reset()
+    (message,) = warnings_of(caplog)
+    assert "memory_budget" in message
+    assert "fp8pass.explain" in message
+
+
+def test_nothing_is_said_without_it(caplog):
+    warn_about_checkpointing.cache_clear()
+    program, spy = compiled(Stack(checkpointed=False))
+    program(X).sum().backward()
+    assert not warnings_of(caplog)
+    assert spy.plan.checkpointing is None
+
+
+def test_explain_says_what_there_would_be_without_it():
+    want = explain(Stack(checkpointed=False), X)
+    got = explain(Stack(), X)
+    (graph,) = got.graphs
+    checkpointing = graph.plan.checkpointing
+    assert checkpointing.products == 6
+    assert checkpointing.bytes_without == want.saved_bytes > got.saved_bytes
+    assert "has the backward compute 6 matrix products again" in str(got)
+    least = checkpointing.least_without
+    assert least < 0.5 * want.saved_bytes
+    budget = Config(memory_budget=least)  # can be met
+    assert explain(Stack(checkpointed=False), X, config=budget).saved_bytes <= least
+
+
+def test_explain_says_what_regions_around_graphs_drop():
+    model = Stack()
+    for layer in model.layers:
+        layer.compile(backend="fp8pass", options={"compiler": "eager"})
+    text = str(explain(model, X))
+    assert "torch.utils.checkpoint runs 3 compiled graphs again in the backward" in text
+
+
+def test_inputs_of_regions_are_kept_in_low_bits_where_the_rules_allow_it():
+    """Norms and activations do, within a region's recomputation too; attention does not."""
+    program, spy = compiled(Stack())
+    program(X)
+    sums = [s for s in spy.plan.saved if s.op == "aten.add.Tensor"]
+    assert [s.kept_as for s in sums] == ["e4m3 1×64"] * 2
+    torch._dynamo.reset()
+    model = llama().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    program, spy = compiled(model)
+    program(tokens())
+    assert all(s.kept_as == "exact" for s in spy.plan.saved)
+    assert any("attention" in s.reason for s in spy.plan.saved)
+
+
+def test_regions_from_inputs_in_low_bits_change_no_forward_value():
+    """And gradients are those of the same regions from exact inputs, up to rounding."""
+    exact, low_bits = Stack(), Stack()
+    want = step(compiled(exact, Config.recipe("linear", compiler="eager"))[0], exact, [X])
+    torch._dynamo.reset()
+    config = Config(forward_scales="tensor", compiler="eager")
+    got = step(compiled(low_bits, config)[0], low_bits, [X])
+    assert torch.equal(got.outputs[0], want.outputs[0])
+    for name, gradient in want.gradients.items():
+        error = (got.gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 0.1, name

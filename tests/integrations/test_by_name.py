@@ -1,0 +1,205 @@
+"""Frameworks that take the backend by its name, each in its own documented way."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import llama, tokens
+
+import fp8pass
+from fp8pass import compat
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+import fp8pass.integrations.accelerate as integration
+
+FOLDER = Path(fp8pass.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch):
+    """The plans of what is compiled; without Inductor, and without accelerate's earlier state."""
+    found = []
+    monkeypatch.setattr(fp8pass.partition, "report", found.append)
+    monkeypatch.setattr(compat, "compile_fx_inner", lambda gm, inputs, **kw: compat.interpret(gm))
+    monkeypatch.delenv(integration.VARIABLE, raising=False)
+    forget()
+    yield found
+    forget()
+
+
+def forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+# --- the name -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp8pass", "FP8PASS"])
+def test_the_enum_has_one_more_name(name):
+    integration.register()  # which the import has done: nothing changes
+    backend = DynamoBackend(name.upper())
+    assert backend is DynamoBackend.FP8PASS is DynamoBackend(name)
+    assert backend != DynamoBackend.NO
+    assert str(backend) == backend.value == "FP8PASS"
+    assert json.dumps({"backend": backend}) == '{"backend": "FP8PASS"}'
+    assert pickle.loads(pickle.dumps(backend)) is backend
+    assert DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+    with pytest.raises(ValueError, match="FP9PASS"):
+        DynamoBackend("FP9PASS")
+
+
+def test_whoever_was_asked_before_is_still_asked(monkeypatch):
+    """Other packages may do the same."""
+    monkeypatch.setattr(
+        DynamoBackend,
+        "_missing_",
+        classmethod(lambda cls, value: cls.INDUCTOR if value == "OTHER" else None),
+    )
+    monkeypatch.setattr(DynamoBackend, "FP8PASS", None)
+    integration.register()
+    assert DynamoBackend("OTHER") is DynamoBackend.INDUCTOR
+    assert DynamoBackend("fp8pass").value == "FP8PASS"
+
+
+# --- accelerate ---------------------------------------------------------------------------------
+
+
+def by_argument(monkeypatch) -> Accelerator:
+    return Accelerator(cpu=True, dynamo_backend="fp8pass")
+
+
+def by_plugin(monkeypatch) -> Accelerator:
+    plugin = TorchDynamoPlugin(backend="fp8pass", options={"recipe": "agoq"})
+    return Accelerator(cpu=True, dynamo_plugin=plugin)
+
+
+def by_environment(monkeypatch) -> Accelerator:
+    monkeypatch.setenv(integration.VARIABLE, "fp8pass")
+    return Accelerator(cpu=True)
+
+
+def by_region(monkeypatch) -> Accelerator:
+    plugin = TorchDynamoPlugin(backend="fp8pass", use_regional_compilation=True)
+    return Accelerator(cpu=True, dynamo_plugin=plugin)
+
+
+@pytest.mark.parametrize("make", [by_argument, by_plugin, by_environment, by_region])
+def test_accelerate(make, monkeypatch, plans, tmp_path):
+    accelerator = make(monkeypatch)
+    model = llama(num_hidden_layers=2)
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(prepared(input_ids=tokens(), labels=tokens()).loss)
+    optimizer.step()
+    fp8 = sum(bool(y.fp8) for plan in plans for y in plan.linears)
+    # Regions: two equal blocks share a graph, and nothing says that the head by itself is one.
+    assert fp8 == (7 + 1 if make is by_region else 14)
+    if make is by_plugin:
+        assert fp8pass.explain(prepared, tokens()).config == fp8pass.Config.recipe("agoq")
+    plain = accelerator.unwrap_model(prepared, keep_torch_compile=False)
+    assert list(plain.state_dict()) == names
+
+
+# --- Trainers -----------------------------------------------------------------------------------
+
+
+def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": t, "labels": t} for t in tokens(count)]
+
+
+def test_transformers_trainer(plans, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(tmp_path),
+        torch_compile=True,
+        torch_compile_backend="fp8pass",
+        max_steps=2,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    model = llama()
+    names = set(model.state_dict())
+    trainer = Trainer(model, arguments, train_dataset=rows())
+    trainer.train()
+    assert [sum(bool(y.fp8) for y in plan.linears) for plan in plans] == [7]
+    trainer.save_model(str(tmp_path))
+    assert set(load_file(tmp_path / "model.safetensors")) == names
+
+
+# --- accelerate launch --------------------------------------------------------------------------
+
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from fp8pass import compat
+
+compat.compile_fx_inner = lambda gm, inputs, **kwargs: compat.interpret(gm)  # no C++ compiler
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+accelerator.backward(model(torch.randn(16, 64)).sum())
+print(accelerator.state.dynamo_plugin.backend, *sys.argv[1:])
+"""
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(FOLDER), "CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_accelerate_launch(tmp_path):
+    """Of a script that knows nothing of fp8pass."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "config.yaml").write_text(
+        "distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    launch += ["--config_file", str(tmp_path / "config.yaml")]
+    module = ["-m", "fp8pass.integrations.accelerate"]
+    done = run([*launch, *module, str(tmp_path / "train.py"), "--lr", "1"])
+    assert done.stdout.split() == ["FP8PASS", "--lr", "1"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "usage: python -m fp8pass.integrations.accelerate"),
+        (["-m"], {}, "usage: "),
+        (["train.py"], {integration.VARIABLE: "INDUCTOR"}, "is INDUCTOR: leave out"),
+    ],
+)
+def test_what_cannot_be_run(arguments, environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=message):
+        integration.run(arguments)
+
+
+def test_a_module_is_run_as_main(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trains.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(integration.VARIABLE, "no")
+    monkeypatch.setattr(sys, "argv", ["before"])
+    integration.run(["-m", "trains", "a"])
+    assert capsys.readouterr().out == "__main__ ['a']\n"
+    assert os.environ[integration.VARIABLE] == "FP8PASS"
