@@ -66,11 +66,19 @@ def with_tensor():
 
 
 def with_loss():
+    return MLP(), (x(),), lambda model, batch: model(*batch).square().mean()
+
+
+def with_loss_of_a_dict():
+    return MLP(), {"x": x()}, lambda m, b: m(**b).square().mean()
+
+
+def with_loss_of_the_output():
     return MLP(), (x(),), lambda output: output.square().mean()
 
 
 def with_wrong_loss():
-    return MLP(), (x(),), lambda output: output.square()
+    return MLP(), (x(),), lambda model, batch: model(*batch).square()
 
 
 def compiled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fp8pass.cli import target
@@ -41,25 +42,20 @@ def measured(name: str, options: argparse.Namespace) -> Any:
     """`fp8pass.<name>(model, loss_fn, batch, config=...)` of TARGET, for diagnose and bisect."""
     config = target.config_of(options)
     found = target.load(options)
-    loss = loss_function(found)
-    loss(run_alone(found))
+    loss_fn = loss_function(found)
+    run_alone(found, partial(loss_fn, found.module, found.batch))
     import fp8pass
 
-    def loss_of_batch(model: Any, batch: Any) -> Any:
-        args, kwargs = batch
-        return loss(model(*args, **kwargs))
-
     with task(f"fp8pass.{name}", REPORT):
-        return getattr(fp8pass, name)(
-            found.model, loss_of_batch, (found.args, found.kwargs), config=config
-        )
+        return getattr(fp8pass, name)(found.model, loss_fn, found.batch, config=config)
 
 
-def run_alone(found: Target) -> Any:
-    """The output of the model without fp8pass, so that its own errors are not taken for ours.
+def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
+    """Call the model, or `run`, without fp8pass, so that errors of its own are not taken for ours.
 
     Raises:
-        Failure: the model fails.
+        Failure: it fails.
+        UsageError: there is no loss.
     """
     import torch
 
@@ -73,25 +69,29 @@ def run_alone(found: Target) -> Any:
         unchanged(found.module),
         torch.no_grad(),
     ):
-        return found.module(*found.args, **found.kwargs)
+        (run or partial(found.module, *found.args, **found.kwargs))()
 
 
-def loss_function(found: Target) -> Callable[[Any], Any]:
-    """A function from the model's output to a scalar loss."""
+def loss_function(found: Target) -> Callable[[Any, Any], Any]:
+    """TARGET's `loss_fn`, or that of a model which returns its loss."""
     import torch
 
-    def loss(output: Any) -> torch.Tensor:
-        value = found.loss(output) if found.loss else getattr(output, "loss", output)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return value
-        returned = ("the loss function", value) if found.loss else ("the model", output)
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        if found.loss_fn:
+            returned = loss = found.loss_fn(model, batch)
+        else:
+            returned = model(*found.args, **found.kwargs)
+            loss = getattr(returned, "loss", returned)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            return loss
+        whose = "loss_fn" if found.loss_fn else "the model"
         raise UsageError(
-            f"No loss: {returned[0]} returned {_described(returned[1])}, no scalar. Have module:"
-            "function return a loss function last, such as lambda output: output.square().mean(), "
-            "or give the model its labels, --input labels=4x128:int64:32000."
+            f"No loss: {whose} returned {_described(returned)}, no scalar. Have module:function "
+            "return loss_fn last, such as lambda model, batch: model(*batch).square().mean(), or "
+            "give the model its labels, --input labels=4x128:int64:32000."
         )
 
-    return loss
+    return loss_fn
 
 
 def _described(value: Any) -> str:

@@ -27,20 +27,27 @@ TARGET is one of
   path/to/file.py:build   the same in a file
   config.json             of a Hugging Face model, or its folder; random weights, no download
 and build returns a model, or a tuple of the model, its inputs (a tuple of arguments, a dict of
-keyword arguments, or both in this order) and a function from its output to the loss."""
+keyword arguments, or both in this order) and loss_fn(model, batch), where batch is the inputs as
+returned: what fp8pass.diagnose, bisect and calibrate take."""
 
 _FORMS = "TARGET is module:function, file.py:function or a Hugging Face config.json"
-_RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), and a loss function"
+_RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), and loss_fn last"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model, the arguments to call it with, and a function from output to loss, if any."""
+    """A model, the arguments to call it with, and what its loss is computed by.
+
+    Attributes:
+        loss_fn: gives the loss of model and batch; None for models that return it.
+        batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or both.
+    """
 
     model: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any], Any] | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    batch: Any = None
 
     @property
     def module(self) -> Any:
@@ -112,7 +119,8 @@ def load(options: argparse.Namespace) -> Target:
             model = huggingface.build(options.target, device or device_of(None), dtype)
             target = Target(model)
             if not options.input:
-                target = Target(model, kwargs=huggingface.example_inputs(model))
+                inputs = huggingface.example_inputs(model)
+                target = Target(model, kwargs=inputs, batch=inputs)
         else:
             target = moved(unpacked(build(options.target)), device, dtype)
         if options.input:
@@ -159,13 +167,30 @@ def unpacked(made: Any) -> Target:
     from torch import Tensor, nn
 
     model, *rest = made if isinstance(made, tuple) and made else (made,)
-    loss = rest.pop() if rest and callable(rest[-1]) else None
+    loss_fn = rest.pop() if rest and callable(rest[-1]) else None
+    batch = rest[0] if len(rest) == 1 else tuple(rest)
     kwargs = rest.pop() if rest and isinstance(rest[-1], Mapping) else {}
     args = rest.pop() if rest and isinstance(rest[-1], (tuple, list, Tensor)) else ()
     if rest or not isinstance(model, nn.Module):
         types = ", ".join(type(x).__name__ for x in (made if isinstance(made, tuple) else (made,)))
         raise UsageError(f"TARGET returned ({types}); it should return {_RETURNS}.")
-    return Target(model, (args,) if isinstance(args, Tensor) else tuple(args), dict(kwargs), loss)
+    if loss_fn and not _takes_model_and_batch(loss_fn):
+        raise UsageError(
+            "loss_fn of TARGET takes the model and the batch, as that of fp8pass.diagnose does: "
+            "lambda model, batch: model(*batch).square().mean()."
+        )
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    return Target(model, args, dict(kwargs), loss_fn, batch)
+
+
+def _takes_model_and_batch(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C: nothing is known
+        return True
+    return True
 
 
 def moved(target: Target, device: Any, dtype: Any) -> Target:
@@ -177,8 +202,10 @@ def moved(target: Target, device: Any, dtype: Any) -> Target:
     def move(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, dtype if x.is_floating_point() else None)
 
-    args, kwargs = compat.tree_map_only(torch.Tensor, move, (target.args, target.kwargs))
-    return replace(target, model=target.model.to(device, dtype), args=args, kwargs=kwargs)
+    inputs = (target.args, target.kwargs, target.batch)
+    args, kwargs, batch = compat.tree_map_only(torch.Tensor, move, inputs)
+    model = target.model.to(device, dtype)
+    return replace(target, model=model, args=args, kwargs=kwargs, batch=batch)
 
 
 def with_inputs(target: Target, inputs: list[Input]) -> Target:
@@ -191,7 +218,9 @@ def with_inputs(target: Target, inputs: list[Input]) -> Target:
     dtype = next(floats, torch.get_default_dtype())
     tensors = [(x.name, x.tensor(device, dtype)) for x in inputs]
     args = tuple(x for name, x in tensors if not name)
-    return replace(target, args=args, kwargs={name: x for name, x in tensors if name})
+    kwargs = {name: x for name, x in tensors if name}
+    batch = (args, kwargs) if args and kwargs else kwargs or args
+    return replace(target, args=args, kwargs=kwargs, batch=batch)
 
 
 def check_arguments(target: Target) -> None:

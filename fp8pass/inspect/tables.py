@@ -117,14 +117,14 @@ def totals(explanation: ExplanationData) -> str:
     kernels = f"{_counted(programs, ', ')}, in {sum(u.launches for u in uses)} launches"
     return (
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
-        f"; stock torch.compile would keep {mib(stock)} MiB{share}.{_outside(explanation)}"
+        f"; stock torch.compile would keep {mib(stock)} MiB{share}.{remarks(explanation)}"
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
         f"{_counted(generated, '; ') or 'none'}.{_merged(plans)}{_heads(plans)}"
     )
 
 
-def _outside(explanation: ExplanationData) -> str:
-    """What is not in compiled graphs, and what graphs do not keep."""
+def remarks(explanation: ExplanationData) -> str:
+    """What is not in compiled graphs, and what is computed again; '' where there is none."""
     said = ""
     if explanation.parts:
         said += f"\nOnly parts of the model are compiled: {path_pattern(explanation.parts)}."
@@ -143,10 +143,8 @@ def _checkpointing(explanation: ExplanationData) -> str:
     said = ""
     if inside:
         products, kept = sum(c.products for c in inside), sum(p.saved_bytes for p in plans)
-        without, least = (
-            _sum(c.bytes_without for c in inside),
-            _sum(c.least_without for c in inside),
-        )
+        without = sum(c.bytes_without or 0 for c in inside)
+        least = sum(c.least_without or 0 for c in inside)
         said += (
             f"\ntorch.utils.checkpoint has the backward compute {products} matrix products again "
             "and all that lies between: nothing of it is kept in low bits. These graphs keep "
@@ -160,10 +158,6 @@ def _checkpointing(explanation: ExplanationData) -> str:
             "which are not counted here. Without it a memory_budget limits what they keep."
         )
     return said
-
-
-def _sum(counts: Iterable[int | None]) -> int:
-    return sum(count or 0 for count in counts)
 
 
 def _merged(plans: Sequence[Plan]) -> str:

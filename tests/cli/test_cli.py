@@ -199,10 +199,19 @@ def test_without_transformers(run, here, monkeypatch):
 # --- diagnose and bisect ------------------------------------------------------------------------
 
 
-def test_diagnose_by_the_factory_s_loss(run, here):
-    out = ok(run("diagnose", "factories:with_loss"))
+@pytest.mark.parametrize("factory", ["with_loss", "with_loss_of_a_dict"])
+def test_diagnose_by_the_factory_s_loss(run, here, factory):
+    """Which has the signature of the function's own."""
+    out = ok(run("diagnose", f"factories:{factory}"))
     assert "gradient error by layer" in out
     assert "down" in out
+
+
+def test_a_loss_of_the_output_alone(run, here):
+    code, _, err = run("diagnose", "factories:with_loss_of_the_output")
+    assert code == 2
+    assert "loss_fn of TARGET takes the model and the batch" in err
+    assert "lambda model, batch:" in err
 
 
 def test_diagnose_a_model_that_returns_its_loss(run, here):
@@ -223,7 +232,7 @@ def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
     ("words", "returned"),
     [
         (["factories:with_args"], "the model returned float32 32x64"),
-        (["factories:with_wrong_loss"], "the loss function returned float32 32x64"),
+        (["factories:with_wrong_loss"], "loss_fn returned float32 32x64"),
         (["llama", "--input", "input_ids=2x8:int64:96"], "the model returned CausalLM"),
     ],
 )
@@ -232,7 +241,7 @@ def test_without_a_loss(run, here, command, words, returned):
     code, out, err = run(command, *words)
     assert (code, out) == (2, "")
     assert returned in err
-    assert "return a loss function last" in err
+    assert "return loss_fn last" in err
     assert "--input labels=" in err
 
 

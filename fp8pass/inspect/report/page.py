@@ -33,7 +33,7 @@ from fp8pass.inspect.report.folding import fold
 from fp8pass.inspect.report.picture import KINDS, draw
 from fp8pass.inspect.report.sources import source_line
 from fp8pass.inspect.report.timeline import timeline
-from fp8pass.inspect.tables import by_bytes, mib
+from fp8pass.inspect.tables import by_bytes, mib, remarks
 from fp8pass.passes.runner import PassRecord
 from fp8pass.plan import FrontierPoint, Plan, SavedTensor
 
@@ -123,6 +123,7 @@ def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> 
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
+        remarks=remarks(explanation).split("\n"),
         made={
             "fp8pass": __version__,
             "torch": torch.__version__,

@@ -1,0 +1,33 @@
+"""Frameworks run op by op, each test from a fresh state of accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+import fp8pass
+from fp8pass import compat
+from fp8pass.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
+    """The plans of what is compiled, op by op in place of Inductor."""
+    found: list[Plan] = []
+    monkeypatch.setattr(fp8pass.partition, "report", found.append)
+    monkeypatch.setattr(compat, "compile_fx_inner", lambda gm, inputs, **kw: compat.interpret(gm))
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    _forget()
+    yield found
+    _forget()
+
+
+def _forget() -> None:
+    """Let the next `Accelerator` be made as if it were the first of the process."""
+    if find_spec("accelerate"):
+        from accelerate.state import AcceleratorState, PartialState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
