@@ -76,7 +76,8 @@ class Config:
             over is spent on formats of more bits than `save_format`, up to `e4m3`.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
-            a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`.
+            a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`. One may stand
+            by itself, without a tuple.
         keep_exact: shell-style patterns of values that the backward gets exactly: kept as they are
             or computed again from exact values. A pattern matches a value's name, as `explain`
             and `calibrate` give it, or the module that computes it, as in `skip`.
@@ -106,6 +107,12 @@ class Config:
         if args:
             raise ConfigError(
                 f"Config takes options by name, got {args[0]!r}. A recipe is Config.recipe('coat')."
+            )
+        if "recipe" in options:
+            name = options.pop("recipe")
+            rest = "".join(f", {option}=..." for option in options)
+            raise ConfigError(
+                f"A recipe is Config.recipe({name!r}{rest}): it is where options start."
             )
         for name in options:
             _check_known(name)
@@ -259,10 +266,11 @@ def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
 
 
 def _checked_patterns(field: str, of: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
     if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):
         return tuple(given)
-    fix = f": {field}=({given!r},)" if isinstance(given, str) else ""
-    raise ConfigError(f"{field} must be a tuple of {of} patterns, got {given!r}{fix}.")
+    raise ConfigError(f"{field} must be a tuple of {of} patterns, or one, got {given!r}.")
 
 
 def _check_budget(budget: object) -> None:

@@ -68,6 +68,9 @@ class Backend:
             inductor_options.update(given)
         _warn_about_activation_quantization()
         patches = {**inductor_defaults(config, example_inputs), **inductor_options}
+        has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
+        if config.compiler == "inductor" and has_tensors and _on_cpu(example_inputs):
+            _check_cpp_compiler()
         if compat.is_checkpointing():
             warn_about_checkpointing()
         monitor = self.monitor if torch.is_grad_enabled() else None
@@ -195,7 +198,7 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
     All of them are measured on GPUs. Generated code for the CPU, which is there to try things out,
     is what most tests of Inductor cover: with its own options.
     """
-    if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in example_inputs):
+    if _on_cpu(example_inputs):
         return {}
     options: dict[str, Any] = {
         # Its estimate of peak memory is wrong for nodes that materialize_plan placed well.
@@ -212,6 +215,20 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
         # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.
         options["realize_opcount_threshold"] = 64
     return options
+
+
+def _on_cpu(example_inputs: Sequence[Any]) -> bool:
+    return all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+
+
+def _check_cpp_compiler() -> None:
+    """Say in a sentence what Inductor says in a hundred lines."""
+    if not compat.has_cpp_compiler():
+        raise RuntimeError(
+            "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
+            "one (apt install g++), name it in the environment variable CXX, or run op by op, with "
+            "options={'compiler': 'eager'}."
+        )
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

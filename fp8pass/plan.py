@@ -252,6 +252,13 @@ class Plan:
         """The linear layers that stay in high precision though nobody asked for it."""
         return [linear for linear in self.high_precision if not linear.chosen]
 
+    @property
+    def unexpected_share(self) -> float:
+        """Their share of all weights: hardly any for a low-rank adapter or a small classifier."""
+        sizes = [y.in_features * y.out_features for y in self.linears]
+        unexpected = sum(y.in_features * y.out_features for y in self.unexpected)
+        return unexpected / sum(sizes) if any(sizes) else 0.0
+
     def summary(self) -> str:
         """One line for the log."""
         fp8 = len(self.linears) - len(self.high_precision)

@@ -19,6 +19,7 @@ from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
@@ -39,6 +40,7 @@ __all__ = [
     "fresh_compilation",
     "get_cpp_compiler",
     "half_of",
+    "has_cpp_compiler",
     "interpret",
     "is_checkpointing",
     "list_mode_options",
@@ -62,6 +64,15 @@ def half_of(kwargs: dict[str, Any]) -> str:
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
     """Indices of the inputs that Inductor's inner compile knows to be parameters or buffers."""
     return frozenset(kwargs.get("static_input_idxs") or ())
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a compiler for the CPU."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
 
 
 def is_checkpointing() -> bool:

@@ -119,7 +119,7 @@ def totals(explanation: ExplanationData) -> str:
         f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
         f"; stock torch.compile would keep {mib(stock)} MiB{share}.{remarks(explanation)}"
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
-        f"{_counted(generated, '; ') or 'none'}.{_merged(plans)}{_heads(plans)}"
+        f"{_reasons(generated) or 'none'}.{_merged(plans)}{_heads(plans)}"
     )
 
 
@@ -158,6 +158,11 @@ def _checkpointing(explanation: ExplanationData) -> str:
             "which are not counted here. Without it a memory_budget limits what they keep."
         )
     return said
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    """Numbers of matrices, each with the reason."""
+    return "; ".join(f"{count} ({reason})" for reason, count in counts.items())
 
 
 def _merged(plans: Sequence[Plan]) -> str:

@@ -32,6 +32,9 @@ from fp8pass.plan import Plan
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
+# So much of the weights may stay in high precision without a warning.
+ROUTINE_SHARE = 0.05
+
 # Begins a comment that names the module that the following lines of a graph's code come from.
 MODULE_COMMENT = "# module "
 
@@ -132,17 +135,18 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 
 def report(plan: Plan) -> None:
-    """Log one line about a graph; a warning if layers stay in high precision unasked."""
+    """Log one line about a graph; a warning if much stays in high precision unasked."""
     if plan.checkpointing:
         warn_about_checkpointing()
-    unexpected = plan.unexpected
-    if not unexpected:
+    share = plan.unexpected_share
+    if share <= ROUTINE_SHARE:
         log.info("%s", plan.summary())
         return
-    first = unexpected[0]
+    first = max(plan.unexpected, key=lambda y: y.in_features * y.out_features)
     log.warning(
-        "%s. Not asked for: %d, such as %s: %s. fp8pass.explain(model, ...) lists them.",
-        *(plan.summary(), len(unexpected), first.module or "top level", first.reason),
+        "%s. %.0f%% of the weights stay in high precision though nobody asked for it, such as %s: "
+        "%s. fp8pass.explain(model, ...) lists them.",
+        *(plan.summary(), 100 * share, first.module or "the top level", first.reason),
     )
 
 
