@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat
-from fp8pass.inspect.running import leaves_of
+from fp8pass.inspect.running import is_sharded, leaves_of
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -21,8 +21,11 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     held = (*model.parameters(), *model.buffers(), *leaves_of((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}
     saved: dict[Any, int] = {}
+    sharded = is_sharded(model)
 
     def pack(tensor: Tensor) -> None:
+        if sharded:  # what FSDP2 gathers takes the parameters' places for a while
+            own.update(map(compat.weak_storage, model.parameters()))
         saved[compat.weak_storage(tensor)] = tensor.untyped_storage().nbytes()
 
     def unpack(_: None) -> Tensor:

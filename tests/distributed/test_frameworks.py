@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import MLP
 from torch import distributed as dist
+from torch import nn
 
 import fp8pass
 from fp8pass import Config
@@ -55,3 +57,27 @@ def test_hugging_face_trainer(two, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     two(in_a_trainer, str(tmp_path))
+
+
+def explained(device: str) -> None:
+    """What FSDP2 gathers is no memory that is kept for the backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    totals = []
+    for shards in (False, True):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(MLP((64, 128, 64)) for _ in range(2))).to(device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        for block in model:
+            if shards:
+                fully_shard(block, mesh=mesh)
+            block.compile(backend="fp8pass", options={"compiler": "eager"})
+        x = torch.ones(32, 64, device=device)
+        found = fp8pass.explain(model, x)
+        totals.append((found.saved_bytes, found.outside_bytes, found.eager_bytes))
+    assert totals[0] == totals[1]
+
+
+def test_explain_counts_no_gathered_weights(two):
+    two(explained)

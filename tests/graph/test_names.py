@@ -7,10 +7,11 @@ from functools import wraps
 import pytest
 import torch
 from helpers import MLP, compiled, llama, tokens
+from monitor_helpers import monitored
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import Config
+from fp8pass import Config, Monitor
 from fp8pass.graph.names import clean_path
 
 SIZES = (64, 128, 64)
@@ -99,6 +100,15 @@ def test_paths_in_plans_and_patterns(name):
     names = dict(make().named_modules())
     for saved in spy.plan.saved:
         assert saved.module in {n.replace("._orig_mod", "") for n in names}
+
+
+def test_paths_in_a_monitor():
+    """Those of the model, whatever Dynamo calls it."""
+    model, monitor = with_autocast(), Monitor()
+    monitored(model, monitor)(torch.randn(4, 64)).float().mean().backward()
+    monitor.step()
+    names = {name for name, _ in model.named_modules()}
+    assert {"0.up", "0.down"} <= {row.module for row in monitor.latest} <= names
 
 
 def test_accelerate_and_peft():
