@@ -71,7 +71,7 @@ class Backend:
         has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
         if config.compiler == "inductor" and has_tensors and _on_cpu(example_inputs):
             _check_cpp_compiler()
-        if compat.is_checkpointing():
+        if compat.is_checkpointing() and not self.observer:
             warn_about_checkpointing()
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.

@@ -15,7 +15,7 @@ from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
 from fp8pass.passes import JOINT_PASSES, Context
-from fp8pass.passes.runner import Watcher, report, run_passes
+from fp8pass.passes.runner import Watcher, report, run_passes, warn_about_checkpointing
 from fp8pass.plan import Checkpointing
 from fp8pass.saving.stock import stock_saved_bytes
 
@@ -46,6 +46,8 @@ class Partitioner(compat.CustomPartitionerFn):
         records = run_passes(JOINT_PASSES, gm, ctx, record=observed, watcher=self.watcher)
         if self.compilation.reports:
             report(ctx.plan)
+            if ctx.plan.checkpointing and not observed:
+                warn_about_checkpointing()
         forward, backward = cut(gm, ctx)
         if observed:
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)

@@ -136,8 +136,6 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 def report(plan: Plan) -> None:
     """Log one line about a graph; a warning if much stays in high precision unasked."""
-    if plan.checkpointing:
-        warn_about_checkpointing()
     share = plan.unexpected_share
     if share <= ROUTINE_SHARE:
         log.info("%s", plan.summary())
