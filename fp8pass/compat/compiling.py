@@ -78,7 +78,7 @@ def has_cpp_compiler() -> bool:
 def is_checkpointing() -> bool:
     """Whether what is saved here is dropped, and computed again by `torch.utils.checkpoint`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def captures_backward() -> bool:
