@@ -12,8 +12,15 @@ from helpers import MLP, llama, tokens
 from torch import Tensor, nn
 
 from fp8pass import compat, explain
+from fp8pass.compilation import Compilation
 
 OPTIONS = {"compiler": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the passes make of halves takes as long as all the rest, and is not looked at here."""
+    monkeypatch.setattr(Compilation, "shows_halves", False)
 
 
 def saved(program: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
