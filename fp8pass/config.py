@@ -10,17 +10,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8pass.dialect.formats import FORMATS, SAVED_FORMATS
+from fp8pass.dialect.formats import (
+    EXPONENT_BITS,
+    FORMATS,
+    MANTISSA_BITS,
+    SAVED_FORMATS,
+    simulated_format,
+)
 from fp8pass.dialect.granularity import OF_OPERANDS
 
 LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
 SCALES = tuple(OF_OPERANDS)
 SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 COMPILERS = ("inductor", "eager")
+GEMMS = ("forward", "dgrad", "wgrad")
 # The largest share of its own plan that a budget is of use for: all saved values in 8 bits for 4.
 MOST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that look like options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
+SWITCHES = ("quantize_lm_head", "simulate_inner", "simulate_outer")
 # The options that are patterns, and of what.
 PATTERNS = {"skip": "module path", "keep_exact": "value name or module path"}
 
@@ -39,6 +47,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "save_format": "exact",
         "head_chunks": 1,
     },
+}
+
+# What `simulate` leaves of the choices about codes: there are none.
+SIMULATED: dict[str, tuple[str, ...]] = {
+    "forward_format": ("exact",),
+    "gradient_format": ("exact",),
+    "save_format": ("none", "exact"),
 }
 
 
@@ -85,6 +100,14 @@ class Config:
         head_chunks: how many parts of the tokens the output head and the loss take in turn, forward
             and backward, so that no logits of all tokens exist (LLMQ 3). None chooses; 1 is all at
             once. The gradient of the head's weight is added up over them in the weight's dtype.
+        simulate: a format ExMy, `e8m3`, of 1 to 8 exponent and 0 to 23 mantissa bits, that linear
+            layers, output heads among them, compute in as if a GPU had it (FP8 and back 3.2):
+            operands and results of their GEMMs are masked to it, and the GEMMs run in the model's
+            own precision. Nothing runs in FP8 or is kept in low bits, as in recipe `exact`.
+        simulate_gemms: those of `forward`, `dgrad` and `wgrad` that are masked.
+        simulate_inner: whether magnitudes below the smallest normal number of the simulated format
+            become that number; zeros stay.
+        simulate_outer: whether finite magnitudes beyond its largest number become that.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
     """
 
@@ -100,6 +123,10 @@ class Config:
     keep_exact: tuple[str, ...] = ()
     quantize_lm_head: bool = False
     head_chunks: int | None = None
+    simulate: str | None = None
+    simulate_gemms: tuple[str, ...] = GEMMS
+    simulate_inner: bool = True
+    simulate_outer: bool = True
     compiler: str = "inductor"
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
@@ -116,9 +143,12 @@ class Config:
             )
         for name in options:
             _check_known(name)
+        if options.get("simulate") is not None:
+            _check_simulated_alone(options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self._check_simulation()
         _check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
         _check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
         _check_choice("forward_scales", self.forward_scales, SCALES)
@@ -147,16 +177,31 @@ class Config:
             )
         for field, of in PATTERNS.items():
             object.__setattr__(self, field, _checked_patterns(field, of, getattr(self, field)))
-        if not isinstance(self.quantize_lm_head, bool):
-            raise ConfigError(
-                f"quantize_lm_head must be a bool, True or False, got {self.quantize_lm_head!r}."
-            )
-
+        for field in SWITCHES:
+            if not isinstance(value := getattr(self, field), bool):
+                raise ConfigError(f"{field} must be a bool, True or False, got {value!r}.")
         chunks = self.head_chunks
         if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
             raise ConfigError(f"head_chunks must be a whole number or None, got {chunks!r}.")
         if chunks is not None and chunks < 1:
             raise ConfigError(f"head_chunks must be at least 1, all at once, got {chunks!r}.")
+
+    def _check_simulation(self) -> None:
+        """Check what is simulated; where something is, nothing is coded."""
+        gemms = self.simulate_gemms
+        if isinstance(gemms, str) or not isinstance(gemms, Iterable) or not all(gemms):
+            fix = f": simulate_gemms=({gemms!r},)" if gemms in GEMMS else ""
+            raise ConfigError(f"simulate_gemms must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
+        for gemm in gemms:
+            _check_choice("simulate_gemms", gemm, GEMMS)
+        object.__setattr__(self, "simulate_gemms", tuple(g for g in GEMMS if g in gemms))
+        if self.simulate is None:
+            return
+        _check_simulated(self.simulate)
+        for field, (first, *_) in SIMULATED.items():
+            object.__setattr__(self, field, first)
+        if self.head_chunks is None:  # as in recipe `exact`: sums are those of the model alone
+            object.__setattr__(self, "head_chunks", 1)
 
     @classmethod
     def recipe(cls, name: str, /, **overrides: Any) -> Config:
@@ -168,6 +213,11 @@ class Config:
         _check_choice("recipe", name, tuple(RECIPES))
         for field in overrides:
             _check_known(field)
+        if (simulated := overrides.get("simulate")) is not None and name != "exact":
+            raise ConfigError(
+                f"simulate={simulated!r} runs nothing in FP8 and keeps nothing in low bits, which "
+                f"is what recipe {name!r} is for: leave the recipe out, or say recipe 'exact'."
+            )
         return cls(**{**RECIPES[name], **overrides})
 
     def budget_bytes(self, unlimited: float) -> float:
@@ -221,7 +271,8 @@ def split_options(
                 + ", ".join(("recipe", *FIELDS))
                 + "; those of torch._inductor.config pass through."
             )
-    return Config.recipe(ours.pop("recipe", "coat"), **ours), theirs
+    default = "coat" if ours.get("simulate") is None else "exact"
+    return Config.recipe(ours.pop("recipe", default), **ours), theirs
 
 
 def parse_bytes(text: str) -> float:
@@ -271,6 +322,38 @@ def _checked_patterns(field: str, of: str, given: object) -> tuple[str, ...]:
     if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):
         return tuple(given)
     raise ConfigError(f"{field} must be a tuple of {of} patterns, or one, got {given!r}.")
+
+
+def _check_simulated(name: object) -> None:
+    """Check that `name` is a format that can be simulated."""
+    try:
+        simulated_format(str(name))
+    except ValueError:
+        match = re.search(r"e(\d+)m(\d+)", str(name).lower())
+        hint = ""
+        if match:
+            exponent = _clamped(int(match[1]), EXPONENT_BITS)
+            mantissa = _clamped(int(match[2]), MANTISSA_BITS)
+            hint = f" Did you mean 'e{exponent}m{mantissa}'?"
+        raise ConfigError(
+            "simulate is a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as 'e8m3', "
+            f"got {name!r}.{hint}"
+        ) from None
+
+
+def _clamped(count: int, limits: tuple[int, int]) -> int:
+    return min(max(count, limits[0]), limits[1])
+
+
+def _check_simulated_alone(options: Mapping[str, Any]) -> None:
+    """Check that no option besides `simulate` asks for codes."""
+    for field, allowed in SIMULATED.items():
+        given = options.get(field, allowed[0])
+        if given not in allowed:
+            raise ConfigError(
+                f"simulate={options['simulate']!r} masks what linear layers compute with, and "
+                f"codes nothing: leave {field}={given!r} out."
+            )
 
 
 def _check_budget(budget: object) -> None:

@@ -87,6 +87,7 @@ class Linear:
         fp8: the GEMMs that run in FP8, out of `forward`, `dgrad`, `wgrad`.
         reason: why it stays in high precision, '' where it does not.
         chosen: whether that was asked for, by a skip pattern or the default for output heads.
+        simulated: the GEMMs that compute in a simulated format, out of the same.
     """
 
     module: str
@@ -96,6 +97,7 @@ class Linear:
     fp8: tuple[str, ...]
     reason: str
     chosen: bool = False
+    simulated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ class Plan:
     smallest budget that can be met; `rules` are the error rules that it follows; `merged` names the
     layers that share a GEMM for the gradient of their common input; `collectives` is what ranks
     send each other; `heads` are output heads with a loss behind them; `checkpointing` says what the
-    user has computed again. Where somebody observes: `stock_bytes` is what PyTorch's own
+    user has computed again; `simulated` is the format that linear layers compute in as if there
+    were hardware for it. Where somebody observes: `stock_bytes` is what PyTorch's own
     partitioner would keep for the same graph, `flops` counts the operations of all GEMMs,
     convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the
     forward and one for the backward.
@@ -230,6 +233,7 @@ class Plan:
     collectives: list[Collective] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
     checkpointing: Checkpointing | None = None
+    simulated: str | None = None
     note: str = ""
 
     @property
@@ -261,10 +265,11 @@ class Plan:
 
     def summary(self) -> str:
         """One line for the log."""
-        fp8 = len(self.linears) - len(self.high_precision)
+        rewritten = len(self.linears) - len(self.high_precision)
+        format = f"simulated {self.simulated}" if self.simulated else "FP8"
         low_bit = sum(1 for s in self.saved if s.expected_error)
         return (
-            f"{fp8} of {len(self.linears)} linear layers in FP8"
+            f"{rewritten} of {len(self.linears)} linear layers in {format}"
             f" ({len(self.high_precision)} stay in high precision), {low_bit} of"
             f" {len(self.saved)} saved tensors in low bits, {bytes_text(self.saved_bytes)} kept"
             + (f"; {self.note}" if self.note else "")

@@ -20,9 +20,10 @@ from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.codegen.coding import bits_of, decode, encode, shift_left, shift_right
 from fp8pass.codegen.emitter import Emitter
 from fp8pass.codegen.kernels.tiles import holds_amaxes
+from fp8pass.codegen.masking import masked
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
-from fp8pass.dialect.formats import FORMATS, Format, divisor_group
+from fp8pass.dialect.formats import FORMATS, Format, divisor_group, simulated_format
 from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
 from fp8pass.graph.collectives import GATHER, WAIT, remove_unused
 from fp8pass.graph.nodes import aten, prims, tensor
@@ -169,6 +170,11 @@ def _as_codes(emit: Emitter, data: fx.Node, format: str) -> fx.Node:
         if sent.target is aten.view.dtype:
             return emit(WAIT, emit(GATHER, sent.args[0], *gather.args[1:]))
     return emit(aten.view.dtype, data, FORMATS[format].dtype)
+
+
+@_lowers(fp8.mask_format.default)
+def _mask_format(emit: Emitter, x: fx.Node, format: str, inner: bool, outer: bool) -> fx.Node:
+    return masked(emit, x, simulated_format(format), inner, outer)
 
 
 @_lowers(fp8.scaled_mm.default)

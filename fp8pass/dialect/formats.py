@@ -9,8 +9,9 @@ Nothing here waits for PyTorch, so that options can be named without loading it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 # far below the format's own.
 GROUP_SCALE_BYTES = 2
 
+# The exponent bits that a simulated format may have, and its mantissa bits: at most fp32's.
+EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
+
 
 @dataclass(frozen=True)
 class Format:
     """One element format.
 
     Attributes:
-        stored_as: name of the dtype of a stored tensor, '' where it keeps its own (`exact`).
+        stored_as: name of the dtype of a stored tensor, '' where it keeps its own: `exact`, and
+            formats that are simulated alone.
         max: the largest finite value.
         mantissa: stored mantissa bits.
         min_exponent: exponent of the least normal number; below it are denormals.
@@ -61,7 +66,7 @@ class Format:
     @property
     def lossless(self) -> bool:
         """Whether storing in this format returns the very same tensor."""
-        return not self.stored_as
+        return math.isinf(self.max)
 
     @property
     def packed(self) -> bool:
@@ -77,6 +82,11 @@ class Format:
     def bits(self) -> int:
         """Bits of a code, sign included."""
         return sum(self.planes)
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value."""
+        return math.frexp(self.max)[1] - 1
 
     @property
     def relative_error(self) -> float:
@@ -134,6 +144,33 @@ FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, EXACT, E4M3_BYTES,
 
 # Formats of saved values, from few bits to many.
 SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambda f: f.bits))
+
+
+@cache
+def simulated_format(name: str) -> Format:
+    """The format `ExMy`, such as `e8m3`: one of `FORMATS`, or one that no dtype has.
+
+    The latter are as IEEE's are: of 2^x exponents the first is that of denormals, the last that of
+    Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. One exponent bit leaves a
+    single binade, [2, 4).
+
+    Raises:
+        ValueError: it has another name, or more bits than float32.
+    """
+    match = re.fullmatch(r"e(\d+)m(\d+)", name)
+    exponent, mantissa = map(int, match.groups()) if match else (0, 0)
+    in_range = _within(exponent, EXPONENT_BITS) and _within(mantissa, MANTISSA_BITS)
+    if not match or not in_range:
+        raise ValueError(f"{name!r} is no ExMy of at most 8 exponent and 23 mantissa bits")
+    if name in FORMATS:
+        return FORMATS[name]
+    bias = 2 ** (exponent - 1) - 1
+    largest = (2 - 2.0**-mantissa) * 2.0 ** max(bias, 1 - bias)
+    return Format(name, "", largest, mantissa, 1 - bias, (1 + exponent + mantissa,))
+
+
+def _within(count: int, limits: tuple[int, int]) -> bool:
+    return limits[0] <= count <= limits[1]
 
 
 def divisor_group(

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
-from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.granularity import ROW, TENSOR, group
+from fp8pass.dialect.masking import masked
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, scale_of, truncated
 
 _library = torch.library.Library("fp8pass", "DEF")
@@ -64,6 +65,10 @@ def _dialect(
         return reference
 
     return register
+
+
+def _fake_mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _fake_amax(x: Tensor) -> Tensor:
@@ -308,3 +313,9 @@ def dequantize_groups(
     values = (groups * scales.float().unsqueeze(-1)).flatten(-2)
     layout = values if fmt.packed else planes[0]
     return torch.empty_like(layout, dtype=dtype).copy_(values)
+
+
+@_dialect("mask_format(Tensor x, str format, bool inner, bool outer) -> Tensor", _fake_mask_format)
+def mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
+    """`x` as numbers of a simulated format, in its own dtype and layout (FP8 and back 3.2)."""
+    return masked(x, simulated_format(format), inner, outer)

@@ -21,7 +21,7 @@ that share an input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +30,25 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
+from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
 from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits
+from fp8pass.plan import Linear
 
 # GEMMs that add their product to their first operand.
 ADDING = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layer stays in high precision; `chosen` by the user, its saved input does too."""
+
+    text: str = ""
+    chosen: bool = False
 
 
 @dataclass
@@ -74,6 +85,47 @@ class Layer:
         yield "forward", self.forward
         for role, nodes in (("dgrad", self.dgrad), ("wgrad", self.wgrad)):
             yield from ((role, node) for node in nodes)
+
+    def entry(
+        self,
+        reason: Reason,
+        times: str,
+        *,
+        fp8: tuple[str, ...] = (),
+        simulated: tuple[str, ...] = (),
+    ) -> Linear:
+        """The plan's entry, with the roles of the GEMMs that were rewritten."""
+        rows = f"{times}{tensor(self.input).shape[0]}"
+        sizes = compat.size_hint(self.in_features), compat.size_hint(self.out_features)
+        return Linear(
+            self.module, rows, *sizes, fp8, reason.text, reason.chosen, simulated=simulated
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A graph, or what runs on each chunk of a part of it, with its linear layers.
+
+    Attributes:
+        gm: the graph.
+        layers: its linear layers, and what comes close.
+        times: how often it runs, as text in front of a number of rows; '' for the whole graph.
+    """
+
+    gm: fx.GraphModule
+    layers: list[Layer]
+    times: str = ""
+
+
+def parts_with_layers(gm: fx.GraphModule, facts: JointFacts, skip: tuple[str, ...]) -> list[Part]:
+    """A graph and the bodies of its chunks; warns about patterns of `skip` that match nothing."""
+    parts = [Part(gm, find_layers(gm.graph, facts))]
+    for chunks in chunks_of(gm.graph):
+        layers = find_layers(chunks.body.graph, chunks.facts(facts))
+        parts.append(Part(chunks.body, layers, f"{chunks.count} × "))
+    modules = [layer.module for part in parts for layer in part.layers]
+    warn_about_idle_patterns("skip", skip, "linear layer", modules)
+    return parts
 
 
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
@@ -112,10 +164,10 @@ def _multiplies_matrices(node: fx.Node) -> bool:
     """Whether a node is a GEMM of two matrices, or batches of them, that is not in FP8 already."""
     if node.op != "call_function" or kind(node) is not Kind.GEMM or node.target in OPERATORS:
         return False
-    return all(tensor(x).ndim >= 2 for x in node.args[_first_operand(node) :][:2])  # type: ignore[arg-type]
+    return all(tensor(x).ndim >= 2 for x in node.args[first_operand(node) :][:2])  # type: ignore[arg-type]
 
 
-def _first_operand(gemm: fx.Node) -> int:
+def first_operand(gemm: fx.Node) -> int:
     """The position of the first factor: what is added to the product comes before it."""
     return 1 if gemm.target in ADDING else 0
 
@@ -160,7 +212,7 @@ def _flaw(
 
 def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The operands of a GEMM, without the zeros that Inductor's pad_mm appends to a contraction."""
-    first = _first_operand(gemm)
+    first = first_operand(gemm)
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
@@ -169,6 +221,14 @@ def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     fits = compat.statically_known_true(length == tensor(y).shape[-2])
     stripped = fits and not is_multiple_of_16(length)
     return (x, y) if stripped else (a, b)
+
+
+def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+    """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
+    node = graph.emit(like.graph, target, *args, like=like)
+    if compat.must_save(node):
+        del node.meta["recompute"]
+    return node
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:

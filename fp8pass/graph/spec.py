@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.dialect import masking
 from fp8pass.dialect.coding import is_fp8
-from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
 from fp8pass.dialect.ops import AMAX, OPERATORS
 from fp8pass.graph.classify import VIEWS
@@ -213,6 +214,16 @@ def _verify_dequantize_groups(node: fx.Node) -> None:
             _require(data.args[2:] == (format, size, i), node, f"{data} is not its plane {i}")
 
 
+def _verify_mask_format(node: fx.Node) -> None:
+    x, format, *_ = node.args
+    known = graph.tensor(x).dtype in masking.DTYPES  # type: ignore[arg-type]
+    _require(known, node, "masks what is neither bfloat16, float16 nor float32")
+    try:
+        simulated_format(str(format))
+    except ValueError as error:
+        _require(False, node, f"{error}")
+
+
 # One for each operator of the dialect.
 VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     **dict.fromkeys(AMAX.values(), _verify_amax),
@@ -227,6 +238,7 @@ VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     fp8.group_scale.default: _verify_group_scale,
     fp8.quantize_groups.default: _verify_quantize_groups,
     fp8.dequantize_groups.default: _verify_dequantize_groups,
+    fp8.mask_format.default: _verify_mask_format,
 }
 
 

@@ -91,7 +91,7 @@ class Explanation(ExplanationData):
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):
             plan, title = compiled.plan, self._title(number, compiled)
-            yield linears_table(title, plan.linears)
+            yield linears_table(title, plan)
             if plan.saved:
                 yield saved_table(title, plan)
             if plan.collectives:

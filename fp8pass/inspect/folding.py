@@ -28,9 +28,11 @@ def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, 
 
 def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
     """Linear layers, equal ones folded."""
-    return folded(
-        (y.module, (y.rows, y.in_features, y.out_features, y.fp8, y.reason), y) for y in linears
-    )
+
+    def key(y: Linear) -> tuple[Any, ...]:
+        return y.rows, y.in_features, y.out_features, y.fp8, y.simulated, y.reason
+
+    return folded((y.module, key(y), y) for y in linears)
 
 
 def folded_collectives(sent: Iterable[Collective]) -> list[tuple[str, int, Collective]]:

@@ -16,17 +16,19 @@ from fp8pass.inspect.folding import (
     folded_saved,
     path_pattern,
 )
-from fp8pass.plan import Collective, FrontierPoint, Linear, Plan, RuleSummary
+from fp8pass.plan import Collective, FrontierPoint, Plan, RuleSummary
 
 
-def linears_table(title: str, linears: list[Linear]) -> Table:
+def linears_table(title: str, plan: Plan) -> Table:
     """The linear layers, and why some stay in high precision."""
     table = Table(title=f"{title}: linear layers", title_justify="left")
-    for column in ("module", "×", "rows", "in → out", "FP8 GEMMs", "high precision because"):
+    gemms = f"simulated {plan.simulated}" if plan.simulated else "FP8"
+    for column in ("module", "×", "rows", "in → out", f"{gemms} GEMMs", "high precision because"):
         table.add_column(column)
-    for path, count, y in folded_linears(linears):
+    for path, count, y in folded_linears(plan.linears):
         sizes = f"{y.in_features} → {y.out_features}"
-        table.add_row(path, str(count), y.rows, sizes, " ".join(y.fp8) or "none", y.reason)
+        rewritten = " ".join(y.fp8 or y.simulated) or "none"
+        table.add_row(path, str(count), y.rows, sizes, rewritten, y.reason)
     return table
 
 
@@ -109,15 +111,18 @@ def totals(explanation: ExplanationData) -> str:
     graphs = explanation.graphs
     plans = [g.plan for g in graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
-    fp8 = sum(1 for y in linears if y.fp8)
+    rewritten = sum(1 for y in linears if y.fp8 or y.simulated)
+    simulated = next((plan.simulated for plan in plans if plan.simulated), None)
+    format = f"simulated {simulated}" if simulated else "FP8"
     kept, stock = explanation.saved_bytes, explanation.stock_bytes
     share = f" ({kept / stock:.0%})" if stock else ""
     uses = [use for plan in plans for use in plan.kernels]
     programs, generated = (_summed(u.programs for u in uses), _summed(u.generated for u in uses))
     kernels = f"{_counted(programs, ', ')}, in {sum(u.launches for u in uses)} launches"
     return (
-        f"{fp8} of {len(linears)} linear layers in FP8. Kept for the backward: {mib(kept)} MiB"
-        f"; stock torch.compile would keep {mib(stock)} MiB{share}.{remarks(explanation)}"
+        f"{rewritten} of {len(linears)} linear layers in {format}. Kept for the backward: "
+        f"{mib(kept)} MiB; stock torch.compile would keep {mib(stock)} MiB{share}."
+        f"{remarks(explanation)}"
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
         f"{_reasons(generated) or 'none'}.{_merged(plans)}{_heads(plans)}"
     )

@@ -20,10 +20,6 @@ them counts as another tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -33,18 +29,19 @@ from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity, of_operand
 from fp8pass.dialect.ops import AMAX
-from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.linear_layers import (
     Layer,
-    find_layers,
+    Part,
+    Reason,
+    emit_operand,
     is_multiple_of_16,
     operands_of,
+    parts_with_layers,
 )
-from fp8pass.graph.names import matching_pattern, warn_about_idle_patterns
+from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
 from fp8pass.passes.context import Context
-from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
@@ -53,20 +50,18 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
-    layers = find_layers(gm.graph, ctx.facts)
-    parts = [(c, find_layers(c.body.graph, c.facts(ctx.facts))) for c in chunks_of(gm.graph)]
-    modules = [y.module for found in (layers, *(found for _, found in parts)) for y in found]
-    warn_about_idle_patterns("skip", ctx.config.skip, "linear layer", modules)
-    quantize_layers(gm.graph, layers, ctx)
-    for chunks, found in parts:
-        quantize_layers(chunks.body.graph, found, ctx, f"{chunks.count} × ")
-        chunks.body.recompile()
+    if ctx.config.simulate is not None:  # `simulate_format` takes its place
+        return
+    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
+        quantize_layers(part, ctx)
+        if part.gm is not gm:
+            part.gm.recompile()
 
 
-def quantize_layers(g: fx.Graph, layers: list[Layer], ctx: Context, times: str = "") -> None:
-    """Rewrite the eligible ones of a graph's layers, which runs as often as `times` says."""
-    eligible: dict[fx.Node, Layer] = {}
-    for layer in layers:
+def quantize_layers(part: Part, ctx: Context) -> None:
+    """Rewrite the eligible ones of a graph's layers."""
+    g, eligible = part.gm.graph, dict[fx.Node, Layer]()
+    for layer in part.layers:
         reason = why_not(layer, ctx.config)
         roles: list[str] = []
         for role, gemm in layer.gemms():
@@ -78,19 +73,12 @@ def quantize_layers(g: fx.Graph, layers: list[Layer], ctx: Context, times: str =
                 gemm.meta[KEPT_BY_CHOICE] = True
         if roles and not ctx.config.quantizes_linears:
             roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
-        ctx.plan.linears.append(describe(layer, tuple(roles), reason, times))
+        rewritten = tuple(dict.fromkeys(roles))
+        ctx.plan.linears.append(layer.entry(reason, part.times, fp8=rewritten))
     quantizer = Quantizer(g, ctx.config)
     for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
             rewrite(g, node, eligible[node], quantizer)
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a layer stays in high precision; `chosen` by the user, its saved input does too."""
-
-    text: str = ""
-    chosen: bool = False
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
@@ -173,7 +161,7 @@ class Quantizer:
         if contract_rows == flipped:
             return data, scale
         if data not in self._transposed:
-            self._transposed[data] = self._emit(fp8.transpose.default, data, like=like)
+            self._transposed[data] = emit_operand(fp8.transpose.default, data, like=like)
         return self._transposed[data], scale
 
     def _quantize(
@@ -188,15 +176,15 @@ class Quantizer:
         if data and scale and of_operand(tensor(scale).ndim) is granularity:
             return data, scale
         if scale and granularity is TENSOR:  # the largest of the rows' scales
-            scale = self._emit(AMAX[TENSOR], scale, like=like)
+            scale = emit_operand(AMAX[TENSOR], scale, like=like)
         else:
             amax = self._amax(base, identity, granularity, like)
-            scale = self._emit(fp8.scale.default, amax, format, like=like)
-        return self._emit(fp8.quantize.default, base, scale, format, like=like), scale
+            scale = emit_operand(fp8.scale.default, amax, format, like=like)
+        return emit_operand(fp8.quantize.default, base, scale, format, like=like), scale
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
         if base not in self._transposed:
-            permuted = self._emit(aten.permute.default, base, [1, 0], like=like)
+            permuted = emit_operand(aten.permute.default, base, [1, 0], like=like)
             self._transposed[base] = permuted
             if base in self.backward:
                 self.backward.add(permuted)
@@ -216,17 +204,10 @@ class Quantizer:
     ) -> fx.Node:
         """The largest magnitudes that scales follow from: of all from the rows', if these exist."""
         if granularity is TENSOR:
-            return self._emit(AMAX[TENSOR], self._amaxes.get(identity, base), like=like)
+            return emit_operand(AMAX[TENSOR], self._amaxes.get(identity, base), like=like)
         if identity not in self._amaxes:
-            self._amaxes[identity] = self._emit(AMAX[granularity], base, like=like)
+            self._amaxes[identity] = emit_operand(AMAX[granularity], base, like=like)
         return self._amaxes[identity]
-
-    def _emit(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
-        """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
-        node = emit(self.graph, target, *args, like=like)
-        if compat.must_save(node):
-            del node.meta["recompute"]
-        return node
 
 
 def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node] | None:
@@ -295,11 +276,3 @@ def _flipped(g: fx.Graph, product: fx.Node, gemm: fx.Node) -> fx.Node:
         return result
     layout = torch.contiguous_format
     return emit(g, aten.clone.default, result, memory_format=layout, like=gemm)
-
-
-def describe(layer: Layer, rewritten: tuple[str, ...], reason: Reason, times: str) -> Linear:
-    """The plan's entry for a layer."""
-    rows = tensor(layer.input).shape[0]
-    unique = tuple(dict.fromkeys(rewritten))
-    sizes = compat.size_hint(layer.in_features), compat.size_hint(layer.out_features)
-    return Linear(layer.module, f"{times}{rows}", *sizes, unique, reason.text, reason.chosen)

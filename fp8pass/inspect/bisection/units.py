@@ -41,7 +41,7 @@ def units_of(plans: Iterable[Plan]) -> list[Unit]:
         placed: list[tuple[int, Unit]] = [
             (place, Unit("linear", y.module, y.module))
             for place, y in enumerate(plan.linears, start=1)
-            if y.fp8
+            if y.fp8 or y.simulated
         ]
         # Plans list saved tensors in the order of the backward, the reverse of the forward's.
         placed += [

@@ -1,0 +1,129 @@
+"""Run linear layers as if a GPU had another format: mask what their GEMMs read and give.
+
+FP8 and back, section 3.2. With `q` a mask (`dialect/masking.py`), for `y = x Wᵀ`
+
+    before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
+             dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))
+             dW = mm(t(dY), x)                      dW = q(mm(t(q(dY)), q(x)))
+
+The GEMMs run in the model's own precision, so that what is simulated adds up its products in high
+precision. A bias is added before the result is masked, and is not masked itself. Weights and saved
+activations stay as they are: the backward masks them again. A tensor that several GEMMs read is
+masked once. Where a format holds all numbers of a tensor's dtype, as E8M7 does bfloat16's, there is
+no mask, and the graph stays as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.config import Config
+from fp8pass.dialect.formats import simulated_format
+from fp8pass.dialect.masking import DTYPES, is_identity
+from fp8pass.graph.linear_layers import (
+    Layer,
+    Part,
+    Reason,
+    emit_operand,
+    first_operand,
+    operands_of,
+    parts_with_layers,
+)
+from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.tags import ROLE, STANDS_FOR
+from fp8pass.passes.context import Context
+
+fp8 = torch.ops.fp8pass
+
+
+def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
+    """Mask the GEMMs of linear layers to `Config.simulate`; record all layers in the plan."""
+    if ctx.config.simulate is None:
+        return
+    ctx.plan.simulated = ctx.config.simulate
+    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
+        mask_layers(part, ctx)
+        if part.gm is not gm:
+            part.gm.recompile()
+
+
+def mask_layers(part: Part, ctx: Context) -> None:
+    """Mask the GEMMs of a graph's layers."""
+    chosen: set[fx.Node] = set()
+    for layer in part.layers:
+        reason, roles = why_not(layer, ctx.config), dict[str, None]()
+        for role, gemm in layer.gemms():
+            gemm.meta[ROLE] = role
+            if not reason.text and role in ctx.config.simulate_gemms:
+                chosen.add(gemm)
+                roles[role] = None
+        ctx.plan.linears.append(layer.entry(reason, part.times, simulated=tuple(roles)))
+    mask = Mask(ctx.config)
+    for node in list(part.gm.graph.nodes):  # in order: GEMMs share what the first of them masks
+        if node in chosen:
+            mask.gemm(node)
+
+
+def why_not(layer: Layer, config: Config) -> Reason:
+    """Why a layer is not masked; an empty reason where it is."""
+    pattern = matching_pattern(layer.module, config.skip)
+    if pattern is not None:
+        return Reason(f"matches skip pattern {pattern!r}", chosen=True)
+    if layer.flaw:
+        return Reason(layer.flaw)
+    if any(tensor(x).dtype not in DTYPES for x in operands_of(layer.forward)):
+        return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
+    return Reason()
+
+
+class Mask:
+    """Masks GEMMs of one graph, and each of the tensors that they read once."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.simulate is not None
+        self.format = simulated_format(config.simulate)
+        self.clamped = config.simulate_inner, config.simulate_outer
+        self._masked: dict[tuple[fx.Node, str], fx.Node] = {}
+
+    def gemm(self, gemm: fx.Node) -> None:
+        """Mask the operands of a GEMM, and its result."""
+        first = first_operand(gemm)
+        with gemm.graph.inserting_before(gemm):
+            for position in (first, first + 1):
+                matrix = gemm.args[position]
+                assert isinstance(matrix, fx.Node)
+                gemm.update_arg(position, self._operand(matrix, gemm))
+        if self._holds(gemm):
+            return
+        users = list(gemm.users)
+        with gemm.graph.inserting_after(gemm):
+            result = emit(gemm.graph, fp8.mask_format.default, gemm, *self._how, like=gemm)
+        result.meta[STANDS_FOR] = gemm.name
+        for user in users:
+            user.replace_input_with(gemm, result)
+        if compat.must_save(gemm):  # now its masked result is what the policy is for
+            del gemm.meta["recompute"]
+
+    def _operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
+        """An operand, masked before it is transposed."""
+        base, flipped = graph.untransposed(matrix)
+        if self._holds(base):
+            return matrix
+        key = graph.root(base), graph.shape_text(tensor(base))
+        if key not in self._masked:
+            masked = emit_operand(fp8.mask_format.default, base, *self._how, like=gemm)
+            self._masked[key] = masked
+        masked = self._masked[key]
+        return emit_operand(aten.permute.default, masked, [1, 0], like=gemm) if flipped else masked
+
+    @property
+    def _how(self) -> tuple[str, bool, bool]:
+        return (self.format.name, *self.clamped)
+
+    def _holds(self, node: fx.Node) -> bool:
+        """Whether the format has all numbers that a tensor may have, or masks none of them."""
+        dtype = tensor(node).dtype
+        return dtype not in DTYPES or is_identity(self.format, dtype)
