@@ -315,3 +315,36 @@ def test_packing_in_generated_code_takes_varying_sizes():
         torch._dynamo.mark_dynamic(x, 1)
         assert same_bits(program(x), function(x))
     assert compiles.frame_count == 1
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+MASKS = [("e8m3", True, True), ("e5m2", True, True), ("e4m3", False, True), ("e6m9", True, False)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks(mask, dtype, tracing):
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
+    x = (values * 1.01).to(dtype).view(-1, 16)
+
+    def function(x):
+        return fp8.mask_format(x, *mask)
+
+    gm = lowered(function, x, tracing=tracing)
+    assert same_bits(gm(x), function(x))
+
+
+def test_generated_masks_round_results_of_16_bits_first():
+    """What is masked in the kernel that computes it is masked as it would be in memory."""
+    x = torch.randn(64, 64) * torch.logspace(-30, 30, 64)
+
+    def function(x):
+        narrow = [(x * 1.01).to(dtype) for dtype in DTYPES]
+        return [fp8.mask_format(y, *mask) for y in narrow for mask in MASKS]
+
+    gm = lowered(function, x, tracing="fake")
+    want = function(x)
+    compiled = torch.compile(gm, backend="inductor")
+    for got, expected in zip(compiled(x), want, strict=True):
+        assert same_bits(got, expected)

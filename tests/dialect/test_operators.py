@@ -57,6 +57,11 @@ CALLS: dict[object, list[tuple]] = {
         ),
         ([X], GROUPS, "exact", 16, torch.bfloat16),
     ],
+    fp8.mask_format.default: [
+        (X, "e8m3", True, True),
+        (X.float().t(), "e5m2", True, False),
+        (X[:, :8].half(), "e4m3", False, True),
+    ],
 }
 each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 
