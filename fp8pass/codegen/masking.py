@@ -38,11 +38,11 @@ def as_stored(emit: Emitter, x: fx.Node) -> fx.Node:
     dtype = tensor(x).dtype
     if dtype is torch.float32:
         return x
-    bits = emit(aten.view.dtype, x, torch.int16)
+    bits = emit(cast, emit(aten.view.dtype, x, torch.int16), torch.int32)
     if dtype is torch.bfloat16:  # the upper half of a float32 number
-        wide = shift_left(emit, emit(cast, bits, torch.int32), 16)
-        return emit(aten.view.dtype, wide, torch.float32)
-    return emit(cast, emit(aten.view.dtype, bits, dtype), torch.float32)
+        return emit(aten.view.dtype, shift_left(emit, bits, 16), torch.float32)
+    # By way of int32: Inductor takes a view of a view for what it was.
+    return emit(cast, emit(aten.view.dtype, emit(cast, bits, torch.int16), dtype), torch.float32)
 
 
 def _clamped_outside(emit: Emitter, kept: fx.Node, limit: float) -> fx.Node:

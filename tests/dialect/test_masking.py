@@ -80,7 +80,8 @@ def test_any_values_clamped_inside_and_outside_separately(widths, values, dtype,
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("e8m7", torch.bfloat16), ("e8m10", torch.float16), ("e8m12", torch.float16)]
+    ("name", "dtype"),
+    [("e8m7", torch.bfloat16), ("e8m10", torch.float16), ("e8m12", torch.float16)],
 )
 def test_formats_that_hold_a_16_bit_dtype_are_the_identity(name, dtype):
     x = all_values(dtype)

@@ -178,3 +178,48 @@ def test_blocks_compiled_one_by_one_have_configurations_of_their_own():
     blocks[1].compile(backend=fp8pass.backend(replace(COAT_EAGER, skip=("blocks.1",))))
     with pytest.warns(UserWarning, match=r"Paths start at the module that is compiled.*Config of"):
         blocks[1](x)
+
+
+# --- simulated formats --------------------------------------------------------------------------
+
+
+def test_what_is_simulated_is_neither_in_fp8_nor_in_low_bits():
+    config = Config(simulate="e8m3")
+    assert not config.quantizes_linears
+    assert (config.save_format, config.head_chunks) == ("none", 1)
+    assert config == Config.recipe("exact", simulate="e8m3")
+    assert config == split_options({"simulate": "e8m3"}, ())[0]
+    assert replace(config, simulate_gemms=["wgrad", "forward"]).simulate_gemms == (
+        *("forward", "wgrad"),
+    )
+    assert Config(simulate="e8m3", head_chunks=4).head_chunks == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("e9m3", "e8m3"), ("E8M3", "e8m3"), ("e8m99", "e8m23"), ("e0m1", "e1m1"), ("float8_e4m3", "")],
+)
+def test_what_cannot_be_simulated_names_the_nearest(name, nearest):
+    with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'" if nearest else "such as"):
+        Config(simulate=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_format": "e4m3"}, "leave save_format='e4m3' out"),
+        ({"forward_format": "e4m3"}, "leave forward_format='e4m3' out"),
+        ({"simulate_gemms": "forward"}, r"simulate_gemms=\('forward',\)"),
+        ({"simulate_gemms": ("wgard",)}, "Did you mean 'wgrad'"),
+        ({"simulate_inner": 1}, "simulate_inner must be a bool"),
+    ],
+)
+def test_what_goes_with_no_simulation(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(simulate="e8m3", **options)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "exact"])
+def test_recipes_that_code_go_with_no_simulation(recipe):
+    with pytest.raises(ConfigError, match="leave the recipe out"):
+        split_options({"recipe": recipe, "simulate": "e8m3"}, ())
