@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fp8pass.inspect.explanation import Explanation as Explanation
     from fp8pass.inspect.explanation import explain as explain
     from fp8pass.monitor import Monitor as Monitor
+    from fp8pass.monitor.landscape import sharpness as sharpness
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _MODULES = {
     "calibrate": "inspect.calibration",
     "diagnose": "inspect.diagnosis",
     "explain": "inspect.explanation",
+    "sharpness": "monitor.landscape",
 }
 
 # The public modules, each with its place.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from fp8pass import compat, graph
 from fp8pass.config import ConfigError
 from fp8pass.monitor import callbacks
 from fp8pass.monitor.findings import Findings, Measured
-from fp8pass.monitor.statistics import Row, TensorName, merged, row_of
+from fp8pass.monitor.statistics import (
+    LANDSCAPE,
+    Row,
+    TensorName,
+    landscape_row,
+    merged,
+    row_of,
+)
 from fp8pass.monitor.writers import CsvWriter, TensorBoardWriter
 
 log = logging.getLogger("fp8pass")
@@ -42,6 +50,8 @@ class Monitor:
         every: steps from one sample to the next.
         csv: a file to append to, a line for each tensor and sample.
         tensorboard: a folder or a `SummaryWriter` to write scalars to.
+        sharpness: called after each sampled step, `lambda: fp8pass.sharpness(model, loss_fn,
+            batch)`; its result is a row of its own, without a module. Not measured by default.
         model: the module that paths start from. Needed only if parts of a model are compiled on
             their own, whose tensors would have equal names; callbacks set it.
 
@@ -61,12 +71,18 @@ class Monitor:
         *,
         csv: str | Path | None = None,
         tensorboard: Any = None,
+        sharpness: Callable[[], float] | None = None,
         model: nn.Module | None = None,
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError(f"every is a number of steps, from 1 up, got {every!r}.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"model is a torch.nn.Module, got {type(model).__name__}.")
+        if sharpness is not None and not callable(sharpness):
+            raise ConfigError(
+                "sharpness is a function without arguments, lambda: fp8pass.sharpness(model, "
+                f"loss_fn, batch), got {sharpness!r}."
+            )
         self.every = every
         self.model = model
         self.steps = 0
@@ -77,6 +93,7 @@ class Monitor:
             self._writers.append(CsvWriter(csv))
         if tensorboard is not None:
             self._writers.append(TensorBoardWriter(tensorboard))
+        self._sharpness = sharpness
         self._findings = Findings()
         self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
@@ -160,7 +177,7 @@ class Monitor:
 
     def _finish_sample(self) -> None:
         """Make rows of the recorded statistics, write them, and warn."""
-        if not self._totals:
+        if not self._totals and not self._sharpness:
             return
         names = list(self._totals)
         found = []
@@ -168,6 +185,8 @@ class Monitor:
             module = ".".join(part for part in (prefix, name.module) if part)
             found.append(Measured(row_of(self.steps, module, name, totals), name))
         self.latest = [y.row for y in found]
+        if self._sharpness:
+            self.latest.append(landscape_row(self.steps, float(self._sharpness())))
         for writer in self._writers:
             writer.write(self.latest)
         for message in self._findings.new(found):
@@ -190,8 +209,12 @@ def _on_cpu(totals: list[Tensor]) -> list[list[float]]:
 
 
 def _table(rows: list[Row]) -> Table:
+    title = f"Quantized tensors in step {rows[0].step}"
+    if rows[-1].tensor == LANDSCAPE:
+        title += f"; sharpness {rows[-1].sharpness:.3g}%"
+        rows = rows[:-1]
     worst = sorted(rows, key=lambda r: (-r.nonfinite, -r.underflow, r.sqnr_db))
-    table = Table(title=f"Quantized tensors in step {rows[0].step}", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for column in ("module", "tensor", "scales", "format"):
         table.add_column(column)
     for column in ("amax", "saturated", "underflow", "SQNR dB", "not finite"):

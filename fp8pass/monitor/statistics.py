@@ -16,6 +16,8 @@ from fp8pass.dialect.formats import Format
 CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
+LANDSCAPE = "loss landscape"  # what a row of the whole model is about
+
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
@@ -55,6 +57,8 @@ class Row:
         nonfinite: number of elements that are Inf or NaN.
         mu: FP8-LM's µ, the share of the format that the largest element is scaled to: 1, but for
             gradients that are added up in FP8.
+        sharpness: of the model's loss landscape in percent, in a row of its own: `tensor` is `loss
+            landscape` there, and what is measured of tensors is NaN.
     """
 
     step: int
@@ -70,6 +74,7 @@ class Row:
     sqnr_db: float
     nonfinite: int
     mu: float = 1.0
+    sharpness: float = math.nan
 
 
 COLUMNS = tuple(f.name for f in fields(Row))
@@ -147,6 +152,20 @@ def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row
         sqnr_db=_decibels(signal, noise),
         nonfinite=int(nonfinite),
         mu=mu,
+    )
+
+
+def landscape_row(step: int, sharpness: float) -> Row:
+    """The row of the model as a whole."""
+    return Row(
+        *(step, "", LANDSCAPE, "", "", ""),
+        elements=0,
+        amax=math.nan,
+        saturated=math.nan,
+        underflow=math.nan,
+        sqnr_db=math.nan,
+        nonfinite=0,
+        sharpness=sharpness,
     )
 
 

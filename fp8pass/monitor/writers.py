@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8pass.config import ConfigError
 from fp8pass.monitor.findings import SENT
-from fp8pass.monitor.statistics import COLUMNS, Row
+from fp8pass.monitor.statistics import COLUMNS, LANDSCAPE, Row
 
 TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")
 
@@ -51,7 +51,8 @@ class CsvWriter:
 class TensorBoardWriter:
     """Writes scalars named `fp8pass <statistic>/<module> <tensor> <scales>`, finite ones only.
 
-    µ is written of what is sent to other ranks alone.
+    µ is written of what is sent to other ranks alone, and sharpness, `fp8pass/sharpness`, of the
+    whole model.
 
     Args:
         target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
@@ -71,12 +72,17 @@ class TensorBoardWriter:
     def write(self, rows: Sequence[Row]) -> None:
         """Write a sample and flush it."""
         for row in rows:
+            if row.tensor == LANDSCAPE:
+                self._add("fp8pass/sharpness", row.sharpness, row.step)
+                continue
             for statistic in (*TENSORBOARD_SCALARS, *(("mu",) if row.tensor == SENT else ())):
-                value = getattr(row, statistic)
-                if math.isfinite(value):
-                    tag = f"fp8pass {statistic}/{row.module} {row.tensor} {row.scales}"
-                    self._writer.add_scalar(tag, value, row.step)
+                tag = f"fp8pass {statistic}/{row.module} {row.tensor} {row.scales}"
+                self._add(tag, getattr(row, statistic), row.step)
         self._writer.flush()
+
+    def _add(self, tag: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         """Close the writer if it was opened here."""
