@@ -168,6 +168,7 @@ def variants(extra: bool) -> dict[str, Variant]:
     if extra:
         table["fp8pass linear"] = with_fp8pass(recipe="linear")
         table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
+        table["fp8pass e8m3 simulated"] = with_fp8pass(simulate="e8m3")
         table["fp8pass coat, dgrads apart"] = without_pass("merge_dgrads")
         graphed = {"mode": "reduce-overhead"}
         table["bf16 compile" + GRAPHED] = lambda m: torch.compile(m, **graphed)  # type: ignore[call-overload]

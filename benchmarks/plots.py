@@ -1,4 +1,4 @@
-"""Plot docs/{convergence,frontier,projection}.png from benchmarks/results/*.json.
+"""Plot docs/{convergence,frontier,projection,stability}.png from benchmarks/results/*.json.
 
 python benchmarks/plots.py    what has been measured; needs matplotlib
 """
@@ -104,10 +104,37 @@ def projection(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def stability(data: dict[str, Any]) -> Figure:
+    """Final loss by learning rate, and sharpness over steps at the highest rate of all."""
+    figure, (final, sharp) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    rates = sorted({r["rate"] for r in data["results"]})
+    for number, variant in enumerate(dict.fromkeys(r["variant"] for r in data["results"])):
+        mine, color = [r for r in data["results"] if r["variant"] == variant], f"C{number}"
+        runs = [[_or_nan(r["losses"][-1]) for r in mine if r["rate"] == rate] for rate in rates]
+        for rate, losses in zip(rates, runs, strict=True):
+            final.plot([rate] * len(losses), losses, ".", color=color)
+        means = [sum(x) / len(x) if x else float("nan") for x in runs]
+        final.plot(rates, means, color=color, label=variant)
+        steepest = [r for r in mine if r["rate"] == rates[-1]]
+        for i, r in enumerate(steepest):
+            steps, corners = [s for s, *_ in r["sharpness"]], [c for _, c, _ in r["sharpness"]]
+            label = variant if i == 0 else None
+            sharp.plot(steps, [_or_nan(c) for c in corners], color=color, label=label)
+    final.set(xlabel="learning rate", ylabel="final loss, nats per byte", xscale="log")
+    sharp.set(xlabel="step", ylabel=f"sharpness at {rates[-1]:g}, %", yscale="log")
+    final.legend()
+    return figure
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "convergence": convergence,
     "frontier": frontier,
     "projection": projection,
+    "stability": stability,
 }
 
 

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
+
+from scipy.stats import spearmanr
 
 HERE = Path(__file__).parent
 DOCUMENTS = (
     HERE.parent / "README.md",
     *(
         HERE.parent / "docs" / f"{name}.md"
-        for name in ("results", "formats", "optimizer", "distributed")
+        for name in ("results", "formats", "optimizer", "distributed", "stability")
     ),
 )
 BASELINE = "torchao tensorwise"
@@ -287,6 +290,67 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
     return rows
 
 
+def stability_table(data: dict[str, Any]) -> list[list[str]]:
+    """Final losses by format and learning rate, with how many seeds held, and sharpness."""
+    results = data["results"]
+    rates = sorted({r["rate"] for r in results})
+    header = ["", *(f"{rate:g}" for rate in rates), "highest that holds"]
+    rows = [[*header, "sharpness before", "at divergence", "ms a step"]]
+    bf16 = [r for r in results if r["variant"] == "bf16"]
+    lowest: dict[int, float] = {}
+    for r in bf16:
+        lowest[r["seed"]] = min(lowest.get(r["seed"], math.inf), _final_loss(r))
+    limit = {seed: loss + data["settings"]["rise"] for seed, loss in lowest.items()}
+    for variant in dict.fromkeys(r["variant"] for r in results):
+        mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
+        cells, highest = [], ""
+        for rate in rates:
+            runs = [r for r in mine if r["rate"] == rate]
+            held = sum(_final_loss(r) <= limit[r["seed"]] for r in runs)
+            loss = mean(_final_loss(r) for r in runs) if runs else math.inf
+            shown = f"{loss:.3f}" if math.isfinite(loss) else "not finite"
+            cells.append(f"{shown} ({held} of {len(runs)})" if runs else "")
+            highest = f"{rate:g}" if runs and held == len(runs) else highest
+        before, at = _sharpness_around_divergence(mine)
+        ms = sorted(r["ms_per_step"] for r in mine)
+        speed = f"{ms[len(ms) // 2]:.2f}" if ms else ""
+        rows.append([variant, *cells, highest or "none", before, at, speed])
+    return rows
+
+
+def stability_ranks(data: dict[str, Any]) -> list[list[str]]:
+    """How the corner of the box ranks what was measured with the search, too."""
+    pairs = [
+        (corner, searched)
+        for r in data["results"]
+        for _, corner, searched in r["sharpness"]
+        if corner is not None and searched is not None
+    ]
+    rows = [["measured", "rank correlation", "largest difference"]]
+    if len(pairs) > 1:
+        furthest = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+        rank = spearmanr(*zip(*pairs, strict=True)).statistic
+        rows.append([str(len(pairs)), f"{rank:.4f}", f"{furthest:.2%}"])
+    return rows
+
+
+def _final_loss(run: dict[str, Any]) -> float:
+    loss = run["losses"][-1]
+    return math.inf if loss is None else loss
+
+
+def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
+    """Medians over runs that diverge: of the last measurement before, and of the next."""
+    before, at = [], []
+    for r in runs:
+        when = r["diverged_at"]
+        known = [(s, c) for s, c, _ in r["sharpness"] if c is not None]
+        if when is not None:
+            before += [c for s, c in known if s < when][-1:]
+            at += [c for s, c in known if s >= when][:1]
+    return tuple(f"{median(x):.3g}%" if x else "" for x in (before, at))  # type: ignore[return-value]
+
+
 def wire_convergence_table(data: dict[str, Any]) -> list[list[str]]:
     """Runs on several ranks: validation loss beside that with BF16 on the wire, and bytes sent."""
     header, *body = convergence_table(data, baseline="bf16 wire")
@@ -527,6 +591,9 @@ def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+# Tables of results that have another name.
+RESULTS = {"stability_ranks": "stability"}
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
     "model": model_table,
@@ -536,6 +603,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,
+    "stability": stability_table,
+    "stability_ranks": stability_ranks,
     "wire_convergence": wire_convergence_table,
     "frontier": frontier_table,
     "formats": formats_table,
@@ -574,7 +643,7 @@ def filled(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match[1]
-        path = HERE / f"results/{name}.json"
+        path = HERE / f"results/{RESULTS.get(name, name)}.json"
         if not path.exists():
             return match[0]
         data = json.loads(path.read_text())

@@ -1,0 +1,229 @@
+"""Where does training fall over? Learning rate × format × seed, for a small byte-level Llama.
+
+    python benchmarks/stability.py                      all runs that are not in the results yet
+    python benchmarks/stability.py --variants bf16 e8m3 --rates 1e-2 --seeds 0
+    python benchmarks/stability.py --tiny --out x.json  a minute on a CPU
+
+The protocol of FP8 and back at a small size: linear layers compute in a simulated format, forward
+and backward, all else stays; weights and AdamW's states are fp32, under BF16 autocast, gradients
+clipped; the learning rate warms up and stays. The text is the source of Python's standard library,
+every tenth file held out. For one seed every run starts from the same weights and sees the same
+batches. `bf16` is stock torch.compile, which computes in E8M7.
+
+A run's final loss is that of its last 20 steps; it *holds* if that is within half a nat of the
+lowest of bf16 with the same seed. It *diverges* where the loss of 20 steps is half a nat above the
+lowest before, or not finite. Sharpness is measured every tenth of a run on held-out sequences, in
+the corner of the box alone, and for the first seed with the search, too. A format has one compiled
+model, whose weights are set anew for each run. Each run is written to the results as soon as it
+ends; those of one seed and learning rate come together, so that a cut leaves whole comparisons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from convergence import corpus
+from report import merge, print_rows, resume, write_json
+from tables import stability_ranks, stability_table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8pass
+from fp8pass.demo.data import Data
+from fp8pass.demo.model import Decoder
+from fp8pass.demo.sizes import Size
+
+# Options of fp8pass; None is stock torch.compile.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "e8m5": {"simulate": "e8m5"},
+    "e8m4": {"simulate": "e8m4"},
+    "e8m3": {"simulate": "e8m3"},
+    "e8m3, first blocks exact": {"simulate": "e8m3", "skip": ("layers.0", "layers.1")},
+    "e8m3, head exact": {"simulate": "e8m3", "skip": ("lm_head",)},
+}
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+MODEL = Size(256, 4, 4, 4, 768, seq=256, batch=16, steps=400, peak_lr=RATES[0])
+TINY = Size(64, 3, 2, 2, 128, seq=32, batch=4, steps=40, peak_lr=RATES[0])
+WARM_UP = 0.1  # share of the steps
+WINDOW = 20
+RISE = 0.5  # nats
+MEASURED = 10  # times in a run
+SEQUENCES = 8  # that sharpness is measured on
+
+
+class Model(Decoder):
+    """The demo's model, which gives its logits, too."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits, [batch, sequence, vocabulary]."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return self.lm_head(self.norm(x))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss."""
+        return F.cross_entropy(self.logits(tokens).float().flatten(0, 1), targets.flatten())
+
+
+@dataclass
+class Result:
+    """One run; see the module's docstring. What is not finite is None.
+
+    Attributes:
+        losses: means of `WINDOW` steps, up to where they are not finite.
+        diverged_at: the step at the end of the window that rose; None if none did.
+        sharpness: step, corner, and what the search finds, of the first seed.
+    """
+
+    variant: str
+    rate: float
+    seed: int
+    losses: list[float | None]
+    diverged_at: int | None
+    sharpness: list[tuple[int, float | None, float | None]]
+    ms_per_step: float
+
+
+@dataclass
+class Compiled:
+    """A model, and its compiled versions: to train, and to give logits."""
+
+    model: Model
+    train: Any
+    logits: Any
+
+
+def compiled(variant: str, size: Size, device: torch.device) -> Compiled:
+    """The model of a variant."""
+    model, options = Model(size).to(device), VARIANTS[variant]
+    if options is None:
+        return Compiled(model, torch.compile(model), model.logits)
+    # Logits are needed a few times a run: op by op, with the same masks.
+    measured = torch.compile(
+        model.logits, backend="fp8pass", options={**options, "compiler": "eager"}
+    )
+    return Compiled(model, torch.compile(model, backend="fp8pass", options=options), measured)
+
+
+def run(of: Compiled, variant: str, rate: float, seed: int, size: Size, data: Data) -> Result:
+    """Train from scratch, up to where the loss is not finite."""
+    device = data.train.device
+    torch.manual_seed(seed)
+    of.model.load_state_dict(Model(size).state_dict())
+    optimizer = torch.optim.AdamW(
+        of.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    warm_up = max(1, int(WARM_UP * size.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / warm_up))
+    losses: list[Tensor] = []
+    measured: list[tuple[int, float | None, float | None]] = []
+    start, seconds = time.perf_counter(), 0.0
+    for step, batch in enumerate(data.train_batches(size, seed), start=1):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = of.train(*batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(of.model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step % (size.steps // MEASURED) == 0:
+            finite = math.isfinite(loss.item())  # waits for the device
+            seconds += time.perf_counter() - start
+            measured.append((step, *sharpness(of, data, size, searched=seed == 0)))
+            start = time.perf_counter()
+            if not finite:
+                break
+    means = [_finite(x.mean().item()) for x in torch.stack(losses).split(WINDOW)]
+    ms = 1e3 * seconds / len(losses)
+    return Result(variant, rate, seed, means, diverged_at(means), measured, ms)
+
+
+def sharpness(
+    of: Compiled, data: Data, size: Size, *, searched: bool
+) -> tuple[float | None, float | None]:
+    """Sharpness on held-out sequences: in the corner, and where asked for with the search."""
+    tokens, targets = next(data.held_out_batches(replace(size, batch=SEQUENCES), 1))
+
+    def last_loss(model: Any, _: object) -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            last = model(tokens)[:, -1]
+        return F.cross_entropy(last, targets[:, -1])
+
+    measure = partial(fp8pass.sharpness, of.logits, last_loss, None)
+    corner = _finite(measure(search=False))
+    return corner, _finite(measure()) if searched else None
+
+
+def diverged_at(means: list[float | None]) -> int | None:
+    """The step by which the loss has risen from its lowest, or is not finite."""
+    lowest = math.inf
+    for i, loss in enumerate(means, start=1):
+        if loss is None or loss > lowest + RISE:
+            return i * WINDOW
+        lowest = min(lowest, loss)
+    return None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def planned(args: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
+    """Variants in turn for each seed and rate."""
+    for seed in args.seeds:
+        for rate in args.rates:
+            yield from ((variant, rate, seed) for variant in args.variants)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
+    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    default = Path(__file__).parent / "results/stability.json"
+    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = TINY if args.tiny else MODEL
+    size = replace(size, steps=args.steps or size.steps)
+    # One for each variant, of the same code.
+    torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)
+    data = corpus(device)
+    record = resume(args.out, {**asdict(size), "window": WINDOW, "rise": RISE}, again=args.again)
+    done = {(r["variant"], r["rate"], r["seed"]) for r in record["results"]}
+    models = cache(partial(compiled, size=size, device=device))
+    for variant, rate, seed in planned(args):
+        if (variant, rate, seed) in done:
+            continue
+        if time.perf_counter() - start > args.seconds:
+            print("out of time: run again for the rest", file=sys.stderr)
+            break
+        result = asdict(run(models(variant), variant, rate, seed, size, data))
+        merge(record, result, ("variant", "rate", "seed"))
+        write_json(args.out, record)
+        short = {**result, "losses": result["losses"][-1], "sharpness": result["sharpness"][-1:]}
+        print(short, file=sys.stderr, flush=True)
+    print_rows("where training falls over", stability_table(record))
+    print_rows("sharpness in the corner, beside that of the search", stability_ranks(record))
+
+
+if __name__ == "__main__":
+    main()
