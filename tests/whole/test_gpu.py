@@ -383,3 +383,64 @@ def test_attention_with_a_learned_mask_of_odd_length():
     torch._dynamo.reset()
     got = step(torch.compile(model, backend="fp8pass"), model, (x, features))
     assert_close(got, want, decibel=15)
+
+
+# --- simulated formats --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["e8m3", "e5m2", "e4m3", "e6m9"])
+def test_generated_masks_are_the_references(name):
+    """What is masked in the kernel that computes it is masked as it would be in memory."""
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float().cuda()
+
+    @torch.compile(backend=compiled_dialect)
+    def masked(x):
+        return [fp8.mask_format((x * 1.01).to(d), name, True, True) for d in MASKED_DTYPES]
+
+    narrow = [(values * 1.01).to(d) for d in MASKED_DTYPES]
+    for got, x in zip(masked(values), narrow, strict=True):
+        assert identical(got, fp8.mask_format(x, name, True, True))
+
+
+MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def compiled_dialect(gm, inputs):
+    """A graph of operators of the dialect, lowered and compiled by Inductor."""
+
+    def inner(graph, example_inputs, **kwargs):
+        lower(graph)
+        return compat.compile_fx_inner(graph, example_inputs, **kwargs)
+
+    return compat.compile_fx(gm, list(inputs), inner_compile=inner)
+
+
+def test_e8m7_is_bit_equal_to_exact():
+    model, args = layer()
+    exact, _ = compiled(model, Config.recipe("exact"))
+    want = step(exact, model, args)
+    torch._dynamo.reset()
+    program, _ = compiled(model, Config(simulate="e8m7"))
+    assert_same_step(step(program, model, args), want)
+
+
+def test_simulation_keeps_most_of_the_speed():
+    """At least 0.7 of the speed of stock torch.compile, in a layer that keeps the GPU busy."""
+    models = benchmark_models()
+    model = models.Stack(1, 2048, 16, 5504).cuda().bfloat16()
+    models.init_weights(model)
+    cos, sin = (x.bfloat16() for x in models.rope_tables(2048, 128, torch.device("cuda")))
+    x = torch.randn(4, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    programs = {"stock": torch.compile(model), "e8m3": compiled(model, Config(simulate="e8m3"))[0]}
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(25):
+        for name, program in programs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            program(x, cos, sin).sum().backward()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 5:
+                times[name].append(start.elapsed_time(end))
+    stock, simulated = (sorted(times[name])[10] for name in ("stock", "e8m3"))
+    assert stock / simulated >= 0.7, f"{simulated:.2f} ms, {stock:.2f} stock"
