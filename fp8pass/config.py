@@ -31,6 +31,8 @@ ARGUMENTS = ("mode", "dynamic", "fullgraph")
 SWITCHES = ("quantize_lm_head", "simulate_inner", "simulate_outer")
 # The options that are patterns, and of what.
 PATTERNS = {"skip": "module path", "keep_exact": "value name or module path"}
+# The options that are tuples of names.
+LISTS = (*PATTERNS, "simulate_gemms")
 
 RECIPES: dict[str, dict[str, Any]] = {
     # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
@@ -271,8 +273,14 @@ def split_options(
                 + ", ".join(("recipe", *FIELDS))
                 + "; those of torch._inductor.config pass through."
             )
-    default = "coat" if ours.get("simulate") is None else "exact"
-    return Config.recipe(ours.pop("recipe", default), **ours), theirs
+    return configured(ours), theirs
+
+
+def configured(options: Mapping[str, Any]) -> Config:
+    """The configuration of options that may name a recipe, `coat` unless they simulate a format."""
+    default = "coat" if options.get("simulate") is None else "exact"
+    fields = {name: value for name, value in options.items() if name != "recipe"}
+    return Config.recipe(options.get("recipe", default), **fields)
 
 
 def parse_bytes(text: str) -> float:

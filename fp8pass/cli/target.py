@@ -19,7 +19,7 @@ from typing import Any
 from fp8pass.cli.inputs import FLOATS, Input, dtype_name, parse_input
 from fp8pass.cli.parsing import UsageError, device_name, device_of
 from fp8pass.cli.tasks import task
-from fp8pass.config import PATTERNS, RECIPES, Config, ConfigError, unknown
+from fp8pass.config import LISTS, RECIPES, Config, ConfigError, configured, unknown
 
 DESCRIPTION = """\
 TARGET is one of
@@ -95,7 +95,8 @@ def config_of(options: argparse.Namespace) -> Config | None:
     if not options.recipe and not options.option:
         return None
     try:
-        return Config.recipe(options.recipe or "coat", **dict(options.option))
+        recipe = {"recipe": options.recipe} if options.recipe else {}
+        return configured({**recipe, **dict(options.option)})
     except ConfigError as error:
         raise UsageError(str(error)) from error
 
@@ -244,7 +245,7 @@ def _option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
-    return key, tuple(value.split(",")) if key in PATTERNS else _literal(value)
+    return key, tuple(value.split(",")) if key in LISTS else _literal(value)
 
 
 def _literal(text: str) -> Any:
