@@ -290,11 +290,15 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
     return rows
 
 
+# Of the model of stability.py, whose loss begins at the logarithm of that.
+VOCABULARY = 256
+
+
 def stability_table(data: dict[str, Any]) -> list[list[str]]:
     """Final losses by format and learning rate, with how many seeds held, and sharpness."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
-    header = ["", *(f"{rate:g}" for rate in rates), "highest that holds"]
+    header = ["", *(f"{rate:g}" for rate in rates), "highest that holds", "sensitivity"]
     rows = [[*header, "sharpness before", "at divergence", "ms a step"]]
     bf16 = [r for r in results if r["variant"] == "bf16"]
     lowest: dict[int, float] = {}
@@ -311,10 +315,15 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
             shown = f"{loss:.3f}" if math.isfinite(loss) else "not finite"
             cells.append(f"{shown} ({held} of {len(runs)})" if runs else "")
             highest = f"{rate:g}" if runs and held == len(runs) else highest
+        excess = [
+            min(_final_loss(r), math.log(VOCABULARY)) - limit[r["seed"]] + data["settings"]["rise"]
+            for r in mine
+        ]
+        sensitivity = f"{mean(excess):.3f}" if excess else ""
         before, at = _sharpness_around_divergence(mine)
         ms = sorted(r["ms_per_step"] for r in mine)
         speed = f"{ms[len(ms) // 2]:.2f}" if ms else ""
-        rows.append([variant, *cells, highest or "none", before, at, speed])
+        rows.append([variant, *cells, highest or "none", sensitivity, before, at, speed])
     return rows
 
 

@@ -282,6 +282,9 @@ def test_table_of_stability(load):
         ],
     }
     header, bf16, e8m3 = tables.stability_table(data)
+    column = header.index("sensitivity")
+    assert bf16.pop(column) == "0.200"  # 0 and 0.4 above the best
+    assert e8m3.pop(column) == "1.873"  # 0.2, and log 256 - 2
     assert header[1:4] == ["0.01", "0.1", "highest that holds"]
     assert bf16[:4] == ["bf16", "2.000 (1 of 1)", "2.400 (1 of 1)", "0.1"]
     assert e8m3 == ["e8m3", "2.200 (1 of 1)", "not finite (0 of 1)", "0.01", "0.2%", "1.5%", "2.00"]
