@@ -102,14 +102,14 @@ class Bench:
             point.compile_s = time.perf_counter() - start
             point.ms = median_times({"": subject}, self.rounds)[""].ms
             point.activation_bytes = subject.activation_bytes()
-            point.peak_bytes = self._peak_bytes(subject)
+            point.peak_bytes = self.peak_bytes(subject)
         subject.clear()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _peak_bytes(self, subject: Subject) -> int:
+    def peak_bytes(self, subject: Subject) -> int:
         subject.clear()
         if self.device.type != "cuda":
             return 0

@@ -119,6 +119,19 @@ def head_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def offload_table(data: dict[str, Any]) -> list[list[str]]:
+    """A memory budget met by computing again, and by the host."""
+    header = ["budget", "ms", "× none", "held MiB", "peak MiB"]
+    rows = [[*header, "on the host MiB", "link busy ms", "waits ms, predicted"]]
+    base = data["results"][0]["ms"]
+    for r in data["results"]:
+        sizes = [f"{r[key] / 2**20:,.0f}" for key in ("held_bytes", "peak_bytes", "host_bytes")]
+        times = [f"{r['ms']:.2f}", f"{r['ms'] / base:.3f}" if base else ""]
+        link = [f"{r['link_ms']:.1f}", f"{r['wait_ms']:.1f}"] if r["offload"] else ["", ""]
+        rows.append([r["variant"], *times, *sizes, *link])
+    return rows
+
+
 def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
     """Seconds to the end of the first step, cold and in a second process."""
     rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
@@ -621,6 +634,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "ablation": ablation_table,
     "gpt2": gpt2_table,
     "head": head_table,
+    "offload": offload_table,
     "model_8b": model_table,
     "small_gpu": small_gpu_table,
     "sweeps": sweeps_table,

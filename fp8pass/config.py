@@ -28,7 +28,7 @@ GEMMS = ("forward", "dgrad", "wgrad")
 MOST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that look like options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
-SWITCHES = ("quantize_lm_head", "simulate_inner", "simulate_outer")
+SWITCHES = ("quantize_lm_head", "offload", "simulate_inner", "simulate_outer")
 # The options that are patterns, and of what.
 PATTERNS = {"skip": "module path", "keep_exact": "value name or module path"}
 # The options that are tuples of names.
@@ -91,6 +91,11 @@ class Config:
             its plan without a budget (a float up to 2), or bytes (`"24GiB"`, an int). Values that
             do not fit are computed again, GEMMs and attention included. What a larger budget leaves
             over is spent on formats of more bits than `save_format`, up to `e4m3`.
+        offload: whether values that do not fit may be kept in the memory of the host instead, where
+            copying them there and back, beside the step, takes less time than computing them again.
+            Without a budget, or within one that they fit, nothing is.
+        host_bandwidth: bytes a second that can be copied each way between host and device. None
+            measures it.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`. One may stand
@@ -120,6 +125,8 @@ class Config:
     tolerance: float = 1.0
     moments: tuple[ValueMoments, ...] = ()
     memory_budget: float | int | str | None = None
+    offload: bool = False
+    host_bandwidth: float | None = None
     group_size: int = 128
     skip: tuple[str, ...] = ()
     keep_exact: tuple[str, ...] = ()
@@ -182,6 +189,11 @@ class Config:
         for field in SWITCHES:
             if not isinstance(value := getattr(self, field), bool):
                 raise ConfigError(f"{field} must be a bool, True or False, got {value!r}.")
+        rate = self.host_bandwidth
+        if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
+            raise ConfigError(
+                f"host_bandwidth is in bytes a second, such as 25e9, or None, got {rate!r}."
+            )
         chunks = self.head_chunks
         if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
             raise ConfigError(f"head_chunks must be a whole number or None, got {chunks!r}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts, inputs_among
+from fp8pass.host.bandwidth import bandwidth
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
@@ -67,12 +68,18 @@ class Backend:
             config, given = split_options(options, compat.list_options())
             inductor_options.update(given)
         _warn_about_activation_quantization()
+        config = _with_bandwidth(config, example_inputs)
         patches = {**inductor_defaults(config, example_inputs), **inductor_options}
         has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
         if config.compiler == "inductor" and has_tensors and _on_cpu(example_inputs):
             _check_cpp_compiler()
         if compat.is_checkpointing() and not self.observer:
             warn_about_checkpointing()
+        if config.offload and patches.get("triton.cudagraphs"):
+            raise ConfigError(
+                "offload=True runs without CUDA graphs, whose memory is theirs from one replay to "
+                "the next: leave out mode='reduce-overhead' (or triton.cudagraphs), or offload."
+            )
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
@@ -229,6 +236,14 @@ def _check_cpp_compiler() -> None:
             "one (apt install g++), name it in the environment variable CXX, or run op by op, with "
             "options={'compiler': 'eager'}."
         )
+
+
+def _with_bandwidth(config: Config, example_inputs: Sequence[Any]) -> Config:
+    """The configuration with the link's bandwidth, of which the plan and so its key depend."""
+    if not config.offload or config.host_bandwidth is not None:
+        return config
+    devices = (x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda)
+    return replace(config, host_bandwidth=bandwidth(next(devices, torch.device("cpu"))))
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

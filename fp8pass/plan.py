@@ -25,12 +25,74 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class CrossingTensor:
-    """One tensor that crosses from forward to backward."""
+    """One tensor that crosses from forward to backward, on the host if so decided."""
 
     name: str
     dtype: str
     shape: str
     bytes: int
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A tensor that is on the host between forward and backward.
+
+    Attributes:
+        module: path of the module that computes it.
+        shape: as text.
+        dtype: of what is copied.
+        bytes: of that, once; they cross the link twice.
+        made_s, sent_s: when it is made, and when the copy to the host is done, in seconds from the
+            beginning of the forward, by the roofline.
+        fetched_s, used_s: when its copy back begins, and when it is first used, in seconds from the
+            beginning of the backward.
+    """
+
+    module: str
+    shape: str
+    dtype: str
+    bytes: int
+    made_s: float
+    sent_s: float
+    fetched_s: float
+    used_s: float
+
+
+@dataclass
+class Offload:
+    """What one graph keeps on the host.
+
+    Attributes:
+        copies: the tensors, in the order in which they are made.
+        bandwidth: bytes a second that can be copied, each way.
+        forward_s, backward_s: seconds that both halves compute, by the roofline.
+        forward_wait_s, backward_wait_s: seconds that they wait for copies besides.
+        in_flight_bytes: the most that is on its way at once and takes memory of the GPU, too.
+    """
+
+    bandwidth: float
+    forward_s: float
+    backward_s: float
+    copies: list[HostCopy] = field(default_factory=list)
+    forward_wait_s: float = 0.0
+    backward_wait_s: float = 0.0
+    in_flight_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the host."""
+        return sum(copy.bytes for copy in self.copies)
+
+    @property
+    def link_s(self) -> float:
+        """Seconds that the link is busy in a step, both ways together."""
+        return 2 * self.bytes / self.bandwidth
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of a step that nothing hides."""
+        return self.forward_wait_s + self.backward_wait_s
 
 
 @dataclass(frozen=True)
@@ -46,7 +108,7 @@ class SavedTensor:
         kept_as: `exact`, or format and group, `e4m3 1×128`.
         bytes_exact: bytes of the value itself.
         bytes: bytes kept, scales included. 0 for what is held anyway: autograd keeps a leaf that
-            requires a gradient alive whether or not we use it.
+            requires a gradient alive whether or not we use it. What is on the host is not counted.
         reason: why it is kept this way.
         value: its name in `keep_exact` and `moments`.
         place: how many of the graph's linear layers come before it in the forward.
@@ -69,6 +131,11 @@ class SavedTensor:
     place: int
     expected_error: float
     tensors: tuple[CrossingTensor, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes kept on the host."""
+        return sum(t.bytes for t in self.tensors if t.on_host)
 
     @property
     def is_scalar(self) -> bool:
@@ -149,15 +216,18 @@ class FrontierPoint:
     Attributes:
         bytes: kept for the backward.
         peak_bytes: the most that the backward holds at once, estimated, gradients included.
-        seconds: that it adds to a step, by computing values again, to that of the plan without a
-            budget; estimated by the roofline of one GPU (`dialect/hardware.py`).
+        seconds: that it adds to a step, by computing values again and by waiting for copies of the
+            host, to that of the plan without a budget; estimated by the roofline of one GPU
+            (`dialect/hardware.py`).
         error: root mean square of the gradient errors that the kept values are expected to cause.
+        host_bytes: kept on the host besides.
     """
 
     bytes: int
     peak_bytes: int
     seconds: float
     error: float
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,10 +282,10 @@ class Plan:
     layers that share a GEMM for the gradient of their common input; `collectives` is what ranks
     send each other; `heads` are output heads with a loss behind them; `checkpointing` says what the
     user has computed again; `simulated` is the format that linear layers compute in as if there
-    were hardware for it. Where somebody observes: `stock_bytes` is what PyTorch's own
-    partitioner would keep for the same graph, `flops` counts the operations of all GEMMs,
-    convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an entry for the
-    forward and one for the backward.
+    were hardware for it; `offload` is what is on the host, if anything. Where somebody observes:
+    `stock_bytes` is what PyTorch's own partitioner would keep for the same graph, `flops` counts
+    the operations of all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and
+    `kernels` has an entry for the forward and one for the backward.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -234,17 +304,21 @@ class Plan:
     heads: list[Head] = field(default_factory=list)
     checkpointing: Checkpointing | None = None
     simulated: str | None = None
+    offload: Offload | None = None
     note: str = ""
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept from forward to backward, parameters and held inputs not counted."""
+        """Bytes kept from forward to backward.
+
+        Parameters, held inputs and what is on the host are not counted.
+        """
         return sum(s.bytes for s in self.saved)
 
     @property
     def exact_bytes(self) -> int:
         """Bytes of the same values without low-bit formats."""
-        return sum(s.bytes_exact for s in self.saved if s.bytes)
+        return sum(s.bytes_exact for s in self.saved if s.bytes or s.host_bytes)
 
     @property
     def high_precision(self) -> list[Linear]:
@@ -272,9 +346,11 @@ class Plan:
             f"{rewritten} of {len(self.linears)} linear layers in {format}"
             f" ({len(self.high_precision)} stay in high precision), {low_bit} of"
             f" {len(self.saved)} saved tensors in low bits, {bytes_text(self.saved_bytes)} kept"
+            + (f", {bytes_text(self.offload.bytes)} on the host" if self.offload else "")
             + (f"; {self.note}" if self.note else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready data."""
-        return {**asdict(self), "saved_bytes": self.saved_bytes, "exact_bytes": self.exact_bytes}
+        totals = {"saved_bytes": self.saved_bytes, "exact_bytes": self.exact_bytes}
+        return {**asdict(self), **totals, "host_bytes": self.offload.bytes if self.offload else 0}

@@ -241,7 +241,8 @@ def kept_tensors(program, args, held) -> Counter:
 
 
 def planned_tensors(plan: Plan) -> Counter:
-    return Counter((t.dtype, t.shape) for s in plan.saved if s.bytes for t in s.tensors)
+    kept = (s for s in plan.saved if s.bytes or s.host_bytes)
+    return Counter((t.dtype, t.shape) for s in kept for t in s.tensors)
 
 
 # --- numbers ------------------------------------------------------------------------------------

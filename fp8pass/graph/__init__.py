@@ -44,7 +44,7 @@ from fp8pass.graph.nodes import (
     tensor,
     value,
 )
-from fp8pass.graph.order import ancestors, depends, settle, tangent_dependent
+from fp8pass.graph.order import ancestors, behind, depends, settle, tangent_dependent
 from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum, root, source, untransposed
 from fp8pass.graph.tags import REPLACED, original_name
 
@@ -54,6 +54,7 @@ __all__ = [
     "RESHAPES",
     "ancestors",
     "aten",
+    "behind",
     "bytes_of",
     "clean_path",
     "copy_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -20,6 +21,16 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
                 found.add(operand)
                 pending.append(operand)
     return found
+
+
+def behind(node: fx.Node) -> fx.Node:
+    """What comes behind `node`, and behind all inputs or results of one operator with it."""
+    following = node.next
+    while following.op == "placeholder" or (
+        following.target is operator.getitem and following.args[0] is node.args[0]
+    ):
+        following = following.next
+    return following
 
 
 def tangent_dependent(g: fx.Graph) -> set[fx.Node]:

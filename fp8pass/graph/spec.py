@@ -19,11 +19,12 @@ from fp8pass.graph.collectives import GATHER, WAIT
 from fp8pass.graph.linear_layers import is_multiple_of_16
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import CARRIES
+from fp8pass.host.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
 
 # Operators that may touch an FP8 tensor: the dialect, and the kernels that take its place.
-_NAMESPACES = ("fp8pass", "fp8pass_codegen")
+_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 
 
 # What is between a matrix and the part of it that a rank sends.
@@ -209,6 +210,7 @@ def _verify_dequantize_groups(node: fx.Node) -> None:
         assert isinstance(data, fx.Node)
         length = (_shape(data)[-1] * 8 // width,)
         _require(_agree(length, covered), node, "scales do not cover the groups")
+        data = _before_copies(data)
         if _is_visible(data):
             _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
             _require(data.args[2:] == (format, size, i), node, f"{data} is not its plane {i}")
@@ -224,7 +226,22 @@ def _verify_mask_format(node: fx.Node) -> None:
         _require(False, node, f"{error}")
 
 
-# One for each operator of the dialect.
+def _verify_settled(node: fx.Node) -> None:
+    """It waits for a copy of the tensor that it is given."""
+    copy, source = node.args
+    assert isinstance(copy, fx.Node)
+    _require(copy.target in (to_host, from_host), node, f"{copy} is no copy")
+    _require(copy.args[0] is source, node, f"{copy} is no copy of {source}")
+
+
+def _verify_from_host(node: fx.Node) -> None:
+    copy = node.args[0]
+    assert isinstance(copy, fx.Node)
+    begun = copy.target in (to_host, from_host)
+    _require(not begun, node, f"{copy} is not settled: it may not be all there")
+
+
+# One for each operator of the dialect, and for copies of the host.
 VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     **dict.fromkeys(AMAX.values(), _verify_amax),
     **dict.fromkeys((op for op, o in OPERATORS.items() if o.multiplies), _verify_scaled_mm),
@@ -239,10 +256,20 @@ VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     fp8.quantize_groups.default: _verify_quantize_groups,
     fp8.dequantize_groups.default: _verify_dequantize_groups,
     fp8.mask_format.default: _verify_mask_format,
+    from_host: _verify_from_host,
+    settled: _verify_settled,
 }
 
 
+def _before_copies(node: fx.Node) -> fx.Node:
+    """The tensor that is on the host meanwhile, where a graph says which."""
+    while node.target in (to_host, from_host, settled):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def _untransposed(codes: fx.Node) -> fx.Node:
+    codes = _before_copies(codes)
     return codes.args[0] if codes.target is fp8.transpose.default else codes  # type: ignore
 
 

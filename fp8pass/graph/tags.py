@@ -30,6 +30,9 @@ WHY_WIDE = "fp8pass_why_wide"
 # On the copy of a forward value in the backward, recomputed or dequantized: the value's name.
 CARRIES = "fp8pass_carries"
 
+# On what crosses to the backward: that it is kept on the host meanwhile.
+TO_HOST = "fp8pass_to_host"
+
 
 def original_name(node: fx.Node) -> str:
     """The name of a node, or of the GEMM that it replaced."""

@@ -25,6 +25,7 @@ from fp8pass.inspect.tables import (
     by_bytes,
     collectives_table,
     frontier_table,
+    host_table,
     linears_table,
     rules_table,
     saved_table,
@@ -94,6 +95,8 @@ class Explanation(ExplanationData):
             yield linears_table(title, plan)
             if plan.saved:
                 yield saved_table(title, plan)
+            if plan.offload:
+                yield host_table(title, plan.offload)
             if plan.collectives:
                 yield collectives_table(title, plan.collectives)
             if plan.frontier:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fp8pass.plan import Collective, Linear, RuleSummary, SavedTensor
+from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
 def path_pattern(paths: Iterable[str]) -> str:
@@ -40,16 +40,22 @@ def folded_collectives(sent: Iterable[Collective]) -> list[tuple[str, int, Colle
     return folded((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
 
 
+def folded_copies(copies: Iterable[HostCopy]) -> list[tuple[str, int, HostCopy]]:
+    """Tensors on the host, those of equal layers folded; the first one's times stand for all."""
+    return folded((c.module, (c.shape, c.dtype), c) for c in copies)
+
+
 def folded_saved(
     saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
 ) -> list[tuple[str, int, SavedTensor]]:
     """Kept tensors without scalars, equal ones folded; `sources`, by name, must be equal, too."""
     sources = sources or {}
-    return folded(
-        (s.module, (s.op, s.shape, s.dtype, s.kept_as, s.bytes, s.reason, sources.get(s.name)), s)
-        for s in saved
-        if not s.is_scalar
-    )
+
+    def key(s: SavedTensor) -> tuple[Any, ...]:
+        kept = s.kept_as, s.bytes, s.host_bytes, s.reason
+        return s.op, s.shape, s.dtype, *kept, sources.get(s.name)
+
+    return folded((s.module, key(s), s) for s in saved if not s.is_scalar)
 
 
 def folded_rules(rules: Iterable[RuleSummary]) -> list[tuple[str, int, RuleSummary]]:

@@ -11,12 +11,13 @@ from fp8pass.dialect import hardware
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import (
     folded_collectives,
+    folded_copies,
     folded_linears,
     folded_rules,
     folded_saved,
     path_pattern,
 )
-from fp8pass.plan import Collective, FrontierPoint, Plan, RuleSummary
+from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
 
 
 def linears_table(title: str, plan: Plan) -> Table:
@@ -44,12 +45,28 @@ def saved_table(title: str, plan: Plan) -> Table:
         exact, kept = mib(count * s.bytes_exact), mib(count * s.bytes)
         error = f"{s.expected_error:.1%}" if s.expected_error else ""
         shape = f"{s.dtype} {s.shape}"
-        table.add_row(path, str(count), s.op, shape, s.kept_as, exact, kept, error, s.reason)
+        where = s.kept_as + (", on host" if s.host_bytes else "")
+        table.add_row(path, str(count), s.op, shape, where, exact, kept, error, s.reason)
     if scalars:
         kept = mib(sum(s.bytes for s in scalars))
         table.add_row(
             "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
         )
+    return table
+
+
+def host_table(title: str, offload: Offload) -> Table:
+    """What is on the host between forward and backward, and when; times are predicted."""
+    table = Table(title=f"{title}: kept on the host", title_justify="left")
+    columns = ("module", "×", "tensor", "MiB", "made at ms", "used ms later", "link ms")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("module", "tensor") else "right")
+    for path, count, c in folded_copies(offload.copies):
+        later = offload.forward_s - c.made_s + c.used_s
+        numbers = (
+            f"{1e3 * s:.3g}" for s in (c.made_s, later, 2 * count * c.bytes / offload.bandwidth)
+        )
+        table.add_row(path, str(count), f"{c.dtype} {c.shape}", mib(count * c.bytes), *numbers)
     return table
 
 
@@ -89,15 +106,18 @@ def frontier_table(title: str, plan: Plan) -> Table:
     """The plan of each budget; shares are of the bytes kept without one, the peak is estimated."""
     of = f"{title}: memory against time, estimated for one {hardware.RATES_OF}"
     table = Table(title=of, title_justify="left")
-    for column in ("MiB kept", "of unlimited", "peak MiB", "added ms", "grad error"):
+    points = by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
+    has_host = any(p.host_bytes for p in points)
+    host = ("MiB on host",) if has_host else ()
+    for column in ("MiB kept", "of unlimited", *host, "peak MiB", "added ms", "grad error"):
         table.add_column(column, justify="right")
     table.add_column("")
-    points = by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
     for p in points:
         share = f"{p.bytes / max(points[-1].bytes, 1):.0%}"
         mark = "◀ this plan" if p == plan.point else ""
         numbers = mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
-        table.add_row(mib(p.bytes), share, *numbers, mark)
+        away = (mib(p.host_bytes),) if has_host else ()
+        table.add_row(mib(p.bytes), share, *away, *numbers, mark)
     return table
 
 
@@ -124,7 +144,7 @@ def totals(explanation: ExplanationData) -> str:
         f"{mib(kept)} MiB; stock torch.compile would keep {mib(stock)} MiB{share}."
         f"{remarks(explanation)}"
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
-        f"{_reasons(generated) or 'none'}.{_merged(plans)}{_heads(plans)}"
+        f"{_reasons(generated) or 'none'}.{_merged(plans)}{_heads(plans)}{_on_host(plans)}"
     )
 
 
@@ -188,6 +208,19 @@ def _heads(plans: Sequence[Plan]) -> str:
         for head in plan.heads
     )
     return "".join(lines)
+
+
+def _on_host(plans: Sequence[Plan]) -> str:
+    """A line about copies to the host and back, if there are any."""
+    found = [plan.offload for plan in plans if plan.offload]
+    if not found:
+        return ""
+    link, wait = (1e3 * sum(x) for x in ([o.link_s for o in found], [o.wait_s for o in found]))
+    return (
+        f"\nOn the host: {mib(sum(o.bytes for o in found))} MiB. Copies there and back take "
+        f"{link:.3g} ms a step at {found[0].bandwidth / 1e9:.3g} GB/s, of which {wait:.3g} ms are "
+        f"waited for, and hold at most {mib(max(o.in_flight_bytes for o in found))} MiB besides."
+    )
 
 
 def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -5,7 +5,7 @@
     rounding.py       stochastic rounding of weights, states and sums of gradients
     options.py        the options of a parameter group, checked, and presets
     slots.py          the stored states of a parameter
-    host.py           memory of the host that a GPU copies from and to
+    host.py           what is on the host, and whether there is room
     staging.py        buffers on a GPU through which values of the host are computed with
     streamed.py       the update of parameters with states on the host
     weights.py        weights on the host with their codes on the GPU

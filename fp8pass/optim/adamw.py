@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass.host.arena import Arena
 from fp8pass.optim import checkpoint, fused, host
 from fp8pass.optim.fused import FusedUpdate
-from fp8pass.optim.host import Arena
 from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, new_state

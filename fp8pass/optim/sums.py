@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fp8pass.host.arena import Arena
 from fp8pass.optim import fused
 from fp8pass.optim.groups import Stored, decode, encode
-from fp8pass.optim.host import Arena
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.slots import group_count
 from fp8pass.optim.staging import DEPTH, Staging, largest_piece

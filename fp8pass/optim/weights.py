@@ -19,7 +19,8 @@ from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.graph.linear_layers import is_multiple_of_16
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
-from fp8pass.optim.host import SMALLEST, Arena
+from fp8pass.host.arena import Arena
+from fp8pass.optim.host import SMALLEST
 from fp8pass.optim.kernel import CHUNK
 from fp8pass.optim.staging import STAGED_BYTES
 

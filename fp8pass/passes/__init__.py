@@ -27,6 +27,7 @@ from fp8pass.passes.list_collectives import list_collectives
 from fp8pass.passes.lower_dialect import lower_dialect
 from fp8pass.passes.materialize_plan import materialize_plan
 from fp8pass.passes.merge_dgrads import merge_dgrads
+from fp8pass.passes.offload_saved import offload_saved
 from fp8pass.passes.pin_layouts import pin_layouts
 from fp8pass.passes.plan_saved_values import plan_saved_values
 from fp8pass.passes.quantize_linears import quantize_linears
@@ -45,6 +46,7 @@ JOINT_PASSES: tuple[Pass, ...] = (
     plan_saved_values,  # which forward values the backward keeps, in which format
     materialize_plan,  # the plan -> quantize, dequantize and recompute nodes
     merge_dgrads,  # gradients of an input that layers share -> one GEMM
+    offload_saved,  # what is kept on the host -> copies there, and back before it is used
     list_collectives,  # what ranks send each other, for the plan
 )
 

@@ -12,7 +12,6 @@ The forward keeps using the values themselves: saving in low bits changes gradie
 from __future__ import annotations
 
 import itertools
-import operator
 
 import torch
 from torch import fx
@@ -23,7 +22,7 @@ from fp8pass.graph.classify import Kind, is_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, emit
-from fp8pass.graph.tags import CARRIES, ROLE
+from fp8pass.graph.tags import CARRIES, ROLE, TO_HOST
 from fp8pass.passes.context import Context
 from fp8pass.plan import CrossingTensor, SavedTensor
 from fp8pass.saving.decision import Decision
@@ -116,18 +115,21 @@ class Carrier:
         is_part = kind(node) is Kind.VIEW and not is_mask(node)
         if is_part or node in self.ctx.facts.overwritten:
             return self._as_copy(node, decision)
+        node.meta[TO_HOST] = decision.on_host
         self._cross(node, decision, node)
         return node
 
     def _through_low_bits(self, node: fx.Node, decision: Decision) -> fx.Node:
         assert decision.format is not None
         coded = (decision.format.name, decision.group_size)
-        with self.graph.inserting_before(_after(node)):
+        with self.graph.inserting_before(graph.behind(node)):
             scales = emit(self.graph, fp8.group_scale.default, node, *coded, like=node)
             planes = [
                 emit(self.graph, fp8.quantize_groups.default, node, scales, *coded, i, like=node)
                 for i in range(len(decision.format.planes))
             ]
+        for plane in planes:
+            plane.meta[TO_HOST] = decision.on_host
         self._cross(node, decision, *planes, scales)
         dtype = graph.tensor(node).dtype
         with self.graph.inserting_before(self.at):
@@ -155,8 +157,9 @@ class Carrier:
 
     def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
         """A view kept without its base, whose memory it would hold; an input before it changes."""
-        with self.graph.inserting_before(_after(node)):
+        with self.graph.inserting_before(graph.behind(node)):
             copy = emit(self.graph, aten.clone.default, node, like=node)
+        copy.meta[TO_HOST] = decision.on_host
         self._cross(node, decision, copy)
         return copy
 
@@ -223,13 +226,3 @@ def _kept_as(format: Format | None, group_size: int) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _after(node: fx.Node) -> fx.Node:
-    """Where something computed from `node` goes: behind it, inputs and results of one operator."""
-    following = node.next
-    while following.op == "placeholder" or (
-        following.target is operator.getitem and following.args[0] is node.args[0]
-    ):
-        following = following.next
-    return following

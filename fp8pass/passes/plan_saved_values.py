@@ -37,7 +37,7 @@ from fp8pass.saving.format_choices import FormatChoices
 from fp8pass.saving.more_bits import more_bits
 
 if TYPE_CHECKING:
-    from fp8pass.saving.budget import Planner
+    from fp8pass.saving.planner import Planner
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -52,6 +52,8 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     choices = FormatChoices(ctx.config, ctx.facts, rules)
     needs = find_needs(gm, choices)
     cuts = cheapest_plan(needs, choices)
+    if ctx.config.offload and ctx.config.memory_budget is None:
+        ctx.plan.note = "offload=True has no memory_budget to meet"
     ctx.decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
     if "least" in ctx.extras and needs.all:
         ctx.plan.least_bytes = math.ceil(_planner(gm.graph, cuts, needs, choices).problem.least())
@@ -74,6 +76,6 @@ def _within_budget(
 
 def _planner(g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> Planner:
     # Here rather than above: its solver takes as long to import as a small graph to plan.
-    from fp8pass.saving.budget import Planner
+    from fp8pass.saving.planner import Planner
 
     return Planner(g, cuts, needs, choices)

@@ -25,7 +25,7 @@ from fp8pass import graph
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.patterns import SUMS, is_residual_sum
 from fp8pass.saving.costs import can_run_again
-from fp8pass.saving.decision import Decision, stored_bytes
+from fp8pass.saving.decision import Decision, host_bytes, stored_bytes
 from fp8pass.saving.format_choices import FormatChoices
 
 fp8 = torch.ops.fp8pass
@@ -49,6 +49,7 @@ class BackwardMemory:
     """Bytes alive in the backward of one joint graph.
 
     Attributes:
+        backward: the nodes of the backward.
         times: positions of the nodes that represent stretches of the backward.
         gradients: bytes of gradients alive at each of the times, the same for every plan.
         lifetimes: lifetimes of the forward values that the backward needs or recomputes from.
@@ -56,17 +57,17 @@ class BackwardMemory:
 
     def __init__(self, g: fx.Graph, values: list[fx.Node], choices: FormatChoices) -> None:
         self.choices = choices
-        self._backward = [n for n in g.nodes if n in choices.rules.backward and n.op != "output"]
-        self._position = {n: i for i, n in enumerate(self._backward)}
+        self.backward = [n for n in g.nodes if n in choices.rules.backward and n.op != "output"]
+        self._position = {n: i for i, n in enumerate(self.backward)}
         self._used = self._spans_of_use()
         self.lifetimes = self._lifetimes(values)
         gradients = _running_total(
             ((start, self._used[n].last, graph.nbytes(n)) for n, start in self._starts().items()),
-            len(self._backward),
+            len(self.backward),
         )
         recomputed = _running_total(
             (span for value in self.lifetimes for span in self._recomputed_spans(value)),
-            len(self._backward),
+            len(self.backward),
         )
         alive = [a + b for a, b in zip(gradients, recomputed, strict=True)]
         self.times = self._representative_times(alive)
@@ -81,7 +82,10 @@ class BackwardMemory:
             if decision.recomputed:
                 spans = self.alive_recomputed(value)
             else:
-                spans = [(self.alive_kept(value), stored_bytes(value, decision))]
+                away = host_bytes(value, decision)
+                spans = [(self.alive_kept(value), stored_bytes(value, decision) - away)]
+                if away:
+                    spans.append((self.alive_fetched(value), away))
             for indices, bytes_ in spans:
                 for index in indices:
                     alive[index] += bytes_
@@ -90,6 +94,14 @@ class BackwardMemory:
     def alive_kept(self, value: fx.Node) -> range:
         """Indices into `times` at which a value is alive if it is kept."""
         return self._times_between(-math.inf, self.lifetimes[value].last)
+
+    def alive_fetched(self, value: fx.Node) -> range:
+        """Indices into `times` at which a value is alive if it comes back from the host.
+
+        It is on its way for some time before it is used.
+        """
+        used = self._times_between(self.lifetimes[value].first, self.lifetimes[value].last)
+        return range(max(used.start - 1, 0), used.stop)
 
     def alive_recomputed(self, value: fx.Node) -> list[tuple[range, float]]:
         """Indices into `times`, and the bytes alive there, of a value if it is recomputed."""
@@ -117,13 +129,13 @@ class BackwardMemory:
     def _spans_of_use(self) -> dict[fx.Node, Lifetime]:
         """First and last position at which a buffer is computed from each node of the backward."""
         found: dict[fx.Node, Lifetime] = {}
-        for node in reversed(self._backward):
+        for node in reversed(self.backward):
             found[node] = _span(self._use(user, found) for user in node.users)
         return found
 
     def _use(self, user: fx.Node, uses: Mapping[fx.Node, Lifetime]) -> Lifetime:
         if user.op == "output":
-            return Lifetime(len(self._backward), len(self._backward))
+            return Lifetime(len(self.backward), len(self.backward))
         position = self._position[user]
         return Lifetime(position, position) if is_buffered(user) else uses[user]
 
@@ -135,7 +147,7 @@ class BackwardMemory:
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}
         kernels: dict[int, int] = {}
-        for node in self._backward:
+        for node in self.backward:
             if is_buffered(node):
                 position = self._position[node]
                 region = region_of.get(_quantized(node))
@@ -166,8 +178,8 @@ class BackwardMemory:
 
     def _representative_times(self, alive: list[float]) -> list[int]:
         """The position with the most bytes alive of each stretch between two sums of gradients."""
-        ends = [self._position[n] for n in self._backward if is_residual_sum(n)]
-        stretches = pairwise([0, *(e + 1 for e in ends), len(self._backward)])
+        ends = [self._position[n] for n in self.backward if is_residual_sum(n)]
+        stretches = pairwise([0, *(e + 1 for e in ends), len(self.backward)])
         return [max(range(a, b), key=alive.__getitem__) for a, b in stretches if a < b]
 
 

@@ -3,12 +3,16 @@
 The cuts of `cuts.py` recompute values that are nearly free. A budget below the bytes that they keep
 is met by recomputing anything whose result is the same again: GEMMs, attention, whole blocks.
 LLMQ's levels (non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the curve that
-this traces. Each forward value v has four variables, 0 or 1, of which any_v is the sum:
+this traces. Each forward value v has four variables, 0 or 1, and two more where a link to the host
+is given, of which any_v is the sum:
 
-    keep_exact_v         recompute_exact_v      from exact values
-    keep_low_bit_v       recompute_inexact_v    from any values
+    keep_exact_v     host_exact_v      recompute_exact_v      from exact values
+    keep_low_bit_v   host_low_bit_v    recompute_inexact_v    from any values
+
+Wherever keep_exact_v or keep_low_bit_v stands below without bytes, the host's variable is added.
 
     minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) keep_low_bit_v
+                + Σ slowdown(v) (host_exact_v + host_low_bit_v) + waits
     such that   Σ bytes(v) keep_exact_v + low_bit_bytes(v) keep_low_bit_v ≤ budget
                 recompute_exact_v ≤ keep_exact_u + recompute_exact_u    for every operand u of v
                 recompute_inexact_v ≤ any_u                             for every operand u of v
@@ -17,14 +21,17 @@ this traces. Each forward value v has four variables, 0 or 1, of which any_v is 
                 Σ recompute_exact + recompute_inexact ≤ 1
                                    over any two consecutive sums of the residual stream
                 alive(t) - excess ≤ budget + allowance   at times t of the backward
+                Σ crossing(v) (host_exact_v + host_low_bit_v) - wait ≤ time for it
+                                   at times of the forward and of the backward (`link.py`)
 
-The last but one limits recomputation to one block. Without it, the values that the backward of the
-last block needs would be recomputed from the first block's input, and all be alive at once.
+The third from last limits recomputation to one block. Without it, the values that the backward of
+the last block needs would be recomputed from the first block's input, and all be alive at once.
 
-The last one limits the peak of kept values, recomputed values and gradients (`backward_memory.py`).
-The allowance is how far the peak of the cuts' plan is above the bytes that it keeps, so that the
-peak falls with the budget. `excess` is a variable with a high price: for the smallest budgets
-recomputation holds more bytes than it saves.
+The last but one limits the peak of kept values, recomputed values and gradients
+(`backward_memory.py`). The allowance is how far the peak of the cuts' plan is above the bytes that
+it keeps, so that the peak falls with the budget. `excess` is a variable with a high price: for the
+smallest budgets recomputation holds more bytes than it saves. So are the waits, of the forward and
+of the backward, for copies that nothing is there to hide behind.
 
 Solved by HiGHS, through scipy.
 """
@@ -44,11 +51,11 @@ from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import SUMS
-from fp8pass.plan import FrontierPoint
 from fp8pass.saving.backward_memory import BackwardMemory
 from fp8pass.saving.costs import UNITS_PER_BYTE, can_run_again, keep_price, recompute_seconds
-from fp8pass.saving.decision import Decision, Decisions, Needs, free_decision, kept_bytes
+from fp8pass.saving.decision import Decision, Needs, free_decision, host_bytes
 from fp8pass.saving.format_choices import FormatChoices
+from fp8pass.saving.link import Link
 
 # A solution may take this much longer than the fastest, and the search for it this long: repeated
 # layers have very many solutions that are equally good.
@@ -64,10 +71,12 @@ EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
 
-# The variables of a value in their order; that of the excess comes after those of all values.
+# The variables of a value in their order. After those of all values come those of values that may
+# be on the host, and three that are no choices.
 KEEP_EXACT, KEEP_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT = range(4)
 VARIABLES = 4
-EXCESS = -1
+FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
+CONTINUOUS = 3
 
 MEGA = 1e6  # bytes in the solver's unit, since its tolerances are absolute
 
@@ -80,6 +89,7 @@ class BudgetProblem:
         choices: how values may be stored.
         memory: bytes alive in the backward; without it the peak is not limited.
         allowance: bytes by which the peak may exceed the budget for free.
+        link: to the host; without it nothing is kept there. It needs `memory`.
     """
 
     def __init__(
@@ -88,23 +98,31 @@ class BudgetProblem:
         choices: FormatChoices,
         memory: BackwardMemory | None = None,
         allowance: float = 0.0,
+        link: Link | None = None,
     ) -> None:
         self.needs, self.choices = needs, choices
-        self.memory, self.allowance = memory, allowance
+        self.memory, self.allowance, self.link = memory, allowance, link
         self.values = relevant_values(needs)
         self.index = {v: i for i, v in enumerate(self.values)}
-        count = VARIABLES * len(self.values) + 1
+        self.of_values = VARIABLES * len(self.values)
+        sent = [(v, kind) for v in self.values for kind in (KEEP_EXACT, KEEP_LOW_BIT)]
+        away = {key: bytes_ for key in sent if (bytes_ := self._bytes_away(*key))}
+        self.away = {key: self.of_values + i for i, key in enumerate(away)}
+        count = self.of_values + len(away) + CONTINUOUS
         self.bytes = np.zeros(count)
         self.seconds = np.zeros(count)
         self.upper = np.ones(count)
         for value in self.values:
             self._price(value)
-        recomputes = np.arange(count) % VARIABLES >= RECOMPUTE_EXACT
-        self.seconds[recomputes] += NEGLIGIBLE_SHARE * self.seconds.max(initial=0)
+        recomputes = np.arange(self.of_values) % VARIABLES >= RECOMPUTE_EXACT
+        self.seconds[: self.of_values][recomputes] += NEGLIGIBLE_SHARE * self.seconds.max(initial=0)
+        self.crossing = self._price_away(away)
+        self.upper[-CONTINUOUS:] = np.inf if link else 0
         self.upper[EXCESS] = np.inf if memory else 0
         self.seconds[EXCESS] = EXCESS_PRICE * MEGA * self._price_of_a_byte()
         self.availability = self._availability()
         self.alive = self._alive()
+        self.waits = self._waits()
 
     def least(self) -> float:
         """The smallest budget that can be met."""
@@ -128,16 +146,16 @@ class BudgetProblem:
     def _solve(
         self, cost: np.ndarray, budget: float, *, limits_peak: bool = True
     ) -> OptimizeResult:
-        constraints = [self.availability]
+        constraints = [self.availability, *self.waits]
         if math.isfinite(budget):
             row = csr_matrix(self.bytes[None, :] / MEGA)
             constraints.append(LinearConstraint(row, -np.inf, budget / MEGA))
             if self.memory and limits_peak:
                 most = (budget + self.allowance - np.array(self.memory.gradients)) / MEGA
                 constraints.append(LinearConstraint(self.alive, -np.inf, most))
-        scale = 1 / max(cost[:EXCESS].max(), 1e-30)
+        scale = 1 / max(cost[:-CONTINUOUS].max(), 1e-30)
         integral = np.ones(len(cost))
-        integral[EXCESS] = 0
+        integral[-CONTINUOUS:] = 0
         return milp(
             cost * scale,
             integrality=integral,
@@ -148,8 +166,8 @@ class BudgetProblem:
 
     def _price_of_a_byte(self) -> float:
         """Seconds of recomputation that a kept byte saves, on average over all values."""
-        kept = self.bytes[KEEP_EXACT:EXCESS:VARIABLES].sum()
-        recomputed = self.seconds[RECOMPUTE_EXACT:EXCESS:VARIABLES].sum()
+        kept = self.bytes[KEEP_EXACT : self.of_values : VARIABLES].sum()
+        recomputed = self.seconds[RECOMPUTE_EXACT : self.of_values : VARIABLES].sum()
         return float(recomputed / kept) if kept else 0.0
 
     def _alive(self) -> csr_matrix:
@@ -165,6 +183,10 @@ class BudgetProblem:
             alive[kept.start : kept.stop, keeps] = self.bytes[keeps] / MEGA
             for times, bytes_ in self.memory.alive_recomputed(value):
                 alive[times.start : times.stop, recomputes] += bytes_ / MEGA
+        for (value, kind), column in self.away.items():
+            kept, back = self.memory.alive_kept(value), self.memory.alive_fetched(value)
+            alive[kept.start : kept.stop, column] = self.bytes[column] / MEGA
+            alive[back.start : back.stop, column] += self._bytes_away(value, kind) / MEGA
         alive[:, EXCESS] = -1
         return csr_matrix(alive)
 
@@ -188,6 +210,67 @@ class BudgetProblem:
         self.upper[at + RECOMPUTE_INEXACT] = again and choices.may_be_recomputed(value)
         self.seconds[at + RECOMPUTE_EXACT : at + VARIABLES] = recompute_seconds(value)
 
+    def _bytes_away(self, value: fx.Node, kind: int) -> float:
+        """Bytes that would be on the host if a value were kept there; 0 if it may not be.
+
+        What may be in low bits crosses in these.
+        """
+        if self.link is None or not self._may_keep(value, kind):
+            return 0.0
+        in_low_bits = value not in self.needs.exact and self._may_keep(value, KEEP_LOW_BIT)
+        if kind == KEEP_EXACT and in_low_bits:
+            return 0.0
+        bytes_ = host_bytes(value, self._kept(value, kind, on_host=True))
+        return bytes_ if self.link.may_send(value, bytes_) else 0.0
+
+    def _may_keep(self, value: fx.Node, kind: int) -> bool:
+        if kind == KEEP_EXACT:
+            return math.isfinite(keep_price(value))
+        choice = self.choices.cheapest(value)
+        return bool(choice.group_size) and not choice.format.lossless
+
+    def _price_away(self, away: dict[tuple[fx.Node, int], float]) -> dict[int, float]:
+        """Fill in the bytes and seconds of what may be on the host; the seconds that each crosses.
+
+        A copy takes the GPU no time that others could use, but slows them down a little.
+        """
+        crossing = {}
+        for (value, kind), bytes_ in away.items():
+            assert self.link is not None
+            column, here = self.away[value, kind], VARIABLES * self.index[value] + kind
+            self.bytes[column] = self.bytes[here] - bytes_
+            self.seconds[column] = self.seconds[here] + self.link.slowdown(bytes_)
+            crossing[column] = self.link.seconds(bytes_)
+        return crossing
+
+    def _waits(self) -> list[LinearConstraint]:
+        """A row for each instant by which some copies must have crossed, or are waited for."""
+        if self.link is None or not self.away:
+            return []
+        columns: dict[fx.Node, list[int]] = {}
+        for (value, _), column in self.away.items():
+            columns.setdefault(value, []).append(column)
+        unit = max(self.crossing.values())
+        self.seconds[[FORWARD_WAIT, BACKWARD_WAIT]] = unit
+        rows, most = [], []
+        for wait, limits in (
+            (FORWARD_WAIT, self.link.leaving(columns)),
+            (BACKWARD_WAIT, self.link.returning(columns)),
+        ):
+            for values, seconds in limits:
+                row = np.zeros(len(self.bytes))
+                crossing = [column for v in values for column in columns[v]]
+                row[crossing] = [self.crossing[column] / unit for column in crossing]
+                row[wait] = -1
+                rows.append(row)
+                most.append(seconds / unit)
+        return [LinearConstraint(csr_matrix(np.array(rows)), -np.inf, np.array(most))]
+
+    def _in_memory(self, value: fx.Node, *kinds: int) -> list[int]:
+        """The variables of a value, and of the same on the host."""
+        here = [VARIABLES * self.index[value] + kind for kind in kinds]
+        return here + [self.away[value, kind] for kind in kinds if (value, kind) in self.away]
+
     def _availability(self) -> LinearConstraint:
         """A row for each operand that a value is recomputed from, and for each needed value."""
         rows: list[dict[int, int]] = []
@@ -195,17 +278,17 @@ class BudgetProblem:
         for value in self.values:
             at = VARIABLES * self.index[value]
             if value in self.needs.exact:
-                rows.append(dict.fromkeys((at + KEEP_EXACT, at + RECOMPUTE_EXACT), 1))
+                rows.append(dict.fromkeys(self._in_memory(value, KEEP_EXACT, RECOMPUTE_EXACT), 1))
                 lower.append(1)
             elif value in self.needs.all:
-                rows.append(dict.fromkeys(range(at, at + VARIABLES), 1))
+                rows.append(dict.fromkeys(self._in_memory(value, *range(VARIABLES)), 1))
                 lower.append(1)
             if not self.upper[at + RECOMPUTE_EXACT]:
                 continue
             for operand in value.all_input_nodes:
-                of = VARIABLES * self.index[operand]
-                rows.append({of + KEEP_EXACT: 1, of + RECOMPUTE_EXACT: 1, at + RECOMPUTE_EXACT: -1})
-                any_form = dict.fromkeys(range(of, of + VARIABLES), 1)
+                exact = dict.fromkeys(self._in_memory(operand, KEEP_EXACT, RECOMPUTE_EXACT), 1)
+                rows.append({**exact, at + RECOMPUTE_EXACT: -1})
+                any_form = dict.fromkeys(self._in_memory(operand, *range(VARIABLES)), 1)
                 rows.append({**any_form, at + RECOMPUTE_INEXACT: -1})
                 lower.extend((0, 0))
         for pair in self._consecutive_sums():
@@ -247,90 +330,31 @@ class BudgetProblem:
         return plan
 
     def _decision(self, value: fx.Node, chosen: np.ndarray) -> Decision:
-        at, choice = VARIABLES * self.index[value], self.choices.cheapest(value)
         if self.choices.facts.is_free(value):
             return free_decision(value, self.choices.facts)
-        if chosen[at + KEEP_EXACT]:
-            return Decision(EXACT, 0, self.needs.exact.get(value, "the budget allows it"))
-        if chosen[at + KEEP_LOW_BIT] and not chosen[at + RECOMPUTE_EXACT]:
-            return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
+        at = VARIABLES * self.index[value]
+        for kind in (KEEP_EXACT, KEEP_LOW_BIT):
+            if chosen[at + kind] and not (kind == KEEP_LOW_BIT and chosen[at + RECOMPUTE_EXACT]):
+                return self._kept(value, kind)
+            if (value, kind) in self.away and chosen[self.away[value, kind]]:
+                return self._kept(value, kind, on_host=True)
         return Decision(None, 0, "recomputed to meet the budget")
+
+    def _kept(self, value: fx.Node, kind: int, *, on_host: bool = False) -> Decision:
+        """The decision to keep a value exactly or in low bits."""
+        where = "on the host to meet the budget" if on_host else "the budget allows it"
+        if kind == KEEP_EXACT:
+            reason = self.needs.exact.get(value, where)
+            return Decision(EXACT, 0, reason, on_host=on_host)
+        choice = self.choices.cheapest(value)
+        error = choice.expected_error
+        return Decision(choice.format, choice.group_size, choice.reason, error, on_host)
 
 
 def _unsolved(wanted: str) -> str:
     return (
         f"No plan for {wanted} was found in {TIME_LIMIT_S:.0f} s. Compile the model's blocks one "
         "by one, or raise it."
-    )
-
-
-class Planner:
-    """Plans of one joint graph within budgets, compared with the plan of the cuts.
-
-    Attributes:
-        most: bytes that the plan of the cuts keeps.
-    """
-
-    def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
-        self.choices, self.cuts = choices, cuts
-        self.most = kept_bytes(cuts, choices)
-        self.memory = BackwardMemory(g, relevant_values(needs), choices)
-        allowance = self.memory.peak(cuts) - self.most
-        self.problem = BudgetProblem(needs, choices, self.memory, allowance)
-
-    def within(self, budget: float) -> Decisions:
-        """The fastest plan that keeps at most `budget` bytes.
-
-        Raises:
-            ConfigError: there is none; the message names the smallest budget that can be met.
-        """
-        plan = self.problem.within(budget)
-        if plan is None:
-            least = self.problem.least()
-            raise ConfigError(
-                f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at "
-                f"least {bytes_text(least)}. Raise memory_budget to {math.ceil(least)} bytes "
-                "or more, or allow smaller formats with recipe='agoq'."
-            )
-        return plan
-
-    def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
-        """Plans from the smallest budget that can be met up to the plan of the cuts, without one.
-
-        None is both larger and slower than another. One that would be both smaller and faster than
-        the chosen plan is that by less than the solver's tolerance.
-        """
-        least = self.problem.least() * 1.001
-        budgets = np.linspace(least, max(self.most, least), points)[:-1]
-        plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
-        unlimited = self.point(self.cuts)
-        shown = {chosen, unlimited}
-        for point in map(self.point, plans):
-            if not any(_dominates(p, point) or _dominates(point, p) for p in shown):
-                shown.add(point)
-        return sorted(shown - ({chosen} - {unlimited}), key=lambda p: (p.bytes, p.seconds))
-
-    def point(self, decisions: Decisions) -> FrontierPoint:
-        """Kept bytes, peak, time and error of a plan.
-
-        What the cuts compute again counts for nothing: generated code does it where it reads the
-        values, which the roofline of single operators does not know of.
-        """
-        spent = sum(
-            recompute_seconds(node)
-            for node, d in decisions.items()
-            if d.recomputed and not (node in self.cuts and self.cuts[node].recomputed)
-        )
-        errors = [d.expected_error for d in decisions.values() if not d.recomputed]
-        error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
-        kept = int(kept_bytes(decisions, self.choices))
-        return FrontierPoint(kept, int(self.memory.peak(decisions)), spent, error)
-
-
-def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
-    """Whether `p` keeps no more than `q` and takes no longer, and one of the two is less."""
-    return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
-        p.bytes <= q.bytes and p.seconds <= q.seconds
     )
 
 

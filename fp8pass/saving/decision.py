@@ -22,12 +22,14 @@ class Decision:
         group_size: elements that share a scale; 0 if the value is kept exactly or recomputed.
         reason: why it was decided so, as text.
         expected_error: relative RMS error of the gradients.
+        on_host: whether it is kept on the host, except for scales.
     """
 
     format: Format | None
     group_size: int
     reason: str
     expected_error: float = 0.0
+    on_host: bool = False
 
     @property
     def recomputed(self) -> bool:
@@ -84,20 +86,34 @@ def free_decision(node: fx.Node, facts: JointFacts) -> Decision:
 
 
 def kept_bytes(decisions: Decisions, choices: FormatChoices) -> float:
-    """Bytes that a plan keeps, without those of values that stay alive anyway."""
+    """Bytes that a plan keeps where it computes, without those of what stays alive anyway."""
     total = 0.0
     for node, decision in decisions.items():
         if decision.recomputed or choices.facts.is_free(node) or graph.is_no_tensor(node):
             continue
-        total += stored_bytes(node, decision)
+        total += stored_bytes(node, decision) - host_bytes(node, decision)
     return total
 
 
+def host_bytes(node: fx.Node, decision: Decision) -> float:
+    """Bytes of a kept value that are on the host: all but the scales."""
+    if not decision.on_host:
+        return 0.0
+    return stored_bytes(node, decision) - scale_bytes(node, decision.group_size)
+
+
+def scale_bytes(node: fx.Node, group_size: int) -> int:
+    """Bytes of the scales of a value that is kept in groups; 0 without groups."""
+    if not group_size:
+        return 0
+    return graph.numel(graph.tensor(node)) // group_size * GROUP_SCALE_DTYPE.itemsize
+
+
 def stored_bytes(node: fx.Node, decision: Decision) -> float:
-    """Bytes of a kept value; the lossless format keeps scales like the others."""
+    """Bytes of a kept value, wherever; the lossless format keeps scales like the others."""
     if not decision.low_bit or decision.format is None:
         return graph.nbytes(node)
-    elements = graph.numel(graph.tensor(node))
     if decision.format.lossless:
-        return graph.nbytes(node) + elements // decision.group_size * GROUP_SCALE_DTYPE.itemsize
+        return graph.nbytes(node) + scale_bytes(node, decision.group_size)
+    elements = graph.numel(graph.tensor(node))
     return decision.format.stored_bytes(elements, decision.group_size)

@@ -140,7 +140,7 @@ def test_frontier_in_json(traced):
     (graph,) = json.loads(traced.to_json())["graphs"]
     assert len(graph["frontier"]) > 2
     assert (
-        {"bytes", "peak_bytes", "seconds", "error"}
+        {"bytes", "peak_bytes", "seconds", "error", "host_bytes"}
         == set(graph["frontier"][0])
         == set(graph["point"])
     )

@@ -15,6 +15,7 @@ from optim_helpers import (
 from torch import nn
 
 from fp8pass.config import ConfigError
+from fp8pass.host.arena import SMALLEST_BLOCK, Arena
 from fp8pass.optim import AdamW, attach, fused, host, kernel, staging, streamed
 
 DEVICES = [
@@ -173,9 +174,9 @@ def test_a_host_that_is_too_small(monkeypatch):
 
 
 def test_tensors_share_blocks():
-    arena = host.Arena(torch.device("cpu"))
+    arena = Arena(torch.device("cpu"))
     dtypes = (torch.bfloat16, torch.uint8)
     tensors = [arena.take(torch.full((n,), n).to(d)) for d in dtypes for n in (1, 300, 7)]
     assert [x.unique().tolist() for x in tensors] == [[1], [300], [7], [1], [300 % 256], [7]]
     assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(dtypes)
-    assert arena.empty(torch.Size([host.SMALLEST_BLOCK]), torch.float32).numel() > 0
+    assert arena.empty(torch.Size([SMALLEST_BLOCK]), torch.float32).numel() > 0

@@ -13,6 +13,7 @@ import fp8pass
 from fp8pass.config import ConfigError
 from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.host.arena import Arena
 from fp8pass.optim import AdamW, attach, host, offload_weights, staging, weights
 
 DEVICES = [
@@ -101,7 +102,7 @@ def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
     def on_device(self, shape, dtype):
         return torch.empty(shape, dtype=dtype, device=device)
 
-    monkeypatch.setattr(host.Arena, "empty", on_device)
+    monkeypatch.setattr(Arena, "empty", on_device)
     monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 22)
     there = new(device)
     want, _ = train(there, device, backwards, offload=(), accumulate=2, recipe=recipe)

@@ -50,11 +50,11 @@ from fp8pass.saving.budget import (
     RECOMPUTE_EXACT,
     RECOMPUTE_INEXACT,
     BudgetProblem,
-    Planner,
 )
 from fp8pass.saving.cuts import cheapest_plan
 from fp8pass.saving.decision import find_needs, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
+from fp8pass.saving.planner import Planner
 
 # --- what a budget may be -----------------------------------------------------------------------
 

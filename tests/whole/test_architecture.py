@@ -19,6 +19,7 @@ ROOMS = (
     "dialect",
     "config",
     "plan",
+    "host",
     "graph",
     "rules",
     "saving",

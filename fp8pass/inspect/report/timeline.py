@@ -45,7 +45,7 @@ class _GraphRun:
         self.before = [n for n in calls if n in forward]
         self.after = [n for n in calls if n not in forward]
         tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
-        sizes = {t.name: t.bytes for t in tensors}
+        sizes = {t.name: t.bytes for t in tensors if not t.on_host}
         self.kept = {n: sizes[n.name] for n in compiled.ctx.saved if n.name in sizes}
 
     def forward(self) -> Iterator[tuple[fx.Node, bool, int]]:

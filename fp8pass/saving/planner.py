@@ -1,0 +1,91 @@
+"""Plans of one joint graph within budgets, beside the plan of the cuts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import fx
+
+from fp8pass.config import ConfigError, bytes_text
+from fp8pass.plan import FrontierPoint
+from fp8pass.saving.backward_memory import BackwardMemory
+from fp8pass.saving.budget import BudgetProblem, relevant_values
+from fp8pass.saving.costs import recompute_seconds
+from fp8pass.saving.decision import Decisions, Needs, host_bytes, kept_bytes
+from fp8pass.saving.format_choices import FormatChoices
+from fp8pass.saving.link import Link
+
+
+class Planner:
+    """Plans of one joint graph within budgets, compared with the plan of the cuts.
+
+    Attributes:
+        most: bytes that the plan of the cuts keeps.
+    """
+
+    def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
+        self.choices, self.cuts = choices, cuts
+        self.most = kept_bytes(cuts, choices)
+        self.memory = BackwardMemory(g, relevant_values(needs), choices)
+        allowance = self.memory.peak(cuts) - self.most
+        self.link = Link(g, self.memory, choices) if choices.config.offload else None
+        self.problem = BudgetProblem(needs, choices, self.memory, allowance, self.link)
+
+    def within(self, budget: float) -> Decisions:
+        """The fastest plan that keeps at most `budget` bytes.
+
+        Raises:
+            ConfigError: there is none; the message names the smallest budget that can be met.
+        """
+        plan = self.problem.within(budget)
+        if plan is None:
+            least = self.problem.least()
+            other = "" if self.link else ", or keep values on the host with offload=True"
+            raise ConfigError(
+                f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at "
+                f"least {bytes_text(least)}. Raise memory_budget to {math.ceil(least)} bytes "
+                f"or more, or allow smaller formats with recipe='agoq'{other}."
+            )
+        return plan
+
+    def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
+        """Plans from the smallest budget that can be met up to the plan of the cuts, without one.
+
+        None is both larger and slower than another. One that would be both smaller and faster than
+        the chosen plan is that by less than the solver's tolerance.
+        """
+        least = self.problem.least() * 1.001
+        budgets = np.linspace(least, max(self.most, least), points)[:-1]
+        plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
+        unlimited = self.point(self.cuts)
+        shown = {chosen, unlimited}
+        for point in map(self.point, plans):
+            if not any(_dominates(p, point) or _dominates(point, p) for p in shown):
+                shown.add(point)
+        return sorted(shown - ({chosen} - {unlimited}), key=lambda p: (p.bytes, p.seconds))
+
+    def point(self, decisions: Decisions) -> FrontierPoint:
+        """Kept bytes, peak, time and error of a plan.
+
+        What the cuts compute again counts for nothing: generated code does it where it reads the
+        values, which the roofline of single operators does not know of.
+        """
+        spent = sum(
+            recompute_seconds(node)
+            for node, d in decisions.items()
+            if d.recomputed and not (node in self.cuts and self.cuts[node].recomputed)
+        )
+        spent += sum(self.link.waits(decisions)) if self.link else 0.0
+        errors = [d.expected_error for d in decisions.values() if not d.recomputed]
+        error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
+        kept = int(kept_bytes(decisions, self.choices))
+        away = int(sum(host_bytes(node, d) for node, d in decisions.items()))
+        return FrontierPoint(kept, int(self.memory.peak(decisions)), spent, error, away)
+
+
+def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
+    """Whether `p` keeps no more than `q` and takes no longer, and one of the two is less."""
+    return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
+        p.bytes <= q.bytes and p.seconds <= q.seconds
+    )
