@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fp8pass.inspect.diagnosis import diagnose as diagnose
     from fp8pass.inspect.explanation import Explanation as Explanation
     from fp8pass.inspect.explanation import explain as explain
+    from fp8pass.inspect.fitting import Fit as Fit
+    from fp8pass.inspect.fitting import Gpu as Gpu
+    from fp8pass.inspect.fitting import fit as fit
     from fp8pass.monitor import Monitor as Monitor
     from fp8pass.monitor.landscape import sharpness as sharpness
 
@@ -37,12 +40,15 @@ _MODULES = {
     "ConfigError": "config",
     "Diagnosis": "inspect.diagnosis",
     "Explanation": "inspect.explanation",
+    "Fit": "inspect.fitting",
+    "Gpu": "inspect.fitting",
     "Monitor": "monitor",
     "backend": "dynamo",
     "bisect": "inspect.bisection",
     "calibrate": "inspect.calibration",
     "diagnose": "inspect.diagnosis",
     "explain": "inspect.explanation",
+    "fit": "inspect.fitting",
     "sharpness": "monitor.landscape",
 }
 

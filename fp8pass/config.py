@@ -295,8 +295,10 @@ def configured(options: Mapping[str, Any]) -> Config:
     return Config.recipe(options.get("recipe", default), **fields)
 
 
-def parse_bytes(text: str) -> float:
-    """A size as `24GiB`, `512 MiB` or `1.5GB`, in bytes.
+def parse_bytes(
+    text: str, what: str = f"memory_budget is a share up to {MOST_SHARE} (a number), or"
+) -> float:
+    """A size as `24GiB`, `512 MiB` or `1.5GB`, in bytes; `what` begins the message of an error.
 
     Raises:
         ConfigError: it is not one.
@@ -307,10 +309,7 @@ def parse_bytes(text: str) -> float:
     except ValueError:
         number = math.nan
     if match is None or math.isnan(number):
-        raise ConfigError(
-            f"memory_budget is a share up to {MOST_SHARE} (a number), or a size such as '24GiB' or "
-            f"'800MB', got {text!r}."
-        )
+        raise ConfigError(f"{what} a size such as '24GiB' or '800MB', got {text!r}.")
     base = 1024 if match[3] else 1000
     return float(number * base ** " KMGT".index(match[2].upper() or " "))
 

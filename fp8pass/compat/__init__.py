@@ -39,6 +39,12 @@ from fp8pass.compat.compiling import (  # noqa: E402
     uncached,
     uncompiled,
 )
+from fp8pass.compat.fakes import (  # noqa: E402
+    OperatorObserver,
+    RealPositions,
+    WeakIdKeyDictionary,
+    fake_tensors,
+)
 from fp8pass.compat.joint import (  # noqa: E402
     copy_region,
     extract_forward_backward,
@@ -96,7 +102,10 @@ __all__ = [
     "SUPPORTED",
     "CustomPartitionerFn",
     "FakeTensor",
+    "OperatorObserver",
     "PipelineAction",
+    "RealPositions",
+    "WeakIdKeyDictionary",
     "activation_quantization_is_on",
     "after_backward",
     "arg_tree_leaves",
@@ -114,6 +123,7 @@ __all__ = [
     "draw_from_seeds",
     "extract_forward_backward",
     "fake_mode_of",
+    "fake_tensors",
     "forget_checkpointing",
     "fresh_compilation",
     "get_cpp_compiler",

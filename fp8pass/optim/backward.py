@@ -89,7 +89,7 @@ def attach(
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     if buffer is None:
-        buffer = "e4m3" if accumulate <= FEW else "fp16"
+        buffer = default_buffer(accumulate)
     if buffer not in BUFFERS:
         raise ConfigError(f"buffer is one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
     format = moment_format(buffer, signed=True)
@@ -123,6 +123,11 @@ def attach(
         if any(p in groups for p in module.parameters(recurse=False)):
             _ATTACHED.setdefault(module, []).append(attached)
     return attached
+
+
+def default_buffer(accumulate: int) -> str:
+    """The format of the sum of so many gradients."""
+    return "e4m3" if accumulate <= FEW else "fp16"
 
 
 def _check_nothing_reduces_later(model: nn.Module) -> None:

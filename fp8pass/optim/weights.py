@@ -58,7 +58,7 @@ def offload_weights(
         ConfigError: no layer's weight can be in codes.
     """
     device = torch.empty(0, device=device).device  # with its number
-    layers = _layers_by_weight(model, tuple(skip))
+    layers = layers_to_code(model, tuple(skip))
     arena, moved = Arena(device), []
     while layers:  # one weight after the other is freed where it was
         weight, users = layers.popitem()
@@ -74,7 +74,7 @@ def offload_weights(
     return model
 
 
-def _layers_by_weight(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list[nn.Linear]]:
+def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list[nn.Linear]]:
     """The layers whose weights can be in codes, by their weight, which several may share."""
     linears = {m: path for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))

@@ -191,13 +191,13 @@ def is_buffered(node: fx.Node) -> bool:
         return any(u.target is not fp8.transpose.default for u in node.users)
     if kind(node) is Kind.VIEW:  # its base counts
         return False
-    return kind(node) in BUFFERED_KINDS or any(_reads_memory(user) for user in node.users)
+    return kind(node) in BUFFERED_KINDS or any(reads_memory(user) for user in node.users)
 
 
-def _reads_memory(user: fx.Node) -> bool:
+def reads_memory(user: fx.Node) -> bool:
     """Whether an operator is a library call, so that its operands have to be in memory."""
     if kind(user) is Kind.VIEW:
-        return any(_reads_memory(u) for u in user.users)
+        return any(reads_memory(u) for u in user.users)
     return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
 
 
