@@ -1,9 +1,9 @@
 """The command line: `fp8pass --help`, or `python -m fp8pass --help`.
 
-explain.py diagnose.py bisect.py demo.py env.py    one command each
-target.py inputs.py huggingface.py                 the model of a command, and its inputs
-running.py tasks.py                                the runs of the model, their progress and errors
-parsing.py                                         arguments and their errors
+explain.py fit.py diagnose.py bisect.py demo.py env.py    one command each
+target.py inputs.py huggingface.py                        the model of a command, and its inputs
+running.py tasks.py                                       its runs, their progress and errors
+parsing.py                                                arguments and their errors
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8pass import __version__
-from fp8pass.cli import bisect, demo, diagnose, env, explain
+from fp8pass.cli import bisect, demo, diagnose, env, explain, fit
 from fp8pass.cli.parsing import Command, Failure, Parser, UsageError
 from fp8pass.cli.tasks import cause
 from fp8pass.config import unknown
 
-COMMANDS = {m.COMMAND.name: m.COMMAND for m in (explain, diagnose, bisect, demo, env)}
+COMMANDS = {m.COMMAND.name: m.COMMAND for m in (explain, fit, diagnose, bisect, demo, env)}
 
 EXIT_CODES = """\
 exit codes:

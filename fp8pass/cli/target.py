@@ -55,8 +55,13 @@ class Target:
         return getattr(self.model, "_orig_mod", self.model)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add TARGET to a parser, and the options for its inputs and its configuration."""
+def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
+    """Add TARGET to a parser, and the options for its inputs and its configuration.
+
+    Args:
+        parser: of a command.
+        runs: whether the command runs the model, on a device.
+    """
     add = parser.add_argument
     add("target", metavar="TARGET", help="the model, see above")
     add(
@@ -78,7 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of fp8pass.Config, once for each: memory_budget=0.6, skip=layers.0,lm_head",
     )
-    add("--device", type=device_name, help="cpu, cuda or cuda:N, for model and inputs")
+    if runs:
+        add("--device", type=device_name, help="cpu, cuda or cuda:N, for model and inputs")
     add(
         "--dtype",
         type=partial(dtype_name, among=FLOATS),
@@ -104,6 +110,8 @@ def config_of(options: argparse.Namespace) -> Config | None:
 def load(options: argparse.Namespace) -> Target:
     """Build the model and its inputs, and check that they fit.
 
+    For a command that does not run it, the model is on the meta device.
+
     Raises:
         UsageError: TARGET or its inputs are not of the required form.
         Failure: the code of TARGET failed.
@@ -111,13 +119,15 @@ def load(options: argparse.Namespace) -> Target:
     import torch
 
     torch.manual_seed(0)
-    device = device_of(options.device) if options.device else None
+    runs = hasattr(options, "device")
+    device = device_of(options.device) if runs and options.device else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with task(f"building {options.target}", "--traceback shows where."):
         if _is_config(options.target):
             from fp8pass.cli import huggingface
 
-            model = huggingface.build(options.target, device or device_of(None), dtype)
+            default = device_of(None) if runs else torch.device("meta")
+            model = huggingface.build(options.target, device or default, dtype)
             target = Target(model)
             if not options.input:
                 inputs = huggingface.example_inputs(model)

@@ -278,3 +278,46 @@ def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
     assert model.up.weight.grad is not None
     assert shape == ()
     assert (config, without) == (Config.recipe("agoq"), None)
+
+
+# --- fit ----------------------------------------------------------------------------------------
+
+ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")
+
+
+def test_fit_gives_lines_to_paste(run, tmp_path):
+    out = ok(run("fit", "factories:with_loss", *ROOM, "--plot", str(tmp_path / "memory.png")))
+    assert "MLP on H200: default · AdamW" in out
+    assert "◀ fits" in out
+    assert "optimizer = fp8pass.optim.AdamW(model.parameters())" in out
+    assert (tmp_path / "memory.png").stat().st_size
+
+
+def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+    heads = {"num_attention_heads": 32, "num_hidden_layers": 60}  # 24 GB of weights
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, **heads}))
+    words = ("--blocks", "model.layers", "--option", "memory_budget=0.9", "--json")
+    code, out, err = run("fit", str(tmp_path), *ROOM, *words)
+    assert code == 1
+    found = json.loads(out)
+    assert not found["fits"]
+    assert "does not fit a GPU of 2 GiB and a host of 8 GiB" in found["why_not"]
+    assert found["blocks"] == ["model.layers.*"]
+    assert found["tried"][0]["gpu"]["weights"] > 24e9
+    assert "nothing fits" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "H20"), "Unknown gpu 'H20'"),
+        (("--blocks", "layers"), "names no module"),
+        (("--accumulate", "0"), "accumulate must be a positive int"),
+    ],
+)
+def test_wrong_options_of_fit(run, words, message):
+    code, out, err = run("fit", "factories:with_loss", *ROOM, *words)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,97 @@
+"""`fp8pass fit`: whether a model trains on a GPU, and how."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fp8pass.cli import target
+from fp8pass.cli.parsing import Command, Failure, UsageError, output_file
+from fp8pass.cli.running import REPORT, show
+from fp8pass.cli.tasks import task
+from fp8pass.config import ConfigError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fp8pass fit`."""
+    target.add_options(parser, runs=False)
+    add = parser.add_argument
+    add("--gpu", help="a name, a size, or both: RTX4090, 16GiB, H200,16GiB (default: yours)")
+    add("--host", help="memory of the host: 64GiB (default: what is left here)")
+    add(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches whose gradients are added up before an update (default: 1)",
+    )
+    add(
+        "--blocks",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="modules that are compiled one by one, such as model.layers, once for each; by "
+        "default the model is compiled as a whole",
+    )
+    add("--plot", type=output_file, metavar="FILE", help="also draw memory over a step, as PNG")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fit TARGET.
+
+    Raises:
+        UsageError: an option has an invalid value.
+        Failure: no way to train fits.
+    """
+    config = target.config_of(options)
+    found = target.load(options)
+    result = _fitted(options, config, found)
+    if options.plot:
+        with task("drawing", "Give another --plot FILE."):
+            result.plot(options.plot)
+    show(result, options.json)
+    if not result.fits:
+        raise Failure("nothing fits.")
+
+
+def _fitted(options: argparse.Namespace, config: Any, found: target.Target) -> Any:
+    """`fp8pass.fit` of TARGET."""
+    import fp8pass
+
+    wrong: ConfigError | None = None
+    with task("fp8pass.fit", REPORT):
+        try:
+            return fp8pass.fit(
+                found.model,
+                *found.args,
+                gpu=options.gpu,
+                host=options.host,
+                config=config,
+                accumulate=options.accumulate,
+                blocks=options.blocks,
+                loss=found.loss,
+                **found.kwargs,
+            )
+        except ConfigError as error:
+            wrong = error
+    raise UsageError(str(wrong)) from wrong
+
+
+COMMAND = Command(
+    "fit",
+    "whether a model trains on a GPU of some GiB, and the options that make it so",
+    "Show what training takes of a GPU and its host, and the fastest options that fit, as lines\n"
+    "to paste. Runs nothing and allocates nothing: a Hugging Face config is built on PyTorch's\n"
+    "meta device, as a function may do, and the GPU need not be there (docs/memory.md).\n\n"
+    + target.DESCRIPTION,
+    (
+        "fp8pass fit llama/config.json --gpu RTX4090 --host 64GiB --blocks model.layers",
+        "fp8pass fit llama/ --gpu 16GiB --accumulate 8 --input input_ids=4x2048:int64:32000 "
+        "--input labels=4x2048:int64:32000",
+        "fp8pass fit models:build --gpu RTX4090 --plot memory.png",
+        "fp8pass fit model.py:MLP --input 32x64:bfloat16 --gpu H200,2GiB --json",
+    ),
+    add_options,
+    run,
+)
