@@ -1,4 +1,4 @@
-"""Plot docs/{convergence,frontier,projection,stability}.png from benchmarks/results/*.json.
+"""Plot docs/{convergence,frontier,projection,stability,memory}.png from benchmarks/results/*.json.
 
 python benchmarks/plots.py    what has been measured; needs matplotlib
 """
@@ -6,7 +6,7 @@ python benchmarks/plots.py    what has been measured; needs matplotlib
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from fp8pass.demo.show import running_mean
+from fp8pass.inspect.fitting.replay import KINDS, Moment
+from fp8pass.inspect.fitting.timeline import plot_timeline
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -130,11 +132,35 @@ def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
+def memory(data: dict[str, Any]) -> Figure:
+    """The GPU's memory by kind over a forward and backward, as `fit` predicts it."""
+    results = data["results"]
+    figure, axes = pyplot.subplots(
+        1, len(results), sharey=True, figsize=(11, 4.5), layout="constrained"
+    )
+    for each, result in zip(axes, results, strict=True):
+        columns = [result[name] for name in ("backward", *KINDS)]
+        moments = [Moment(half, "", *alive) for half, *alive in zip(*columns, strict=True)]
+        plot_timeline(each, result["standing"], moments)
+        each.set_title(result["setup"].replace(" · ", "\n"), fontsize="small")
+        each.label_outer()
+    axes[0].legend(*_all_labels(axes), loc="lower left", fontsize="small")
+    return figure
+
+
+def _all_labels(axes: Iterable[Axes]) -> tuple[list[Any], list[str]]:
+    """Handles and labels of all plots, each label once."""
+    pairs = [pair for each in axes for pair in zip(*each.get_legend_handles_labels(), strict=True)]
+    found = {label: handle for handle, label in reversed(pairs)}
+    return list(found.values()), list(found)
+
+
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "convergence": convergence,
     "frontier": frontier,
     "projection": projection,
     "stability": stability,
+    "memory": memory,
 }
 
 

@@ -26,7 +26,7 @@ DOCUMENTS = (
     HERE.parent / "README.md",
     *(
         HERE.parent / "docs" / f"{name}.md"
-        for name in ("results", "formats", "optimizer", "distributed", "stability")
+        for name in ("results", "formats", "optimizer", "distributed", "stability", "memory")
     ),
 )
 BASELINE = "torchao tensorwise"
@@ -286,6 +286,26 @@ def small_gpu_table(data: dict[str, Any]) -> list[list[str]]:
             sizes = (r["reserved_bytes"], r["allocated_bytes"], r["host_bytes"])
             memory = [f"{size / 2**30:.1f}" if size else "" for size in sizes]
             rows.append([r["how"], limit, batch, f"{r['tokens_per_second']:,.0f}", share, *memory])
+    return rows
+
+
+def fit_table(data: dict[str, Any]) -> list[list[str]]:
+    """Predictions of `fit` beside what was measured."""
+    header = ["", "predicted GiB", "measured GiB", "off by"]
+    rows = [[*header, "predicted tokens/s", "measured tokens/s", "off by"]]
+    for r in data["results"]:
+        predicted = [
+            f"{r['predicted_bytes'] / 2**30:.2f}",
+            f"{r['predicted_tokens_per_second']:,.0f}",
+        ]
+        if r["error"]:
+            rows.append([r["case"], predicted[0], r["error"], "", predicted[1], "", ""])
+            continue
+        peak, tokens = r["peak_bytes"], r["tokens_per_second"]
+        off = f"{r['predicted_bytes'] / peak - 1:+.1%}" if peak else ""
+        memory = [predicted[0], f"{peak / 2**30:.2f}" if peak else "", off]
+        slower = f"{r['predicted_tokens_per_second'] / tokens - 1:+.0%}"
+        rows.append([r["case"], *memory, predicted[1], f"{tokens:,.0f}", slower])
     return rows
 
 
@@ -637,6 +657,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "offload": offload_table,
     "model_8b": model_table,
     "small_gpu": small_gpu_table,
+    "fit": fit_table,
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,

@@ -290,3 +290,17 @@ def test_table_of_stability(load):
     assert e8m3 == ["e8m3", "2.200 (1 of 1)", "not finite (0 of 1)", "0.01", "0.2%", "1.5%", "2.00"]
     assert tables.stability_ranks(data)[1] == ["3", "1.0000", "7.14%"]
     load("plots").stability(data)
+
+
+def test_fit_predicts_beside_what_was_measured(load):
+    benchmark, tables = load("fit"), load("tables")
+    assert len({case.name for case in benchmark.CASES}) == len(benchmark.CASES)
+    tiny = dict.fromkeys(benchmark.MODELS, benchmark.TINY["7B"])
+    case = next(c for c in benchmark.CASES if c.recorded and c.blocks)
+    result = benchmark.predict(case, case.size(tiny), case.gpu)
+    assert result.predicted_bytes > 0
+    beside = benchmark.with_recorded(result, case)
+    assert beside.peak_bytes > result.predicted_bytes
+    _, row = tables.fit_table({"results": [vars(beside)]})
+    assert row[0] == case.name
+    assert row[3] == f"{result.predicted_bytes / beside.peak_bytes - 1:+.1%}"
