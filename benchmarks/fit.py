@@ -42,6 +42,7 @@ from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.replay import KINDS
 from fp8pass.inspect.fitting.setup import Setup
+from fp8pass.inspect.fitting.step import own_loss
 
 HERE = Path(__file__).parent
 WARM_UP, TIMED = 2, 4
@@ -193,7 +194,7 @@ def ways(case: Case, size: Size, gpu: str) -> Candidates:
         ids = torch.empty(size.batch, size.seq, dtype=torch.long)
     model = as_trained(llama, case)
     values = ((), {"input_ids": ids, "labels": ids, "use_cache": False})
-    step = trace(model, paths(model, case.blocks), values, lambda output: output.loss)
+    step = trace(model, paths(model, case.blocks), values, own_loss)
     return Candidates(step, Parameters(model), case.setup.config, case.accumulate, find_gpu(gpu))
 
 

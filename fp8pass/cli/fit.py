@@ -70,7 +70,7 @@ def _fitted(options: argparse.Namespace, config: Any, found: target.Target) -> A
                 config=config,
                 accumulate=options.accumulate,
                 blocks=options.blocks,
-                loss=found.loss,
+                loss_fn=found.loss_fn,
                 **found.kwargs,
             )
         except ConfigError as error:

@@ -21,7 +21,7 @@ from fp8pass.inspect.fitting.gpu import GPUS, find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.replay import KINDS, Fate
 from fp8pass.inspect.fitting.setup import Setup, config_text
-from fp8pass.inspect.fitting.step import record_step
+from fp8pass.inspect.fitting.step import own_loss, record_step
 from fp8pass.inspect.fitting.timing import step_seconds
 from fp8pass.inspect.fitting.traced import TracedStep
 from fp8pass.inspect.fitting.work import Work
@@ -70,7 +70,7 @@ def on_cpu(layers: int = 2) -> tuple[Layered, Tensor]:
 
 
 def recorded(model, paths, ids) -> TracedStep:
-    return TracedStep(record_step(model, paths, ((ids,), {}), lambda loss: loss))
+    return TracedStep(record_step(model, paths, ((ids,), {}), own_loss))
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -198,7 +198,7 @@ def test_hugging_face_layers_get_no_mask():
         model, ids = llama(num_hidden_layers=2), torch.empty(2, 16, dtype=torch.long)
     values = ((), {"input_ids": ids, "labels": ids, "use_cache": False})
     paths = ("model.layers.0", "model.layers.1")
-    (region,) = record_step(model, paths, values, lambda output: output.loss).regions
+    (region,) = record_step(model, paths, values, own_loss).regions
     nodes = [n for n in region.gm.graph.nodes if "attention" in str(n.target)]
     forward = next(n for n in nodes if "backward" not in str(n.target))
     assert True in forward.args  # is_causal
@@ -212,7 +212,7 @@ def test_layers_are_continued_from_few(monkeypatch):
     model, ids = on_meta(layers=5)
     full = recorded(model, WHOLE, ids)
     monkeypatch.setattr("fp8pass.inspect.fitting.deep.WORTHWHILE", 5)
-    deep = trace(model, (), ((ids,), {}), lambda loss: loss)
+    deep = trace(model, (), ((ids,), {}), own_loss)
     assert isinstance(deep, TracedLayers)
     assert len(model.blocks) == 5
     for fate in (STAY, Fate(stay=False)):
@@ -245,7 +245,7 @@ class ByNumber(Layered):
 def test_a_model_that_does_not_run_with_fewer_layers():
     with torch.device("meta"):
         model, ids = ByNumber(8), torch.empty(4, 64, dtype=torch.long)
-    assert isinstance(trace(model, (), ((ids,), {}), lambda loss: loss), TracedStep)
+    assert isinstance(trace(model, (), ((ids,), {}), own_loss), TracedStep)
     assert len(model.blocks) == 8
 
 
@@ -400,8 +400,14 @@ def test_configuration_and_loss_of_the_model():
     model, ids = on_meta()
     for block in model.blocks:
         block.compile(backend="fp8pass", options={"skip": ("down",), "memory_budget": 0.9})
-    loss = lambda loss: loss.square()  # noqa: E731
-    found = fit(model, ids, gpu="H200", host="8GiB", loss=loss, blocks="blocks")
+    found = fit(
+        model,
+        ids,
+        gpu="H200",
+        host="8GiB",
+        loss_fn=lambda model, batch: model(*batch).square(),
+        blocks="blocks",
+    )
     assert found.best.setup.config == Config(skip=("down",), memory_budget=0.9)
 
 
@@ -424,7 +430,7 @@ def test_wrong_options(changes, message):
 def test_no_loss():
     with torch.device("meta"):
         model, x = MLP((64, 128, 64)), torch.empty(32, 64)
-    with pytest.raises(ValueError, match=r"no loss: give fit a function of its output"):
+    with pytest.raises(ValueError, match=r"no loss: give fit a function of it and the batch"):
         fit(model, x, gpu="16GiB", host="8GiB")
 
 
@@ -450,7 +456,7 @@ def test_the_peak_is_as_predicted(place):
     torch._dynamo.reset()
     with torch.device("meta"):
         model, ids = Layered(4, hidden=2048).bfloat16(), torch.empty(8, 1024, dtype=torch.long)
-    step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), lambda loss: loss)
+    step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), own_loss)
     parameters, setup = Parameters(model), Setup(Config(), *place)
     here, _ = parameters.place(setup, 1)
     moments = TracedStep(step).moments(Config(), parameters.fate_of_gradients(setup, 1))

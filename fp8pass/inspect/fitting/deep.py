@@ -54,7 +54,7 @@ def trace(
         module: the model, on any device.
         paths: of the parts that are compiled one by one; none if the model is as a whole.
         values: arguments and keyword arguments of the model.
-        loss_of: a function from its output to the loss.
+        loss_of: runs it and gives its loss.
     """
     if not paths and (layers := find_layers(module)):
         try:

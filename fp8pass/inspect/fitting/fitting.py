@@ -14,6 +14,7 @@ from fp8pass.inspect.fitting.deep import trace
 from fp8pass.inspect.fitting.gpu import Gpu, find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.result import Fit
+from fp8pass.inspect.fitting.step import LossFunction, own_loss
 from fp8pass.inspect.running import configuration_of, is_sharded
 from fp8pass.optim import host as host_memory
 
@@ -29,7 +30,7 @@ def fit(
     config: Config | None = None,
     accumulate: int = 1,
     blocks: str | Sequence[str] = (),
-    loss: Callable[[Any], Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Fit:
     """Find the fastest way to train a model that fits a GPU and its host; allocates nothing.
@@ -55,7 +56,8 @@ def fit(
         accumulate: micro-batches whose gradients are added up before an update.
         blocks: paths of modules that are compiled one by one, with * for parts of them; of a list
             of modules all that are in it. By default the model is compiled as a whole.
-        loss: a function from the model's output to the loss; by default its `loss`, or itself.
+        loss_fn: gives the loss of the model and the batch, `args`, `kwargs`, or both as a tuple; by
+            default that is the `loss` in the model's output, or the output.
         **kwargs: keyword arguments of the model, besides those named here.
 
     Returns:
@@ -72,7 +74,7 @@ def fit(
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     target, room = find_gpu(gpu), _host_bytes(host)
     paths = _matching(module, (blocks,) if isinstance(blocks, str) else tuple(blocks))
-    traced = trace(module, paths, (args, kwargs), loss or _own_loss)
+    traced = trace(module, paths, (args, kwargs), _loss_of(loss_fn))
     parameters = Parameters(module)
     base = config or configuration_of(model)
     candidates = Candidates(traced, parameters, base, accumulate, target)
@@ -172,16 +174,12 @@ def _host_bytes(host: str | int | None) -> float:
     return parse_bytes(host, "host is") if isinstance(host, str) else float(host)
 
 
-def _own_loss(output: Any) -> Tensor:
-    """The loss in a model's output.
+def _loss_of(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
+    """How the loss of a model and its arguments is computed."""
+    if loss_fn is None:
+        return own_loss
 
-    Raises:
-        ValueError: there is none.
-    """
-    value = getattr(output, "loss", output)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value
-    raise ValueError(
-        f"The model returns {type(output).__name__}, no loss: give fit a function of its output, "
-        "loss=lambda output: output.square().mean(), or the model its labels."
-    )
+    def loss_of(run: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        return loss_fn(run, (args, kwargs) if args and kwargs else args or kwargs)
+
+    return loss_of

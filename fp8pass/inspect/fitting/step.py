@@ -38,7 +38,24 @@ from fp8pass.inspect.fitting.work import work_of_call
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 
-LossFunction = Callable[[Any], Tensor]
+# Of a model to run, its arguments and its keyword arguments.
+LossFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+def own_loss(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The loss that a model returns.
+
+    Raises:
+        ValueError: it returns none.
+    """
+    output = run(*args, **kwargs)
+    value = getattr(output, "loss", output)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    raise ValueError(
+        f"The model returns {type(output).__name__}, no loss: give fit a function of it and the "
+        "batch, loss_fn=lambda model, batch: model(*batch).square().mean(), or the model labels."
+    )
 
 
 def record_step(
@@ -53,7 +70,7 @@ def record_step(
         module: the model, on any device.
         paths: of parts; `('',)` for the model as a whole.
         values: arguments and keyword arguments of the model.
-        loss_of: a function from its output to the loss.
+        loss_of: runs it and gives its loss.
     """
     step = Step()
     recorder = _Recorder(step)
@@ -65,9 +82,9 @@ def record_step(
         torch.random.fork_rng(devices=[]),
         _compiled(module, paths, recorder) as run,
     ):
-        run(*args, **kwargs)  # to compile: no operator is to be observed meanwhile
+        loss_of(run, args, kwargs)  # to compile: no operator is to be observed meanwhile
         with recorder.watching(module):
-            loss = loss_of(run(*args, **kwargs))
+            loss = loss_of(run, args, kwargs)
             recorder.events.append(BackwardBegins())
             loss.backward()
             step.events = list(recorder.events)
