@@ -422,25 +422,3 @@ def test_e8m7_is_bit_equal_to_exact():
     torch._dynamo.reset()
     program, _ = compiled(model, Config(simulate="e8m7"))
     assert_same_step(step(program, model, args), want)
-
-
-def test_simulation_keeps_most_of_the_speed():
-    """At least 0.7 of the speed of stock torch.compile, in a layer that keeps the GPU busy."""
-    models = benchmark_models()
-    model = models.Stack(1, 2048, 16, 5504).cuda().bfloat16()
-    models.init_weights(model)
-    cos, sin = (x.bfloat16() for x in models.rope_tables(2048, 128, torch.device("cuda")))
-    x = torch.randn(4, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    programs = {"stock": torch.compile(model), "e8m3": compiled(model, Config(simulate="e8m3"))[0]}
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(25):
-        for name, program in programs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            program(x, cos, sin).sum().backward()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= 5:
-                times[name].append(start.elapsed_time(end))
-    stock, simulated = (sorted(times[name])[10] for name in ("stock", "e8m3"))
-    assert stock / simulated >= 0.7, f"{simulated:.2f} ms, {stock:.2f} stock"
