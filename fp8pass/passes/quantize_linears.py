@@ -93,18 +93,16 @@ def why_not(layer: Layer, config: Config) -> Reason:
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
-    if gemm.target is aten.addmm.default:
-        if tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
-            return Reason("its bias is not a vector")
-        if not has_columns_for_tensor_cores(gemm):
-            return Reason(
-                "its bias has an element for each token: their number is no multiple of 16"
-            )
+    biased = gemm.target is aten.addmm.default
+    if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
+        return Reason("its bias is not a vector")
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(gemm)):
         return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
     if not all(is_multiple_of_16(size) for size in weight):
         sizes = "×".join(map(str, weight))
         return Reason(f"weight {sizes}: both sizes must be multiples of 16")
+    if biased and not has_columns_for_tensor_cores(gemm):
+        return Reason("its bias has an element for each token: their number is no multiple of 16")
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight")
     rows = tensor(gemm).shape[0]
