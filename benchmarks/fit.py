@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from model import MODELS, TINY, LossOnly, Size, step_seconds
+from model import MODELS, TINY, LossOnly, Size, new_llama, step_seconds
 from report import environment, merge, print_rows, resume, use_expandable_segments, write_json
-from small_gpu import new_llama
+from small_gpu import drawn_llama
 from tables import fit_table
 from torch import nn
 
@@ -180,17 +179,8 @@ def paths(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 def ways(case: Case, size: Size, gpu: str) -> Candidates:
     """The ways to train a model; nothing is allocated."""
-    config = transformers.LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=size.seq,
-    )
+    llama = new_llama(size, torch.device("meta"))
     with torch.device("meta"):
-        llama = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         ids = torch.empty(size.batch, size.seq, dtype=torch.long)
     model = as_trained(llama, case)
     values = ((), {"input_ids": ids, "labels": ids, "use_cache": False})
@@ -230,7 +220,7 @@ def timelines(size: Size) -> list[dict[str, Any]]:
 
 def measure(case: Case, size: Size, device: torch.device) -> tuple[int | None, float]:
     """Train as the lines to paste say; the peak of what is allocated, and tokens per second."""
-    model = as_trained(new_llama(size, device), case)
+    model = as_trained(drawn_llama(size, device), case)
     names: dict[str, Any] = {"fp8pass": fp8pass, "torch": torch, "model": model}
     lines = case.setup.lines(case.accumulate, case.blocks)
     exec(lines.replace('"cuda"', repr(device.type)).replace(", fused=True", ""), names)
