@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from itertools import pairwise
 
@@ -452,8 +453,11 @@ def test_plot(fitted, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", [(False, ()), (True, ()), (True, ("states",))], ids=str)
 def test_the_peak_is_as_predicted(place):
-    """Of blocks large beside what PyTorch rounds up."""
+    """Of blocks large beside what PyTorch rounds up, above what other tests have left."""
     torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model, ids = Layered(4, hidden=2048).bfloat16(), torch.empty(8, 1024, dtype=torch.long)
     step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), own_loss)
@@ -472,4 +476,5 @@ def test_the_peak_is_as_predicted(place):
         model(ids).backward()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
-    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert predicted == pytest.approx(measured, rel=0.05)

@@ -290,7 +290,7 @@ def test_where_copies_are():
 
 def test_little_is_on_its_way_at_once(monkeypatch):
     monkeypatch.setattr(offload_saved_module(), "IN_FLIGHT_SECONDS", 0.0)
-    found = joint(config("exact", host_bandwidth=2e11, memory_budget=0.1), layers=4)
+    found = joint(config("exact", host_bandwidth=4e11, memory_budget=0.1), layers=4)
     offload = found.ctx.plan.offload
     largest = sorted(c.bytes for c in offload.copies)[-2:]
     assert offload.in_flight_bytes <= sum(largest) < offload.bytes
@@ -406,7 +406,7 @@ def test_on_a_gpu_what_is_on_the_host_takes_no_memory(compiler, monkeypatch):
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     args = (x, *models.rope_tables(2048, 128, x.device))
     # A link of the test's own: others may share that of the machine.
-    options = Config(compiler=compiler, memory_budget=0.4, offload=True, host_bandwidth=2e11)
+    options = Config(compiler=compiler, memory_budget=0.4, offload=True, host_bandwidth=4e11)
 
     def run(disabled):
         torch._dynamo.reset()
