@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8pass.dialect.row_kernel import largest
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
 from fp8pass.optim.groups import EXPONENT_BITS, Stored
 from fp8pass.optim.rounding import (
@@ -29,11 +30,6 @@ _MIXING, _MIXING_AGAIN = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 _FOLDING, _FOLDING_AGAIN = map(tl.constexpr, FOLDED_FACTORS)
 _EXPONENT, _BITS = tl.constexpr(EXPONENT_BITS), tl.constexpr(BF16_BITS)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
-
-
-@triton.jit
-def _largest(x, y):
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -84,7 +80,7 @@ def _add_to(
     if BEGUN:
         scale = tl.load(scales + group, of_sum, other=0.0).to(tl.float32)
         x += tl.load(codes + element, of_sum[:, None], other=0.0).to(tl.float32) * scale[:, None]
-    amax = tl.reduce(tl.abs(x), 1, _largest)
+    amax = tl.reduce(tl.abs(x), 1, largest)
     amax = tl.where(amax < _SMALLEST, 0.0, amax)
     x = tl.where(amax[:, None] == 0, 0.0, x)
     scale = tl.maximum(amax * (1 / MAX), _SMALLEST)
