@@ -80,11 +80,10 @@ class Setup:
 
 # With a limit micro-batches are as large as what is computed again leaves room for: the update
 # behind the last one, which moves 9 bytes a weight, takes as long as the backward of 25,000 tokens.
-STREAMED = ("states", "gradients")
 SETUPS = (
     Setup("7B", "fp8pass", None, batch=4),
-    Setup("7B", "fp8pass", 16, batch=8, offload=EVERYTHING, options={"memory_budget": 0.18}),
-    Setup("7B", "fp8pass", 24, batch=4, offload=STREAMED, options={"memory_budget": 0.5}),
+    Setup("7B", "fp8pass", 16, batch=8, offload=EVERYTHING, options={"memory_budget": 0.2}),
+    Setup("7B", "fp8pass", 24, batch=8, offload=EVERYTHING, options={"memory_budget": 0.45}),
     Setup("7B", "FSDP2", 16, batch=4),
     Setup("7B", "FSDP2", 24, batch=8),
     Setup("7B", "CPUOffloadOptimizer", 24, batch=1),

@@ -201,6 +201,11 @@ class AdamW(torch.optim.Optimizer):
         for staging in self._staging.values():
             staging.join()
 
+    def let_go(self) -> None:
+        """Hold on to no gradient that is still to be added to a sum."""
+        for staging in self._staging.values():
+            staging.let_go()
+
     def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
         """fp32 [2]: the factor of gradients, and whether GradScaler found infinite gradients."""
         key = device, bool(group["maximize"])

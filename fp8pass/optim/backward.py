@@ -161,7 +161,8 @@ def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
     optimizer = _alive(reference)
     optimizer.update(optimizer.param_groups[group], [parameter])
     parameter.grad = None
-    _join_at_the_end(optimizer)
+    if optimizer.streams:  # what follows this backward uses the new weights
+        compat.after_backward(optimizer.join)
 
 
 @torch.no_grad()
@@ -178,19 +179,14 @@ def _accumulate(
     if accumulated.count + 1 < backwards:
         accumulated.add(gradient, options["seed"], optimizer.step_of(parameter))
         parameter.grad = None
-        _join_at_the_end(optimizer)
+        if optimizer.streams:  # no one reads the sum but what is added to it next
+            compat.after_backward(optimizer.let_go)
         return
     accumulated.move_to(gradient)
     if not is_offloaded(options, "states", parameter):
         optimizer.join()
     parameter.grad = like_parameter(gradient, parameter)
     _step(reference, group, parameter)
-
-
-def _join_at_the_end(optimizer: AdamW) -> None:
-    """Have what follows this backward wait for what runs on other streams."""
-    if optimizer.streams:
-        compat.after_backward(optimizer.join)
 
 
 def _alive(reference: ref[AdamW]) -> AdamW:

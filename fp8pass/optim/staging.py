@@ -8,9 +8,9 @@ memory by itself takes twice as long on an H200 (`benchmarks/small_gpu.py`).
     computation            | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
-Buffers are waited for on the GPU. The CPU goes on to launch what gives the next gradients, or the
-GPU would have nothing else to do while pieces are on their way; it waits where too many gradients
-do.
+Nothing waits on the CPU, which goes on to launch what gives the next gradients: the GPU would have
+nothing else to do while pieces are on their way. Where too many gradients wait for their turn, the
+GPU computes no more of them until the first ones are used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,21 @@ STAGED_BYTES = 96 << 20
 ALIGNMENT = 512
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # from, to
+
+
+@dataclass
+class Held:
+    """What computations use that were begun at once: its memory is not to be used again before.
+
+    Attributes:
+        tensors: values and gradients.
+        size: bytes of the gradients.
+        used: when the computations end; None while more of them may be launched.
+    """
+
+    tensors: list[Tensor]
+    size: int
+    used: Any = None
 
 
 class Staging:
@@ -50,11 +66,11 @@ class Staging:
         on_gpu = device.type == "cuda"
         streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(3)]
         self._into: Any
+        self._compute: Any
         self._out: Any
         self._into, self._compute, self._out = streams
         self._emptied: list[Any] = [None] * DEPTH
-        self._begun = 0  # bytes of gradients that what was begun last holds on to
-        self._waiting: deque[tuple[int, Any]] = deque()  # the same of all before, and when they end
+        self._held: deque[Held] = deque()
 
     def place(self, buffer: int, like: Iterable[Tensor]) -> list[Tensor]:
         """Tensors in a buffer that have the shapes and dtypes of others."""
@@ -73,22 +89,30 @@ class Staging:
         """
         if self._compute is None:
             return
-        self._wait_for_others(sum(x.numel() * x.itemsize for x in gradients))
+        size = sum(x.numel() * x.itemsize for x in gradients)
+        self._make_room(size)
         self._compute.wait_stream(torch.cuda.current_stream(self.device))
-        for x in (*values, *gradients):  # its memory is not to be used again before
-            if x.is_cuda:
-                x.record_stream(self._compute)
+        self._held.append(Held([x for x in (*values, *gradients) if x.is_cuda], size))
 
-    def _wait_for_others(self, size: int) -> None:
-        """Have the CPU wait until `size` bytes of gradients are no more than may wait."""
-        if self._begun:
-            self._waiting.append((self._begun, self._out.record_event()))
-        self._begun = size
-        total = size + sum(size for size, _ in self._waiting)
-        while total > self.most_waiting and self._waiting:
-            done, ended = self._waiting.popleft()
-            ended.synchronize()
-            total -= done
+    def _make_room(self, size: int) -> None:
+        """Have the GPU wait until `size` bytes of gradients are no more than may wait.
+
+        What is let go here is free for what this stream computes next, however far the CPU is
+        ahead. It would have to see it used if the memory were only marked as another stream's.
+        """
+        if self._held:
+            self._held[-1].used = self._compute.record_event()
+        total = size + sum(held.size for held in self._held)
+        while total > self.most_waiting and self._held:
+            held = self._held.popleft()
+            torch.cuda.current_stream(self.device).wait_event(held.used)
+            total -= held.size
+
+    def let_go(self) -> None:
+        """Hold on to nothing more; memory is free for others when it has been used."""
+        while self._held:
+            for x in self._held.popleft().tensors:
+                x.record_stream(self._compute)
 
     def computing(self) -> AbstractContextManager[Any]:
         """What is launched within is ordered with other computations."""
@@ -109,6 +133,7 @@ class Staging:
         """Have what is launched from now on wait for all that was begun."""
         if self._compute is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._compute)
+            self.let_go()
 
     def synchronize(self) -> None:
         """Wait until everything has arrived on the host."""

@@ -142,6 +142,27 @@ def test_the_cpu_waits_for_no_gradient(accumulate):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_few_gradients_wait_for_their_turn(accumulate):
+    """Also if all of the backward is launched before the GPU begins with it."""
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(32)]
+    model = nn.Sequential(*layers).bfloat16().cuda()
+    optimizer = AdamW(model.parameters(), offload=("states", "gradients"))
+    attach(model, optimizer, accumulate=accumulate)
+    x = torch.randn(16, 1024, dtype=torch.bfloat16, device="cuda")
+    for backward in range(2 * accumulate):
+        loss = model(x).sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda._sleep(1 << 28)
+        loss.backward()
+        if backward >= accumulate:
+            assert torch.cuda.max_memory_allocated() - before < (2 + 3) * layers[0].weight.nbytes
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_codes_follow_their_weights(device):
     model = new(device)
