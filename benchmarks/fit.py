@@ -98,12 +98,12 @@ def _small(setup: Setup, batch: int, limit: str) -> Case:
 
 
 HEAD_WHOLE, HEAD_IN_CHUNKS = Config(head_chunks=1), Config(head_chunks=4)
-EVERYTHING, STREAMED = ("states", "gradients", "weights"), ("states", "gradients")
+EVERYTHING = ("states", "gradients", "weights")
 MOST = replace(HEAD_IN_CHUNKS, memory_budget=0.2)
-HALF = replace(HEAD_IN_CHUNKS, memory_budget=0.5)
+LESS = replace(HEAD_IN_CHUNKS, memory_budget=0.45)
 CASES = (
     _small(Setup(HEAD_IN_CHUNKS), 4, "no limit"),
-    _small(Setup(HALF, attach=True, offload=STREAMED), 4, "24 GiB"),
+    _small(Setup(LESS, attach=True, offload=EVERYTHING), 8, "24 GiB"),
     _small(Setup(MOST, attach=True, offload=EVERYTHING), 8, "16 GiB"),
     Case("1B", (), Setup(preset=None), recorded=_recorded("fp8pass coat", "AdamW")),
     Case("1B", LAYERS, Setup(HEAD_WHOLE)),

@@ -25,6 +25,7 @@ from helpers import (
     stock_eager,
 )
 from noise import Formats
+from torch import fx
 
 from fp8pass import compat
 from fp8pass.compilation import Compilation
@@ -229,10 +230,12 @@ def _keeping_views(program: Program, device: str) -> list[TrainingStep]:
 def _without_recomputation(program: Program, device: str) -> list[TrainingStep]:
     """The steps of stock PyTorch if the backward takes nothing but what the forward computed.
 
-    PyTorch's own partitioner recomputes from buffers that the forward has changed since.
+    PyTorch's own partitioner recomputes from buffers that the forward has changed since, and keeps
+    such buffers themselves.
     """
 
     def partition(gm: Any, inputs: Any, *, compiler: str = "", **kwargs: Any) -> Any:
+        _copy_what_is_written(gm.graph)
         return default_partition(gm, inputs, **kwargs)
 
     with contextlib.ExitStack() as patches:
@@ -240,6 +243,19 @@ def _without_recomputation(program: Program, device: str) -> list[TrainingStep]:
             name = f"{module}.min_cut_rematerialization_partition"
             patches.enter_context(patch(name, partition))
         return _run(program, device, _stock(program)).steps
+
+
+def _copy_what_is_written(graph: fx.Graph) -> None:
+    """Have a joint graph read a copy of each input that it writes to at its end."""
+    inputs = graph.find_nodes(op="placeholder")
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = {write.args[0] for write in writes}.intersection(inputs)
+    readers = {node: [user for user in node.users if user not in writes] for node in written}
+    for node, users in readers.items():
+        with graph.inserting_after(inputs[-1]):
+            copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copied.meta = dict(node.meta)
+        node.replace_all_uses_with(copied, users.__contains__)
 
 
 def _check_closeness(program: Program, device: str, run: Run, outcome: Outcome) -> None:
