@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8pass import distributed as distributed
     from fp8pass import optim as optim
+    from fp8pass import testing as testing
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
     from fp8pass.config import ConfigError as ConfigError
@@ -57,6 +58,7 @@ _SUBMODULES = {
     "distributed": "distributed",
     "optim": "optim",
     "pipeline_parallel": "distributed.pipeline_parallel",
+    "testing": "testing",
 }
 
 __all__ = [*_MODULES, *_SUBMODULES]

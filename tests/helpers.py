@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +26,14 @@ from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 from fp8pass.passes.runner import PassRecord
 from fp8pass.plan import Plan
+from fp8pass.testing.checks import stock_eager as stock_eager
+from fp8pass.testing.kept import kept_tensors as kept_tensors
+from fp8pass.testing.kept import planned_tensors as planned_tensors
+from fp8pass.testing.steps import TrainingStep as TrainingStep
+from fp8pass.testing.steps import assert_same_step as assert_same_step
+from fp8pass.testing.steps import identical as identical
+from fp8pass.testing.steps import leaves as leaves
+from fp8pass.testing.steps import step as step
 
 EXACT = Config.recipe("exact")
 EXACT_EAGER = Config.recipe("exact", compiler="eager")
@@ -128,13 +135,6 @@ def capture_joints(
 # --- reference backends -------------------------------------------------------------------------
 
 
-def stock_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What stock `torch.compile` does up to code generation, then op by op."""
-    return compat.compile_fx(
-        gm, list(inputs), inner_compile=lambda graph, _, **kwargs: compat.interpret(graph)
-    )
-
-
 def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """`aot_eager` with our partitioner, recipe `exact`: the very same joint graph, rewritten."""
     return aot_autograd(
@@ -143,106 +143,6 @@ def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         partition_fn=Partitioner(Compilation(EXACT, Inputs.of(inputs))),
         keep_inference_input_mutations=True,
     )(gm, inputs)
-
-
-# --- steps --------------------------------------------------------------------------------------
-
-
-@dataclass
-class TrainingStep:
-    """The results of one training step."""
-
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-
-def leaves(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and Hugging Face outputs."""
-    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def step(
-    run: Callable[..., Any], model: nn.Module | None, args: Sequence[Any], *, seed: int = 7
-) -> TrainingStep:
-    """Forward and backward from fixed random numbers; fresh gradients for parameters and inputs.
-
-    Every floating point output gets its own random incoming gradient.
-    """
-    parameters = dict(model.named_parameters()) if model is not None else {}
-    inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}
-    wanted = {name: x for name, x in (parameters | inputs).items() if x.requires_grad}
-    for x in wanted.values():
-        x.grad = None
-    torch.manual_seed(seed)
-    outputs = leaves(run(*args))
-    differentiable = [y for y in outputs if y.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
-    incoming = [
-        torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable
-    ]
-    found = (
-        torch.autograd.grad(differentiable, list(wanted.values()), incoming, allow_unused=True)
-        if differentiable and wanted
-        else [None] * len(wanted)
-    )
-    buffers = {n: b.clone() for n, b in model.named_buffers()} if model is not None else {}
-    gradients = dict(zip(wanted, found, strict=True))
-    return TrainingStep([y.detach() for y in outputs], gradients, buffers)
-
-
-def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits; NaN equals NaN."""
-    same = a.dtype == b.dtype and a.shape == b.shape
-    return same and torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0))
-
-
-def assert_same_step(got: TrainingStep, want: TrainingStep) -> None:
-    """Outputs, gradients and buffers agree bit for bit."""
-    assert len(got.outputs) == len(want.outputs)
-    for i, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True)):
-        assert identical(a, b), f"output {i} differs by {_gap(a, b)}"
-    assert got.gradients.keys() == want.gradients.keys()
-    for name, b in want.gradients.items():
-        a = got.gradients[name]
-        assert (a is None) == (b is None), f"gradient of {name}: {a} against {b}"
-        assert a is None or b is None or identical(a, b), f"gradient of {name}: {_gap(a, b)}"
-    for name, b in want.buffers.items():
-        assert identical(got.buffers[name], b), f"buffer {name}"
-
-
-def _gap(a: Tensor, b: Tensor) -> str:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}"
-    return f"{(a.double() - b.double()).abs().max().item():.3e}"
-
-
-# --- what is kept -------------------------------------------------------------------------------
-
-
-def kept_tensors(program, args, held) -> Counter:
-    """(dtype, shape) of what autograd saves that nobody else holds."""
-    addresses = {t.data_ptr() for t in held}
-    found: Counter = Counter()
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
-            shape = "×".join(map(str, x.shape)) or "scalar"
-            found[str(x.dtype).removeprefix("torch."), shape] += 1
-            assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
-                f"{x.dtype} {tuple(x.shape)} is a part of a larger tensor, which it holds"
-            )
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs = leaves(program(*args))
-    assert any(y.requires_grad for y in outputs)
-    return found
-
-
-def planned_tensors(plan: Plan) -> Counter:
-    kept = (s for s in plan.saved if s.bytes or s.host_bytes)
-    return Counter((t.dtype, t.shape) for s in kept for t in s.tensors)
 
 
 # --- numbers ------------------------------------------------------------------------------------

@@ -10,38 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.dialect.formats import FORMATS
+from fp8pass.testing.strategies import DTYPES, edges, matrices
 
 fp8 = torch.ops.fp8pass
 LOSSY = ["e4m3", "e5m2", "e4m3_bytes"]
 PACKED = ["e2m1", "e2m2", "e2m3"]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TINY = torch.finfo(torch.float32).tiny
 
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.t().contiguous().t(),
-    "expanded rows": lambda x: x[:1].expand_as(x),
-    "sliced": lambda x: torch.cat([x, x], -1)[:, : x.shape[1]],
-    "strided": lambda x: x.repeat_interleave(2, -1)[:, ::2],
-}
-
-
 ANY_WIDTH = st.integers(1, 70)
-
-
-@st.composite
-def matrices(draw, columns=ANY_WIDTH) -> Tensor:
-    """A matrix of any layout, dtype and magnitude, with zeros and, at times, mixed magnitudes."""
-    rows, columns = draw(st.sampled_from([1, 2, 15, 16, 17, 33])), draw(columns)
-    dtype = draw(st.sampled_from(DTYPES))
-    limit = {torch.float16: (-7, 4)}.get(dtype, (-38, 38))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    low, high = sorted((draw(st.integers(*limit)), draw(st.integers(*limit))))
-    exponents = low + (high - low) * torch.rand(rows, columns, generator=generator)
-    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 10.0**exponents
-    x[torch.rand(rows, columns, generator=generator) < 0.1] = 0
-    x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-    return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x)
 
 
 def values(data: Tensor) -> Tensor:
@@ -98,6 +74,15 @@ def test_quantize(format, x):
     assert data.shape == x.shape
     assert data.is_contiguous()
     assert_rounded(data, x, scale, fmt)
+
+
+@pytest.mark.parametrize("format", LOSSY)
+@given(drawn=st.data())
+def test_quantize_at_the_edges(format, drawn):
+    fmt = FORMATS[format]
+    x = drawn.draw(edges(fmt))
+    scale = fp8.scale(fp8.amax(x), format)
+    assert_rounded(fp8.quantize(x, scale, format), x, scale, fmt)
 
 
 @pytest.mark.parametrize("format", LOSSY)

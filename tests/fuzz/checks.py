@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from closeness import Reference, Verdict
 from functorch.compile import default_partition
 from helpers import (
     Spy,
@@ -24,13 +23,14 @@ from helpers import (
     step,
     stock_eager,
 )
-from noise import Formats
 from torch import fx
 
 from fp8pass import compat
 from fp8pass.compilation import Compilation
 from fp8pass.dynamo import Backend
 from fp8pass.passes.materialize_plan import Carrier
+from fp8pass.testing.closeness import Reference, Verdict
+from fp8pass.testing.noise import Formats
 
 from .drawing import in_mode
 from .program import Program

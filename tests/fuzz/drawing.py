@@ -8,10 +8,11 @@ import warnings
 from typing import Any
 
 import torch
-from closeness import Reference
-from noise import Formats
 from torch import Tensor
 from torch.nn import functional as F
+
+from fp8pass.testing.closeness import Reference
+from fp8pass.testing.noise import Formats
 
 from .operators import EMBEDDING, FAMILIES, OPERATORS, RANDOM, Operator, Shape
 from .program import PARTS, Input, Instruction, Parameter, Program, make_input, rng_of

@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from closeness import Reference
 from helpers import MLP, TrainingStep, step
-from noise import GRIDS, Formats
 
 from fp8pass.config import Config
 from fp8pass.dialect import ops
+from fp8pass.testing.closeness import Reference
+from fp8pass.testing.noise import GRIDS, Formats
 
 from .checks import Outcome, check
 from .drawing import draw

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from fp8pass.testing.strategies import programs
 from helpers import (
     assert_same_step,
     benchmark_models,
@@ -19,7 +20,6 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_programs import programs
 from torch import fx, nn
 
 from fp8pass import explain, graph

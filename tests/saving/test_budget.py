@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8pass.testing.strategies import programs
 from helpers import (
     FFN,
     MLP,
@@ -32,7 +33,6 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from random_programs import programs
 from torch import Tensor, fx, nn
 
 from fp8pass import explain, graph

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fp8pass.testing.strategies import programs
 from helpers import (
     COAT_EAGER,
     EXACT_EAGER,
@@ -24,7 +25,6 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from random_programs import programs
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

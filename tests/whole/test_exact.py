@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fp8pass.testing.strategies import programs
 from helpers import (
     EXACT_EAGER,
     MLP,
@@ -24,7 +25,6 @@ from helpers import (
     vit,
 )
 from hypothesis import given
-from random_programs import programs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

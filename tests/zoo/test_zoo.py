@@ -20,14 +20,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from closeness import Reference, Verdict
 from helpers import Spy, step
-from noise import Formats
 from torch import nn
 
 from fp8pass import compat
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.testing.closeness import Reference, Verdict
+from fp8pass.testing.noise import Formats
 
 from . import huggingface, modules
 from .stock import FAILS, FAILS_ON_A_GPU, WRONG_ON_A_GPU

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fp8pass import compat
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -100,7 +102,7 @@ class Noise(TorchFunctionMode):
         return result
 
     def _gemm(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args = torch.utils._pytree.tree_map_only(Tensor, self._operand, args)
+        args = compat.tree_map_only(Tensor, self._operand, args)
         return _RoundedGradient.apply(func(*args, **kwargs), self)
 
     def _operand(self, x: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _tensors(args: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+    return [x for x in compat.tree_leaves(args) if isinstance(x, Tensor)]
 
 
 def _is_weight(x: Tensor) -> bool:

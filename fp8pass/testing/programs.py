@@ -1,13 +1,15 @@
-"""Random programs of linear layers, norms, activations, views and in-place updates."""
+"""Programs of linear layers, norms, activations, views and in-place updates, as modules."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-UNARY = {
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "silu": F.silu,
     "gelu": F.gelu,
@@ -32,7 +34,7 @@ UNARY = {
     "detached": lambda x: x + x.detach().sigmoid(),
     "dead": lambda x: (x.exp(), x)[1],
 }
-BINARY = {
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
     "gate": lambda x, y: F.silu(x) * y,
@@ -48,15 +50,21 @@ WIDTH = 32
 
 
 class Program(nn.Module):
-    """Runs a list of instructions over a growing list of values, all [rows, WIDTH]."""
+    """Runs a list of instructions over a growing list of values, all [rows, WIDTH].
 
-    def __init__(self, code: list[tuple], returned: list[int], linears: int) -> None:
+    Args:
+        code: instructions: kind, name, and numbers of the values that are read.
+        returned: numbers of the values that are returned, with a sum and a mean of the last one.
+    """
+
+    def __init__(self, code: list[tuple[str, Any, int, int]], returned: list[int]) -> None:
         super().__init__()
         self.code, self.returned = code, returned
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(3))
         self.odd = nn.Parameter(torch.randn(WIDTH, 7))
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
+        """The returned values of inputs [rows, WIDTH]."""
         values = list(inputs)
         for kind, name, a, b in self.code:
             x, y = values[a % len(values)], values[b % len(values)]
@@ -70,37 +78,3 @@ class Program(nn.Module):
                 values.append(x @ self.odd @ self.odd.t())
         results = [values[i % len(values)] for i in self.returned]
         return [*results, values[-1].sum(0), values[-1].mean()]
-
-
-INSTRUCTION = st.one_of(
-    st.tuples(st.just("unary"), st.sampled_from(sorted(UNARY)), st.integers(0, 9), st.just(0)),
-    st.tuples(
-        st.just("binary"), st.sampled_from(sorted(BINARY)), st.integers(0, 9), st.integers(0, 9)
-    ),
-    st.tuples(st.just("linear"), st.integers(0, 2), st.integers(0, 9), st.just(0)),
-    st.tuples(st.just("odd"), st.just(0), st.integers(0, 9), st.just(0)),
-)
-# How an input is laid out in memory, from 4·rows·WIDTH numbers.
-LAYOUTS = {
-    "contiguous": lambda base, rows: base[:rows],
-    "transposed": lambda base, rows: base[:WIDTH].t().repeat(2, 1)[:rows].t().contiguous().t(),
-    "expanded": lambda base, rows: base[:1].expand(rows, WIDTH),
-    "sliced": lambda base, rows: base[: 2 * rows : 2],
-}
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, list[Tensor]]:
-    code = draw(st.lists(INSTRUCTION, min_size=1, max_size=8))
-    returned = draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
-    rows = draw(st.sampled_from([1, 16, 17, 40]))
-    torch.manual_seed(draw(st.integers(0, 99)))
-    program = Program(code, returned, 3)
-    for parameter in program.parameters():
-        parameter.requires_grad_(draw(st.booleans()))
-    inputs = []
-    for _ in range(draw(st.integers(1, 2))):
-        layout = draw(st.sampled_from(sorted(LAYOUTS)))
-        x = LAYOUTS[layout](torch.randn(4 * 40, WIDTH), rows).detach()
-        inputs.append(x.requires_grad_(draw(st.booleans())))
-    return program, inputs

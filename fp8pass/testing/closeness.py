@@ -31,9 +31,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers import TrainingStep, step
-from noise import Formats, Noise
 from torch import Tensor, nn
+
+from fp8pass.testing.noise import Formats, Noise
+from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
@@ -179,7 +180,7 @@ def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
     return gap / max(norm, least, 1e-30) if math.isfinite(gap) else math.inf
 
 
-def _aligned(*steps: TrainingStep) -> Iterator[tuple[str, Any]]:
+def _aligned(*steps: TrainingStep) -> Iterator[tuple[Any, ...]]:
     """Name and tensors of all results that the second step, the exact one, has.
 
     All gradients together are one more.
@@ -205,8 +206,9 @@ def _together(
     for name in names:
         got, want = gradients[name], exact[name]
         assert want is not None
-        fits = got is not None and got.shape == want.shape
-        parts.append((got if fits else torch.zeros_like(want)).flatten())
+        if got is None or got.shape != want.shape:
+            got = torch.zeros_like(want)
+        parts.append(got.flatten())
     return torch.cat(parts)
 
 

@@ -1,0 +1,134 @@
+"""`fp8pass.testing`: what holds passes, and what does not is found and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8pass import Config
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.plan import Plan
+from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, checks, strategies
+
+
+class Wrong(torch.autograd.Function):
+    """An identity whose gradient is too large by half once it is compiled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1.5 if torch.compiler.is_compiling() else 1.0)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(Wrong.apply(self.up(x))))
+
+
+def batch(rows: int = 32, grad: bool = True) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).requires_grad_(grad)
+
+
+@settings(max_examples=2)
+@given(module=strategies.modules(depth=2), rows=st.sampled_from([16, 17, 48]))
+def test_what_is_right_passes(module, rows):
+    x = batch(rows)
+    assert_exact(module, x)
+    assert_close(module, x)
+    assert_plan_is_true(module, x)
+
+
+def test_modules_are_left_as_they_are():
+    module, x = Broken(), batch()
+    weights = {name: p.clone() for name, p in module.named_parameters()}
+    assert_exact(module, x)
+    assert x.grad is None
+    for name, p in module.named_parameters():
+        assert p.grad is None
+        assert torch.equal(p, weights[name])
+
+
+@pytest.mark.parametrize("config", [None, Config.recipe("agoq")], ids=["coat", "agoq"])
+def test_a_gradient_that_is_off_is_named(config):
+    with pytest.raises(AssertionError, match=r"gradient of up\.weight is off by 0\.[45]"):
+        assert_close(Broken(), batch(), config=config)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "found"),
+    [
+        ({"cosine": 0.9999}, "gradient of up.weight: cosine is 0.9"),
+        ({"norm": 0.05}, "gradient of up.weight: norm is 0."),
+        ({"sqnr": 40.0}, "gradient of up.weight: sqnr is "),
+    ],
+    ids=["cosine", "norm", "sqnr"],
+)
+def test_bounds(bounds, found):
+    with pytest.raises(AssertionError) as failure:
+        assert_close(Broken(), batch(), **bounds)
+    assert found in str(failure.value)
+    assert_close(Broken(), batch(), cosine=0.9, norm=0.6, sqnr=4.0)
+
+
+def test_a_rewrite_that_changes_bits_is_found(monkeypatch):
+    module = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1))
+    assert_exact(module, batch())
+    original = checks._step
+
+    def changed(module, args, backend, seed=7):
+        step = original(module, args, backend, seed)
+        if backend is not checks.stock_eager:
+            step.gradients["0.weight"][0, 0] += 1
+        return step
+
+    monkeypatch.setattr(checks, "_step", changed)
+    with pytest.raises(AssertionError, match=r"gradient of 0\.weight"):
+        assert_exact(module, batch())
+
+
+def test_a_plan_that_lies_is_found(monkeypatch):
+    def one_less(plan: Plan):
+        found = checks_planned(plan)
+        found.subtract([next(iter(found))])
+        return +found
+
+    checks_planned = checks.planned_tensors
+    module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    assert_plan_is_true(module, batch())
+    monkeypatch.setattr(checks, "planned_tensors", one_less)
+    with pytest.raises(AssertionError, match=r"kept but not planned \{\('"):
+        assert_plan_is_true(module, batch())
+
+
+@given(drawn=st.data(), format=strategies.formats())
+def test_edges_are_those_of_the_format(drawn, format):
+    x = drawn.draw(strategies.edges(format)).double()
+    top = x.abs().max()
+    assert x.isfinite().all()
+    assert top <= format.max * 2 * 2.0**8
+    assert FORMATS[format.name] is format
+
+
+@given(drawn=st.data())
+def test_granularities_fit(drawn):
+    columns = drawn.draw(st.sampled_from([16, 48, 256]))
+    granularity = drawn.draw(strategies.granularities(columns))
+    scales = granularity.scale_shape((4, columns))
+    assert scales in ((), (4, 1), (4, columns // max(granularity.group_size, 1)))
+
+
+@given(x=strategies.matrices(columns=32, finite=False))
+def test_matrices(x):
+    assert x.shape[1] == 32
+    assert x.dtype in strategies.DTYPES
