@@ -77,6 +77,7 @@ def wrong_decode(codes, fmt):
 original_decode = ops.decode
 
 
+@pytest.mark.long
 def test_a_planted_bug_is_found_and_shrunk(tmp_path):
     """Half of what is saved in low bits is lost."""
     with patch.object(ops, "decode", wrong_decode):

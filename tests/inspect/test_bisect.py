@@ -248,6 +248,7 @@ class Named(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_names_with_special_characters():
     """Those of patterns, of rich's markup, and that of another module without them."""
     torch.manual_seed(0)

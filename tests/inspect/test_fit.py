@@ -209,6 +209,7 @@ def test_hugging_face_layers_get_no_mask():
 # --- many equal layers ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_layers_are_continued_from_few(monkeypatch):
     model, ids = on_meta(layers=5)
     full = recorded(model, WHOLE, ids)

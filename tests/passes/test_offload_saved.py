@@ -7,7 +7,6 @@ import logging
 
 import pytest
 import torch
-from fp8pass.testing.strategies import programs
 from helpers import (
     assert_same_step,
     benchmark_models,
@@ -31,6 +30,7 @@ from fp8pass.passes import JOINT_PASSES, offload_saved
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import HostCopy, Offload
 from fp8pass.saving import link
+from fp8pass.testing.strategies import programs
 
 # A link that is as fast beside a tiny model as a real one beside a real model.
 FAST = 5e12
@@ -128,6 +128,7 @@ def test_random_programs_give_the_same_bits(case, budget):
     assert_same_step(got, want)
 
 
+@pytest.mark.long
 def test_sizes_that_vary():
     torch._dynamo.reset()
     model, _ = decoder()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from fp8pass.testing.strategies import programs
 from helpers import (
     FFN,
     MLP,
@@ -55,6 +54,7 @@ from fp8pass.saving.cuts import cheapest_plan
 from fp8pass.saving.decision import find_needs, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
 from fp8pass.saving.planner import Planner
+from fp8pass.testing.strategies import programs
 
 # --- what a budget may be -----------------------------------------------------------------------
 
@@ -171,6 +171,7 @@ def plan_without_rules() -> Plan:
     return train(partial(decoder, 3), config)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["layers.1", "{}"])
 def test_what_is_kept_exactly_is_neither_stored_nor_recomputed_inexactly(pattern):
     config = Config.recipe("agoq", compiler="eager", memory_budget=0.6, tolerance=math.inf)
@@ -439,6 +440,7 @@ def deep_decoder() -> tuple[Any, ...]:
     return model, x, *models.rope_tables(512, 64, torch.device("cpu"))
 
 
+@pytest.mark.long
 def test_the_estimated_peak_falls_with_the_budget(planner, monkeypatch):
     """Until recomputation holds as much as it saves."""
     # No plan that a slow machine had to take because the time was up.

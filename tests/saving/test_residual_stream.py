@@ -148,6 +148,7 @@ def test_who_keeps_less_holds_less(case):
         assert plan.held_at_once() < plan.kept + 7.5 * U
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["agoq", "coat"])
 def test_streams_in_two_dimensions_are_held_as_in_three(recipe):
     """There no view lies between a branch and its sum."""

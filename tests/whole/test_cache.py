@@ -61,6 +61,7 @@ def run(folder, *options):
     return [json.loads(line) for line in result.stdout.splitlines()[-len(options) :]]
 
 
+@pytest.mark.long
 def test_a_second_process_hits_the_caches_and_another_config_misses(tmp_path):
     (first,) = run(tmp_path, {})
     assert (first["aot_hit"], first["aot_miss"], first["bypass"]) == (0, 1, 0)
@@ -168,6 +169,7 @@ for name in sys.argv[1:]:
 '''
 
 
+@pytest.mark.long
 def test_graphs_that_differ_in_names_that_matter_do_not_share_an_entry(tmp_path):
     """A layer stays exact because of its name, and no other because it looks the same."""
     names = ("body", "lm_head", "skipped", "other")

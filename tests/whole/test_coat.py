@@ -250,6 +250,7 @@ def check_zeros(ffn, place):
 # --- code generation ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "dtype", "compiles"),
     [

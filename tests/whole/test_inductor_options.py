@@ -51,6 +51,7 @@ def assert_right_embeddings(recipe: str, device: str) -> None:
     assert not token_types[1].any(), "no token is of this type"
 
 
+@pytest.mark.long
 def test_gradients_of_embeddings_on_the_cpu():
     """Two threads: one adds without atomics, for which Inductor generates other code."""
     threads = torch.get_num_threads()

@@ -62,6 +62,7 @@ class NormedMLP(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_compiled_as_interpreted(kernels_on_cpu, monkeypatch):
     """By Inductor, for any number of rows."""
     model, x = NormedMLP().bfloat16(), torch.randn(32, 64).bfloat16()
