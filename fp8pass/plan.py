@@ -155,6 +155,7 @@ class Linear:
         reason: why it stays in high precision, '' where it does not.
         chosen: whether that was asked for, by a skip pattern or the default for output heads.
         simulated: the GEMMs that compute in a simulated format, out of the same.
+        experts: how many weights there are, of which each row meets one; 0 for a single weight.
     """
 
     module: str
@@ -165,6 +166,12 @@ class Linear:
     reason: str
     chosen: bool = False
     simulated: tuple[str, ...] = ()
+    experts: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight, or of all experts' weights."""
+        return self.in_features * self.out_features * max(self.experts, 1)
 
 
 @dataclass(frozen=True)
@@ -333,9 +340,8 @@ class Plan:
     @property
     def unexpected_share(self) -> float:
         """Their share of all weights: hardly any for a low-rank adapter or a small classifier."""
-        sizes = [y.in_features * y.out_features for y in self.linears]
-        unexpected = sum(y.in_features * y.out_features for y in self.unexpected)
-        return unexpected / sum(sizes) if any(sizes) else 0.0
+        total = sum(y.weights for y in self.linears)
+        return sum(y.weights for y in self.unexpected) / total if total else 0.0
 
     def summary(self) -> str:
         """One line for the log."""

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat
+from fp8pass.codegen import grouped
 from fp8pass.codegen.buffers import emit_buffer
 from fp8pass.codegen.coding import bits_of, decode, encode, shift_left, shift_right
 from fp8pass.codegen.emitter import Emitter
@@ -230,6 +231,17 @@ def _cuda_scaled_mm(
     if bias is None or fused_bias:
         return product
     return emit(aten.add.Tensor, product, bias)
+
+
+@_lowers(fp8.transpose_segments.default)
+def _transpose_segments(emit: Emitter, *args: Any) -> fx.Node:
+    return _row_major(grouped.transpose_segments(emit, *args))
+
+
+_lowers(fp8.padded_ends.default)(grouped.padded_ends)
+_lowers(fp8.segment_amax.default)(grouped.segment_amax)
+_lowers(fp8.scaled_grouped_mm.default)(grouped.scaled_grouped_mm)
+_lowers(fp8.scaled_grouped_outer.default)(grouped.scaled_grouped_outer)
 
 
 @_lowers(fp8.group_scale.default)

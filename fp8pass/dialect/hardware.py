@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 FP8_CAPABILITY = (8, 9)
+# Of `_scaled_grouped_mm` with scales by row.
+GROUPED_CAPABILITY = 9
 
 # The rates of one GPU, in operations and bytes a second. A memory budget weighs operators against
 # each other with these: only their ratios matter, which differ little between GPUs.
@@ -28,6 +30,18 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
     if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
+    return None
+
+
+def why_no_grouped_gemm(device: torch.device) -> str | None:
+    """The reason why `device` cannot run FP8 GEMMs of experts, or None where it can."""
+    lacking = why_no_fp8_gemm(device)
+    if lacking or device.type == "cpu":
+        return lacking
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != GROUPED_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} (sm{major}{minor}): PyTorch has FP8 GEMMs of experts for sm90 only"
     return None
 
 

@@ -24,6 +24,7 @@ from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.granularity import ROW, TENSOR, group
 from fp8pass.dialect.masking import masked
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, scale_of, truncated
+from fp8pass.dialect.segments import ends_of_padded, padded_length, slices_of
 
 _library = torch.library.Library("fp8pass", "DEF")
 
@@ -120,6 +121,37 @@ def _fake_scaled_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _fake_padded_ends(offsets: Tensor) -> Tensor:
+    return torch.empty_like(offsets)
+
+
+def _fake_segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
+    return amaxes.new_empty((offsets.shape[0], 1))
+
+
+def _fake_transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) -> Tensor:
+    rows, columns = x.shape
+    length = padded_length(rows, offsets.shape[0])
+    return x.new_empty((columns, length), dtype=FORMATS[format].dtype)
+
+
+def _fake_scaled_grouped_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0] // offsets.shape[0]), dtype=out_dtype)
+
+
+def _fake_scaled_grouped_outer(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
@@ -249,6 +281,91 @@ def scaled_mm(
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
     product = (a.float() @ b.float().t()) * (a_scale * b_scale.t())
     return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+@_dialect("padded_ends(Tensor offsets) -> Tensor", _fake_padded_ends)
+def padded_ends(offsets: Tensor) -> Tensor:
+    """Where the segments of experts end, int32 [E], in codes that `transpose_segments` gives."""
+    return ends_of_padded(offsets)
+
+
+@_dialect("segment_amax(Tensor amaxes, Tensor offsets) -> Tensor", _fake_segment_amax, reduces=True)
+def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
+    """The largest of the rows' amaxes [T, 1] in each segment, as fp32 [E, 1]; 0 of no rows.
+
+    NaN where one of the segment's is.
+    """
+    none = amaxes.new_zeros(1, 1)
+    segments = (torch.cat([none, amaxes[rows]]) for rows in slices_of(offsets))
+    return torch.stack([segment.amax(0) for segment in segments])
+
+
+@_dialect(
+    "transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format) -> Tensor",
+    _fake_transpose_segments,
+)
+def transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) -> Tensor:
+    """`x` [T, K] coded with one scale for each segment [E, 1], to be contracted over its rows.
+
+    Returns [K, T'], contiguous, with zeros behind each segment (`padded_ends`) and behind them all.
+    """
+    fmt = FORMATS[format]
+    assert fmt.dtype is not None
+    length = padded_length(len(x), len(offsets))
+    codes = x.new_zeros((x.shape[1], length), dtype=torch.uint8).view(fmt.dtype)
+    places = slices_of(ends_of_padded(offsets))
+    for rows, place, scale in zip(slices_of(offsets), places, scales, strict=True):
+        coded = encode(x[rows].float() * scale.reciprocal(), fmt)
+        codes[:, place.start : place.start + len(coded)] = coded.t()
+    return codes
+
+
+@_dialect(
+    "scaled_grouped_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, "
+    "ScalarType out_dtype) -> Tensor",
+    _fake_scaled_grouped_mm,
+    multiplies=True,
+)
+def scaled_grouped_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Each segment of rows times the matrix of its expert: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+
+    `a` [T, K] and `b` [E·N, K], the experts' matrices one below the other, are row-major and have a
+    scale for each row, [T, 1] and [E·N, 1]. Accumulated in fp32 and rounded once, to [T, N] in
+    `out_dtype`. Rows that are nobody's are zero here, and hold anything on a GPU.
+    """
+    experts = len(offsets)
+    product = a.new_zeros((len(a), len(b) // experts), dtype=out_dtype)
+    matrices = zip(slices_of(offsets), b.chunk(experts), b_scale.chunk(experts), strict=True)
+    for rows, matrix, scale in matrices:
+        scaled = (a[rows].float() @ matrix.float().t()) * (a_scale[rows] * scale.t())
+        product[rows] = scaled.to(out_dtype)
+    return product
+
+
+@_dialect(
+    "scaled_grouped_outer(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, "
+    "ScalarType out_dtype) -> Tensor",
+    _fake_scaled_grouped_outer,
+    multiplies=True,
+)
+def scaled_grouped_outer(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """A product for each segment, contracted over its rows: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+
+    `a` [M, T'] and `b` [N, T'] are from `transpose_segments`, with a scale for each segment,
+    [E, 1]; `ends` are its `padded_ends`. Accumulated in fp32 and rounded once, to [E, M, N] in
+    `out_dtype`.
+    """
+    products = [a[:, s].float() @ b[:, s].float().t() for s in slices_of(ends)]
+    return (torch.stack(products) * (a_scale * b_scale).unsqueeze(-1)).to(out_dtype)
 
 
 @_dialect(

@@ -11,7 +11,7 @@ symbols.py         the sympy that these rows are written in
 classify.py        the class of an operator: GEMM, view, reduction, ...
 collectives.py     what ranks send each other; gathers, and what they gather
 origins.py         which values depend on the data, which on parameters or constants alone
-output_heads.py    which layers compute logits
+output_heads.py    which layers compute logits, and which are routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          parts that run on some rows after others
 by_rows.py         such a part, written for any number of rows
@@ -45,7 +45,16 @@ from fp8pass.graph.nodes import (
     value,
 )
 from fp8pass.graph.order import ancestors, behind, depends, settle, tangent_dependent
-from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum, root, source, untransposed
+from fp8pass.graph.patterns import (
+    CASTS,
+    RESHAPES,
+    is_residual_sum,
+    root,
+    source,
+    swaps_matrices,
+    untransposed,
+    untransposed_matrices,
+)
 from fp8pass.graph.tags import REPLACED, original_name
 
 __all__ = [
@@ -78,9 +87,11 @@ __all__ = [
     "shape_text",
     "source",
     "stride_order",
+    "swaps_matrices",
     "tangent_dependent",
     "tensor",
     "untransposed",
+    "untransposed_matrices",
     "value",
     "value_names",
 ]

@@ -64,6 +64,9 @@ VIEWS = (
     }
 )
 
+# GEMMs over groups of rows, or of what they contract.
+GROUPED = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
+
 GEMMS = {
     aten.mm.default,
     aten.addmm.default,
@@ -75,6 +78,7 @@ GEMMS = {
     aten.linear.default,
     aten.matmul.default,
     aten._scaled_mm.default,
+    *GROUPED,
     *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
 }
 

@@ -11,8 +11,10 @@ from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph
 from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.ops import OPERATORS
+from fp8pass.dialect.segments import rows_of_padded
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import GROUPED, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
@@ -39,7 +41,7 @@ def is_expensive(node: fx.Node) -> bool:
 
 def is_fp8_gemm(node: fx.Node) -> bool:
     """Whether `node` multiplies FP8 codes."""
-    if node.target is not fp8.scaled_mm.default:
+    if node.target not in OPERATORS or not OPERATORS[node.target].multiplies:
         return False
     return is_fp8(graph.tensor(node.args[0]).dtype)  # type: ignore[arg-type]
 
@@ -50,13 +52,24 @@ def flops(node: fx.Node) -> float:
     operands = [graph.tensor(n) for n in given if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
         return _attention_flops(operands, backward="backward" in str(node.target))
-    if node.target is fp8.scaled_mm.default:
+    if node.target in GROUPED:
+        return _grouped_flops(*operands[:2])
+    if node.target is fp8.scaled_grouped_outer.default:
+        rows = rows_of_padded(compat.size_hint(operands[0].shape[-1]), operands[-1].shape[0])
+        return 2.0 * rows * operands[0].shape[0] * operands[2].shape[0]
+    if node.target in (fp8.scaled_mm.default, fp8.scaled_grouped_mm.default):
         return 2.0 * graph.numel(graph.tensor(node)) * compat.size_hint(operands[0].shape[-1])
     formula = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
     if formula is None:
         return float(graph.numel(graph.tensor(node)))
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
     return float(formula(*_as_traced(values), out_val=_as_traced(node.meta["val"])))
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Each row, or what is contracted, meets one expert; batches of both are all multiplied."""
+    of_each = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
+    return 2.0 * graph.numel(a) * compat.size_hint(b.shape[-1]) / of_each
 
 
 def _as_traced(values: Any) -> Any:

@@ -8,6 +8,9 @@ A linear layer is activation × weight:
 - an *activation* depends on the data: on an input that is no parameter and no buffer, or on random
   numbers.
 
+Experts are many linear layers in one GEMM (`_grouped_mm`): each row of the input meets the weight
+of its expert.
+
 Three kinds of GEMMs come close. They are listed as layers with a `flaw` and stay in high precision:
 those whose weight is computed in another way (low-rank, orthogonal), those whose weight is a buffer
 or a constant tensor (a Fourier or mel matrix, a graph's Laplacian, a rotation), and those of
@@ -31,12 +34,12 @@ from fp8pass import compat, graph
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import GROUPED, Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
-from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits
+from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits, routers
 from fp8pass.plan import Linear
 
 # GEMMs that add their product to their first operand.
@@ -61,7 +64,10 @@ class Layer:
         forward: the GEMM of the forward.
         in_features, out_features: the sizes of the matrix that it multiplies with.
         flaw: what it lacks to be activation × weight; '' for a linear layer.
+        experts: how many weights there are, of which each row of the input meets one; 0 for a
+            single weight.
         is_head: whether it computes logits, see `output_heads.py`.
+        is_router: whether it decides where tokens go, see there.
         dgrad, wgrad: those of the backward, if `weight` is a parameter.
     """
 
@@ -71,7 +77,9 @@ class Layer:
     in_features: Any
     out_features: Any
     flaw: str = ""
+    experts: int = 0
     is_head: bool = False
+    is_router: bool = False
     dgrad: list[fx.Node] = field(default_factory=list)
     wgrad: list[fx.Node] = field(default_factory=list)
 
@@ -98,7 +106,14 @@ class Layer:
         rows = f"{times}{tensor(self.input).shape[0]}"
         sizes = compat.size_hint(self.in_features), compat.size_hint(self.out_features)
         return Linear(
-            self.module, rows, *sizes, fp8, reason.text, reason.chosen, simulated=simulated
+            self.module,
+            rows,
+            *sizes,
+            fp8,
+            reason.text,
+            reason.chosen,
+            simulated=simulated,
+            experts=self.experts,
         )
 
 
@@ -131,7 +146,7 @@ def parts_with_layers(gm: fx.GraphModule, facts: JointFacts, skip: tuple[str, ..
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
     """The linear layers of a graph and what comes close, with the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
-    before_softmax = logits(g)
+    before_softmax, before_choice = logits(g), routers(g)
     layers: list[Layer] = []
     by_weight: dict[fx.Node, list[Layer]] = {}
     by_input: dict[fx.Node, list[Layer]] = {}
@@ -143,6 +158,7 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
             differentiated.setdefault(node.meta.get("seq_nr", -1), []).append(node)
             if layer := _layer_of(node, facts, origins):
                 layer.is_head = _is_head(layer, before_softmax)
+                layer.is_router = node in before_choice
                 layers.append(layer)
                 by_weight.setdefault(layer.weight, []).append(layer)
                 by_input.setdefault(_elements(layer.input), []).append(layer)
@@ -182,7 +198,8 @@ def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | Non
         if flaw is not None and tensor(source).ndim >= 2:
             inward, outward = (-2, -1) if weight is b else (-1, -2)
             sizes = tensor(weight).shape
-            found.append(Layer(source, other, gemm, sizes[inward], sizes[outward], flaw))
+            experts = compat.size_hint(sizes[0]) if gemm.target in GROUPED else 0
+            found.append(Layer(source, other, gemm, sizes[inward], sizes[outward], flaw, experts))
     return min(found, key=lambda layer: bool(layer.flaw), default=None)
 
 
@@ -223,9 +240,9 @@ def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     return (x, y) if stripped else (a, b)
 
 
-def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
-    node = graph.emit(like.graph, target, *args, like=like)
+    node = graph.emit(like.graph, target, *args, like=like, **kwargs)
     if compat.must_save(node):
         del node.meta["recompute"]
     return node

@@ -1,12 +1,18 @@
-"""Output heads: the layers that compute logits.
+"""Output heads, the layers that compute logits; routers, which say where tokens go.
 
 A layer is one by its name, by an embedding that shares its weight, or because a log-softmax follows
 with nothing but pointwise operators, views, reductions and copies between. The sum of a residual
 stream ends that way back: the last layer of a branch that is added to a stream is no head, even if
 the stream ends in a log-softmax without one.
+
+A layer is a router if the same lies between it and a choice of the largest, which a small error may
+change.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,6 +32,7 @@ LOG_SOFTMAX = {
     aten.logsumexp.default,
     torch.ops.prims.prepare_softmax_online.default,
 }
+CHOICES = {aten.topk.default, aten.argmax.default}
 BETWEEN = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
 
 
@@ -56,12 +63,22 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
 
 def logits(g: fx.Graph) -> set[fx.Node]:
     """The GEMMs whose result a log-softmax of the forward reads."""
+    return _gemms_before(g, LOG_SOFTMAX)
+
+
+def routers(g: fx.Graph) -> set[fx.Node]:
+    """The GEMMs of whose result the forward takes the largest."""
+    return _gemms_before(g, CHOICES)
+
+
+def _gemms_before(g: fx.Graph, ends: Set[Any]) -> set[fx.Node]:
     backward = graph.tangent_dependent(g)
-    pending = [n for n in g.nodes if n.target in LOG_SOFTMAX and n not in backward]
-    seen = set(pending)
+    first = {n for n in g.nodes if n.target in ends and n not in backward}
+    seen, pending = set(first), list(first)
     while pending:
         node = pending.pop()
-        if kind(node) in BETWEEN and not _joins_stream(node):
+        passes = node in first or kind(node) in BETWEEN
+        if passes and not _joins_stream(node):
             pending += [n for n in node.all_input_nodes if n not in seen]
             seen.update(node.all_input_nodes)
     return {n for n in seen if kind(n) is Kind.GEMM}

@@ -44,9 +44,27 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
 
 def source(node: fx.Node) -> fx.Node:
     """The node that `node` is a view, transpose, cast or plain copy of."""
-    while node.target in RESHAPES | CASTS or _is_swap(node) or is_call(node, aten.clone.default):
+    through = RESHAPES | CASTS | {aten.clone.default}
+    while node.target in through or _is_swap(node) or swaps_matrices(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def untransposed_matrices(node: fx.Node) -> tuple[fx.Node, bool]:
+    """A batch of matrices and whether `node` has their transposes: `untransposed` of each."""
+    flipped = False
+    while swaps_matrices(node):
+        node, flipped = node.args[0], not flipped  # type: ignore[assignment]
+    return node, flipped
+
+
+def swaps_matrices(node: fx.Node) -> bool:
+    """Whether `node` transposes each matrix of a batch [E, M, N]."""
+    if node.target not in (aten.permute.default, aten.transpose.int) or tensor(node).ndim != 3:
+        return False
+    if node.target is aten.permute.default:
+        return [dim % 3 for dim in node.args[1]] == [0, 2, 1]  # type: ignore[union-attr, operator]
+    return {dim % 3 for dim in node.args[1:]} == {1, 2}  # type: ignore[operator]
 
 
 def _is_swap(node: fx.Node) -> bool:

@@ -179,6 +179,62 @@ def _verify_joined_operands(node: fx.Node, operands: list[fx.Node]) -> None:
     _require(_agree(*widths), node, f"contracts {list(widths[0])} with {list(widths[1])}")
 
 
+def _verify_offsets(node: fx.Node, offsets: Any) -> None:
+    val = graph.tensor(offsets)
+    fits = val.ndim == 1 and val.dtype is torch.int32
+    _require(fits, node, f"{offsets} does not say where segments end")
+
+
+def _verify_padded_ends(node: fx.Node) -> None:
+    _verify_offsets(node, node.args[0])
+
+
+def _verify_segment_amax(node: fx.Node) -> None:
+    amaxes, offsets = node.args
+    _verify_offsets(node, offsets)
+    _require(_agree(_shape(amaxes)[1:], (1,)), node, f"{amaxes} has no amax for each row")
+
+
+def _verify_transpose_segments(node: fx.Node) -> None:
+    x, scales, offsets, format = node.args
+    _require_format(node, format)
+    _verify_offsets(node, offsets)
+    _require(_is_float(x), node, "quantizes a tensor that holds no numbers")
+    agree = _agree(_shape(scales), (*_shape(offsets), 1))
+    _require(agree, node, f"has scales {_shape(scales)}, not one for each segment")
+
+
+def _verify_scaled_grouped_mm(node: fx.Node) -> None:
+    """Operands have scales by row, equal lengths, and as many matrices as there are segments."""
+    a, a_scale, b, b_scale, offsets = node.args[:5]
+    _verify_offsets(node, offsets)
+    for data, scale in ((a, a_scale), (b, b_scale)):
+        assert isinstance(data, fx.Node)
+        _require(of_operand(_rank(scale)) is ROW, node, f"{data} has no scale for each row")
+        _verify_operand(node, data, scale)
+    lengths = _shape(a)[-1:], _shape(b)[-1:]
+    _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
+    whole = _shape(b)[0] % _shape(offsets)[0] == 0
+    _require(whole, node, f"{b} has no matrix for each segment")
+
+
+def _verify_scaled_grouped_outer(node: fx.Node) -> None:
+    """Operands are from `transpose_segments`, of the same segments, with the scales given."""
+    a, a_scale, b, b_scale, ends = node.args[:5]
+    _verify_offsets(node, ends)
+    for data, scale in ((a, a_scale), (b, b_scale)):
+        assert isinstance(data, fx.Node)
+        codes = _before_copies(data)
+        if not _is_visible(codes):
+            continue
+        segments = codes.target is fp8.transpose_segments.default
+        _require(segments, node, f"operand {data} is not in padded segments")
+        same = _is_same_scale(codes.args[1], scale)
+        _require(same, node, f"{data} was quantized with another scale")
+    lengths = _shape(a)[-1:], _shape(b)[-1:]
+    _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
+
+
 def _verify_group_scale(node: fx.Node) -> None:
     x, format, size = node.args
     _require_format(node, format)
@@ -245,6 +301,11 @@ def _verify_from_host(node: fx.Node) -> None:
 VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     **dict.fromkeys(AMAX.values(), _verify_amax),
     **dict.fromkeys((op for op, o in OPERATORS.items() if o.multiplies), _verify_scaled_mm),
+    fp8.padded_ends.default: _verify_padded_ends,
+    fp8.segment_amax.default: _verify_segment_amax,
+    fp8.transpose_segments.default: _verify_transpose_segments,
+    fp8.scaled_grouped_mm.default: _verify_scaled_grouped_mm,
+    fp8.scaled_grouped_outer.default: _verify_scaled_grouped_outer,
     fp8.scale.default: _verify_scale,
     fp8.quantize.default: _verify_quantize,
     fp8.dequantize.default: _verify_dequantize,

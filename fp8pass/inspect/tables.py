@@ -17,7 +17,7 @@ from fp8pass.inspect.folding import (
     folded_saved,
     path_pattern,
 )
-from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
+from fp8pass.plan import Collective, FrontierPoint, Linear, Offload, Plan, RuleSummary
 
 
 def linears_table(title: str, plan: Plan) -> Table:
@@ -28,6 +28,7 @@ def linears_table(title: str, plan: Plan) -> Table:
         table.add_column(column)
     for path, count, y in folded_linears(plan.linears):
         sizes = f"{y.in_features} → {y.out_features}"
+        sizes = f"{y.experts} experts: {sizes}" if y.experts else sizes
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
         table.add_row(path, str(count), y.rows, sizes, rewritten, y.reason)
     return table
@@ -140,12 +141,23 @@ def totals(explanation: ExplanationData) -> str:
     programs, generated = (_summed(u.programs for u in uses), _summed(u.generated for u in uses))
     kernels = f"{_counted(programs, ', ')}, in {sum(u.launches for u in uses)} launches"
     return (
-        f"{rewritten} of {len(linears)} linear layers in {format}. Kept for the backward: "
+        f"{rewritten} of {len(linears)} linear layers in {format}{_experts(linears)}. "
+        "Kept for the backward: "
         f"{mib(kept)} MiB; stock torch.compile would keep {mib(stock)} MiB{share}."
         f"{remarks(explanation)}"
         f"\nKernels: {kernels if programs else 'none'}. Matrices quantized by generated code: "
         f"{_reasons(generated) or 'none'}.{_merged(plans)}{_heads(plans)}{_on_host(plans)}"
     )
+
+
+def _experts(linears: Sequence[Linear]) -> str:
+    """How many of the linear layers are of experts, and how many experts these have."""
+    layers = [y for y in linears if y.experts]
+    if not layers:
+        return ""
+    rewritten = sum(1 for y in layers if y.fp8 or y.simulated)
+    counts = " or ".join(str(n) for n in sorted({y.experts for y in layers}))
+    return f", {rewritten} of {len(layers)} of {counts} experts among them"
 
 
 def remarks(explanation: ExplanationData) -> str:

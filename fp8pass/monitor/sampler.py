@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fp8pass import compat, graph
 from fp8pass.codegen.lowering import lower
 from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import OPERAND_OF
 from fp8pass.monitor.statistics import TensorName, measure
@@ -57,7 +58,9 @@ class Sampler:
         if half == "inference":
             return compat.interpret(gm)
         self.trains = True
-        lower(gm, only=fp8.scaled_mm.default)  # so that the GPU's GEMM runs, not the emulated one
+        for gemm, operator in OPERATORS.items():
+            if operator.multiplies:  # so that the GPU's GEMM runs, not the emulated one
+                lower(gm, only=gemm)
         interpreter = MeasuringInterpreter(gm, self.sink)
 
         def run(arguments: list[Any]) -> Any:

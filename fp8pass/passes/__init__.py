@@ -30,6 +30,7 @@ from fp8pass.passes.merge_dgrads import merge_dgrads
 from fp8pass.passes.offload_saved import offload_saved
 from fp8pass.passes.pin_layouts import pin_layouts
 from fp8pass.passes.plan_saved_values import plan_saved_values
+from fp8pass.passes.quantize_experts import quantize_experts
 from fp8pass.passes.quantize_linears import quantize_linears
 from fp8pass.passes.simulate_format import simulate_format
 from fp8pass.passes.unroll_chunks import unroll_chunks
@@ -40,6 +41,7 @@ Pass = Callable[[fx.GraphModule, Context], None]
 JOINT_PASSES: tuple[Pass, ...] = (
     chunk_head,  # output head and loss -> one operator, chunk by chunk of tokens
     quantize_linears,  # mm, addmm of a parameter -> quantize + scaled_mm
+    quantize_experts,  # _grouped_mm of a parameter -> quantize + scaled_grouped_mm
     simulate_format,  # instead of that: mm, addmm of a parameter -> mask_format around them
     gather_codes,  # gathers of what is only quantized -> gathers of codes
     gather_again,  # gathered parameters and codes -> marked, not to be kept
@@ -54,6 +56,7 @@ JOINT_PASSES: tuple[Pass, ...] = (
 INFERENCE_PASSES: tuple[Pass, ...] = (
     chunk_head,
     quantize_linears,
+    quantize_experts,
     simulate_format,
     gather_codes,
     list_collectives,

@@ -98,7 +98,9 @@ def _term(gemm: fx.Node) -> Term | None:
     of its weight. A gathered weight has codes that all ranks share, while gradients, on which the
     scale of a merged weight depends, are each rank's own.
     """
-    if not is_fp8_gemm(gemm) or gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
+    if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
+        return None
+    if gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
         return None
     top = gemm
     while (user := _only_user(top)) is not None and user.target in RESHAPES:

@@ -15,12 +15,8 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.buffers import buffer, hold
-from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.nodes import aten
+from fp8pass.graph.classify import GROUPED, Kind, kind
 from fp8pass.passes.context import Context
-
-# GEMMs over groups of rows, or of what they contract.
-GROUPED = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
 
 def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
@@ -45,4 +41,4 @@ def _is_fused(node: fx.Node) -> bool:
     """Whether Inductor may compute a value where it is read."""
     if node.op != "call_function" or graph.is_getitem(node) or node.target is buffer:
         return False
-    return node.target not in GROUPED and kind(node) not in (Kind.GEMM, Kind.ATTENTION)
+    return kind(node) not in (Kind.GEMM, Kind.ATTENTION)

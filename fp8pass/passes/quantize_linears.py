@@ -62,6 +62,8 @@ def quantize_layers(part: Part, ctx: Context) -> None:
     """Rewrite the eligible ones of a graph's layers."""
     g, eligible = part.gm.graph, dict[fx.Node, Layer]()
     for layer in part.layers:
+        if layer.experts:  # `quantize_experts` has them
+            continue
         reason = why_not(layer, ctx.config)
         roles: list[str] = []
         for role, gemm in layer.gemms():
@@ -90,6 +92,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason("output head: quantize_lm_head=False", chosen=True)
     if layer.flaw:
         return Reason(layer.flaw)
+    if layer.is_router:
+        return Reason("router: a small error may send a token elsewhere", chosen=True)
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
         return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")

@@ -140,7 +140,7 @@ def report(plan: Plan) -> None:
     if share <= ROUTINE_SHARE:
         log.info("%s", plan.summary())
         return
-    first = max(plan.unexpected, key=lambda y: y.in_features * y.out_features)
+    first = max(plan.unexpected, key=lambda y: y.weights)
     log.warning(
         "%s. %.0f%% of the weights stay in high precision though nobody asked for it, such as %s: "
         "%s. fp8pass.explain(model, ...) lists them.",

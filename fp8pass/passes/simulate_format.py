@@ -109,7 +109,8 @@ class Mask:
 
     def _operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
         """An operand, masked before it is transposed."""
-        base, flipped = graph.untransposed(matrix)
+        batch = tensor(matrix).ndim == 3
+        base, flipped = (graph.untransposed_matrices if batch else graph.untransposed)(matrix)
         if self._holds(base):
             return matrix
         key = graph.root(base), graph.shape_text(tensor(base))
@@ -117,7 +118,10 @@ class Mask:
             masked = emit_operand(fp8.mask_format.default, base, *self._how, like=gemm)
             self._masked[key] = masked
         masked = self._masked[key]
-        return emit_operand(aten.permute.default, masked, [1, 0], like=gemm) if flipped else masked
+        if not flipped:
+            return masked
+        order = [0, 2, 1] if batch else [1, 0]
+        return emit_operand(aten.permute.default, masked, order, like=gemm)
 
     @property
     def _how(self) -> tuple[str, bool, bool]:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.dialect import hardware
 from fp8pass.graph.classify import STATISTICS, Kind, kind
 from fp8pass.graph.collectives import GATHER, WAIT
-from fp8pass.graph.flops import EXPENSIVE, flops
-
-fp8 = torch.ops.fp8pass
+from fp8pass.graph.flops import EXPENSIVE, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
@@ -113,4 +110,4 @@ def _peak_flops(node: fx.Node) -> float:
     """Floating point operations a second of the hardware that runs `node`."""
     if kind(node) is Kind.ATTENTION:
         return hardware.ATTENTION_FLOPS
-    return hardware.FP8_FLOPS if node.target is fp8.scaled_mm.default else hardware.BF16_FLOPS
+    return hardware.FP8_FLOPS if is_fp8_gemm(node) else hardware.BF16_FLOPS

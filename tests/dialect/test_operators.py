@@ -22,6 +22,9 @@ X = torch.randn(20, 32).bfloat16()
 ONE = torch.tensor(0.5)
 ROWS = torch.full((20, 1), 0.5)
 GROUPS = torch.full((20, 2), 0.5).bfloat16()
+# 20 rows of three experts, of which the second has none; two rows are nobody's.
+OFFSETS = torch.tensor([7, 7, 18], dtype=torch.int32)
+SEGMENTS = torch.tensor([[0.5], [0.25], [2.0]])
 
 # Calls of every operator, on whose arguments its shape and dtype depend.
 CALLS: dict[object, list[tuple]] = {
@@ -41,6 +44,25 @@ CALLS: dict[object, list[tuple]] = {
         (codes(20, 32), ONE, codes(48, 32), ONE, None, torch.bfloat16),
         (codes(20, 32), ROWS, codes(20, 32), ROWS, torch.randn(20), torch.float32),
         (X, ONE, X, ONE, None, torch.bfloat16),
+    ],
+    fp8.padded_ends.default: [(OFFSETS,)],
+    fp8.segment_amax.default: [(ROWS, OFFSETS)],
+    fp8.transpose_segments.default: [
+        (X, SEGMENTS, OFFSETS, "e4m3"),
+        (X.float(), SEGMENTS, OFFSETS, "e5m2"),
+    ],
+    fp8.scaled_grouped_mm.default: [
+        (codes(20, 32), ROWS, codes(48, 32), torch.ones(48, 1), OFFSETS, torch.bfloat16)
+    ],
+    fp8.scaled_grouped_outer.default: [
+        (
+            fp8.transpose_segments(X, SEGMENTS, OFFSETS, "e4m3"),
+            SEGMENTS,
+            fp8.transpose_segments(X[:, :16], SEGMENTS, OFFSETS, "e4m3"),
+            SEGMENTS,
+            fp8.padded_ends(OFFSETS),
+            torch.float32,
+        )
     ],
     fp8.group_scale.default: [(X, "e4m3", 16), (X, "e2m1", 32), (X, "exact", 16)],
     fp8.quantize_groups.default: [

@@ -1,0 +1,81 @@
+"""`transpose_segments` as a Triton kernel: tokens of experts, coded, transposed and padded at once.
+
+    codes[k, place] = x[row, k] / scale[e]      row = place - padded start of e + start of e
+
+A program has a tile of places, which segments begin at multiples of, and goes through the columns.
+It finds whose each place is from the offsets, that are on the GPU: nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8pass.codegen.buffers import library
+from fp8pass.dialect import ops
+from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.segments import padded_length
+
+PLACES, COLUMNS = 64, 64
+# Columns that one program goes through.
+SPAN = 512
+TILE = tl.constexpr(CONTRACTION_MULTIPLE)
+
+
+@triton.jit
+def _transpose_segments(
+    x, scales, offsets, codes, rows, columns, length, EXPERTS: tl.constexpr, ALL: tl.constexpr,
+    PLACES: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, ALL)
+    end = tl.load(offsets + expert, expert < EXPERTS, other=0)
+    start = tl.load(offsets + expert - 1, (expert > 0) & (expert < EXPERTS), other=0)
+    tiles = tl.maximum((end - start + TILE - 1) // TILE, 1)
+    padded = tl.where(expert < EXPERTS, tiles * TILE, 0)
+    padded_end = tl.cumsum(padded, 0)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    first = (padded_end - padded)[None, :]
+    own = (place[:, None] >= first) & (place[:, None] < padded_end[None, :])
+    row = place + tl.sum(tl.where(own, start[None, :] - first, 0), 1)
+    held = row < tl.sum(tl.where(own, end[None, :], 0), 1)
+    number = tl.sum(tl.where(own, expert[None, :], 0), 1)
+    inverse = tl.math.div_rn(1.0, tl.load(scales + number))
+    for column in range(tl.program_id(1) * SPAN, tl.program_id(1) * SPAN + SPAN, COLUMNS):
+        k = column + tl.arange(0, COLUMNS)
+        there = held[:, None] & (k < columns)[None, :]
+        values = tl.load(x + row.to(tl.int64)[:, None] * columns + k[None, :], there, other=0.0)
+        scaled = tl.where(there, values.to(tl.float32) * inverse[:, None], 0.0)
+        to = codes + k.to(tl.int64)[:, None] * length + place[None, :]
+        inside = (k < columns)[:, None] & (place < length)[None, :]
+        tl.store(to, tl.trans(scaled).to(tl.float8e4nv), inside)
+
+
+def transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) -> Tensor:
+    """`dialect.ops.transpose_segments` on a GPU, in E4M3."""
+    if format != E4M3.name:
+        raise ValueError(f"the kernel for tokens of experts codes in e4m3, not in {format}")
+    x, (rows, columns), experts = x.contiguous(), x.shape, len(offsets)
+    length = padded_length(rows, experts)
+    codes = x.new_empty((columns, length), dtype=torch.float8_e4m3fn)
+    grid = (triton.cdiv(length, PLACES), triton.cdiv(columns, SPAN))
+    with torch.cuda.device_of(x):
+        _transpose_segments[grid](
+            x, scales.contiguous(), offsets.contiguous(), codes, rows, columns, length,
+            EXPERTS=experts, ALL=triton.next_power_of_2(experts), PLACES=PLACES, COLUMNS=COLUMNS,
+            SPAN=SPAN,
+        )  # fmt: skip
+    return codes
+
+
+library.define("transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format) -> Tensor")
+library.impl("transpose_segments", transpose_segments, "CUDA")
+library.impl("transpose_segments", ops.transpose_segments, "CPU")
+torch.library.register_fake(
+    "fp8pass_codegen::transpose_segments",
+    ops.OPERATORS[torch.ops.fp8pass.transpose_segments.default].fake,
+    lib=library,
+)
+segments = torch.ops.fp8pass_codegen.transpose_segments.default
