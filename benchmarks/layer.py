@@ -245,23 +245,36 @@ def run_case(
     case: Case, chosen: dict[str, Variant], device: torch.device, rounds: int
 ) -> list[Result]:
     """Measure every variant on one case."""
-    torch._dynamo.reset()  # what it saw of other sizes would make these vary
     torch.manual_seed(0)
     base = Stack(case.layers, case.hidden, case.heads, case.ffn).to(device, torch.bfloat16)
     init_weights(base)
     x = torch.randn(case.batch, case.seq, case.hidden, device=device, dtype=torch.bfloat16)
     grad = torch.randn_like(x)
     tables = rope_tables(case.seq, case.hidden // case.heads, device)
+    return compare(case.name, base, (x, *tables), grad, chosen, rounds)
+
+
+def compare(
+    case: str,
+    base: nn.Module,
+    inputs: tuple[Tensor, ...],
+    grad: Tensor,
+    chosen: dict[str, Variant],
+    rounds: int,
+) -> list[Result]:
+    """Measure every variant of a model; the first of its inputs has a gradient."""
+    torch._dynamo.reset()  # what it saw of other sizes would make these vary
+    (x, *others), device = inputs, grad.device
     subjects, results = {}, {}
     reference: dict[str, Tensor] = {}
     for name, make in chosen.items():
         model = make(with_own_code(copy.deepcopy(base)))
-        subject = Subject(model, (x.clone().requires_grad_(), *tables), grad)
+        subject = Subject(model, (x.clone().requires_grad_(), *others), grad)
         start = time.perf_counter()
         subject.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        result = Result(case.name, name, rounds, compile_s=time.perf_counter() - start)
+        result = Result(case, name, rounds, compile_s=time.perf_counter() - start)
         subject.clear()  # CUDA graphs overwrite what a step before gave
         subject.step()
         subject.clear()
@@ -279,7 +292,7 @@ def run_case(
             result.kept_bytes = sum(g.plan.saved_bytes for g in explanation.graphs)
         subject.clear()
         subjects[name], results[name] = subject, result
-        print(f"{case.name} {name}: {asdict(result)}", file=sys.stderr, flush=True)
+        print(f"{case} {name}: {asdict(result)}", file=sys.stderr, flush=True)
     for name, times in median_times(subjects, rounds).items():
         results[name].ms, results[name].cpu_ms = times.ms, times.cpu_ms
     return list(results.values())

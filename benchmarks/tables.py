@@ -64,6 +64,32 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def moe_table(data: dict[str, Any]) -> list[list[str]]:
+    """Mixtures of experts: time, memory and errors, beside `torch.compile` in BF16."""
+    header = ["", "ms", "× bf16", "CPU ms", "activations MiB", "of bf16", "x-grad err"]
+    rows = [[*header, "w-grad err", "FLOPs in FP8"]]
+    for case in dict.fromkeys(r["case"] for r in data["results"]):
+        results = [r for r in data["results"] if r["case"] == case]
+        rows.append([f"**{case}**, {results[0]['rounds']} rounds", *[""] * 8])
+        base = next(r for r in results if r["variant"] == "bf16 compile")
+        for r in results:
+            held, of = r["activation_bytes"], base["activation_bytes"]
+            share = r["fp8_share"]
+            rows.append(
+                [
+                    r["variant"],
+                    f"{r['ms']:.2f}",
+                    f"{r['ms'] / base['ms']:.3f}",
+                    f"{r['cpu_ms']:.2f}",
+                    *([f"{held / 2**20:.0f}", f"{held / of:.3f}"] if held else ["", ""]),
+                    f"{r['x_grad_error']:.4f}",
+                    f"{r['worst_weight_grad_error']:.4f}",
+                    "" if share is None else f"{share:.1%}",
+                ]
+            )
+    return rows
+
+
 def ablation_table(data: dict[str, Any]) -> list[list[str]]:
     """The same models with parts of fp8pass left out."""
     rows = [["", "ms", "CPU ms", "over all parts"]]
@@ -638,6 +664,7 @@ RESULTS = {"stability_ranks": "stability"}
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
+    "moe": moe_table,
     "model": model_table,
     "distributed": distributed_table,
     "balance": balance_table,

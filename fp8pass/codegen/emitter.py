@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, padded
 from fp8pass.graph.nodes import aten, prims, tensor
 
 
@@ -27,6 +29,13 @@ class Emitter:
             size if isinstance(size, int) else self(aten.sym_size.int, x, dim)
             for dim, size in enumerate(tensor(x).shape)
         ]
+
+    def padded(self, size: int | fx.Node) -> Any:
+        """`dialect.coding.padded` of a size, in its words, so that both are known to be equal."""
+        if isinstance(size, int):
+            return padded(size)
+        parts = self(operator.floordiv, self(operator.neg, size), CONTRACTION_MULTIPLE)
+        return self(operator.mul, parts, -CONTRACTION_MULTIPLE)
 
     def constant(self, like: fx.Node, value: float) -> fx.Node:
         """A scalar tensor with dtype and device of `like`."""

@@ -6,6 +6,7 @@ which BF16 holds exactly, and its result is scaled: rounded twice, where the ref
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -50,9 +51,7 @@ def transpose_segments(
     if tensor(x).device.type == "cuda":
         return emit(segments, x, scales, offsets, format)
     ends, starts = padded_ends(emit, offsets), _starts(emit, offsets)
-    length = tensor(emit.node).shape[1]
-    size = length if isinstance(length, int) else emit(aten.sym_size.int, emit.node, 1)
-    place = emit.steps(offsets, size, 1)
+    place = emit.steps(offsets, _padded_length(emit, x, offsets), 1)
     expert = _expert_of(emit, place, ends)
     own = [emit(aten.index.Tensor, v, [expert]) for v in (starts, _starts(emit, ends), offsets)]
     row = emit(aten.add.Tensor, emit(aten.sub.Tensor, place, own[1]), own[0])
@@ -111,6 +110,12 @@ def scaled_grouped_outer(
     products = emit(aten._grouped_mm.default, *_values(emit, a, b_transposed), ends)
     scales = emit(aten.unsqueeze.default, emit(aten.mul.Tensor, a_scale, b_scale), -1)
     return emit(cast, emit(aten.mul.Tensor, products, scales), out_dtype)
+
+
+def _padded_length(emit: Emitter, x: fx.Node, offsets: fx.Node) -> Any:
+    """`dialect.segments.padded_length` of the rows of `x`."""
+    rows, more = emit.padded(emit.sizes(x)[0]), tensor(offsets).shape[0] * CONTRACTION_MULTIPLE
+    return rows + more if isinstance(rows, int) else emit(operator.add, rows, more)
 
 
 def _values(emit: Emitter, *codes: fx.Node) -> list[fx.Node]:

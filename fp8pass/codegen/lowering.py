@@ -137,9 +137,7 @@ def _pad_rows(emit: Emitter, data: fx.Node) -> fx.Node:
         padding: Any = -rows % CONTRACTION_MULTIPLE
     else:
         size = emit(aten.sym_size.int, data, 0)
-        # As `dialect.coding.padded` puts it, so that both sizes are known to be equal.
-        parts = emit(operator.floordiv, emit(operator.neg, size), CONTRACTION_MULTIPLE)
-        padding = emit(operator.sub, emit(operator.mul, parts, -CONTRACTION_MULTIPLE), size)
+        padding = emit(operator.sub, emit.padded(size), size)
     codes = emit(aten.view.dtype, data, torch.uint8)  # FP8 has no fill kernel
     padded = emit(aten.constant_pad_nd.default, codes, [0, 0, 0, padding], 0)
     return emit(aten.view.dtype, padded, val.dtype)

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import both_devices
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8pass.codegen.kernels.segments import transpose_segments
 from fp8pass.codegen.lowering import lower
@@ -144,6 +146,25 @@ def test_lowered_products_are_rounded_once_more(counts):
         if function is product:  # the other rows are nobody's, and hold anything
             got, want = got[: sum(counts)], want[: sum(counts)]
         assert torch.allclose(got.float(), want.float(), rtol=2**-7, atol=1e-4 * sum(counts))
+
+
+def test_the_number_of_tokens_may_vary():
+    """One graph for all of them."""
+    counts = [0, 7, 33, 16, 1]
+    args = tokens(counts, 48), tokens(counts, 32), ends(counts)
+    varies, stays = DimDynamic.DYNAMIC, DimDynamic.STATIC
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, enable_python_dispatcher():
+        sizes = ([varies, stays], [varies, stays], [stays])
+        contexts = [StatelessSymbolicContext(dynamic_sizes=dims) for dims in sizes]
+        fakes = (
+            mode.from_tensor(x, symbolic_context=context)
+            for x, context in zip(args, contexts, strict=True)
+        )
+        gm = make_fx(outer)(*fakes)
+        lower(gm)
+    for counts in ([0, 7, 33, 16, 1], [3, 0, 0, 41, 2]):
+        args = tokens(counts, 48), tokens(counts, 32), ends(counts)
+        assert torch.allclose(gm(*args).float(), outer(*args).float(), rtol=2**-7, atol=1e-2)
 
 
 @both_devices
