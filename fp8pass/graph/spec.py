@@ -27,9 +27,9 @@ fp8 = torch.ops.fp8pass
 _NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 
 
-# What is between a matrix and the part of it that a rank sends.
+# What is between a matrix and the part of it that a rank sends, or tokens that are permuted.
 _ON_THE_WIRE = {
-    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT, GATHER),
+    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT, GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default}),
 }
 

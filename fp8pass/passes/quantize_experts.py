@@ -20,6 +20,9 @@ cores take tokens in multiples of 16, and segments are what the router makes the
 `transpose_segments` fills each up with zeros. All of that is computed where the offsets are, so
 that the CPU waits for nothing.
 
+Tokens that are rows of another matrix, in the order of their experts, are quantized where they come
+from: codes are permuted, which are half the bytes.
+
 Recipe `exact` leaves these GEMMs as they are.
 """
 
@@ -124,11 +127,32 @@ class ExpertQuantizer(Quantizer):
         super().__init__(g, config)
         self._matrices: dict[tuple[fx.Node, bool], fx.Node] = {}
         self._segments: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node]] = {}
+        self._gathered: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._ends: dict[fx.Node, fx.Node] = {}
 
     def by_row(self, matrix: fx.Node, layer: Layer, like: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Codes of a matrix that is contracted over its last dimension, and the rows' scales."""
+        if matrix in self._gathered or _gathers_all_rows(matrix):
+            return self._gathered_codes(matrix, layer, like)
         return self(matrix, layer, ROW, contract_rows=False, like=like)
+
+    def _gathered_codes(
+        self, tokens: fx.Node, layer: Layer, like: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Codes of permuted tokens: permuted codes, half the bytes, each row coded once."""
+        if tokens not in self._gathered:
+            x, indices = tokens.args
+            assert isinstance(x, fx.Node)
+            codes, _ = self(x, layer, ROW, contract_rows=False, like=like)
+            amaxes = self._amax(x, _identity(x), ROW, like)
+            taken = emit_operand(aten.index.Tensor, amaxes, indices, like=like)
+            self._amaxes[_identity(tokens)] = taken  # those of wgrad, too
+            scale = emit_operand(fp8.scale.default, taken, E4M3.name, like=like)
+            data = emit_operand(fp8.as_bytes.default, codes, like=like)
+            data = emit_operand(aten.index.Tensor, data, indices, like=like)
+            data = emit_operand(fp8.as_codes.default, data, E4M3.name, like=like)
+            self._gathered[tokens] = data, scale
+        return self._gathered[tokens]
 
     def tokens(self, x: fx.Node, like: fx.Node) -> fx.Node:
         """`x`, in memory row by row if it is the transpose of what is."""
@@ -150,8 +174,7 @@ class ExpertQuantizer(Quantizer):
     def segments(self, x: fx.Node, offsets: fx.Node, like: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Codes of tokens `x` [T, K] that are contracted, [K, T'], and the scales of segments."""
         if (x, offsets) not in self._segments:
-            identity = graph.root(x), graph.shape_text(tensor(x))
-            amaxes = self._amax(x, identity, ROW, like)
+            amaxes = self._amax(x, _identity(x), ROW, like)
             amax = emit_operand(fp8.segment_amax.default, amaxes, offsets, like=like)
             scale = emit_operand(fp8.scale.default, amax, E4M3.name, like=like)
             operands = x, scale, offsets, E4M3.name
@@ -171,6 +194,23 @@ class ExpertQuantizer(Quantizer):
         if x in self.backward:
             self.backward.add(copy)
         return copy
+
+
+def _gathers_all_rows(node: fx.Node) -> bool:
+    """Whether a matrix has rows of another one, as many at least as that has."""
+    if not graph.is_call(node, aten.index.Tensor):
+        return False
+    x, indices = node.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(indices, (list, tuple))
+    if len(indices) != 1 or tensor(x).ndim != 2 or tensor(indices[0]).ndim != 1:
+        return False
+    return not graph.untransposed(x)[1] and graph.nbytes(node) >= graph.nbytes(x)
+
+
+def _identity(x: fx.Node) -> tuple[fx.Node, str]:
+    """What says that two matrices are one."""
+    return graph.root(x), graph.shape_text(tensor(x))
 
 
 def rewrite(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> None:

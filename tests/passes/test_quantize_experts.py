@@ -138,6 +138,29 @@ def test_one_quantization_of_each_tensor_and_direction():
     assert len(joint.calls(fp8.padded_ends.default)) == 1
 
 
+def test_tokens_are_quantized_where_they_come_from():
+    """Codes and amaxes are permuted, once for gate, up and wgrad."""
+    joint = rewritten(Routed(), rows(48, 64))
+    (taken,) = joint.calls(fp8.as_codes.default)
+    assert taken.args[0].target is aten.index.Tensor
+    (sent,) = joint.calls(fp8.as_bytes.default)
+    assert tuple(sent.args[0].meta["val"].shape) == (48, 64)
+    experts = [n for n in joint.calls(fp8.scaled_grouped_mm.default) if taken in n.args]
+    assert len(experts) == 2
+    amaxes = [n.args[0] for n in joint.calls(fp8.segment_amax.default)]
+    assert taken.args[0].args[1] in [n.args[1] for n in amaxes if n.target is aten.index.Tensor]
+
+
+def test_few_of_many_rows_are_quantized_alone():
+    class Some(Upwards):
+        def forward(self, x, chosen, offsets):
+            return super().forward(x.sin()[chosen], offsets)
+
+    joint = rewritten(Some(), rows(100), torch.arange(50), ends(7, 0, 43))
+    assert joint.ctx.plan.linears[0].fp8 == ALL
+    assert not joint.calls(fp8.as_codes.default)
+
+
 def test_either_layout_of_weights():
     joint = rewritten(Upwards(), rows(), ends(7, 0, 43))
     (layer,) = joint.ctx.plan.linears
