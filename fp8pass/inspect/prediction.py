@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.symbols import Underivable
 from fp8pass.graph.tags import original_name
@@ -72,6 +73,9 @@ class Predictor:
             self.forward[node] = self._of_value(node)
         elif node.target is fp8.scaled_mm.default:
             self.backward[original_name(node)] = self._of_scaled_mm(node)
+        elif node.target in OPERATORS and OPERATORS[node.target].multiplies:
+            errors = (self._of_codes(codes) for codes in (node.args[0], node.args[2]))
+            self.backward[original_name(node)] = math.hypot(*errors)
         elif kind(graph.operator_of(node)) in (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION):
             self._run_again(node)
 
@@ -115,6 +119,16 @@ class Predictor:
             exact.append(some)
             rounded.append(some * rounding(some, error) if error else some)
         return relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
+
+    def _of_codes(self, node: Any) -> float:
+        """The error of an operand of experts, which adds to a product's as independent errors do.
+
+        Such GEMMs have no sizes that are known before they run, to draw a sample from.
+        """
+        while node.target not in (fp8.quantize.default, fp8.transpose_segments.default):
+            node = node.args[0]
+        source, format = node.args[0], FORMATS[str(node.args[-1])]
+        return math.hypot(self.forward.get(source, 0.0), format.relative_error)
 
     def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
         """The matrix that was quantized, contracted over its last dimension, and its error."""

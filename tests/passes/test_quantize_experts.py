@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8pass import explain
+from fp8pass import diagnose, explain
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.quantize_experts import quantize_experts
@@ -262,7 +262,7 @@ def test_simulated_formats_mask_experts():
 # --- numbers ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
 def test_gradients_are_close_for_any_segments(counts):
     """Relative to fp64: two layers of two operands of 2.6% each, and what is kept in low bits."""
@@ -380,6 +380,15 @@ def test_hugging_face(name):
     for y in ("gate_up_proj", "down_proj"):
         path = f"model.model.layers.0.mlp.experts.{y}"
         assert relative(got.gradients[path], want.gradients[path]) < 0.35
+
+
+def test_diagnose_expects_what_it_measures():
+    loss = lambda model, x: model(x).float().square().mean()  # noqa: E731
+    found = diagnose(Routed(), loss, rows(48, 64)).layers
+    of_experts = [e for e in found if e.module == "experts"]
+    assert len(of_experts) == 8
+    for error in of_experts:
+        assert 0.5 < error.relative / error.predicted < 1.5
 
 
 def test_explain_counts_experts():

@@ -10,8 +10,8 @@ from torch import fx
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import Program
 from fp8pass.dialect import hardware
-from fp8pass.graph.nodes import tensor
-from fp8pass.graph.patterns import transposes
+from fp8pass.graph.nodes import aten, is_call, tensor
+from fp8pass.graph.patterns import root, swaps_matrices, transposes
 
 fp8 = torch.ops.fp8pass
 
@@ -47,7 +47,15 @@ def why_no_rows(codes: fx.Node) -> str | None:
     """Why the row kernel does not take a matrix of codes, as far as the matrix alone tells."""
     if tensor(codes.args[1]).ndim != 2:  # type: ignore[arg-type]
         return "one scale for all"
+    if _has_columns_for_rows(codes.args[0]):  # type: ignore[arg-type]
+        return "its rows are columns in memory"
     return why_no_kernel(codes)
+
+
+def _has_columns_for_rows(x: fx.Node) -> bool:
+    """Whether a matrix is a batch of transposed ones, of which the row kernel would need a copy."""
+    copy = root(x)
+    return is_call(copy, aten.clone.default) and swaps_matrices(copy.args[0])  # type: ignore[arg-type]
 
 
 def why_no_tiles(codes: fx.Node) -> str | None:

@@ -19,15 +19,15 @@ from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.segments import padded_length
 
-PLACES, COLUMNS = 64, 64
+PLACES, COLUMNS = 128, 64
 # Columns that one program goes through.
-SPAN = 512
+SPAN = 1024
 TILE = tl.constexpr(CONTRACTION_MULTIPLE)
 
 
 @triton.jit
 def _transpose_segments(
-    x, scales, offsets, codes, rows, columns, length, EXPERTS: tl.constexpr, ALL: tl.constexpr,
+    x, scales, offsets, codes, columns, length, EXPERTS: tl.constexpr, ALL: tl.constexpr,
     PLACES: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, ALL)
@@ -63,9 +63,9 @@ def transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) 
     grid = (triton.cdiv(length, PLACES), triton.cdiv(columns, SPAN))
     with torch.cuda.device_of(x):
         _transpose_segments[grid](
-            x, scales.contiguous(), offsets.contiguous(), codes, rows, columns, length,
+            x, scales.contiguous(), offsets.contiguous(), codes, columns, length,
             EXPERTS=experts, ALL=triton.next_power_of_2(experts), PLACES=PLACES, COLUMNS=COLUMNS,
-            SPAN=SPAN,
+            SPAN=SPAN, num_warps=8,
         )  # fmt: skip
     return codes
 
