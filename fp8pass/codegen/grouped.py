@@ -45,19 +45,26 @@ def segment_amax(emit: Emitter, amaxes: fx.Node, offsets: fx.Node) -> fx.Node:
 
 
 def transpose_segments(
-    emit: Emitter, x: fx.Node, scales: fx.Node, offsets: fx.Node, format: str
+    emit: Emitter,
+    x: fx.Node,
+    scales: fx.Node,
+    offsets: fx.Node,
+    format: str,
+    rows: fx.Node | None = None,
 ) -> fx.Node:
     """A Triton kernel; elsewhere every place of the result looks up the row that it holds."""
     if tensor(x).device.type == "cuda":
-        return emit(segments, x, scales, offsets, format)
+        return emit(segments, x, scales, offsets, format, rows)
     ends, starts = padded_ends(emit, offsets), _starts(emit, offsets)
-    place = emit.steps(offsets, _padded_length(emit, x, offsets), 1)
+    place = emit.steps(offsets, _padded_length(emit, rows or x, offsets), 1)
     expert = _expert_of(emit, place, ends)
     own = [emit(aten.index.Tensor, v, [expert]) for v in (starts, _starts(emit, ends), offsets)]
     row = emit(aten.add.Tensor, emit(aten.sub.Tensor, place, own[1]), own[0])
     held = emit(aten.unsqueeze.default, emit(aten.lt.Tensor, row, own[2]), -1)
     last = emit(aten.sub.Tensor, own[2], 1)
     known = emit(aten.clamp_min.default, emit(aten.minimum.default, row, last), 0)
+    if rows is not None:
+        known = emit(aten.index.Tensor, rows, [known])
     values = emit(cast, emit(aten.index.Tensor, x, [known]), torch.float32)
     inverse = emit(aten.reciprocal.default, emit(aten.index.Tensor, scales, [expert]))
     scaled = emit(aten.mul.Tensor, values, inverse)
@@ -113,7 +120,7 @@ def scaled_grouped_outer(
 
 
 def _padded_length(emit: Emitter, x: fx.Node, offsets: fx.Node) -> Any:
-    """`dialect.segments.padded_length` of the rows of `x`."""
+    """`dialect.segments.padded_length` of as many tokens as `x` has rows."""
     rows, more = emit.padded(emit.sizes(x)[0]), tensor(offsets).shape[0] * CONTRACTION_MULTIPLE
     return rows + more if isinstance(rows, int) else emit(operator.add, rows, more)
 

@@ -131,10 +131,12 @@ def _fake_segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
     return amaxes.new_empty((offsets.shape[0], 1))
 
 
-def _fake_transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) -> Tensor:
-    rows, columns = x.shape
-    length = padded_length(rows, offsets.shape[0])
-    return x.new_empty((columns, length), dtype=FORMATS[format].dtype)
+def _fake_transpose_segments(
+    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+) -> Tensor:
+    count = (x if rows is None else rows).shape[0]
+    length = padded_length(count, offsets.shape[0])
+    return x.new_empty((x.shape[1], length), dtype=FORMATS[format].dtype)
 
 
 def _fake_scaled_grouped_mm(
@@ -301,21 +303,26 @@ def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
 
 
 @_dialect(
-    "transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format) -> Tensor",
+    "transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format, Tensor? rows=None) "
+    "-> Tensor",
     _fake_transpose_segments,
 )
-def transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) -> Tensor:
+def transpose_segments(
+    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+) -> Tensor:
     """`x` [T, K] coded with one scale for each segment [E, 1], to be contracted over its rows.
 
-    Returns [K, T'], contiguous, with zeros behind each segment (`padded_ends`) and behind them all.
+    With `rows` [T] it is these rows of `x`, which may have any number. Returns [K, T'], contiguous,
+    with zeros behind each segment (`padded_ends`) and behind them all.
     """
     fmt = FORMATS[format]
     assert fmt.dtype is not None
+    x = x if rows is None else x[rows]
     length = padded_length(len(x), len(offsets))
     codes = x.new_zeros((x.shape[1], length), dtype=torch.uint8).view(fmt.dtype)
     places = slices_of(ends_of_padded(offsets))
-    for rows, place, scale in zip(slices_of(offsets), places, scales, strict=True):
-        coded = encode(x[rows].float() * scale.reciprocal(), fmt)
+    for own, place, scale in zip(slices_of(offsets), places, scales, strict=True):
+        coded = encode(x[own].float() * scale.reciprocal(), fmt)
         codes[:, place.start : place.start + len(coded)] = coded.t()
     return codes
 

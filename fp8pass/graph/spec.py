@@ -196,7 +196,8 @@ def _verify_segment_amax(node: fx.Node) -> None:
 
 
 def _verify_transpose_segments(node: fx.Node) -> None:
-    x, scales, offsets, format = node.args
+    x, scales, offsets, format, *rows = node.args
+    _require(not rows or _rank(rows[0]) == 1, node, "takes no list of rows")
     _require_format(node, format)
     _verify_offsets(node, offsets)
     _require(_is_float(x), node, "quantizes a tensor that holds no numbers")

@@ -125,9 +125,10 @@ class Predictor:
 
         Such GEMMs have no sizes that are known before they run, to draw a sample from.
         """
-        while node.target not in (fp8.quantize.default, fp8.transpose_segments.default):
+        formats = {fp8.quantize.default: 2, fp8.transpose_segments.default: 3}  # of arguments
+        while node.target not in formats:
             node = node.args[0]
-        source, format = node.args[0], FORMATS[str(node.args[-1])]
+        source, format = node.args[0], FORMATS[str(node.args[formats[node.target]])]
         return math.hypot(self.forward.get(source, 0.0), format.relative_error)
 
     def _operand(self, node: fx.Node) -> tuple[Tensor, float]:

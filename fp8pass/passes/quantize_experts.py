@@ -21,7 +21,7 @@ cores take tokens in multiples of 16, and segments are what the router makes the
 that the CPU waits for nothing.
 
 Tokens that are rows of another matrix, in the order of their experts, are quantized where they come
-from: codes are permuted, which are half the bytes.
+from: codes are permuted, which are half the bytes. For wgrad `transpose_segments` permutes them.
 
 Recipe `exact` leaves these GEMMs as they are.
 """
@@ -177,7 +177,10 @@ class ExpertQuantizer(Quantizer):
             amaxes = self._amax(x, _identity(x), ROW, like)
             amax = emit_operand(fp8.segment_amax.default, amaxes, offsets, like=like)
             scale = emit_operand(fp8.scale.default, amax, E4M3.name, like=like)
-            operands = x, scale, offsets, E4M3.name
+            operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
+            if _gathers_all_rows(x):  # the kernel goes through an index itself
+                matrix, (rows,) = x.args  # type: ignore[misc]
+                operands = matrix, scale, offsets, E4M3.name, rows
             codes = emit_operand(fp8.transpose_segments.default, *operands, like=like)
             self._segments[x, offsets] = codes, scale
         return self._segments[x, offsets]
@@ -203,7 +206,8 @@ def _gathers_all_rows(node: fx.Node) -> bool:
     x, indices = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(indices, (list, tuple))
-    if len(indices) != 1 or tensor(x).ndim != 2 or tensor(indices[0]).ndim != 1:
+    rows = indices[0] if len(indices) == 1 else None
+    if not isinstance(rows, fx.Node) or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
         return False
     return not graph.untransposed(x)[1] and graph.nbytes(node) >= graph.nbytes(x)
 

@@ -44,6 +44,12 @@ def of_segments(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     return fp8.transpose_segments(x, scale, offsets, "e4m3"), scale
 
 
+def of_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Padded codes of some rows, transposed."""
+    scale = fp8.scale(fp8.segment_amax(fp8.row_amax(x)[rows], offsets), "e4m3")
+    return fp8.transpose_segments(x, scale, offsets, "e4m3", rows)
+
+
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = fp8.scale(fp8.row_amax(x), "e4m3")
     return fp8.quantize(x, scale, "e4m3"), scale
@@ -132,6 +138,9 @@ def test_lowered_codes_are_the_references(counts):
     gm = lowered(of_segments, x, offsets)
     for got, want in zip(gm(x, offsets), of_segments(x, offsets), strict=True):
         assert torch.equal(got.float(), want.float())
+    rows = torch.randint(len(x), (len(x),))
+    gm = lowered(of_rows, x, rows, offsets)
+    assert torch.equal(gm(x, rows, offsets).float(), of_segments(x[rows], offsets)[0].float())
     gm = lowered(fp8.padded_ends, offsets)
     assert torch.equal(gm(offsets), fp8.padded_ends(offsets))
 
@@ -177,6 +186,9 @@ def test_kernel_codes_are_the_references(counts, device):
         want = fp8.transpose_segments(x.cpu(), scale.cpu(), offsets.cpu(), "e4m3")
         got = transpose_segments(x, scale, offsets, "e4m3")
         assert got.stride() == want.stride()
+        assert torch.equal(got.cpu().float(), want.float())
+        rows = torch.arange(-1, len(x) - 1, device=device).flip(0)
+        got = transpose_segments(x.roll(1, 0).flip(0), scale, offsets, "e4m3", rows)
         assert torch.equal(got.cpu().float(), want.float())
 
 

@@ -21,10 +21,13 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import counts
+from kernel_helpers import graphs as graphs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass import diagnose, explain
+from fp8pass.codegen.kernels.limits import why_no_rows
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.quantize_experts import quantize_experts
@@ -147,6 +150,8 @@ def test_tokens_are_quantized_where_they_come_from():
     assert tuple(sent.args[0].meta["val"].shape) == (48, 64)
     experts = [n for n in joint.calls(fp8.scaled_grouped_mm.default) if taken in n.args]
     assert len(experts) == 2
+    of_tokens = joint.calls(fp8.transpose_segments.default)
+    assert sum(tuple(n.args[0].meta["val"].shape) == (48, 64) for n in of_tokens) == 1
     amaxes = [n.args[0] for n in joint.calls(fp8.segment_amax.default)]
     assert taken.args[0].args[1] in [n.args[1] for n in amaxes if n.target is aten.index.Tensor]
 
@@ -309,6 +314,21 @@ def test_generated_code_gives_the_same():
         results.append(step(compiled(model, config)[0], model, batch))
     for got, want in zip(results[1].gradients.values(), results[0].gradients.values(), strict=True):
         assert relative(got, want) < 0.01
+
+
+def test_row_kernels_take_tokens_and_weights(graphs):
+    """Tokens with the norm before them. Dgrad's weights, whose rows are columns, they leave."""
+    model, x = nn.Sequential(nn.RMSNorm(64, dtype=torch.bfloat16), Routed()), rows(48, 64)
+    got = step(compiled(model, Config.recipe("coat"))[0], model, (x,))
+    # Tokens, hidden tokens, three weights; the shared layer's input and weight. Then gradients.
+    assert counts(graphs)["rows"] == 7 + 3
+    generated = [n for g in graphs for n in g.nodes if n.target is fp8.quantize.default]
+    turned = [n for n in generated if why_no_rows(n) == "its rows are columns in memory"]
+    assert len(turned) == 3
+    torch._dynamo.reset()
+    want = step(compiled(model, COAT_EAGER)[0], model, (x,))
+    for name, gradient in want.gradients.items():
+        assert relative(got.gradients[name], gradient) < 0.06, name
 
 
 @pytest.mark.gpu

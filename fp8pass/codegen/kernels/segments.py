@@ -1,6 +1,7 @@
 """`transpose_segments` as a Triton kernel: tokens of experts, coded, transposed and padded at once.
 
-    codes[k, place] = x[row, k] / scale[e]      row = place - padded start of e + start of e
+    codes[k, place] = x[rows[token], k] / scale[e]
+                                            token = place - padded start of e + start of e
 
 A program has a tile of places, which segments begin at multiples of, and goes through the columns.
 It finds whose each place is from the offsets, that are on the GPU: nobody waits for them.
@@ -27,7 +28,7 @@ TILE = tl.constexpr(CONTRACTION_MULTIPLE)
 
 @triton.jit
 def _transpose_segments(
-    x, scales, offsets, codes, columns, length, EXPERTS: tl.constexpr, ALL: tl.constexpr,
+    x, rows, scales, offsets, codes, count, columns, length, EXPERTS: tl.constexpr, ALL: tl.constexpr,
     PLACES: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, ALL)
@@ -39,8 +40,12 @@ def _transpose_segments(
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     first = (padded_end - padded)[None, :]
     own = (place[:, None] >= first) & (place[:, None] < padded_end[None, :])
-    row = place + tl.sum(tl.where(own, start[None, :] - first, 0), 1)
-    held = row < tl.sum(tl.where(own, end[None, :], 0), 1)
+    token = place + tl.sum(tl.where(own, start[None, :] - first, 0), 1)
+    held = token < tl.sum(tl.where(own, end[None, :], 0), 1)
+    row = token
+    if rows is not None:
+        row = tl.load(rows + token, held, other=0)
+        row = tl.where(row < 0, row + count, row)  # as an index counts from the end
     number = tl.sum(tl.where(own, expert[None, :], 0), 1)
     inverse = tl.math.div_rn(1.0, tl.load(scales + number))
     for column in range(tl.program_id(1) * SPAN, tl.program_id(1) * SPAN + SPAN, COLUMNS):
@@ -53,24 +58,30 @@ def _transpose_segments(
         tl.store(to, tl.trans(scaled).to(tl.float8e4nv), inside)
 
 
-def transpose_segments(x: Tensor, scales: Tensor, offsets: Tensor, format: str) -> Tensor:
+def transpose_segments(
+    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+) -> Tensor:
     """`dialect.ops.transpose_segments` on a GPU, in E4M3."""
     if format != E4M3.name:
         raise ValueError(f"the kernel for tokens of experts codes in e4m3, not in {format}")
-    x, (rows, columns), experts = x.contiguous(), x.shape, len(offsets)
-    length = padded_length(rows, experts)
+    x, columns, experts = x.contiguous(), x.shape[1], len(offsets)
+    rows = None if rows is None else rows.contiguous()
+    length = padded_length(len(x if rows is None else rows), experts)
     codes = x.new_empty((columns, length), dtype=torch.float8_e4m3fn)
     grid = (triton.cdiv(length, PLACES), triton.cdiv(columns, SPAN))
     with torch.cuda.device_of(x):
         _transpose_segments[grid](
-            x, scales.contiguous(), offsets.contiguous(), codes, columns, length,
+            x, rows, scales.contiguous(), offsets.contiguous(), codes, len(x), columns, length,
             EXPERTS=experts, ALL=triton.next_power_of_2(experts), PLACES=PLACES, COLUMNS=COLUMNS,
             SPAN=SPAN, num_warps=8,
         )  # fmt: skip
     return codes
 
 
-library.define("transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format) -> Tensor")
+library.define(
+    "transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format, Tensor? rows=None) "
+    "-> Tensor"
+)
 library.impl("transpose_segments", transpose_segments, "CUDA")
 library.impl("transpose_segments", ops.transpose_segments, "CPU")
 torch.library.register_fake(
