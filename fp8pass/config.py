@@ -77,7 +77,8 @@ class Config:
         gradient_format: format of output gradients in those GEMMs.
         forward_scales: `row`, one scale for each token and each output feature in the GEMMs of the
             forward, which take one pass over a tensor to quantize it, and round it less; or
-            `tensor`. GEMMs of the backward have one scale for each tensor.
+            `tensor`. GEMMs of the backward have one scale for each tensor. Those of experts have
+            scales by row in forward and dgrad whatever this says: PyTorch's kernel takes no others.
         save_format: smallest format of the values that non-linear layers keep for the backward,
             in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
             Values that amplify its errors too much get a larger one or stay as they are. `none`

@@ -198,7 +198,7 @@ def test_the_kernel_refuses_other_formats():
 
 
 def test_cuda_takes_the_layouts():
-    """PyTorch checks layouts and scales where tensors are fake, too."""
+    """PyTorch checks layouts and scales where tensors are fake, too; nobody asks for offsets."""
     with FakeTensorMode():
         x, y = (torch.empty(50, n, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
         weights = torch.empty(4, 64, 32, device="cuda", dtype=torch.bfloat16)

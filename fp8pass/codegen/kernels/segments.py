@@ -28,8 +28,8 @@ TILE = tl.constexpr(CONTRACTION_MULTIPLE)
 
 @triton.jit
 def _transpose_segments(
-    x, rows, scales, offsets, codes, count, columns, length, EXPERTS: tl.constexpr, ALL: tl.constexpr,
-    PLACES: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+    x, rows, scales, offsets, codes, count, columns, length, EXPERTS: tl.constexpr,
+    ALL: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, ALL)
     end = tl.load(offsets + expert, expert < EXPERTS, other=0)
