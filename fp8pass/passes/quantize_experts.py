@@ -166,6 +166,7 @@ class ExpertQuantizer(Quantizer):
             experts, inward, outward = tensor(weights).shape
             if not flipped:
                 base = emit_operand(aten.permute.default, base, [0, 2, 1], like=like)
+            if not tensor(base).is_contiguous():
                 base = self._copy(base, like)
             shape = [experts * outward, inward]
             self._matrices[key] = emit_operand(aten.view.default, base, shape, like=like)
@@ -179,8 +180,8 @@ class ExpertQuantizer(Quantizer):
             scale = emit_operand(fp8.scale.default, amax, E4M3.name, like=like)
             operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
             if _gathers_all_rows(x):  # the kernel goes through an index itself
-                matrix, (rows,) = x.args  # type: ignore[misc]
-                operands = matrix, scale, offsets, E4M3.name, rows
+                matrix, indices = x.args
+                operands = matrix, scale, offsets, E4M3.name, indices[0]  # type: ignore[index]
             codes = emit_operand(fp8.transpose_segments.default, *operands, like=like)
             self._segments[x, offsets] = codes, scale
         return self._segments[x, offsets]

@@ -172,6 +172,21 @@ def test_either_layout_of_weights():
     assert (layer.in_features, layer.out_features, layer.fp8) == (32, 48, ALL)
 
 
+@pytest.mark.parametrize("first", ["cast", "transpose"])
+def test_weights_in_fp32_that_are_cast(first):
+    """As torchtitan has them."""
+
+    class Cast(Upwards):
+        def forward(self, x, offsets):
+            weight = self.weight.bfloat16().mT if first == "cast" else self.weight.mT.bfloat16()
+            return torch._grouped_mm(x, weight, offs=offsets)
+
+    model = Cast(48, 32).float()
+    joint = rewritten(model, rows(), ends(7, 0, 43))
+    (layer,) = joint.ctx.plan.linears
+    assert (layer.in_features, layer.out_features, layer.fp8) == (32, 48, ALL)
+
+
 def test_frozen_experts_have_no_wgrad():
     joint = rewritten(Experts().requires_grad_(False), rows(), ends(7, 0, 23, 20))
     assert [y.fp8 for y in joint.ctx.plan.linears] == [("forward", "dgrad")] * 3
@@ -306,6 +321,7 @@ def test_saved_tensors_are_the_plan(recipe):
     assert spy.plan.saved_bytes < 0.6 * spy.plan.exact_bytes
 
 
+@pytest.mark.long
 def test_generated_code_gives_the_same():
     model, batch = Upwards(), (rows(), ends(7, 0, 43))
     results = []
@@ -403,6 +419,7 @@ class Loss(nn.Module):
         return self.model(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.long
 def test_recipe_exact_of_hugging_face():
     model, ids = Loss(hugging_face("Mixtral")), torch.arange(64).view(2, 32)
     want = step(torch.compile(model, backend=stock_eager), model, (ids,))
