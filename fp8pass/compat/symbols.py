@@ -18,6 +18,7 @@ __all__ = [
     "FakeTensor",
     "arg_tree_leaves",
     "fake_mode_of",
+    "grouped_mm",
     "guard_count",
     "has_unbacked",
     "is_opaque",
@@ -34,6 +35,9 @@ __all__ = [
     "weak_storage",
     "wrapper",
 ]
+
+# The GEMM of experts, as code calls it that does not wait for `torch.nn.functional.grouped_mm`.
+grouped_mm = torch._grouped_mm
 
 # Stands for a size that only the data decides.
 _UNBACKED_HINT = 4096

@@ -172,7 +172,7 @@ GEMMS = frozenset(
     (
         F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
         Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__,
-        F.conv1d, torch.conv1d, torch.bilinear, F.grouped_mm, torch._grouped_mm,
+        F.conv1d, torch.conv1d, torch.bilinear, F.grouped_mm, compat.grouped_mm,
     )
 )  # fmt: skip
 
