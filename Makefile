@@ -2,6 +2,8 @@
 # make test       run the tests
 # make test-long  run the tests, with many more random examples of each
 # make lint       ruff and mypy
+# make docs       the documentation as a site, in site/; nothing is fetched
+# make dist       wheel and sdist, in dist/, checked
 #
 # All set-up happens in .venv. Choose with PYTHON=python3.12, TORCH="torch==2.11.*", and pass
 # options with ARGS="--steps 50".
@@ -18,7 +20,7 @@ export OMP_WAIT_POLICY ?= passive
 # Some virtual machines advertise AMX and kill the process that uses it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test test-long lint
+.PHONY: demo test test-long lint docs dist
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m fp8pass.demo $(ARGS)
@@ -33,6 +35,16 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# mkdocs-material asks its users to leave for another tool otherwise.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/docs.stamp
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+dist: $(VENV)/dist.stamp
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 $(TORCH_STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
@@ -21,12 +22,17 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
+from fp8pass.graph.pointwise import POINTWISE
+
 HERE = Path(__file__).parent
 DOCUMENTS = (
     HERE.parent / "README.md",
     *(
         HERE.parent / "docs" / f"{name}.md"
-        for name in ("results", "formats", "optimizer", "distributed", "stability", "memory")
+        for name in (
+            *("results", "formats", "optimizer", "distributed", "stability", "memory"),
+            "supported",
+        )
     ),
 )
 BASELINE = "torchao tensorwise"
@@ -659,8 +665,49 @@ def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def zoo_table(data: dict[str, Any]) -> list[list[str]]:
+    """Small models of all architectures: layers in FP8, what is kept, whether a step is right."""
+    rows = [["", "FP8", "asked to stay", "kept, of stock", "right", "why others stay in 16 bits"]]
+    for family in dict.fromkeys(r["family"] for r in data["results"]):
+        results = [r for r in data["results"] if r["family"] == family]
+        rows.append([f"**{family}**, {len(results)}", *[""] * 5])
+        rows += [zoo_row(r) for r in results]
+    return rows
+
+
+def zoo_row(r: dict[str, Any]) -> list[str]:
+    """One architecture."""
+    if r["error"]:
+        return [r["name"], "", "", "", "no", r["error"].splitlines()[0]]
+    left = r["layers"] - r["asked_for"]
+    share = f"{r['kept_bytes'] / r['stock_bytes']:.2f}" if r["stock_bytes"] else ""
+    right = "no" if r["complaints"] else "yes"
+    why = "; ".join([*r["reasons"], *r["complaints"]])
+    return [r["name"], f"{r['fp8']} of {left}", str(r["asked_for"] or ""), share, right, why]
+
+
+def zoo_operators_table(data: dict[str, Any]) -> list[list[str]]:
+    """The operators of all architectures' graphs, by kind, the frequent ones first."""
+    name_of = lambda op: str(op).split(".")[1]  # noqa: E731
+    rules = {name_of(op) for op, meaning in POINTWISE.items() if meaning.formula}
+    kernels = {name_of(op) for op, meaning in POINTWISE.items() if meaning.triton}
+    kernels.add("pow")  # of the exponents in `POWERS`
+    counts: dict[str, Counter[str]] = {}
+    for r in data["results"]:
+        for kind, names in r.get("operators", {}).items():
+            if kind not in ("view", "movement", "creation", "symbol"):
+                counts.setdefault(kind, Counter()).update(names.split())
+    rows = [["operator", "models", "rule", "kernel"]]
+    for kind, found in sorted(counts.items()):
+        rows.append([f"**{kind}**", "", "", ""])
+        for name, count in sorted(found.items(), key=lambda item: (-item[1], item[0])):
+            marks = ["yes" * (name in table) for table in (rules, kernels)]
+            rows.append([f"`{name}`", str(count), *marks])
+    return rows
+
+
 # Tables of results that have another name.
-RESULTS = {"stability_ranks": "stability"}
+RESULTS = {"stability_ranks": "stability", "zoo_operators": "zoo"}
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
@@ -689,6 +736,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "merged": merged_table,
     "gemms": gemms_table,
     "monitor": monitor_table,
+    "zoo": zoo_table,
+    "zoo_operators": zoo_operators_table,
     "optimizer_errors": optimizer_errors_table,
     "optimizer_speed": optimizer_speed_table,
     "optimizer_sweep": optimizer_sweep_table,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 
 import pytest
 from cli_helpers import ROOT
@@ -33,3 +34,27 @@ def test_the_script_is_declared():
     tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert declared == {"fp8pass": "fp8pass.cli:main"}
+
+
+# --- the documents ------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_in_the_reference():
+    named = set(re.findall(r"^::: fp8pass\.([\w.]+)", (ROOT / "docs/api.md").read_text(), re.M))
+    modules = {
+        f"{name}.{public}"
+        for name, module in (("optim", fp8pass.optim), ("distributed", fp8pass.distributed))
+        for public in module.__all__
+    }
+    assert named == {*fp8pass._MODULES, *modules, "pipeline_parallel.configs"}
+
+
+def test_the_links_of_the_readme_lead_somewhere():
+    """Those of docs/ are checked when the site is built."""
+    links = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", (ROOT / "README.md").read_text())
+    assert links
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}

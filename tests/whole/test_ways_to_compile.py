@@ -180,16 +180,19 @@ def test_a_small_layer_in_high_precision_is_no_warning(width, warns, caplog):
     assert ("though nobody asked for it, such as classes: weight 10×16" in message) == warns
 
 
-# --- the README ---------------------------------------------------------------------------------
+# --- the documents ------------------------------------------------------------------------------
 
 
-def readme_lines() -> list[str]:
-    text = (Path(fp8pass.__file__).parents[1] / "README.md").read_text()
-    return re.findall(r"^(?:model = )?(torch\.compile\(model, .*\))$", text, re.MULTILINE)
+def documented_lines() -> list[str]:
+    top = Path(fp8pass.__file__).parents[1]
+    pages = [top / "README.md", *(top / "docs" / f"{name}.md" for name in ("recipes", "tools"))]
+    text = "\n".join(page.read_text() for page in pages)
+    lines = re.findall(r"^(?:model = )?(torch\.compile\(model, .*\))$", text, re.MULTILINE)
+    return list(dict.fromkeys(lines))
 
 
-@pytest.mark.parametrize("line", readme_lines())
-def test_what_the_readme_says_compiles(line, monkeypatch):
+@pytest.mark.parametrize("line", documented_lines())
+def test_what_the_documents_say_compiles(line, monkeypatch):
     seen = []
 
     def record(gm, inputs, **kwargs):
