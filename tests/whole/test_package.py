@@ -5,6 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
 
 import pytest
 from cli_helpers import ROOT
@@ -34,6 +39,42 @@ def test_the_script_is_declared():
     tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert declared == {"fp8pass": "fp8pass.cli:main"}
+
+
+# --- wheel and sdist ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, list[str]]:
+    """The names of all files in a wheel and in an sdist, made from a copy of what git has."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "out"))
+    for path in ("fp8pass", "tests", "benchmarks"):
+        shutil.copytree(ROOT / path, copy / path, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copy(ROOT / path, copy)
+    code = "from setuptools import build_meta as b; [f(%r) for f in (b.build_wheel, b.build_sdist)]"
+    done = subprocess.run(
+        [sys.executable, "-c", code % str(out)], cwd=copy, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    assert sdist.name == f"fp8pass-{fp8pass.__version__}.tar.gz"
+    return {
+        "wheel": zipfile.ZipFile(wheel).namelist(),
+        "sdist": [name.partition("/")[2] for name in tarfile.open(sdist).getnames()],
+    }
+
+
+@pytest.mark.parametrize("of", ["wheel", "sdist"])
+def test_all_of_the_package_is_built_and_nothing_else(built, of):
+    files = [p for p in (ROOT / "fp8pass").rglob("*") if p.is_file() and p.suffix != ".pyc"]
+    package = {p.relative_to(ROOT).as_posix() for p in files}
+    assert "fp8pass/py.typed" in package
+    assert package == {name for name in built[of] if name.startswith("fp8pass/") and "." in name}
+    tops = {name.split("/")[0] for name in built[of]}
+    assert not tops & {"tests", "benchmarks", "docs"}
+    assert any(name.endswith("LICENSE") for name in built[of])
 
 
 # --- the documents ------------------------------------------------------------------------------
