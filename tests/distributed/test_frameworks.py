@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import distributed as dist
 from torch import nn
 
 import fp8pass
-from fp8pass import Config
+from fp8pass import Config, compat
 
 ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "WORLD_SIZE": "2"}
 
@@ -57,6 +61,22 @@ def test_hugging_face_trainer(two, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     two(in_a_trainer, str(tmp_path))
+
+
+def the_example(device: str, folder: str) -> list[float]:
+    """examples/fsdp2.py without its process group, run op by op."""
+    sys.path.insert(0, folder)
+    interpreted = lambda gm, inputs, **kwargs: compat.interpret(gm)  # noqa: E731
+    with patch.object(compat, "compile_fx_inner", interpreted):
+        importlib.import_module("common").STEPS = 12  # enough for tiny models
+        return importlib.import_module("fsdp2").train()
+
+
+def test_the_example_of_fsdp2(two):
+    pytest.importorskip("transformers")
+    losses = two(the_example, str(Path(fp8pass.__file__).parents[1] / "examples"))
+    for rank in losses:
+        assert rank[-1] < rank[0] - 0.1
 
 
 def explained(device: str) -> None:
