@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fp8pass.inspect.fitting import Fit as Fit
     from fp8pass.inspect.fitting import Gpu as Gpu
     from fp8pass.inspect.fitting import fit as fit
+    from fp8pass.integrations.compressed_tensors import export as export
     from fp8pass.monitor import Monitor as Monitor
     from fp8pass.monitor.landscape import sharpness as sharpness
 
@@ -49,6 +50,7 @@ _MODULES = {
     "calibrate": "inspect.calibration",
     "diagnose": "inspect.diagnosis",
     "explain": "inspect.explanation",
+    "export": "integrations.compressed_tensors",
     "fit": "inspect.fitting",
     "sharpness": "monitor.landscape",
 }

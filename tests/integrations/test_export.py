@@ -1,0 +1,104 @@
+"""`fp8pass.export`: the layout of compressed-tensors, and what transformers loads from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import gpt2, llama, relative, tokens
+from torch import nn
+
+import fp8pass
+
+pytest.importorskip("transformers")
+from safetensors.torch import load_file
+
+HIGH = {"skip": ("q_proj",)}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A tiny Llama, whose rows of weights differ in size."""
+    model = llama().bfloat16()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight *= torch.logspace(-2, 2, len(module.weight))[:, None]
+                module.weight *= 0.02 / module.weight.std()
+    return model
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_files(trained, tmp_path, compiled):
+    model = torch.compile(trained, backend="fp8pass", options=HIGH) if compiled else trained
+    before = {name: x.clone() for name, x in trained.state_dict().items()}
+    layers = fp8pass.export(model, tmp_path)
+    assert len(layers) == 7 - compiled
+    found = load_file(tmp_path / "model.safetensors")
+    names = {f"{layer}.weight_scale" for layer in layers}
+    assert found.keys() == before.keys() | names
+    for name, weight in before.items():
+        layer = name.removesuffix(".weight")
+        if layer not in layers:
+            assert torch.equal(found[name], weight)
+            continue
+        codes, scales = found[name], found[f"{layer}.weight_scale"]
+        assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, weight.shape)
+        assert (scales.dtype, scales.shape) == (torch.float32, (len(weight), 1))
+        assert codes.float().abs().amax(1).eq(448).all()  # each row has the format's whole range
+        error = (codes.float() * scales - weight.float()).abs()
+        assert (error <= weight.float().abs() / 16 + scales * 2**-10 + 1e-12).all()
+    assert all(torch.equal(x, before[name]) for name, x in trained.state_dict().items())
+    assert not hasattr(trained.config, "quantization_config")
+
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["format"]) == ("compressed-tensors", "float-quantized")
+    skipped = ["model.layers.0.self_attn.q_proj"] * compiled
+    assert written["ignore"] == sorted(["lm_head", *skipped])
+
+
+def test_codes_are_those_that_training_multiplies(trained, tmp_path):
+    """The forward of a compiled model has the same codes, and scales by row."""
+    fp8pass.export(trained, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = trained.state_dict()[name]
+    scale = torch.ops.fp8pass.scale(torch.ops.fp8pass.row_amax(weight), "e4m3")
+    codes = torch.ops.fp8pass.quantize(weight, scale, "e4m3")
+    assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found[f"{name}_scale"], scale)
+
+
+def test_transformers_loads_it(trained, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    layers = fp8pass.export(trained, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids = tokens()
+    with torch.no_grad():
+        error = relative(loaded(ids).logits.float(), trained(ids).logits.float())
+    assert 0.001 < error < 0.1  # rounded, and by no more than FP8 rounds
+    found = load_file(tmp_path / "model.safetensors")
+    for layer in layers:
+        decoded = found[f"{layer}.weight"].float() * found[f"{layer}.weight_scale"]
+        assert relative(loaded.get_submodule(layer).weight.float(), decoded) < 0.005
+
+
+def test_what_cannot_be_exported(trained, tmp_path):
+    with pytest.raises(fp8pass.ConfigError, match=r"got Sequential.*merge_and_unload"):
+        fp8pass.export(nn.Sequential(nn.Linear(16, 16)), tmp_path)
+    with pytest.raises(fp8pass.ConfigError, match="No layer of GPT2LMHeadModel"):
+        fp8pass.export(gpt2(), tmp_path)  # of Conv1D
+    mixture = llama()
+    mixture.mlp = nn.ParameterDict({"experts": nn.Parameter(torch.zeros(2, 16, 16))})
+    with pytest.raises(fp8pass.ConfigError, match=r"mlp\.experts has the weights of several"):
+        fp8pass.export(mixture, tmp_path)
+    with pytest.raises(fp8pass.ConfigError, match="No layer of LlamaForCausalLM"):
+        fp8pass.export(trained, tmp_path, config=fp8pass.Config(skip="model"))
+    broken = llama()
+    broken.model.layers[0].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight has a NaN"):
+        fp8pass.export(broken, tmp_path)
+    assert not list(tmp_path.iterdir())
