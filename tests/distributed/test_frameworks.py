@@ -72,6 +72,7 @@ def the_example(device: str, folder: str) -> list[float]:
         return importlib.import_module("fsdp2").train()
 
 
+@pytest.mark.long
 def test_the_example_of_fsdp2(two):
     pytest.importorskip("transformers")
     losses = two(the_example, str(Path(fp8pass.__file__).parents[1] / "examples"))

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp8pass.testing.strategies import programs
 from helpers import (
     COAT_EAGER,
     EXACT_EAGER,
@@ -36,6 +35,7 @@ from fp8pass.passes import JOINT_PASSES
 from fp8pass.plan import Plan
 from fp8pass.rules import expressions
 from fp8pass.saving.cuts import Cut, components, min_cut
+from fp8pass.testing.strategies import programs
 
 # --- the cut ------------------------------------------------------------------------------------
 

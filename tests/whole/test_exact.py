@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fp8pass.testing.strategies import programs
 from helpers import (
     EXACT_EAGER,
     MLP,
@@ -30,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.testing.strategies import programs
 
 # Name -> (rewritten, reference). "aot": the joint graph of aot_eager, undecomposed. "inductor":
 # the joint graph that Inductor makes, run op by op.
