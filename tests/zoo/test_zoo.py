@@ -15,6 +15,7 @@ import contextlib
 import os
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -162,6 +163,25 @@ def test_architecture_on_a_gpu(name, recipe):
 def test_stock_pytorch_fails(name):
     with pytest.raises(Exception, match=FAILS[name]):
         compiled_step(name, "inductor", "cpu", torch.float32)
+
+
+def test_what_a_run_of_the_zoo_records(monkeypatch):
+    """For docs/supported.md."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    from benchmarks.tables import zoo_operators_table, zoo_table
+
+    from .__main__ import FAMILIES, row
+
+    assert sorted(NAMES) == sorted(name for family in FAMILIES.values() for name in family)
+    found = row("torch.nn", "nn attention")
+    assert found["fp8"] == found["layers"] - found["asked_for"] > 0
+    assert 0 < found["kept_bytes"] < found["stock_bytes"]
+    assert "mm" in found["operators"]["gemm"].split()
+    _, (title, *_), (name, fp8, _, share, right, why) = zoo_table({"results": [found]})
+    assert (title, name, right, why) == ("**torch.nn**, 1", "nn attention", "yes", "")
+    assert fp8 == f"{found['fp8']} of {found['fp8']}"
+    assert 0 < float(share) < 1
+    assert ["`mm`", "1", "", ""] in zoo_operators_table({"results": [found]})
 
 
 def test_there_are_enough_architectures():
