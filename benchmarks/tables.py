@@ -668,6 +668,10 @@ def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
 def zoo_table(data: dict[str, Any]) -> list[list[str]]:
     """Small models of all architectures: layers in FP8, what is kept, whether a step is right."""
     rows = [["", "FP8", "asked to stay", "kept, of stock", "right", "why others stay in 16 bits"]]
+    ran = [r for r in data["results"] if not r["error"]]
+    fp8, asked, layers = (sum(r[key] for r in ran) for key in ("fp8", "asked_for", "layers"))
+    right = f"{sum(not r['complaints'] for r in ran)} of {len(data['results'])}"
+    rows.append(["**all**", f"{fp8} of {layers - asked}", str(asked), "", right, ""])
     for family in dict.fromkeys(r["family"] for r in data["results"]):
         results = [r for r in data["results"] if r["family"] == family]
         rows.append([f"**{family}**, {len(results)}", *[""] * 5])

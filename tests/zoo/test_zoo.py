@@ -177,9 +177,11 @@ def test_what_a_run_of_the_zoo_records(monkeypatch):
     assert found["fp8"] == found["layers"] - found["asked_for"] > 0
     assert 0 < found["kept_bytes"] < found["stock_bytes"]
     assert "mm" in found["operators"]["gemm"].split()
-    _, (title, *_), (name, fp8, _, share, right, why) = zoo_table({"results": [found]})
+    _, (_, total, *_), (title, *_), (name, fp8, _, share, right, why) = zoo_table(
+        {"results": [found]}
+    )
     assert (title, name, right, why) == ("**torch.nn**, 1", "nn attention", "yes", "")
-    assert fp8 == f"{found['fp8']} of {found['fp8']}"
+    assert fp8 == total == f"{found['fp8']} of {found['fp8']}"
     assert 0 < float(share) < 1
     assert ["`mm`", "1", "", ""] in zoo_operators_table({"results": [found]})
 
