@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fp8pass.integrations.compressed_tensors import export as export
     from fp8pass.monitor import Monitor as Monitor
     from fp8pass.monitor.landscape import sharpness as sharpness
+    from fp8pass.weights.frozen import freeze as freeze
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _MODULES = {
     "explain": "inspect.explanation",
     "export": "integrations.compressed_tensors",
     "fit": "inspect.fitting",
+    "freeze": "weights.frozen",
     "sharpness": "monitor.landscape",
 }
 

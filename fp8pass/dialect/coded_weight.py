@@ -2,15 +2,21 @@
 
 Compiled code takes the codes as they are for the forward's GEMM, which would code a BF16 weight by
 row into the same bits. The backward decodes them.
+
+Modules move them as other weights: to another device, to another dtype of their values, as copies
+and through pickles. A copy to one is a new weight, of which codes are made, where the weight is
+somebody's to change: where what was coded is elsewhere (`source`), or gone (`is_all`). Those that
+others make anew, FSDP2's, cannot be changed.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8pass import compat
 from fp8pass.dialect import hardware
@@ -28,11 +34,13 @@ class CodedWeight(Tensor):
         codes: float8_e4m3fn [M, K].
         scales: fp32 [M, 1].
         source: the matrix that was coded, if it is elsewhere; copies to the weight go there.
+        is_all: whether nothing else is left of the matrix; copies to the weight are only coded.
     """
 
     codes: Tensor
     scales: Tensor
     source: Tensor | None = None
+    is_all: bool = False
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
@@ -45,9 +53,52 @@ class CodedWeight(Tensor):
         """Without numbers: compilers print weights that have none."""
         return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The weight itself, without a gradient; to assign is to change it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.change(values)
+
     def decoded(self) -> Tensor:
         """The values, in a plain tensor."""
         return fp8.dequantize.default(self.codes, self.scales, self.dtype)
+
+    def like_this(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
+        """The same weight with its codes elsewhere, or with values of another dtype."""
+        found = CodedWeight(codes, scales, dtype)
+        found.source, found.is_all = self.source, self.is_all
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
+        """With a copy of its source; a parameter if this is one."""
+        if id(self) not in memo:
+            found = self.like_this(*copy.deepcopy((self.codes, self.scales), memo), self.dtype)
+            found.source = copy.deepcopy(self.source, memo)
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(found, self.requires_grad) if is_parameter else found
+        return memo[id(self)]  # type: ignore[return-value]
+
+    def change(self, values: Tensor) -> None:
+        """Make `values` the weight, which broadcast to it, of any dtype and on any device.
+
+        Raises:
+            RuntimeError: the weight is not there to be changed.
+        """
+        if self.source is not None:
+            self.source.copy_(_decoded(values))
+            self.code_again()
+        elif not self.is_all:
+            raise RuntimeError(_cannot(aten.copy_.default))
+        elif isinstance(values, CodedWeight):
+            self.codes.copy_(values.codes)
+            self.scales.copy_(values.scales)
+        else:
+            # Rounded as autocast rounds weights in FP32.
+            rows = values.to(self.device, torch.bfloat16)
+            self.code_again(0, rows.expand(self.shape))
 
     def code_again(self, first: int = 0, rows: Tensor | None = None) -> None:
         """Make codes of the source anew, or of `rows` [R, K] of it, from row `first` on."""
@@ -57,9 +108,9 @@ class CodedWeight(Tensor):
         part = slice(first, first + len(rows))
         into = self.codes[part], self.scales[part]
         if hardware.why_no_triton_kernels(rows.device) is None:
-            _kernel().code_rows([rows.contiguous()], self.dtype, into)
+            _kernel().code_rows([rows.contiguous()], rows.dtype, into)
             return
-        for old, new in zip(into, *coded([rows], self.dtype), strict=True):
+        for old, new in zip(into, *coded([rows], rows.dtype), strict=True):
             old.copy_(new)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
@@ -83,22 +134,57 @@ class CodedWeight(Tensor):
         if func is aten.detach.default or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
         ):
-            weight = args[0]
-            found = CodedWeight(weight.codes, weight.scales, weight.dtype)
-            found.source = weight.source
-            return found
-        if func is aten.copy_.default and args[0].source is not None:
-            args[0].source.copy_(args[1])
-            args[0].code_again()
+            return args[0].like_this(args[0].codes, args[0].scales, args[0].dtype)
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default and (moved := _moved(args[0], **kwargs)) is not None:
+            return moved
+        if _changes_codes(func, args, kwargs):
+            if func is not aten.copy_.default:
+                raise RuntimeError(_cannot(func))
+            args[0].change(args[1])
             return args[0]
-        if compat.schema_of(func).is_mutable:
-            raise RuntimeError(
-                f"{func} would change a weight whose values are lost: it is in codes. Change what "
-                "it was made of, a shard or a matrix on the host, or name its layer in `skip` of "
-                "compress or offload_weights."
-            )
-        args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.decoded, (args, kwargs or {}))
+        args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.decoded, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _moved(
+    weight: CodedWeight,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **_: Any,  # layouts, of which matrices of codes have one
+) -> CodedWeight | None:
+    """A weight on another device, or with another dtype; None if that cannot be in codes."""
+    dtype = dtype or weight.dtype
+    if not dtype.is_floating_point:
+        return None
+    codes, scales = (x.to(device, non_blocking=non_blocking) for x in (weight.codes, weight.scales))
+    return weight.like_this(codes, scales, dtype)
+
+
+def _changes_codes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator writes to a weight in codes."""
+    schema = compat.schema_of(func)
+    if not schema.is_mutable:
+        return False
+    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    written = [
+        given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write
+    ]
+    return any(isinstance(x, CodedWeight) for x in compat.tree_leaves(written))
+
+
+def _cannot(func: Any) -> str:
+    return (
+        f"{func} would change a weight whose values are lost: it is in codes. Change what it was "
+        "made of, a shard or a matrix on the host, or name its layer in `skip` of compress, "
+        "offload_weights or freeze. Frozen ones take new values from load_state_dict."
+    )
+
+
+def _decoded(values: Tensor) -> Tensor:
+    return values.decoded() if isinstance(values, CodedWeight) else values
 
 
 @torch.no_grad()

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from fp8pass.config import ConfigError
 from fp8pass.dialect.coded_weight import CodedWeight, coded
-from fp8pass.graph.linear_layers import is_multiple_of_16
-from fp8pass.graph.names import warn_about_idle_patterns
-from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 from fp8pass.host.arena import Arena
 from fp8pass.optim.host import SMALLEST
 from fp8pass.optim.kernel import CHUNK
 from fp8pass.optim.staging import STAGED_BYTES
+from fp8pass.weights.choice import choose
 
 log = logging.getLogger("fp8pass")
 
@@ -76,39 +74,21 @@ def offload_weights(
 
 def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list[nn.Linear]]:
     """The layers whose weights can be in codes, by their weight, which several may share."""
-    linears = {m: path for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = sizes_of_logits(model)
-    shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
-    found: dict[Tensor, list[nn.Linear]] = {}
-    reasons: dict[str, str] = {}
-    for layer, path in linears.items():
-        if is_exact(path, layer, logits, skip):
-            reasons[path] = "it is an output head, or skipped"
-        elif layer.weight in shared:
-            reasons[path] = "a module that is no linear layer has its weight, too"
-        elif why := _why_not_in_codes(layer.weight):
-            reasons[path] = why
-        else:
-            found.setdefault(layer.weight, []).append(layer)
-    for path, why in reasons.items():
+    choice = choose(model, skip, _why_not_in_codes)
+    for path, why in choice.reasons.items():
         log.info("The weight of %s goes to the device as it is: %s.", path, why)
-    if not found:
-        listed = [f"{path}: {why}" for path, why in reasons.items()]
+    if not choice.layers:
+        listed = [f"{path}: {why}" for path, why in choice.reasons.items()]
         raise ConfigError(
             "No weight of the model can be on the host with its codes on the device: "
             f"{'; '.join(listed[:3]) or 'it has no linear layer'}."
         )
-    return found
+    return choice.layers
 
 
 def _why_not_in_codes(weight: Tensor) -> str:
-    if type(weight) is not nn.Parameter:
-        return f"it is a {type(weight).__name__}, not a plain parameter"
     if weight.dtype is not torch.bfloat16:
         return f"it is in {str(weight.dtype).removeprefix('torch.')}; model.bfloat16() comes first"
-    if not all(map(is_multiple_of_16, weight.shape)):
-        return f"FP8 GEMMs take multiples of 16, and it is {tuple(weight.shape)}"
     if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
         return f"its rows of {weight.shape[-1]} elements do not go through buffers in parts"
     return "it is small" if weight.numel() < SMALLEST else ""

@@ -24,6 +24,7 @@ ROOMS = (
     "rules",
     "saving",
     "codegen",
+    "weights",
     "optim",
     "passes",
     "compilation",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8pass.config import ConfigError
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.inspect.fitting.replay import Fate
 from fp8pass.inspect.fitting.setup import Setup
 from fp8pass.optim.adamw import WAITING
@@ -65,7 +66,7 @@ class Parameters:
         """What of a way to train is on the GPU, and what on the host."""
         gpu, host = {"weights": float(self.buffers)}, dict[str, float]()
         for p in self.all:
-            size, in_codes = p.numel() * p.itemsize, "weights" in setup.offload and p in self.coded
+            size, in_codes = bytes_of(p), "weights" in setup.offload and p in self.coded
             if in_codes:
                 _add(gpu, "weights", p.numel() + 4 * p.shape[0])  # E4M3, scales of rows in FP32
                 _add(host, "weights", size)
@@ -112,6 +113,13 @@ def _coded(module: nn.Module) -> tuple[frozenset[Tensor], str]:
         return frozenset(layers_to_code(module, ())), ""
     except ConfigError as error:
         return frozenset(), str(error)
+
+
+def bytes_of(parameter: Tensor) -> int:
+    """Bytes of a parameter, or of its codes where it is frozen in these."""
+    if isinstance(parameter, CodedWeight):
+        return parameter.codes.nbytes + parameter.scales.nbytes
+    return parameter.nbytes
 
 
 def bytes_of_states(setup: Setup, parameter: Tensor) -> float:

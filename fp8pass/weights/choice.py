@@ -1,0 +1,66 @@
+"""Which linear layers of a model can have their weights in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from fp8pass.graph.linear_layers import is_multiple_of_16
+from fp8pass.graph.names import warn_about_idle_patterns
+from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+
+
+@dataclass
+class Choice:
+    """What is to be in codes, and what is not.
+
+    Attributes:
+        layers: those whose weights can be in codes, by their weight, which several may share.
+        reasons: why others cannot, by their paths.
+    """
+
+    layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def choose(
+    model: nn.Module,
+    skip: tuple[str, ...],
+    why_not: Callable[[Tensor], str],
+    considers: Callable[[Tensor], bool] = lambda weight: True,
+) -> Choice:
+    """The linear layers of a model whose weights can be in codes.
+
+    Args:
+        model: the model.
+        skip: paths of layers, or parts of them with *, that stay.
+        why_not: why a weight cannot be in codes, beyond what holds for all; '' if it can.
+        considers: whether a weight is asked about at all.
+    """
+    linears = {m: path for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
+    logits = sizes_of_logits(model)
+    shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
+    choice = Choice()
+    for layer, path in linears.items():
+        if not considers(layer.weight):
+            continue
+        if is_exact(path, layer, logits, skip):
+            choice.reasons[path] = "it is an output head, or skipped"
+        elif layer.weight in shared:
+            choice.reasons[path] = "a module that is no linear layer has its weight, too"
+        elif why := _why_no_weight_like_it(layer.weight) or why_not(layer.weight):
+            choice.reasons[path] = why
+        else:
+            choice.layers.setdefault(layer.weight, []).append(layer)
+    return choice
+
+
+def _why_no_weight_like_it(weight: Tensor) -> str:
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}, not a plain parameter"
+    if not all(map(is_multiple_of_16, weight.shape)) or not weight.numel():
+        return f"FP8 GEMMs take multiples of 16, and it is {tuple(weight.shape)}"
+    return ""

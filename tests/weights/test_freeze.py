@@ -1,0 +1,367 @@
+"""`freeze`: frozen weights in codes, and nothing else of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import COAT_EAGER, Spy, relative, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_helpers import counts
+from optim_helpers import through_a_file
+from torch import nn
+
+import fp8pass
+from fp8pass import Config, ConfigError
+from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.dynamo import Backend
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+WIDTH, RANK = 64, 16
+
+
+class LoRA(nn.Module):
+    """A frozen layer and the product of two small ones that are trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, RANK, bias=False)
+        self.b = nn.Linear(RANK, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+class Model(nn.Module):
+    """Frozen weights of every kind beside adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(96, WIDTH).requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = LoRA(nn.Linear(WIDTH, 128)), LoRA(nn.Linear(128, WIDTH, bias=False))
+        self.again = nn.Linear(WIDTH, 128).requires_grad_(False)
+        self.again.weight = self.up.base.weight
+        self.odd = nn.Linear(WIDTH, 24, bias=False).requires_grad_(False)
+        self.lm_head = nn.Linear(WIDTH, 96, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.norm(self.embedding(ids))
+        x = x + self.down(nn.functional.silu(self.up(x)) * self.again(x))
+        return self.lm_head(x).float().square().mean() + self.odd(x).float().sum() * 1e-3
+
+
+def new(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Model:
+    return Model().to(device, dtype)
+
+
+def ids(device: str = "cpu") -> torch.Tensor:
+    return torch.randint(0, 96, (32,), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def config(device: str) -> Config:
+    return Config() if device == "cuda" else COAT_EAGER
+
+
+def stored(model: nn.Module) -> dict[str, bytes]:
+    """The codes of a model, as bytes."""
+    return {
+        name: p.codes.view(torch.uint8).cpu().numpy().tobytes()
+        for name, p in model.named_parameters()
+        if isinstance(p, CodedWeight)
+    }
+
+
+# --- what is in codes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frozen_linear_layers_are_in_codes(device, caplog):
+    with caplog.at_level(logging.INFO, "fp8pass"):
+        model = fp8pass.freeze(new(device))
+    assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
+    assert model.again.weight is model.up.base.weight
+    assert model.lm_head.weight is model.embedding.weight
+    ((codes, _),) = coded([new(device).up.base.weight.detach()], torch.bfloat16)
+    assert torch.equal(model.up.base.weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    (said,) = caplog.messages
+    assert said == (
+        "freeze: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd stays: "
+        "FP8 GEMMs take multiples of 16, and it is (24, 64); lm_head stays: it is an output head, "
+        "or skipped"
+    )
+
+
+def test_what_is_frozen_later_is_in_codes_after_another_call():
+    model = fp8pass.freeze(new(), skip=["down"])
+    assert stored(model).keys() == {"up.base.weight"}
+    kept = stored(model)
+    fp8pass.freeze(model)
+    assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
+    assert stored(model).items() >= kept.items()
+    assert stored(fp8pass.freeze(model)) == stored(model)
+    model.load_state_dict(model.state_dict())
+
+
+def test_nothing_is_left_of_a_weight():
+    """Of 4 bytes an element, or 2, one stays."""
+    model = nn.Sequential(nn.Linear(1024, 512, bias=False)).requires_grad_(False)
+    whole = torch.multiprocessing.reductions.StorageWeakRef(model[0].weight.untyped_storage())
+    fp8pass.freeze(model)
+    assert whole.expired()
+    weight = model[0].weight
+    assert weight.codes.nbytes + weight.scales.nbytes == 512 * 1024 + 512 * 4
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu():
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
+    model.bfloat16().requires_grad_(False).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fp8pass.freeze(model)
+    assert torch.cuda.memory_allocated() - before < -0.99 * 8 * 4096 * 4096
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * 4096 * 4096
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(model, backend="fp8pass")(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ConfigError, match=r"is frozen: model.requires_grad_\(False\) comes"):
+        fp8pass.freeze(nn.Sequential(nn.Linear(64, 64)))
+    frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 7)).half().requires_grad_(False)
+    with pytest.raises(ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: FP"):
+        fp8pass.freeze(frozen)
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_forward_is_the_same_and_gradients_are_close(device, dtype):
+    found, eager = [], new(device, dtype)
+    for model in (new(device, dtype), fp8pass.freeze(new(device, dtype))):
+        torch._dynamo.reset()
+        spy = Spy()
+        program = torch.compile(model, backend=Backend(config(device), spy))
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.float32):
+            found.append((step(program, model, (ids(device),)), spy.plan))
+    with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.float32):
+        exact = step(eager, eager, (ids(device),))
+    (want, plain), (got, planned) = found
+    assert torch.equal(got.outputs[0], want.outputs[0])
+    assert planned.saved_bytes <= plain.saved_bytes
+    assert [y.fp8 for y in planned.linears] == [y.fp8 for y in plain.linears]
+    assert got.gradients.keys() == exact.gradients.keys()
+    for name, gradient in exact.gradients.items():
+        error = relative(want.gradients[name], gradient)
+        assert relative(got.gradients[name], gradient) < 1.5 * error + 0.01, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_adapters_are_trained_and_weights_stay(device, in_place):
+    torch._dynamo.reset()
+    model = fp8pass.freeze(new(device))
+    before = stored(model)
+    program = model
+    if in_place:
+        model.compile(backend=fp8pass.backend(config(device)))
+    else:
+        program = torch.compile(model, backend=fp8pass.backend(config(device)))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    losses = []
+    for i in range(8):
+        model.train(i != 4)
+        loss = program(ids(device))
+        losses.append(loss.item())
+        if i == 4:
+            with torch.no_grad():
+                losses[-1] = program(ids(device)).item()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(b < a for a, b in pairwise(losses))
+    assert stored(model) == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_a_compiler_values_are_those_of_codes(device):
+    model = fp8pass.freeze(new(device))
+    rounded = new(device)
+    rounded.load_state_dict(model.state_dict())
+    want, got = (step(each, each, (ids(device),)) for each in (rounded, model))
+    assert torch.equal(got.outputs[0], want.outputs[0])
+    for name, gradient in want.gradients.items():
+        assert torch.equal(got.gradients[name], gradient), name
+
+
+def test_kernels_make_no_codes_of_weights(graphs):
+    """In the forward; of a trained layer there is the input's, of a frozen one nothing else."""
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.SiLU(), nn.Linear(128, 64, bias=False))
+    model = model.bfloat16().requires_grad_(False)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    for each in (model, fp8pass.freeze(copy.deepcopy(model))):
+        torch._dynamo.reset()
+        step(torch.compile(each, backend="fp8pass"), each, (x,))
+    plain, _, frozen, _ = (counts([g])["quantize"] + counts([g])["rows"] for g in graphs)
+    assert frozen < plain
+
+
+# --- what becomes of a model --------------------------------------------------------------------
+
+
+def check_same(model: nn.Module, other: nn.Module) -> None:
+    assert stored(model) == stored(other) != {}
+    assert all(isinstance(p, nn.Parameter) for p in other.parameters())
+    assert not other.up.base.weight.requires_grad
+    assert other.again.weight is other.up.base.weight
+    assert other.state_dict().keys() == model.state_dict().keys()
+
+
+def test_copies_and_pickles():
+    model = fp8pass.freeze(new())
+    other = copy.deepcopy(model)
+    check_same(model, other)
+    other.load_state_dict(new().state_dict() | {"down.base.weight": torch.zeros(WIDTH, 128)})
+    assert stored(other) != stored(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    check_same(model, torch.load(file, weights_only=False))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_moves_and_other_dtypes(swap):
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model = fp8pass.freeze(new())
+        weight, before = model.up.base.weight, copy.deepcopy(model)
+        model.float()
+        assert model.up.base.weight is weight
+        assert weight.dtype is torch.float32
+        check_same(before, model)
+        assert model.state_dict()["up.base.weight"].dtype is torch.float32
+        model.to(torch.bfloat16)
+        check_same(before, model)
+        model.load_state_dict(before.state_dict())
+        check_same(before, model)
+        model.to("meta")
+        assert model.up.base.weight.codes.is_meta
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.gpu
+def test_moves_to_a_gpu_and_back():
+    model = fp8pass.freeze(new())
+    before = copy.deepcopy(model)
+    program = torch.compile(model, backend="fp8pass")
+    for _ in range(2):
+        model.cuda()
+        assert model.up.base.weight.codes.is_cuda
+        check_same(before, model)
+        assert model.state_dict()["up.base.weight"].device.type == "cpu"
+        program(ids("cuda")).backward()
+        model.cpu()
+        check_same(before, model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_state_dicts_have_weights(device):
+    model, plain = fp8pass.freeze(new(device)), new()
+    state = through_a_file(model.state_dict())
+    assert {n: (x.shape, x.dtype) for n, x in state.items()} == {
+        n: (x.shape, x.dtype) for n, x in plain.state_dict().items()
+    }
+    assert 0 < relative(state["up.base.weight"], plain.up.base.weight) < 0.04
+    plain.load_state_dict(state)  # without codes
+    model.load_state_dict(state)
+    assert stored(fp8pass.freeze(plain)) == stored(model)  # rounded once
+    other = {n: x * 2 if x.ndim == 2 else x for n, x in state.items()}
+    model.load_state_dict(through_a_file(other))
+    assert torch.equal(model.down.base.weight.decoded().cpu(), other["down.base.weight"])
+    model.load_state_dict(new(device).state_dict(), assign=True)
+    assert stored(model) == {}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    change=st.sampled_from(["copy_", "data.copy_", "data =", "load", "number", "lerp_"]),
+    source=st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.float16]),
+    std=st.sampled_from([1e-4, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_codes_are_never_stale(rows, columns, dtype, change, source, std, seed):
+    """Whatever writes to a weight in codes writes codes, or is refused."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 16 * rows, 16 * columns
+    layer = nn.Linear(*sizes[::-1], bias=False, dtype=dtype).requires_grad_(False)
+    model = fp8pass.freeze(nn.Sequential(layer))
+    view = layer.weight.detach()
+    values = (torch.randn(sizes, dtype=torch.float64, generator=generator) * std).to(source)
+    with torch.no_grad():
+        if change == "copy_":
+            layer.weight.copy_(values)
+        elif change == "data.copy_":
+            layer.weight.data.copy_(values)
+        elif change == "data =":
+            layer.weight.data = values
+        elif change == "load":
+            model.load_state_dict({"0.weight": values})
+        elif change == "number":
+            values = values[:1, :1].expand(sizes)
+            layer.weight.copy_(values[0, 0])
+        else:
+            with pytest.raises(RuntimeError, match="it is in codes.*load_state_dict"):
+                layer.weight.lerp_(values.to(dtype), 0.5)
+            values = view.decoded()
+    ((codes, scales),) = coded([values.bfloat16()], torch.bfloat16)
+    for weight in (layer.weight, view):
+        assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(weight.scales, scales)
+    x = torch.eye(sizes[1], dtype=dtype)
+    assert torch.equal(model(x), (codes.float() * scales).to(dtype).T)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_code_sees_new_weights(device):
+    model = fp8pass.freeze(new(device))
+    program = torch.compile(model, backend=fp8pass.backend(config(device)))
+    program(ids(device))
+    state = {n: x * 2 if "base" in n else x for n, x in model.state_dict().items()}
+    fresh = new(device)
+    for each in (model, fresh):
+        each.load_state_dict(state)
+    got = program(ids(device))
+    fresh = torch.compile(fp8pass.freeze(fresh), backend=fp8pass.backend(config(device)))
+    assert torch.equal(got, fresh(ids(device)))
+
+
+def test_others_may_be_changed_by_it():
+    """An average of weights, a copy, a sum of several tensors."""
+    weight = fp8pass.freeze(new()).up.base.weight
+    values, average = weight.decoded(), torch.zeros(weight.shape, dtype=weight.dtype)
+    average.copy_(weight)
+    assert torch.equal(average, values)
+    average.add_(weight)
+    torch._foreach_add_([average], [weight.detach()])
+    assert torch.equal(average, 2 * values + values)
+    with pytest.raises(RuntimeError, match="it is in codes"):
+        torch._foreach_mul_([average, weight.detach()], 2.0)
