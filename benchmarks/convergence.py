@@ -70,10 +70,11 @@ def corpus(device: torch.device) -> Data:
     files = source_files(None)
     held_out = files[::HELD_OUT_EVERY]
     train = [f for f in files if f not in held_out]
-    return Data(_tokens(train, device), _tokens(held_out, device))
+    return Data(tokens(train, device), tokens(held_out, device))
 
 
-def _tokens(files: Iterable[Path], device: torch.device) -> Tensor:
+def tokens(files: Iterable[Path], device: torch.device) -> Tensor:
+    """Files as bytes, one after the other."""
     text = bytearray().join(file.read_bytes() for file in files)
     return torch.frombuffer(text, dtype=torch.uint8).to(device)
 

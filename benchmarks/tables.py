@@ -31,7 +31,7 @@ DOCUMENTS = (
         HERE.parent / "docs" / f"{name}.md"
         for name in (
             *("results", "formats", "optimizer", "distributed", "stability", "memory"),
-            "supported",
+            *("supported", "frozen"),
         )
     ),
 )
@@ -319,6 +319,34 @@ def small_gpu_table(data: dict[str, Any]) -> list[list[str]]:
             memory = [f"{size / 2**30:.1f}" if size else "" for size in sizes]
             rows.append([r["how"], limit, batch, f"{r['tokens_per_second']:,.0f}", share, *memory])
     return rows
+
+
+def lora_table(data: dict[str, Any]) -> list[list[str]]:
+    """Adapters beside frozen weights: speed and memory, beside BF16."""
+    header = ["", "tokens/s", "× BF16", "peak GiB", "× BF16", "weights GiB"]
+    rows = [
+        [*header, f"loss after {data['settings']['warm_up'] + data['settings']['timed']} steps"]
+    ]
+    base = next((r for r in data["results"] if r["variant"] == "BF16" and not r["error"]), {})
+    for r in data["results"]:
+        if r["error"]:
+            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 5])
+            continue
+        cells = [f"{r['tokens_per_second']:,.0f}", _share(r, base, "tokens_per_second")]
+        peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
+        cells += [peak, _share(r, base, "peak_bytes"), f"{r['weight_bytes'] / 2**30:.1f}"]
+        rows.append([r["variant"], *cells, f"{r['loss']:.4f}"])
+    return rows
+
+
+def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    return f"{result[key] / base[key]:.3f}" if result[key] and base.get(key) else ""
+
+
+def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
+    """Losses of adapters, without the speed of what is too small for it."""
+    rows = convergence_table(data, baseline="BF16")
+    return [row[:4] for row in rows]
 
 
 def fit_table(data: dict[str, Any]) -> list[list[str]]:
@@ -735,6 +763,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "offload": offload_table,
     "model_8b": model_table,
     "small_gpu": small_gpu_table,
+    "lora": lora_table,
+    "lora_losses": lora_losses_table,
     "fit": fit_table,
     "sweeps": sweeps_table,
     "merged": merged_table,

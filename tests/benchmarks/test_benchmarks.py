@@ -304,3 +304,49 @@ def test_fit_predicts_beside_what_was_measured(load):
     _, row = tables.fit_table({"results": [vars(beside)]})
     assert row[0] == case.name
     assert row[3] == f"{result.predicted_bytes / beside.peak_bytes - 1:+.1%}"
+
+
+# --- adapters -----------------------------------------------------------------------------------
+
+
+def test_adapters_are_trained_beside_codes(load, monkeypatch):
+    lora, layer = load("lora"), load("layer")
+    eager = partial(layer.with_fp8pass, compiler="eager")
+    for name, value in {"with_fp8pass": eager, "WARM_UP": 1, "TIMED": 2}.items():
+        monkeypatch.setattr(lora, name, value)
+    torch._dynamo.utils.counters.clear()
+    size = lora.replace(lora.TINY["7B"], batch=1, vocabulary=512)
+    found = lora.measure(lora.FROZEN, size, torch.device("cpu"))
+    # All layers are one graph, head and loss another.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert found["loss"] == pytest.approx(6.24, abs=0.1)  # log 512 is that of a new model
+    linears, adapters = 4 * 128 * 128 + 3 * 128 * 256, 16 * (4 * 2 * 128 + 3 * (128 + 256))
+    embeddings = 2 * 2 * 512 * 128
+    expected = 2 * (linears + 2 * adapters) + embeddings
+    assert expected < found["weight_bytes"] < 1.05 * expected
+
+
+def test_table_of_adapters(load):
+    def result(variant, speed, peak, error=None):
+        return {
+            "variant": variant,
+            "tokens_per_second": speed,
+            "peak_bytes": peak and peak << 30,
+            "weight_bytes": 6 << 30,
+            "loss": 0.5,
+            "error": error,
+        }
+
+    results = [
+        result("BF16", 10_000, 20),
+        result("fp8pass", 15_000, 10),
+        result("x", None, None, "OutOfMemoryError: full. More"),
+    ]
+    data = {"settings": {"warm_up": 4, "timed": 10}, "results": results}
+    header, *rows = load("tables").lora_table(data)
+    assert header[-1] == "loss after 14 steps"
+    assert rows == [
+        ["BF16", "10,000", "1.000", "20.0", "1.000", "6.0", "0.5000"],
+        ["fp8pass", "15,000", "1.500", "10.0", "0.500", "6.0", "0.5000"],
+        ["x", "OutOfMemoryError: full", *[""] * 5],
+    ]

@@ -329,7 +329,7 @@ def test_codes_are_never_stale(rows, columns, dtype, change, source, std, seed):
             values = values[:1, :1].expand(sizes)
             layer.weight.copy_(values[0, 0])
         else:
-            with pytest.raises(RuntimeError, match="it is in codes.*load_state_dict"):
+            with pytest.raises(RuntimeError, match=r"it is in codes.*load_state_dict"):
                 layer.weight.lerp_(values.to(dtype), 0.5)
             values = view.decoded()
     ((codes, scales),) = coded([values.bfloat16()], torch.bfloat16)

@@ -1,0 +1,267 @@
+"""LoRA on all linear layers: speed and memory of a Llama of 7B, and whether it learns as well.
+
+    python benchmarks/lora.py speed                        all that is not in the results yet
+    python benchmarks/lora.py speed --variants "fp8pass, frozen in codes"
+    python benchmarks/lora.py losses                       a small model, 1,500 steps
+    python benchmarks/lora.py speed --tiny --out x.json    small models, on the CPU too
+
+Adapters are of rank 16, in modules that compute what PEFT's do, without dropout; the model is as it
+was drawn, in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
+
+`speed` takes one sequence of 4,096 tokens. Layers are compiled one by one, which all share their
+code; with fp8pass the head and the loss, in chunks of tokens, are a module of their own. Every
+variant is a process of its own. Measured: tokens a second by the median of the steps after the
+first few; the peak of memory in these; bytes of all weights; the loss of the last step.
+
+`losses` trains a model of 51M parameters (`convergence.py`) on the source of Python's standard
+library, in BF16. Of it, every variant makes one that knows PyTorch's source, under autocast: the
+loss on every tenth file of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import convergence
+import torch
+from layer import with_fp8pass
+from model import MODELS, TINY, LossOnly, Size, compile_blocks, new_llama, step_seconds
+from report import merge, print_rows, resume, use_expandable_segments, write_json
+from tables import lora_losses_table, lora_table
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass.demo.data import Data, source_files
+from fp8pass.demo.model import Decoder
+from fp8pass.demo.sizes import Size as SmallSize
+from fp8pass.demo.train import Meter, free_memory
+from fp8pass.dialect.coded_weight import CodedWeight
+
+RANK, ALPHA = 16, 32
+LEARNING_RATE = 1e-4
+WARM_UP, TIMED = 4, 10
+HEAD_CHUNKS = 4
+LLAMA = replace(MODELS["7B"], batch=1, seq=4096)
+BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in codes"
+# Shares of what the layers would keep; the rest is computed again.
+BUDGETS = (0.8, 0.6)
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    FP8: {},
+    FROZEN: {},
+    **{f"{FROZEN}, budget {share}": {"memory_budget": share} for share in BUDGETS},
+}
+STEPS, PEAK_LR = 1500, 1e-3
+
+
+class LoRA(nn.Module):
+    """A linear layer beside the product of two small ones, `y = W x + B A x · α / r`."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
+        self.base = base
+        self.a = nn.Linear(base.in_features, RANK, **like)
+        self.b = nn.Linear(RANK, base.out_features, **like)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)) * (ALPHA / RANK)
+
+
+def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
+    """Freeze a model, with adapters beside the linear layers of `layers`; what is to be trained."""
+    model.requires_grad_(False)
+    for parent in list(layers.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, LoRA(child))
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+# --- speed and memory ---------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """One variant; see the module's docstring."""
+
+    variant: str
+    first_step_s: float | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: int | None = None
+    weight_bytes: int | None = None
+    loss: float | None = None
+    error: str | None = None
+
+
+def measure(variant: str, size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
+    """Train adapters in this process; what a `Result` says of it."""
+    torch.manual_seed(0)
+    llama = new_llama(size, device)
+    trained = add_lora(llama, llama.model.layers)
+    # The first layer has the gradient of its input, too: all layers are one graph.
+    llama.model.embed_tokens.register_forward_hook(lambda *args: args[-1].requires_grad_())
+    if variant.startswith(FROZEN):
+        fp8pass.freeze(llama)
+    weight_bytes = sum(map(bytes_of, llama.parameters()))
+    model: Any
+    if variant == BASELINE:
+        model = compile_blocks(llama, torch.compile)  # type: ignore[arg-type]
+    else:
+        model = LossOnly(llama, with_fp8pass(**options), with_fp8pass(head_chunks=HEAD_CHUNKS))
+    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
+    ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
+    losses = []
+
+    def step() -> None:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    (first,) = step_seconds(step, 1, device)
+    step_seconds(step, WARM_UP - 1, device)
+    meter = Meter(device)
+    seconds = statistics.median(step_seconds(step, TIMED, device))
+    return {
+        "first_step_s": first,
+        "tokens_per_second": ids.numel() / seconds,
+        "peak_bytes": meter.read()[1],
+        "weight_bytes": weight_bytes,
+        "loss": losses[-1].item(),
+    }
+
+
+def bytes_of(weight: Tensor) -> int:
+    """Bytes of a weight, or of its codes."""
+    parts = [weight.codes, weight.scales] if isinstance(weight, CodedWeight) else [weight]
+    return sum(x.nbytes for x in parts)
+
+
+def child(variant: str, size: Size, options: dict[str, Any]) -> Result:
+    """A result, or the error in its place."""
+    use_expandable_segments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return Result(variant, **measure(variant, size, device, **options))
+    except Exception as error:  # out of memory: the others go on
+        return Result(variant, error=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def attempt(variant: str, *, tiny: bool) -> Result:
+    """The result of a process of its own."""
+    options = ["--child", variant, *(["--tiny"] if tiny else [])]
+    command = [sys.executable, __file__, "speed", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return Result(variant, error=f"ended with code {done.returncode}")
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Time and memory of every variant."""
+    size = replace(TINY["7B"], batch=1) if args.tiny else LLAMA
+    if args.child:
+        # A budget for large layers is too small for what these cannot do without.
+        options = {} if args.tiny else VARIANTS[args.child]
+        print(json.dumps(asdict(child(args.child, size, options))))
+        return
+    if not torch.cuda.is_available() and not args.tiny:
+        sys.exit("A model of 7B needs an NVIDIA GPU; --tiny runs on the CPU.")
+    settings = {"model": asdict(size), "rank": RANK, "warm_up": WARM_UP, "timed": TIMED}
+    path = args.out or Path(__file__).parent / "results/lora.json"
+    record = resume(path, settings, again=args.again)
+    done = {r["variant"] for r in record["results"] if not r["error"]}
+    for variant in args.variants or VARIANTS:
+        if variant not in done:
+            result = attempt(variant, tiny=args.tiny)
+            print(result, file=sys.stderr, flush=True)
+            merge(record, asdict(result), ("variant",))
+            write_json(path, record)
+    print_rows("LoRA, 7B", lora_table(record))
+
+
+# --- losses -------------------------------------------------------------------------------------
+
+
+def pretrained(size: SmallSize, data: Data) -> dict[str, Tensor]:
+    """The weights of a small model that knows the standard library."""
+    torch.manual_seed(0)
+    model = Decoder(size).to(data.train.device)
+    optimizer = torch.optim.AdamW(model.parameters(), size.peak_lr, weight_decay=0.1, fused=True)
+    convergence.train("bf16", 0, torch.compile(model), optimizer, size, data)
+    return model.state_dict()
+
+
+def another_text(device: torch.device) -> Data:
+    """PyTorch's source, split by file."""
+    files = [f for f in source_files(Path(torch.__file__).parent) if f.suffix == ".py"]
+    held_out = files[:: convergence.HELD_OUT_EVERY]
+    train = [f for f in files if f not in held_out]
+    return Data(convergence.tokens(train, device), convergence.tokens(held_out, device))
+
+
+def run(
+    variant: str, seed: int, size: SmallSize, weights: dict[str, Tensor], data: Data
+) -> convergence.Result:
+    """Train adapters beside given weights, and validate them."""
+    torch.manual_seed(seed)
+    model = Decoder(size).to(data.train.device)
+    model.load_state_dict(weights)
+    trained = add_lora(model, model.layers)
+    if variant == FROZEN:
+        fp8pass.freeze(model)
+    make: Callable[..., Any] = torch.compile
+    if variant != BASELINE:
+        make = partial(torch.compile, backend="fp8pass")
+    optimizer = torch.optim.AdamW(trained, size.peak_lr, fused=True)
+    return convergence.train(variant, seed, make(model), optimizer, size, data)
+
+
+def losses(args: argparse.Namespace) -> None:
+    """Losses of every variant."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = convergence.TINY if args.tiny else convergence.MODEL
+    size = replace(base, steps=40 if args.tiny else STEPS, peak_lr=PEAK_LR)
+    path = args.out or Path(__file__).parent / "results/lora_losses.json"
+    record = resume(path, {**asdict(size), "rank": RANK}, again=args.again)
+    done = {(r["variant"], r["seed"]) for r in record["results"]}
+    names = args.variants or (BASELINE, FP8, FROZEN)
+    pairs = [(v, s) for s in args.seeds for v in names if (v, s) not in done]
+    weights, data = pretrained(base, convergence.corpus(device)), another_text(device)
+    for variant, seed in pairs:
+        free_memory()
+        result = asdict(run(variant, seed, size, weights, data))
+        merge(record, result, ("variant", "seed"))
+        write_json(path, record)
+        print({**result, "losses": "..."}, file=sys.stderr, flush=True)
+    print_rows("LoRA, a small model", lora_losses_table(record))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("speed", "losses"))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of losses")
+    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="results to add to")
+    args = parser.parse_args()
+    {"speed": speed, "losses": losses}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
