@@ -239,7 +239,10 @@ def losses(args: argparse.Namespace) -> None:
     done = {(r["variant"], r["seed"]) for r in record["results"]}
     names = args.variants or (BASELINE, FP8, FROZEN)
     pairs = [(v, s) for s in args.seeds for v in names if (v, s) not in done]
-    weights, data = pretrained(base, convergence.corpus(device)), another_text(device)
+    first, data = convergence.corpus(device), another_text(device)
+    if args.tiny:
+        first, data = (Data(d.train, d.held_out[: 8 * base.tokens]) for d in (first, data))
+    weights = pretrained(base, first)
     for variant, seed in pairs:
         free_memory()
         result = asdict(run(variant, seed, size, weights, data))
