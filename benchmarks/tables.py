@@ -349,6 +349,20 @@ def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
     return [row[:4] for row in rows]
 
 
+def micro_batches_table(data: dict[str, Any]) -> list[list[str]]:
+    """Accumulated steps: speed, memory and loss, beside those of the first variant."""
+    rows = [["", "tokens/s", "× without", "peak GiB", "loss"]]
+    base = data["results"][0]
+    for r in data["results"]:
+        if r["error"]:
+            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 3])
+            continue
+        speed = f"{r['tokens_per_second']:,.0f}", _share(r, base, "tokens_per_second")
+        peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
+        rows.append([r["variant"], *speed, peak, f"{r['loss']:.4f}"])
+    return rows
+
+
 def fit_table(data: dict[str, Any]) -> list[list[str]]:
     """Predictions of `fit` beside what was measured."""
     header = ["", "predicted GiB", "measured GiB", "off by"]
@@ -765,6 +779,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "small_gpu": small_gpu_table,
     "lora": lora_table,
     "lora_losses": lora_losses_table,
+    "micro_batches": micro_batches_table,
     "fit": fit_table,
     "sweeps": sweeps_table,
     "merged": merged_table,

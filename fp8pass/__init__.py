@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fp8pass.monitor import Monitor as Monitor
     from fp8pass.monitor.landscape import sharpness as sharpness
     from fp8pass.weights.frozen import freeze as freeze
+    from fp8pass.weights.kept import same_weights as same_weights
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ _MODULES = {
     "export": "integrations.compressed_tensors",
     "fit": "inspect.fitting",
     "freeze": "weights.frozen",
+    "same_weights": "weights.kept",
     "sharpness": "monitor.landscape",
 }
 

@@ -20,6 +20,7 @@ from fp8pass.passes import HALF_PASSES, Context
 from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan
 from fp8pass.saving.format_choices import VALUE_SEPARATOR
+from fp8pass.weights.inputs import NO_CODES, Given
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,16 @@ class Inputs:
             the backward, so that using them there costs no memory.
         activations: other inputs that require a gradient: outputs of other graphs, which nobody
             may be holding but us.
+        codes: which are codes of others.
     """
 
     weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
+    codes: Given = NO_CODES
 
     @classmethod
-    def of(cls, example_inputs: Sequence[object]) -> Inputs:
+    def of(cls, example_inputs: Sequence[object], codes: Given = NO_CODES) -> Inputs:
         """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
         differentiable = {
             i: x.is_leaf
@@ -52,6 +55,7 @@ class Inputs:
             weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
+            codes=codes,
         )
 
 

@@ -21,13 +21,14 @@ from fp8pass.compilation import (
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, inputs_among
+from fp8pass.graph.joint import JointFacts, codes_among, inputs_among
 from fp8pass.host.bandwidth import bandwidth
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context
 from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
+from fp8pass.weights.inputs import choose_codes, examples, giving_codes, with_codes
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,22 @@ class Backend:
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
+        given = choose_codes(gm, example_inputs, config)
         compilation = Compilation(
             config,
-            Inputs.of(example_inputs),
+            Inputs.of(example_inputs, given),
             self.observer,
             self.extras,
             decided_by_name(gm, config),
         )
         compiled: Any = compat.compile_fx(
-            gm,
-            list(example_inputs),
+            with_codes(gm, given) if given.of else gm,
+            examples(example_inputs, given),
             inner_compile=InnerCompile(compilation),
             config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
         )
+        if given.of:
+            compiled = giving_codes(compiled, given)
         if self.observer:
             compiled = compilation.counted(compiled, gm)
         return _either(monitor, sampled, compiled) if monitor and sampled else compiled
@@ -131,7 +135,12 @@ def rewrite_inference(
         return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     static = frozenset(placeholders[i] for i in parameters)
-    facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))
+    given = compilation.inputs.codes
+    facts = JointFacts(
+        static,
+        inputs_among(static, compilation.inputs.weights),
+        **codes_among(placeholders, given.of, given.left_out),
+    )
     ctx = Context(compilation.config, facts)
     observed = compilation.observer is not None
     records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=observed)

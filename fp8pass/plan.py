@@ -156,6 +156,8 @@ class Linear:
         chosen: whether that was asked for, by a skip pattern or the default for output heads.
         simulated: the GEMMs that compute in a simulated format, out of the same.
         experts: how many weights there are, of which each row meets one; 0 for a single weight.
+        codes: where the forward's codes of the weight come from, with `weight_codes`: `inputs`, or
+            the graph, and why.
     """
 
     module: str
@@ -167,6 +169,7 @@ class Linear:
     chosen: bool = False
     simulated: tuple[str, ...] = ()
     experts: int = 0
+    codes: str = ""
 
     @property
     def weights(self) -> int:

@@ -28,6 +28,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     get_cpp_compiler,
     half_of,
     has_cpp_compiler,
+    input_like,
     interpret,
     is_checkpointing,
     list_mode_options,
@@ -38,6 +39,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     trace_structured,
     uncached,
     uncompiled,
+    without_source,
 )
 from fp8pass.compat.fakes import (  # noqa: E402
     OperatorObserver,
@@ -134,6 +136,7 @@ __all__ = [
     "has_cpp_compiler",
     "has_unbacked",
     "input_index",
+    "input_like",
     "interpret",
     "is_checkpointing",
     "is_opaque",
@@ -173,5 +176,6 @@ __all__ = [
     "uncompiled",
     "version_of",
     "weak_storage",
+    "without_source",
     "wrapper",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._dynamo import OptimizedModule, compiled_autograd, trace_rules
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._guards import TracingContext
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -22,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.compat.randomness import draw_from_seeds
 
@@ -41,6 +43,7 @@ __all__ = [
     "get_cpp_compiler",
     "half_of",
     "has_cpp_compiler",
+    "input_like",
     "interpret",
     "is_checkpointing",
     "list_mode_options",
@@ -51,6 +54,7 @@ __all__ = [
     "trace_structured",
     "uncached",
     "uncompiled",
+    "without_source",
 ]
 
 
@@ -202,6 +206,22 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(node, "_dynamo_source"):
             its_copy._dynamo_source = node._dynamo_source
     return copy
+
+
+def without_source(node: fx.Node) -> None:
+    """Have AOTAutograd take an input that Dynamo knows nothing of."""
+    node._dynamo_source = None  # type: ignore[attr-defined]
+
+
+def input_like(other: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor to compile with, on the device of another, of fixed sizes and without memory."""
+    with _compiling_mode():
+        return torch.empty(shape, dtype=dtype, device=other.device)
+
+
+def _compiling_mode() -> Any:
+    tracing = TracingContext.try_get()
+    return tracing.fake_mode if tracing and tracing.fake_mode else FakeTensorMode()
 
 
 @contextmanager

@@ -101,6 +101,7 @@ class Layer:
         *,
         fp8: tuple[str, ...] = (),
         simulated: tuple[str, ...] = (),
+        codes: str = "",
     ) -> Linear:
         """The plan's entry, with the roles of the GEMMs that were rewritten."""
         rows = f"{times}{tensor(self.input).shape[0]}"
@@ -114,6 +115,7 @@ class Layer:
             reason.chosen,
             simulated=simulated,
             experts=self.experts,
+            codes=codes,
         )
 
 

@@ -30,7 +30,8 @@ def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
     """Linear layers, equal ones folded."""
 
     def key(y: Linear) -> tuple[Any, ...]:
-        return y.rows, y.experts, y.in_features, y.out_features, y.fp8, y.simulated, y.reason
+        sizes = y.rows, y.experts, y.in_features, y.out_features
+        return *sizes, y.fp8, y.simulated, y.reason, y.codes
 
     return folded((y.module, key(y), y) for y in linears)
 

@@ -24,13 +24,16 @@ def linears_table(title: str, plan: Plan) -> Table:
     """The linear layers, and why some stay in high precision."""
     table = Table(title=f"{title}: linear layers", title_justify="left")
     gemms = f"simulated {plan.simulated}" if plan.simulated else "FP8"
-    for column in ("module", "×", "rows", "in → out", f"{gemms} GEMMs", "high precision because"):
+    has_codes = any(y.codes for y in plan.linears)
+    columns = ("module", "×", "rows", "in → out", f"{gemms} GEMMs", "high precision because")
+    for column in (*columns, *(["weight codes from"] if has_codes else [])):
         table.add_column(column)
     for path, count, y in folded_linears(plan.linears):
         sizes = f"{y.in_features} → {y.out_features}"
         sizes = f"{y.experts} experts: {sizes}" if y.experts else sizes
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
-        table.add_row(path, str(count), y.rows, sizes, rewritten, y.reason)
+        codes = [y.codes] if has_codes else []
+        table.add_row(path, str(count), y.rows, sizes, rewritten, y.reason, *codes)
     return table
 
 

@@ -16,9 +16,14 @@ layout: there each row of `x` and `W` has a scale of its own (torchao calls that
 kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
 per layout and granularity, however many GEMMs share it; a tensor that Inductor padded for one of
 them counts as another tensor.
+
+Where codes of a weight are inputs of the graph (`weight_codes`), the forward takes these, and the
+backward's scale is the largest of theirs. They are what the graph would make.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -44,6 +49,10 @@ from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
+
+# Where codes of weights come from that are made once.
+FROM_INPUTS = "inputs"
+NOT_ALONE = "something else than linear layers in BF16 reads the weight, or it is none by itself"
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,11 +85,22 @@ def quantize_layers(part: Part, ctx: Context) -> None:
         if roles and not ctx.config.quantizes_linears:
             roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
         rewritten = tuple(dict.fromkeys(roles))
-        ctx.plan.linears.append(layer.entry(reason, part.times, fp8=rewritten))
-    quantizer = Quantizer(g, ctx.config)
+        codes = _where_codes_are_from(layer, ctx) if rewritten else ""
+        ctx.plan.linears.append(layer.entry(reason, part.times, fp8=rewritten, codes=codes))
+    quantizer = Quantizer(g, ctx.config, ctx.facts.codes)
     for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
             rewrite(g, node, eligible[node], quantizer)
+
+
+def _where_codes_are_from(layer: Layer, ctx: Context) -> str:
+    """Where the codes of a layer's weight come from; '' if that was not asked for."""
+    if not ctx.config.weight_code_bytes:
+        return ""
+    weight = graph.source(layer.weight)
+    if weight in ctx.facts.codes:
+        return FROM_INPUTS
+    return f"the graph: {ctx.facts.uncoded.get(weight, NOT_ALONE)}"
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
@@ -123,9 +143,12 @@ def why_not(layer: Layer, config: Config) -> Reason:
 class Quantizer:
     """Quantizes matrices of one graph, each once per layout and format."""
 
-    def __init__(self, g: fx.Graph, config: Config) -> None:
+    def __init__(
+        self, g: fx.Graph, config: Config, codes: Mapping[fx.Node, tuple[fx.Node, fx.Node]]
+    ) -> None:
         self.graph = g
         self.config = config
+        self.codes = codes
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, str, Granularity], tuple[fx.Node, fx.Node]] = {}
         # Of parts of a matrix; the largest of them is that of all.
@@ -174,7 +197,7 @@ class Quantizer:
         granularity: Granularity,
         like: fx.Node,
     ) -> tuple[fx.Node, fx.Node]:
-        data, scale = _codes_behind(base, format) or (None, None)
+        data, scale = self._codes_given(base) or _codes_behind(base, format) or (None, None)
         if data and scale and of_operand(tensor(scale).ndim) is granularity:
             return data, scale
         if scale and granularity is TENSOR:  # the largest of the rows' scales
@@ -183,6 +206,12 @@ class Quantizer:
             amax = self._amax(base, identity, granularity, like)
             scale = emit_operand(fp8.scale.default, amax, format, like=like)
         return emit_operand(fp8.quantize.default, base, scale, format, like=like), scale
+
+    def _codes_given(self, base: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """The codes of a weight that are inputs, if the weight is read in the dtype of these."""
+        if tensor(base).dtype is not torch.bfloat16:
+            return None
+        return self.codes.get(base.args[0] if base.target in graph.CASTS else base)  # type: ignore
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
         if base not in self._transposed:

@@ -1,7 +1,13 @@
-"""Weights of linear layers in codes, as the parameters of a model (`dialect/coded_weight.py`).
+"""Codes of the weights of linear layers that outlive a graph. As parameters (`CodedWeight`):
 
     choice.py  which layers' weights can be
     frozen.py  `freeze`: frozen weights, of which nothing else is left
 
-Weights that are trained are in `optim/weights.py` and `distributed/weights.py`.
+And codes of weights that are trained, beside these:
+
+    inputs.py  as inputs of a graph
+    kept.py    `same_weights`: made once for several runs
+
+Trained weights of which the device has codes alone are in `optim/weights.py` and
+`distributed/weights.py`.
 """

@@ -1,0 +1,121 @@
+"""Codes of trained weights, made once for all micro-batches of a step (TE's `is_first_microbatch`).
+
+    with fp8pass.same_weights():
+        for batch in micro_batches:
+            (loss(model, batch) / len(micro_batches)).backward()
+    optimizer.step()
+
+Nobody can tell whether a weight has changed: `p.data.add_(...)` and kernels of one's own leave no
+trace. So codes are kept where somebody says that weights stay the same, and nowhere else; and even
+there not beyond what leaves a trace: an in-place operator, other memory, an optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8pass import compat
+from fp8pass.dialect.coded_weight import coded
+
+
+class Kept(NamedTuple):
+    """Codes [M, K] and scales [M, 1] of a weight, and what tells whether they are still its."""
+
+    trace: Hashable
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass
+class _Kept:
+    """The codes that are kept, by the identity of their weights.
+
+    Attributes:
+        contexts: how many are open that say that weights stay the same.
+    """
+
+    contexts: int = 0
+    by_weight: dict[int, Kept] = field(default_factory=dict)
+
+
+_kept = _Kept()
+
+
+@contextmanager
+def same_weights() -> Iterator[None]:
+    """A context in which weights stay the same, so that their codes are made once.
+
+        model.compile(backend="fp8pass", options={"weight_codes": "8GiB"})
+        ...
+        with fp8pass.same_weights():
+            for batch in micro_batches:
+                (model(**batch).loss / len(micro_batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    The forwards and backwards in it take the same codes, in all graphs that are compiled with the
+    option `weight_codes`; no number changes by that. At its end they are freed. Outside of it codes
+    are made in every run of a graph.
+
+    Weights that change all the same are coded anew if PyTorch can know: by in-place operators
+    (`optimizer.step()`, `load_state_dict`, `weight.copy_`), or because their memory is another one
+    (`model.to`, `weight.data = ...`). After `weight.data.copy_(...)`, or a kernel that writes to a
+    weight, leave the context before the next forward.
+    """
+    hook = register_optimizer_step_post_hook(_forget)
+    _kept.contexts += 1
+    try:
+        yield
+    finally:
+        hook.remove()
+        _kept.contexts -= 1
+        if not _kept.contexts:
+            _forget()
+
+
+def _forget(*_: Any) -> None:
+    _kept.by_weight.clear()
+
+
+def codes_of(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Codes and scales of weights, one after the other; those that are not kept made at once."""
+    found = [_still_kept(w) for w in weights]
+    missing = [i for i, kept in enumerate(found) if kept is None]
+    for i, kept in zip(missing, _new([weights[i] for i in missing]), strict=True):
+        found[i] = kept
+        if _kept.contexts:
+            _kept.by_weight[id(weights[i])] = kept
+    return [x for kept in found if kept for x in (kept.codes, kept.scales)]
+
+
+def _still_kept(weight: Tensor) -> Kept | None:
+    kept = _kept.by_weight.get(id(weight))
+    return kept if kept and kept.trace == _trace(weight) else None
+
+
+def _trace(weight: Tensor) -> Hashable:
+    """What is another after any change that leaves a trace."""
+    memory = compat.weak_storage(weight)
+    layout = weight.storage_offset(), weight.shape, weight.stride()
+    return memory, compat.version_of(weight), weight.dtype, *layout
+
+
+def _new(weights: Sequence[Tensor]) -> list[Kept]:
+    """New codes, by one launch for all weights of a dtype on a device."""
+    found: dict[int, Kept] = {}
+    together: dict[Hashable, list[int]] = {}
+    for i, weight in enumerate(weights):
+        together.setdefault((weight.device, weight.dtype), []).append(i)
+    with torch.inference_mode(False):  # they outlive it
+        for some in together.values():
+            parts = coded([weights[i].detach() for i in some], torch.bfloat16)
+            for i, (codes, scales) in zip(some, parts, strict=True):
+                found[i] = Kept(_trace(weights[i]), codes, scales)
+    return [found[i] for i in range(len(weights))]

@@ -1,0 +1,322 @@
+"""`weight_codes` and `same_weights`: codes of trained weights, made once for several runs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import COAT_EAGER, Spy, llama, step, tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_helpers import counts
+from torch import nn
+
+import fp8pass
+from fp8pass import Config, ConfigError, optim
+from fp8pass.dynamo import Backend
+from fp8pass.weights import kept
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Layers with weights of their own, and two that share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH, bias=False)
+        self.again = nn.Linear(WIDTH, 128)
+        self.again.weight = self.up.weight
+        self.odd = nn.Linear(WIDTH, 24)
+        self.lm_head = nn.Linear(WIDTH, 96)
+
+    def forward(self, x):
+        x = self.norm(x)
+        x = x + self.down(nn.functional.silu(self.up(x)) * self.again(x))
+        return self.lm_head(x).float().square().mean() + self.odd(x).float().sum() * 1e-2
+
+
+def config(device: str, size: int | str) -> Config:
+    compiler = "inductor" if device == "cuda" else "eager"
+    return Config(weight_codes=size, compiler=compiler)
+
+
+def inputs(device: str = "cpu", count: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(32, WIDTH, generator=generator).to(device, torch.bfloat16) for _ in range(count)
+    ]
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """How many weights each launch made codes of."""
+    found: list[int] = []
+    coded = kept.coded
+
+    def counted(matrices, dtype):
+        found.append(len(matrices))
+        return coded(matrices, dtype)
+
+    monkeypatch.setattr(kept, "coded", counted)
+    return found
+
+
+# --- what changes, and what does not ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_number_changes(device, dtype, made):
+    """Of three micro-batches, whose codes are made once, by one launch."""
+    found = []
+    for size in (0, "1MiB"):
+        torch._dynamo.reset()
+        model, spy = Model().to(device, dtype), Spy()
+        program = torch.compile(model, backend=Backend(config(device, size), spy))
+        autocast = torch.autocast(device, torch.bfloat16, enabled=dtype is torch.float32)
+        with autocast, fp8pass.same_weights():
+            for x in inputs(device, 3):
+                program(x.to(dtype)).backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    assert made == [2]
+    want, got = found
+    for name, gradient in want.items():
+        assert torch.equal(got[name], gradient), name
+    assert {y.module: y.codes for y in spy.plan.linears} == {
+        "up": "inputs",
+        "again": "inputs",
+        "down": "inputs",
+        "odd": "",
+        "lm_head": "",
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_outside_of_it_every_run_makes_codes(device, made):
+    model = Model().bfloat16().to(device)
+    program = torch.compile(model, backend=Backend(config(device, "1MiB")))
+    (x,) = inputs(device)
+    for _ in range(2):
+        program(x).backward()
+    with torch.no_grad():
+        program(x)
+    assert made == [2] * 3
+    assert not kept._kept.by_weight
+    with fp8pass.same_weights(), fp8pass.same_weights():
+        program(x)
+    with fp8pass.same_weights():
+        with torch.inference_mode():
+            program(x)
+        program(x).backward()
+        assert len(kept._kept.by_weight) == 2
+    assert made == [2] * 5
+    assert not kept._kept.by_weight
+
+
+def test_kernels_make_no_codes_of_weights(graphs):
+    model, found = Model().bfloat16(), []
+    for size in (0, "1MiB"):
+        torch._dynamo.reset()
+        program = torch.compile(model, backend=Backend(Config(weight_codes=size)))
+        found.append(step(program, model, (inputs()[0],)))
+    assert torch.equal(found[0].outputs[0], found[1].outputs[0])
+    plain, plain_backward, ours, backward = (counts([g]) for g in graphs)
+    assert (plain - ours) == {"rows": 2}
+    assert plain_backward == backward
+
+
+def test_blocks_that_share_code_have_codes_of_their_own(made):
+    model = nn.ModuleList(Model() for _ in range(2)).bfloat16()
+    with torch.no_grad():
+        model[1].down.weight.mul_(3)
+    want = [torch.compile(m, backend=Backend(COAT_EAGER))(inputs()[0]) for m in model]
+    blocks = [torch.compile(m, backend=Backend(config("cpu", "1MiB"))) for m in model]
+    with fp8pass.same_weights():
+        for _ in range(2):
+            assert [block(inputs()[0]) for block in blocks] == want
+    assert made == [2, 2]
+
+
+def test_whole_models(made):
+    """An output head by its name, layers of one stream."""
+    model, ids = llama().bfloat16(), tokens()
+    losses = []
+    for size in (0, "1MiB"):
+        torch._dynamo.reset()
+        program = torch.compile(model, backend=Backend(config("cpu", size)))
+        losses.append(program(input_ids=ids, labels=ids).loss)
+    assert losses[0] == losses[1]
+    assert made == [7]
+
+
+# --- the budget ---------------------------------------------------------------------------------
+
+
+def test_what_the_budget_has_no_room_for_is_coded_in_the_graph(made):
+    size = WIDTH * 128 + 4 * 128  # of one weight and its scales
+    spy = Spy()
+    program = torch.compile(Model().bfloat16(), backend=Backend(config("cpu", size), spy))
+    program(inputs()[0]).backward()
+    assert made == [1]
+    up, again, down, *_ = spy.plan.linears
+    assert up.codes == again.codes == "inputs"
+    assert down.codes == "the graph: codes take 8.25 KiB, of weight_codes 0 B are left"
+
+
+@pytest.mark.parametrize("size", [-1, True, 0.5, "much"])
+def test_sizes_are_checked(size):
+    with pytest.raises(ConfigError, match="weight_codes is"):
+        Config(weight_codes=size)
+
+
+def test_recipes_without_scales_of_rows_have_none():
+    with pytest.raises(ConfigError, match=r"weight_codes='1GiB': .* as in recipes 'coat'"):
+        Config.recipe("linear", weight_codes="1GiB")
+
+
+# --- never stale --------------------------------------------------------------------------------
+
+
+class Trained:
+    """A model with programs with and without codes as inputs, and what may change its weights."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        torch._dynamo.reset()
+        self.model = Model().bfloat16().to(device)
+        self.with_codes = torch.compile(self.model, backend=Backend(config(device, "1MiB")))
+        self.plain = torch.compile(self.model, backend=Backend(config(device, 0)))
+        self.others = copy.deepcopy(self.model)
+        self.x = inputs(device)[0]
+        parameters = list(self.model.parameters())
+        self.optimizers = {
+            "SGD": torch.optim.SGD(parameters, lr=0.01),
+            "AdamW": torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+            "fused": torch.optim.AdamW(parameters, lr=0.01, fused=True),
+            "ours": optim.AdamW(parameters, lr=0.01),
+            "behind PyTorch's back": BehindTheBack(parameters, {}),
+        }
+
+    def start_again(self) -> None:
+        for model in (self.model, self.others):
+            model.load_state_dict(Model().bfloat16().state_dict())
+        with torch.no_grad():
+            for p in self.others.parameters():
+                p.mul_(0.9)
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+
+    def check(self) -> None:
+        assert torch.equal(self.with_codes(self.x), self.plain(self.x))
+
+    def change(self, how: str) -> None:
+        model, others = self.model, self.others
+        if how in self.optimizers:
+            self.with_codes(self.x).backward()
+            self.optimizers[how].step()
+            model.zero_grad()
+        elif how == "load":
+            model.load_state_dict(copy.deepcopy(others).state_dict())
+        elif how == "swap":  # with an average of weights, as evaluation does
+            for p, q in zip(model.parameters(), others.parameters(), strict=True):
+                p.data, q.data = q.data, p.data
+        elif how == "in place":
+            with torch.no_grad():
+                model.again.weight.mul_(-1)  # which is up's, too
+                model.down.weight[3, 5:7] = 2
+        elif how == "other memory":
+            for p in model.parameters():
+                p.data = p.data.clone().mul_(0.5)
+        elif how == "moved":
+            model.double()
+            for p in model.parameters():
+                p.data.mul_(-0.5)
+            model.bfloat16()
+        elif how == "another parameter":
+            model.up.weight = model.again.weight = nn.Parameter(others.up.weight.detach() * 0.5)
+            for optimizer in self.optimizers.values():
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+        elif how == "other context":
+            model.down.weight.data.neg_()
+
+
+class BehindTheBack(torch.optim.Optimizer):
+    """Writes to weights as kernels of other packages do."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            version = p._version
+            p.data.mul_(0.5)
+            assert p._version == version
+
+
+CHANGES = [
+    *("SGD", "AdamW", "fused", "ours", "behind PyTorch's back", "load", "swap", "in place"),
+    *("other memory", "moved", "other context", "nothing"),
+]
+
+
+@pytest.fixture
+def trained() -> Trained:
+    return Trained()
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(changes=st.lists(st.sampled_from(CHANGES), min_size=1, max_size=5))
+def test_codes_are_never_stale_whatever_the_order(trained, changes):
+    trained.start_again()
+    context = fp8pass.same_weights()
+    context.__enter__()
+    try:
+        trained.check()
+        for how in changes:
+            if how == "other context":
+                context.__exit__(None, None, None)
+            trained.change(how)
+            if how == "other context":
+                context = fp8pass.same_weights()
+                context.__enter__()
+            trained.check()
+    finally:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_change_is_noticed(device):
+    trained = Trained(device)
+    for how in [*CHANGES, "another parameter"]:
+        trained.start_again()
+        with fp8pass.same_weights():
+            trained.check()
+            before = trained.with_codes(trained.x).item()
+            if how != "other context":
+                trained.change(how)
+                trained.check()
+                same = trained.with_codes(trained.x).item() == before
+                assert same == (how == "nothing"), how
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_updates_within_the_backward(device):
+    """`attach`, of which nobody calls the optimizer's step."""
+    losses = []
+    for size in (0, "1MiB"):
+        torch._dynamo.reset()
+        model = Model().bfloat16().to(device)
+        optim.attach(model, optim.AdamW(model.parameters(), lr=0.01), accumulate=2)
+        program = torch.compile(model, backend=Backend(config(device, size)))
+        with fp8pass.same_weights():
+            for x in inputs(device, 6):
+                losses.append(program(x))
+                losses[-1].backward()
+    assert losses[:6] == losses[6:]
+    assert losses[0] != losses[2]
