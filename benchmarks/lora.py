@@ -68,10 +68,9 @@ class LoRA(nn.Module):
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
         self.base = base
-        self.a = nn.Linear(base.in_features, RANK, **like)
-        self.b = nn.Linear(RANK, base.out_features, **like)
+        self.a = nn.Linear(base.in_features, RANK, bias=False).to(base.weight)
+        self.b = nn.Linear(RANK, base.out_features, bias=False).to(base.weight)
         nn.init.zeros_(self.b.weight)
 
     def forward(self, x: Tensor) -> Tensor:

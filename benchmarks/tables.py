@@ -327,7 +327,8 @@ def lora_table(data: dict[str, Any]) -> list[list[str]]:
     rows = [
         [*header, f"loss after {data['settings']['warm_up'] + data['settings']['timed']} steps"]
     ]
-    base = next((r for r in data["results"] if r["variant"] == "BF16" and not r["error"]), {})
+    done = [r for r in data["results"] if not r["error"]]
+    base: dict[str, Any] = next((r for r in done if r["variant"] == "BF16"), {})
     for r in data["results"]:
         if r["error"]:
             rows.append([r["variant"], r["error"].split(".")[0], *[""] * 5])

@@ -84,22 +84,22 @@ class Backend:
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
-        given = choose_codes(gm, example_inputs, config)
+        codes = choose_codes(gm, example_inputs, config)
         compilation = Compilation(
             config,
-            Inputs.of(example_inputs, given),
+            Inputs.of(example_inputs, codes),
             self.observer,
             self.extras,
             decided_by_name(gm, config),
         )
         compiled: Any = compat.compile_fx(
-            with_codes(gm, given) if given.of else gm,
-            examples(example_inputs, given),
+            with_codes(gm, codes) if codes.of else gm,
+            examples(example_inputs, codes),
             inner_compile=InnerCompile(compilation),
             config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
         )
-        if given.of:
-            compiled = giving_codes(compiled, given)
+        if codes.of:
+            compiled = giving_codes(compiled, codes)
         if self.observer:
             compiled = compilation.counted(compiled, gm)
         return _either(monitor, sampled, compiled) if monitor and sampled else compiled

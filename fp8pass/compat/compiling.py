@@ -210,7 +210,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 def without_source(node: fx.Node) -> None:
     """Have AOTAutograd take an input that Dynamo knows nothing of."""
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
 
 
 def input_like(other: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -54,7 +54,7 @@ class CodedWeight(Tensor):
         return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The weight itself, without a gradient; to assign is to change it."""
         return self.detach()
 
@@ -79,7 +79,7 @@ class CodedWeight(Tensor):
             found.source = copy.deepcopy(self.source, memo)
             is_parameter = isinstance(self, nn.Parameter)
             memo[id(self)] = nn.Parameter(found, self.requires_grad) if is_parameter else found
-        return memo[id(self)]  # type: ignore[return-value]
+        return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
         """Make `values` the weight, which broadcast to it, of any dtype and on any device.

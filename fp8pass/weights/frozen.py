@@ -75,7 +75,7 @@ def freeze(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
         parameter = _in_codes(weight)
         after += parameter.codes.nbytes + parameter.scales.nbytes
         for layer in users:
-            layer.weight = parameter  # type: ignore[assignment]
+            layer.weight = parameter
             layer.register_state_dict_post_hook(_give_values)
     log.info(
         "freeze: %d of %d frozen linear layers in codes, %s instead of %s%s",

@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
 from fp8pass.config import Config, bytes_text
-from fp8pass.dialect.formats import E4M3
 from fp8pass.graph.linear_layers import is_multiple_of_16
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
@@ -108,7 +107,7 @@ def examples(example_inputs: Sequence[Any], given: Given) -> list[Any]:
     found = list(example_inputs)
     for i, *_ in given.of:
         weight = example_inputs[i]
-        found.append(compat.input_like(weight, weight.shape, E4M3.dtype))
+        found.append(compat.input_like(weight, weight.shape, torch.float8_e4m3fn))
         found.append(compat.input_like(weight, (weight.shape[0], 1), torch.float32))
     return found
 

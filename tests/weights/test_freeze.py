@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import COAT_EAGER, Spy, relative, step
+from helpers import COAT_EAGER, Spy, llama, relative, step, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_helpers import counts
@@ -20,6 +20,8 @@ import fp8pass
 from fp8pass import Config, ConfigError
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.dynamo import Backend
+from fp8pass.inspect.fitting.parameters import Parameters
+from fp8pass.inspect.fitting.setup import Setup
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -365,3 +367,41 @@ def test_others_may_be_changed_by_it():
     assert torch.equal(average, 2 * values + values)
     with pytest.raises(RuntimeError, match="it is in codes"):
         torch._foreach_mul_([average, weight.detach()], 2.0)
+
+
+def test_fit_counts_codes():
+    model = fp8pass.freeze(new())
+    here, _ = Parameters(model).place(Setup(), 1)
+    held = [p for p in model.parameters() if not isinstance(p, CodedWeight)]
+    for weight in (model.up.base.weight, model.down.base.weight):
+        held += [weight.codes, weight.scales]
+    assert here.weights == sum(x.nbytes for x in held)
+
+
+def test_adapters_of_peft():
+    """Before it gets the model, and after."""
+    peft = pytest.importorskip("peft")
+    kept, lora = [], peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    for first in (True, False):
+        torch._dynamo.reset()
+        model = llama().bfloat16().requires_grad_(False)
+        if first:
+            fp8pass.freeze(model)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, lora)
+        if not first:
+            fp8pass.freeze(model)
+        kept.append(list(stored(model).values()))
+        program = torch.compile(model, backend=Backend(COAT_EAGER))
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+        losses = []
+        for _ in range(3):
+            losses.append(program(input_ids=tokens(), labels=tokens()).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[2] < losses[1] < losses[0]
+        assert list(stored(model).values()) == kept[-1]
+        assert all("base_layer" not in name for name in peft.get_peft_model_state_dict(model))
+    assert len(kept[0]) == 7
+    assert kept[0] == kept[1]
