@@ -31,7 +31,7 @@ DOCUMENTS = (
         HERE.parent / "docs" / f"{name}.md"
         for name in (
             *("results", "formats", "optimizer", "distributed", "stability", "memory"),
-            *("supported", "frozen"),
+            *("supported", "weights"),
         )
     ),
 )
