@@ -350,3 +350,16 @@ def test_table_of_adapters(load):
         ["fp8pass", "15,000", "1.500", "10.0", "0.500", "6.0", "0.5000"],
         ["x", "OutOfMemoryError: full", *[""] * 5],
     ]
+
+
+def test_table_of_micro_batches(load):
+    def result(variant, speed, peak, error=None):
+        found = {"variant": variant, "tokens_per_second": speed, "peak_bytes": peak and peak << 30}
+        return {**found, "loss": 0.5, "error": error}
+
+    results = [result("each", 1000, 40), result("once", 1100, None), result("x", None, None, "no")]
+    assert load("tables").micro_batches_table({"results": results})[1:] == [
+        ["each", "1,000", "1.000", "40.0", "0.5000"],
+        ["once", "1,100", "1.100", "", "0.5000"],
+        ["x", "no", "", "", ""],
+    ]

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers import COAT_EAGER, Spy, llama, step, tokens
+from helpers import COAT_EAGER, Spy, step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import counts
@@ -143,18 +143,6 @@ def test_blocks_that_share_code_have_codes_of_their_own(made):
         for _ in range(2):
             assert [block(inputs()[0]) for block in blocks] == want
     assert made == [2, 2]
-
-
-def test_whole_models(made):
-    """An output head by its name, layers of one stream."""
-    model, ids = llama().bfloat16(), tokens()
-    losses = []
-    for size in (0, "1MiB"):
-        torch._dynamo.reset()
-        program = torch.compile(model, backend=Backend(config("cpu", size)))
-        losses.append(program(input_ids=ids, labels=ids).loss)
-    assert losses[0] == losses[1]
-    assert made == [7]
 
 
 # --- the budget ---------------------------------------------------------------------------------
