@@ -62,11 +62,9 @@ def freeze(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
     Raises:
         ConfigError: no linear layer is frozen, or none that is can have its weight in codes.
     """
-    weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     choice = choose(model, tuple(skip), _why_not_in_codes, _is_frozen)
-    done = [w for w in weights if isinstance(w, CodedWeight) and w.is_all]
     frozen = sum(map(len, choice.layers.values())) + len(choice.reasons)
-    if not choice.layers and not done:
+    if not choice.layers and not any(map(_is_done, model.modules())):
         raise ConfigError(_why_nothing(frozen, choice.reasons))
     before, layers = sum(w.nbytes for w in choice.layers), sum(map(len, choice.layers.values()))
     after = 0
@@ -87,6 +85,11 @@ def freeze(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
 
 def _is_frozen(weight: Tensor) -> bool:
     return not weight.requires_grad and not isinstance(weight, CodedWeight)
+
+
+def _is_done(module: nn.Module) -> bool:
+    weight = module.weight if isinstance(module, nn.Linear) else None
+    return isinstance(weight, CodedWeight) and weight.is_all
 
 
 def _why_not_in_codes(weight: Tensor) -> str:

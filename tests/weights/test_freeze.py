@@ -17,11 +17,12 @@ from optim_helpers import through_a_file
 from torch import nn
 
 import fp8pass
-from fp8pass import Config, ConfigError
+from fp8pass import Config, ConfigError, compat
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.setup import Setup
+from fp8pass.weights import frozen
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -116,14 +117,23 @@ def test_what_is_frozen_later_is_in_codes_after_another_call():
     model.load_state_dict(model.state_dict())
 
 
-def test_nothing_is_left_of_a_weight():
-    """Of 4 bytes an element, or 2, one stays."""
-    model = nn.Sequential(nn.Linear(1024, 512, bias=False)).requires_grad_(False)
-    whole = torch.multiprocessing.reductions.StorageWeakRef(model[0].weight.untyped_storage())
+def test_nothing_is_left_of_a_weight(monkeypatch):
+    """Of 4 bytes an element, or 2, one stays, and one weight is freed before the next is coded."""
+    model = nn.Sequential(*(nn.Linear(1024, 512, bias=False) for _ in range(4)))
+    model.requires_grad_(False)
+    whole = [compat.weak_storage(layer.weight) for layer in model]
+    left = []
+
+    def counted(matrices, dtype):
+        left.append(sum(not x.expired() for x in whole))
+        return coded(matrices, dtype)
+
+    monkeypatch.setattr(frozen, "coded", counted)
     fp8pass.freeze(model)
-    assert whole.expired()
-    weight = model[0].weight
-    assert weight.codes.nbytes + weight.scales.nbytes == 512 * 1024 + 512 * 4
+    assert left == [4, 3, 2, 1]
+    assert all(x.expired() for x in whole)
+    for layer in model:
+        assert layer.weight.codes.nbytes + layer.weight.scales.nbytes == 512 * 1024 + 512 * 4
 
 
 @pytest.mark.gpu
