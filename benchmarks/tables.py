@@ -468,6 +468,74 @@ def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
     return tuple(f"{median(x):.3g}%" if x else "" for x in (before, at))  # type: ignore[return-value]
 
 
+def guard_cases_table(data: dict[str, Any]) -> list[list[str]]:
+    """What went wrong, when the guard warned, whom it blamed, and how the run ended with actions."""
+    header = ["what goes wrong", "at step", "warned", "loss doubled", "first suspect"]
+    rows = [[*header, "held-out loss", "acting", "quiet run"]]
+    found = {(r["kind"], r["detail"], r["mode"]): r for r in data["results"]}
+    for kind, detail in dict.fromkeys((r["kind"], r["detail"]) for r in data["results"]):
+        quiet, watched, acting = (
+            found.get((kind, detail, m), {}) for m in ("quiet", "watched", "acting")
+        )
+        planted = watched.get("planted")
+        since = [
+            f"+{watched[key] - planted}" if watched.get(key) else "never"
+            for key in ("warned", "doubled")
+        ]
+        losses = [
+            f"{r['loss']:.3f}" if r.get("loss") is not None else "not finite"
+            for r in (watched, acting, quiet)
+        ]
+        suspect = next(iter(watched.get("suspects", ())), "")
+        rows.append([f"{kind} {detail}", str(planted), *since, suspect, *losses])
+    return rows
+
+
+# The most that a run that was rolled back may end above its quiet twin.
+RECOVERED = 1.02
+# Steps by which a warning is in time.
+IN_TIME = 20
+
+
+def guard_table(data: dict[str, Any]) -> list[list[str]]:
+    """The guard's figures, beside what it should reach."""
+    modes = {
+        mode: {(r["kind"], r["detail"]): r for r in data["results"] if r["mode"] == mode}
+        for mode in ("quiet", "watched", "acting")
+    }
+    quiet, watched, acting = modes.values()
+    warned = [r for r in watched.values() if r["warned"] is not None]
+    doubled = [r for r in watched.values() if r["doubled"] is not None]
+    early = [r for r in doubled if r in warned and r["warned"] + IN_TIME <= r["doubled"]]
+    calm = [r for r in warned if r["doubled"] is None]
+    planted = [r for r in watched.values() if r["kind"] == "weights"]
+    named = [r for r in planted if r["suspects"] and r["suspects"][0].split(" ")[0] == r["detail"]]
+    within = [
+        r
+        for case, r in acting.items()
+        if r["loss"] is not None and case in quiet and r["loss"] <= RECOVERED * quiet[case]["loss"]
+    ]
+    early_of = f"{len(early)} of {len(doubled)}; {len(calm)} more whose loss never doubled"
+    rows = [
+        ["", "measured", "wanted"],
+        ["warned", f"{len(warned)} of {len(watched)}", ""],
+        [f"warned {IN_TIME} steps before the loss had doubled", early_of, "9 of 12"],
+        ["the scaled layer is the first suspect", f"{len(named)} of {len(planted)}", "3 of 4"],
+        [
+            "alarms in quiet runs",
+            f"{sum(r['alarms'] for r in quiet.values())} in {len(quiet)}",
+            "1 in 12",
+        ],
+        ["within 2% of the quiet run's loss, acting", f"{len(within)} of {len(acting)}", "8 of 12"],
+    ]
+    if took := data.get("overhead"):
+        base = took["without"]
+        for key, wanted in (("between", "1%"), ("reading", "")):
+            name = f"a step {'between readings' if key == 'between' else 'with a reading'}"
+            rows.append([name, f"{took[key] / base - 1:+.1%} of {base:.2f} ms", wanted])
+    return rows
+
+
 def wire_convergence_table(data: dict[str, Any]) -> list[list[str]]:
     """Runs on several ranks: validation loss beside that with BF16 on the wire, and bytes sent."""
     header, *body = convergence_table(data, baseline="bf16 wire")
@@ -754,7 +822,11 @@ def zoo_operators_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 # Tables of results that have another name.
-RESULTS = {"stability_ranks": "stability", "zoo_operators": "zoo"}
+RESULTS = {
+    "stability_ranks": "stability",
+    "zoo_operators": "zoo",
+    "guard_cases": "guard",
+}
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
@@ -768,6 +840,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "convergence": convergence_table,
     "stability": stability_table,
     "stability_ranks": stability_ranks,
+    "guard": guard_table,
+    "guard_cases": guard_cases_table,
     "wire_convergence": wire_convergence_table,
     "frontier": frontier_table,
     "formats": formats_table,

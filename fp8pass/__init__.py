@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fp8pass.config import ConfigError as ConfigError
     from fp8pass.distributed import pipeline_parallel as pipeline_parallel
     from fp8pass.dynamo import backend as backend
+    from fp8pass.guard import Guard as Guard
     from fp8pass.inspect.bisection import Bisection as Bisection
     from fp8pass.inspect.bisection import bisect as bisect
     from fp8pass.inspect.calibration import calibrate as calibrate
@@ -46,6 +47,7 @@ _MODULES = {
     "Explanation": "inspect.explanation",
     "Fit": "inspect.fitting",
     "Gpu": "inspect.fitting",
+    "Guard": "guard",
     "Monitor": "monitor",
     "backend": "dynamo",
     "bisect": "inspect.bisection",

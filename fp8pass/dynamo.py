@@ -84,6 +84,7 @@ class Backend:
         monitor = self.monitor if torch.is_grad_enabled() else None
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
+        careful = sampled and _compile_careful(gm, example_inputs, config, monitor, patches)
         codes = choose_codes(gm, example_inputs, config)
         compilation = Compilation(
             config,
@@ -92,17 +93,12 @@ class Backend:
             self.extras,
             decided_by_name(gm, config),
         )
-        compiled: Any = compat.compile_fx(
-            with_codes(gm, codes) if codes.of else gm,
-            examples(example_inputs, codes),
-            inner_compile=InnerCompile(compilation),
-            config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
-        )
-        if codes.of:
-            compiled = giving_codes(compiled, codes)
+        compiled = _compiled(gm, example_inputs, compilation, patches)
         if self.observer:
             compiled = compilation.counted(compiled, gm)
-        return _either(monitor, sampled, compiled) if monitor and sampled else compiled
+        if not (monitor and sampled):
+            return compiled
+        return _chosen(monitor, sampled, careful or compiled, compiled)
 
 
 @dataclass(frozen=True)
@@ -171,12 +167,51 @@ def _compile_sampled(
     return compiled if sampler.trains else None
 
 
-def _either(
-    monitor: Monitor, sampled: Callable[..., Any], normal: Callable[..., Any]
+def _compile_careful(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    monitor: Monitor | None,
+    patches: Mapping[str, Any],
+) -> Callable[..., Any] | None:
+    """The version of a graph that a guard falls back on; None if the monitor has none."""
+    if not (monitor and monitor.fallback):
+        return None
+    config = replace(config, skip=(*config.skip, *monitor.fallback))
+    compilation = Compilation(
+        config, Inputs.of(example_inputs), by_name=decided_by_name(gm, config), reports=False
+    )
+    return _compiled(compat.copy_captured(gm), example_inputs, compilation, patches)
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """A function that runs `sampled` in steps that are sampled, and `normal` in all others."""
+    """A graph compiled as `compilation` says."""
+    codes = compilation.inputs.codes
+    compiled: Any = compat.compile_fx(
+        with_codes(gm, codes) if codes.of else gm,
+        examples(example_inputs, codes),
+        inner_compile=InnerCompile(compilation),
+        config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
+    )
+    return giving_codes(compiled, codes) if codes.of else compiled
+
+
+def _chosen(
+    monitor: Monitor,
+    sampled: Callable[..., Any],
+    careful: Callable[..., Any],
+    normal: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A function that runs the version of a graph that the step is to run."""
 
     def run(*args: Any) -> Any:
+        if monitor.falls_back:
+            return careful(*args)
         return sampled(*args) if monitor.sampling else normal(*args)
 
     return run

@@ -18,6 +18,8 @@ __all__ = [
     "FakeTensor",
     "arg_tree_leaves",
     "fake_mode_of",
+    "foreach_norm",
+    "foreach_sub",
     "grouped_mm",
     "guard_count",
     "has_unbacked",
@@ -38,6 +40,9 @@ __all__ = [
 
 # The GEMM of experts, as code calls it that does not wait for `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
+# One launch for many tensors.
+foreach_norm: Any = torch._foreach_norm
+foreach_sub: Any = torch._foreach_sub
 
 # Stands for a size that only the data decides.
 _UNBACKED_HINT = 4096

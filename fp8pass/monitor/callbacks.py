@@ -26,7 +26,7 @@ def hugging_face(monitor: StepCounter) -> Any:
     Raises:
         ImportError: transformers is not installed.
     """
-    library = _first_of("transformers")
+    library = first_of("transformers")
 
     class TrainerMonitorCallback(library.TrainerCallback):  # type: ignore[name-defined]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ def lightning(monitor: StepCounter) -> Any:
     Raises:
         ImportError: neither is installed.
     """
-    library = _first_of("lightning.pytorch", "pytorch_lightning")
+    library = first_of("lightning.pytorch", "pytorch_lightning")
 
     class LightningMonitorCallback(library.Callback):  # type: ignore[name-defined]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -67,7 +67,7 @@ def _begin(monitor: StepCounter, model: Any, steps: int) -> None:
     monitor.resume(steps)
 
 
-def _first_of(*modules: str) -> Any:
+def first_of(*modules: str) -> Any:
     """The first module that can be imported."""
     for module in modules:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.config import ConfigError
+from fp8pass.config import Config, ConfigError
 from fp8pass.monitor import callbacks
 from fp8pass.monitor.findings import Findings, Measured
 from fp8pass.monitor.statistics import (
@@ -54,9 +54,12 @@ class Monitor:
             batch)`; its result is a row of its own, without a module. Not measured by default.
         model: the module that paths start from. Needed only if parts of a model are compiled on
             their own, whose tensors would have equal names; callbacks set it.
+        fallback: patterns of module paths, as in `Config.skip`. Each graph is compiled a third
+            time, with these layers in high precision, for a `Guard` to switch to: `("*",)` are all.
 
     Attributes:
         sampling: whether the current step is sampled.
+        falls_back: whether the version with layers in high precision runs; it is not sampled.
         steps: optimizer steps done.
         latest: rows of the last sample, in the order in which tensors were first quantized.
 
@@ -73,6 +76,7 @@ class Monitor:
         tensorboard: Any = None,
         sharpness: Callable[[], float] | None = None,
         model: nn.Module | None = None,
+        fallback: Iterable[str] = (),
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError(f"every is a number of steps, from 1 up, got {every!r}.")
@@ -87,6 +91,8 @@ class Monitor:
         self.model = model
         self.steps = 0
         self.sampling = True
+        self.fallback = Config(skip=fallback).skip  # type: ignore[arg-type]
+        self.falls_back = False
         self.latest: list[Row] = []
         self._writers: list[CsvWriter | TensorBoardWriter] = []
         if csv is not None:

@@ -125,6 +125,11 @@ def attach(
     return attached
 
 
+def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is attached, so that its `step()` finds nothing to do."""
+    return any(x.optimizer is optimizer for found in _ATTACHED.values() for x in found)
+
+
 def default_buffer(accumulate: int) -> str:
     """The format of the sum of so many gradients."""
     return "e4m3" if accumulate <= FEW else "fp16"

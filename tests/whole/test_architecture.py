@@ -30,6 +30,7 @@ ROOMS = (
     "compilation",
     "partition",
     "monitor",
+    "guard",
     "dynamo",
     "distributed",
     "testing",

@@ -1,0 +1,78 @@
+"""The norms of every parameter, of its gradient, and of its change, measured on its device.
+
+The change is that since the last measurement, of a part of each parameter alone, so that no
+second copy of the weights is needed: up to `PART` elements, evenly spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import compat, graph
+from fp8pass.optim.shards import local
+
+PART = 1024
+ABSENT = -1.0
+
+
+class Norms:
+    """Measures the parameters of a model that are trained.
+
+    Attributes:
+        names: path of the module and name of the parameter, of each one.
+        gradients_seen: whether any parameter had a gradient when it was measured last.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(graph.clean_path(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        self.names = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n, _ in named]
+        self.gradients_seen = False
+        self._parameters = [p for _, p in named]
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """fp32 [3, parameters]: norms of weights and gradients, and the relative change.
+
+        `ABSENT` stands for the norm of a gradient that is not there, and for the first change. With
+        weights that are sharded these are the norms of this rank's shards.
+        """
+        weights = [local(p) for p in self._parameters]
+        parts = [_part(w) for w in weights]
+        nothing = weights[0].new_full((), ABSENT, dtype=torch.float32)
+        changes = [nothing] * len(parts)
+        if self._before:
+            moved = compat.foreach_sub(parts, self._before)
+            sizes = zip(_norms(moved), _norms(parts), strict=True)
+            changes = [change / size for change, size in sizes]
+        self._before = [part.clone() for part in parts]
+        rows = _norms(weights), self._gradients(nothing), changes
+        return torch.stack([_together(row, nothing.device) for row in rows])
+
+    def forget(self) -> None:
+        """The weights were set anew: what they were before says nothing about the training."""
+        self._before = []
+
+    def _gradients(self, nothing: Tensor) -> list[Tensor]:
+        given = [p.grad for p in self._parameters]
+        found = [local(g) for g in given if g is not None and not g.is_sparse]
+        self.gradients_seen = bool(found)
+        norms = iter(_norms(found))
+        return [nothing if g is None or g.is_sparse else next(norms) for g in given]
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(compat.foreach_norm(tensors, 2, dtype=torch.float32)) if tensors else []
+
+
+def _together(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([x.to(device, non_blocking=True) for x in numbers])
+
+
+def _part(weight: Tensor) -> Tensor:
+    """At most `PART` elements of a weight."""
+    elements = weight.detach().reshape(-1)
+    return elements[:: max(1, elements.numel() // PART)][:PART]

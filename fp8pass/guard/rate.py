@@ -1,0 +1,59 @@
+"""A lower learning rate for some steps, whatever sets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LowerRate:
+    """Multiplies learning rates by a factor within the steps of an optimizer.
+
+    Between steps they are what the user's schedule made of them, whatever kind of schedule it is,
+    so that there is nothing to restore.
+
+    Attributes:
+        factor: the factor; 1 leaves learning rates as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = 1.0
+        self._rates: list[Any] | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._lower),
+            optimizer.register_step_post_hook(self._restore),
+        ]
+
+    def close(self) -> None:
+        """Leave the optimizer alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _lower(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.factor == 1:
+            return
+        groups = optimizer.param_groups
+        self._rates = [_copy(group["lr"]) for group in groups]
+        for group in groups:
+            _set_rate(group, group["lr"] * self.factor)
+
+    def _restore(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._rates is None:
+            return
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            _set_rate(group, rate)
+        self._rates = None
+
+
+def _copy(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a learning rate; in place if it is a tensor, which a CUDA graph reads again."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
