@@ -4,8 +4,8 @@
     python benchmarks/guard.py --runs lr --seed 100 --out x.json
     python benchmarks/guard.py --tiny --out x.json  a minute, to check that the script works
 
-A small byte-level Llama in recipe `coat` with a Monitor, fp32 weights, AdamW, gradients clipped; the
-learning rate warms up, stays, and falls to zero in the last third. Each case has a seed, of its
+A small byte-level Llama in recipe `coat` with a Monitor, fp32 weights, AdamW, gradients clipped;
+the learning rate warms up, stays, and falls to zero in the last third. Each case has a seed, of its
 weights and batches, and three runs: *quiet*, with nothing wrong, whose alarms are false; *watched*,
 in which something goes wrong at a step and the guard only warns; *acting*, the same with all
 actions allowed. What goes wrong:
@@ -185,7 +185,7 @@ def run(of: Trained, case: Case, number: int, seed: int, mode: str, data: Data) 
     optimizer = torch.optim.AdamW(
         of.model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    act = ("lower lr", "high precision", "roll back") if mode == "acting" else ()
+    act = ("high precision", "lower lr", "roll back") if mode == "acting" else ()
     guard = fp8pass.Guard(of.monitor, optimizer, act=act)
     losses: list[Tensor] = []
     start = time.perf_counter()

@@ -469,7 +469,7 @@ def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def guard_cases_table(data: dict[str, Any]) -> list[list[str]]:
-    """What went wrong, when the guard warned, whom it blamed, and how the run ended with actions."""
+    """What went wrong, when the guard warned, whom it blamed, and how runs ended."""
     header = ["what goes wrong", "at step", "warned", "loss doubled", "first suspect"]
     rows = [[*header, "held-out loss", "acting", "quiet run"]]
     found = {(r["kind"], r["detail"], r["mode"]): r for r in data["results"]}

@@ -24,7 +24,7 @@ from fp8pass.optim.backward import steps_in_backward
 log = logging.getLogger("fp8pass")
 
 AGREEMENT = 10  # steps within which weak signals of two kinds are an alarm
-REACTION = 20  # steps after which an action can be judged for the first time
+REACTION = 20  # steps after which it shows whether an action is enough
 
 
 @dataclass
@@ -58,15 +58,15 @@ class Guard:
         optimizer: the optimizer; callbacks set it.
         model: the module that is trained, by default the monitor's; callbacks set it.
         every: steps between readings, in which the norms of all parameters are measured.
-        act: what is done about an alarm, by default nothing. `lower lr`: learning rates are
-            multiplied by `factor` within the optimizer's step, whatever schedule sets them.
-            `high precision`: the layers that `Monitor(fallback=...)` names run in high precision.
-            Both last for `hold` steps; if alarms follow each other, for twice as long each time,
-            with a factor more. `roll back`: once the loss has risen, weights, buffers and optimizer
+        act: what is done about an alarm, by default nothing. `high precision`: the layers that
+            `Monitor(fallback=...)` names run in high precision. `lower lr`: learning rates are
+            multiplied by `factor` within the optimizer's step, whatever schedule sets them. Of
+            these two the one that is named first comes first, and the other where it was not
+            enough. `roll back`: once the loss has risen, weights, buffers and optimizer
             states are set to a copy on the host from at least `quiet` steps before the alarm; the
             host holds two. Data, schedules and random numbers go on.
         factor: of learning rates.
-        hold: steps that a lower learning rate and high precision last.
+        hold: steps that these two last; twice as long where an alarm follows their end.
         quiet: steps after which an alarm is over, false if the loss has not risen by then, and
             after which a copy is trusted.
 
@@ -151,8 +151,14 @@ class Guard:
             self._check_gradients(self._norms)
         for reading in self._readings.arrived():
             self._judge(reading, self._norms)
-        for kind, what in self._responses.tend(self.steps, alarmed=self._alarm is not None):
+        ends = list(self._responses.tend(self.steps, alarmed=self._alarm is not None))
+        for kind, what in ends:
             self._note(kind, what)
+        if ends:
+            self._norms.forget()  # changes are those of another learning rate
+        # With a lower learning rate loss and changes are lower: nothing to compare with later.
+        if self._alarm is None and not self._responses.active:
+            self._signals.freeze(frozen=False)
 
     def resume(self, steps: int) -> None:
         """Continue after `steps` optimizer steps."""
@@ -226,7 +232,7 @@ class Guard:
             if len(agreeing) > 1 or any(x.strong for x in found):
                 self._alarm = self._raise(list(agreeing.values()))
         if self._alarm is not None:
-            self._follow(self._alarm, found, norms)
+            self._follow(self._alarm, norms)
 
     def _of_monitor(self) -> list[Signal]:
         """Signals of a new sample."""
@@ -245,13 +251,13 @@ class Guard:
         self._signals.freeze(frozen=True)
         return Alarm(self.steps, acted=self._act())
 
-    def _follow(self, alarm: Alarm, found: Sequence[Signal], norms: Norms) -> None:
+    def _follow(self, alarm: Alarm, norms: Norms) -> None:
         """See what becomes of an alarm."""
-        risen = any(x.name == "loss" and x.strong for x in found)
+        risen = self._signals.has_risen
         if risen and not alarm.confirmed:
             alarm.confirmed = True
             self._note("confirmed", f"the loss has risen to {self._signals.loss:.4g}")
-        wait = REACTION << alarm.rollbacks if alarm.rollbacks else 0
+        wait = REACTION if alarm.rollbacks else 0
         if risen and ROLL_BACK in self._responses.act and self.steps >= alarm.step + wait:
             self._roll_back(alarm, norms)
         elif self.steps - alarm.step >= self.quiet:
@@ -261,13 +267,15 @@ class Guard:
         if not alarm.confirmed and not alarm.acted:
             self._note("false alarm", f"{self.quiet} steps later the loss goes on as before")
         self._alarm = None
-        self._signals.freeze(frozen=False)
         if alarm.confirmed and not alarm.rollbacks:
             self._signals.forget()  # what is now is what later numbers are compared with
+            self._signals.freeze(frozen=False)
 
     def _act(self) -> bool:
         """Begin lasting actions; whether there are any."""
         done = list(self._responses.begin(self.steps))
+        if done and self._norms is not None:
+            self._norms.forget()
         for kind, what in done:
             self._note(kind, what)
         return bool(done)

@@ -42,8 +42,8 @@ class History:
         self._noise: Numbers = np.empty(0)
 
     def push(self, row: Numbers) -> None:
-        """Add a row; NaN where there was nothing to measure."""
-        if self.frozen:
+        """Add a row, NaN where there was nothing to measure; leave out one without numbers."""
+        if self.frozen or np.isnan(row).all():
             return
         if self._rows and self._rows[-1].shape != row.shape:
             self.forget()

@@ -22,8 +22,9 @@ Done = tuple[str, str]  # an action, or its end, and what it was
 class Responses:
     """The actions that a user allows.
 
-    Lasting ones end by themselves. If alarms follow each other, each lowers the learning rate
-    further, and lasts twice as long.
+    Lasting ones are taken in the order given, the next one where those before were not enough, and
+    then the learning rate is lowered again and again. They end by themselves; if what they are
+    about comes back, they begin where they ended and last twice as long.
 
     Args:
         act: the actions.
@@ -49,8 +50,9 @@ class Responses:
             )
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
-        self._lasting = tuple(a for a in (LOWER_LR, HIGH_PRECISION) if a in act)
-        self._level = 0  # alarms that followed each other
+        self._lasting = tuple(a for a in act if a != ROLL_BACK)
+        self._level = 0  # how many actions there are, or times that the rate is lowered
+        self._times = 0  # that they have begun in a row
         self._until: int | None = None  # the step that ends lasting actions
         self._quiet_since = 0  # the last step of an alarm, or of lasting actions
         self._rate: LowerRate | None = None
@@ -79,19 +81,30 @@ class Responses:
         self._rate = LowerRate(optimizer) if LOWER_LR in self.act else None
         self._apply()
 
+    @property
+    def active(self) -> bool:
+        """Whether lasting actions are on."""
+        return self._until is not None
+
+    @property
+    def rate_factor(self) -> float:
+        """The factor of learning rates."""
+        lowers = LOWER_LR in self._lasting[: self._level] and self.active
+        return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
+
     def begin(self, step: int) -> Iterator[Done]:
-        """Begin lasting actions, or stronger ones if some are on or ended just now."""
+        """Begin lasting actions, or add to those that are on."""
         if not self._lasting:
             return
-        self._level += 1
-        steps = self.hold << (self._level - 1)
+        if self.active or self._level == 0:
+            self._level += 1
+        if not self.active:
+            self._times += 1
+        steps = self.hold << (self._times - 1)
         self._until = step + steps
         self._apply()
-        if LOWER_LR in self.act:
-            yield LOWER_LR, f"learning rates ×{self.factor**self._level:.3g} for {steps} steps"
-        if HIGH_PRECISION in self.act and self._monitor:
-            layers = ", ".join(self._monitor.fallback)
-            yield HIGH_PRECISION, f"layers {layers} for {steps} steps"
+        for action in self._lasting[: self._level]:
+            yield action, f"{self._described(action)} for {steps} steps"
 
     def roll_back(self) -> int | None:
         """Set the training to the last good copy; its step, None if there is none."""
@@ -106,7 +119,10 @@ class Responses:
         if self._until is not None and step >= self._until:
             self._until = None
             self._apply()
-            yield from ((f"end of {action}", "its time is over") for action in self._lasting)
+            if not alarmed:  # the next steps are a trial
+                self._keep(step)
+            for action in self._lasting[: self._level]:
+                yield f"end of {action}", "its time is over"
         if alarmed or self._until is not None:
             self._quiet_since = step
         if alarmed:
@@ -114,7 +130,7 @@ class Responses:
         elif ROLL_BACK in self.act and self._training is not None:
             self._snapshots.tend(step, *self._training)
         if step - self._quiet_since >= self.quiet:
-            self._level = 0
+            self._level = self._times = 0
 
     def close(self) -> None:
         """End all actions, and leave the optimizer alone."""
@@ -125,21 +141,38 @@ class Responses:
 
     def state_dict(self) -> dict[str, Any]:
         """What is going on, for a checkpoint, without copies of weights."""
-        return {"level": self._level, "until": self._until, "quiet_since": self._quiet_since}
+        return {
+            "level": self._level,
+            "times": self._times,
+            "until": self._until,
+            "quiet_since": self._quiet_since,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was going on."""
-        self._level, self._until = state["level"], state["until"]
+        self._level, self._times = state["level"], state["times"]
+        self._until = state["until"]
         self._quiet_since = state["quiet_since"]
         self._apply()
 
+    def _keep(self, step: int) -> None:
+        """Trust the weights as they are."""
+        if ROLL_BACK in self.act and self._training is not None:
+            self._snapshots.keep(step, *self._training)
+
+    def _described(self, action: str) -> str:
+        if action == LOWER_LR:
+            return f"learning rates ×{self.rate_factor:.3g}"
+        return f"layers {', '.join(self._monitor.fallback if self._monitor else ())}"
+
     def _apply(self) -> None:
         """Have the optimizer and the model do what is going on."""
-        active = self._until is not None
         if self._rate is not None:
-            self._rate.factor = self.factor**self._level if active else 1.0
+            self._rate.factor = self.rate_factor
         if self._monitor is not None and HIGH_PRECISION in self.act:
-            self._monitor.falls_back = active
+            self._monitor.falls_back = (
+                self.active and HIGH_PRECISION in self._lasting[: self._level]
+            )
 
 
 def _ranks() -> int:

@@ -37,13 +37,15 @@ class Limit:
 
 # Of each signal, weak and strong.
 LIMITS: dict[str, tuple[Limit, Limit]] = {
-    "loss": (Limit(1.5, 1.03), Limit(4.0, 1.10)),
+    "loss": (Limit(1.5, 1.03), Limit(3.0, 1.10)),
     "gradient norm": (Limit(4.0, 1.5), Limit(12.0, 5.0)),
     "update size": (Limit(4.0, 1.5), Limit(12.0, 5.0)),
     "weights": (Limit(20.0, 1.5), Limit(20.0, 2.0)),
     "quantization": (Limit(6.0, 4.0), Limit(20.0, 16.0)),
     "sharpness": (Limit(4.0, 2.0), Limit(12.0, 8.0)),
 }
+# By so much has the loss risen after an alarm, which is evidence already.
+RISEN = Limit(2.0, 1.10)
 SUSPECT = Limit(4.0, 1.5)
 # What is compared of each parameter, with the least noise of its logarithm.
 WEIGHT = "{}"
@@ -56,9 +58,14 @@ STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's rows
 
 
 class Signals:
-    """Compares readings and samples with the past."""
+    """Compares readings and samples with the past.
+
+    Attributes:
+        has_risen: whether the loss, in the last reading, is so high that an alarm was right.
+    """
 
     def __init__(self) -> None:
+        self.has_risen = False
         steps = {"recent": 8, "block": 20, "blocks": 10}
         readings = {"recent": 2, "block": 8, "blocks": 5}
         self._trends = {
@@ -149,6 +156,7 @@ class Signals:
         trend.extend(reading.losses)
         rise = trend.rise()
         factor = 1 + rise.difference / max(abs(rise.before), trend.floor)
+        self.has_risen = wrong.size > 0 or RISEN.exceeded(rise.deviations, factor)
         text = f"loss {rise.now:.4g} after {rise.before:.4g}"
         yield from _signal("loss", rise.deviations, factor, text)
 

@@ -94,6 +94,12 @@ class Snapshots:
         self._spare = None
         self._trial.take(step, model, optimizer)
 
+    def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take a copy that is good."""
+        self.distrust()
+        self._spare, self.good = self.good, self._spare or Snapshot()
+        self.good.take(step, model, optimizer)
+
     def distrust(self) -> None:
         """After an alarm: drop the copy on trial."""
         if self._trial is not None:
