@@ -61,7 +61,7 @@ class Readings:
         """Note the numbers of a step. A tensor is copied: a CUDA graph will write to it again."""
         for value, noted in ((loss, self._losses), (gradient_norm, self._gradient_norms)):
             if isinstance(value, Tensor):
-                noted.append(value.detach().to(torch.float32, copy=True).reshape(1))
+                noted.append(value.detach().to(torch.float32, copy=True))
             elif value is not None:
                 noted.append(float(value))
 
@@ -70,8 +70,9 @@ class Readings:
         noted = [*self._losses, *self._gradient_norms]
         on_device = [i for i, x in enumerate(noted) if isinstance(x, Tensor)]
         numbers = np.array([math.nan if isinstance(x, Tensor) else x for x in noted])
-        tensors = [x.to(norms.device, non_blocking=True) for x in noted if isinstance(x, Tensor)]
-        host, arrival = _on_its_way(torch.cat([norms.flatten(), *tensors]))
+        parts = [norms, *(x for x in noted if isinstance(x, Tensor))]
+        parts = [x.to(norms.device, non_blocking=True).reshape(-1) for x in parts]
+        host, arrival = _on_its_way(torch.cat(parts))
         self._sent.append(_Sent(step, len(self._losses), numbers, on_device, host, arrival))
         self._losses, self._gradient_norms = [], []
 

@@ -1,0 +1,198 @@
+"""What a `Guard` does: learning rates, graphs in high precision, the last good weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from guard_helpers import Training, fed, kinds, network
+from helpers import COAT_EAGER, MLP, identical
+from monitor_helpers import BATCHES, monitored
+
+import fp8pass
+from fp8pass import ConfigError, Guard, Monitor
+from fp8pass.guard.rate import LowerRate
+from fp8pass.guard.snapshots import Snapshot, Snapshots
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    "fp8pass AdamW": fp8pass.optim.AdamW,
+}
+
+
+# --- rolling back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_snapshot_restores_every_bit(name):
+    training = Training(OPTIMIZERS[name]).run(5)
+    before = training.state()
+    snapshot = Snapshot()
+    snapshot.take(5, training.model, training.optimizer)
+    training.run(5)
+    assert not all(map(identical, training.state(), before))
+    snapshot.restore(training.model, training.optimizer)
+    assert all(map(identical, training.state(), before))
+    # What follows is what would have followed.
+    training.step = 5
+    again = training.run(3).state()
+    other = Training(OPTIMIZERS[name]).run(8)
+    assert all(map(identical, again, other.state()))
+
+
+def test_states_that_did_not_exist_are_dropped():
+    training = Training()
+    snapshot = Snapshot()
+    snapshot.take(0, training.model, training.optimizer)
+    training.run(3)
+    snapshot.restore(training.model, training.optimizer)
+    assert not training.optimizer.state
+    training.step = 0
+    assert all(map(identical, training.run(4).state(), Training().run(4).state()))
+
+
+def test_a_copy_is_good_after_quiet_steps_and_dropped_after_an_alarm():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    snapshots = Snapshots(quiet=10)
+    for step in range(25):
+        snapshots.tend(step, model, optimizer)
+    assert snapshots.good is not None
+    assert snapshots.good.step == 10  # that of 20 is on trial
+    snapshots.distrust()
+    snapshots.tend(30, model, optimizer)
+    assert snapshots.good.step == 10
+    snapshots.tend(40, model, optimizer)
+    assert snapshots.good.step == 30
+
+
+def test_a_run_that_breaks_is_rolled_back_and_recovers():
+    training = Training(act="roll back", quiet=40).run(150)
+    expected = Training().run(400)
+    with torch.no_grad():
+        for p in training.model.parameters():
+            p.mul_(30)
+    training.run(300)
+    assert kinds(training.guard) == ["alarm", "confirmed", "roll back"]
+    assert training.guard.events[-1].step <= 160
+
+    def loss(model):
+        x = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+        return (model(x) - x.roll(1, dims=1).tanh()).square().mean()
+
+    assert loss(training.model) < 1.05 * loss(expected.model)
+
+
+def test_without_good_weights_it_says_so():
+    training = Training(act="roll back", quiet=100).run(50).run(20, factor=torch.nan)
+    assert kinds(training.guard)[:3] == ["alarm", "confirmed", "no roll back"]
+
+
+# --- learning rates -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_the_rate_is_lower_in_the_step_and_as_it_was_after(given):
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=given)
+    lower = LowerRate(optimizer)
+    lower.factor = 0.1
+    p.grad = torch.ones(1)
+    optimizer.step()
+    assert p.item() == pytest.approx(1 - 0.05)
+    assert optimizer.param_groups[0]["lr"] is given
+    assert float(given) == 0.5
+    lower.close()
+    optimizer.step()
+    assert p.item() == pytest.approx(1 - 0.05 - 0.5)
+
+
+def test_schedules_go_on_as_without_a_guard():
+    def rates(act):
+        training = Training(act=act, hold=20, quiet=10)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 100)
+        found = []
+        for step in range(100):
+            training.run(1, factor=torch.nan if step == 50 else 1.0)
+            schedule.step()
+            found.append(training.optimizer.param_groups[0]["lr"])
+        return found, kinds(training.guard)
+
+    plain, _ = rates(())
+    lowered, done = rates("lower lr")
+    assert "lower lr" in done
+    assert lowered == plain
+
+
+def test_alarms_in_a_row_lower_the_rate_further_and_for_longer():
+    guard = fed([1.0] * 5, act="lower lr", hold=10, quiet=5)
+    for step in range(60):
+        guard.step(torch.nan if step % 5 == 0 else 1.0)
+    messages = [e.message for e in guard.events if e.kind == "lower lr"]
+    assert messages[0] == "learning rates ×0.1 for 10 steps"
+    assert messages[1] == "learning rates ×0.01 for 10 steps"
+
+
+def test_updates_in_the_backward_have_no_step_to_lower_rates_in():
+    model = network()
+    optimizer = fp8pass.optim.AdamW(model.parameters())
+    fp8pass.optim.attach(model, optimizer)
+    with pytest.raises(ConfigError, match="attach updates in the backward"):
+        Guard(None, optimizer, model=model, act="lower lr")
+    Guard(None, optimizer, model=model)
+
+
+# --- high precision -----------------------------------------------------------------------------
+
+
+def gradient(run, model):
+    model.zero_grad()
+    run(BATCHES[0]).float().square().mean().backward()
+    return model.up.weight.grad.clone(), model.down.weight.grad.clone()
+
+
+@pytest.mark.parametrize("fallback", ["*", ("down",)], ids=["all", "one layer"])
+def test_the_fallback_computes_what_skipped_layers_compute(fallback):
+    model = MLP().bfloat16()
+    monitor = Monitor(every=1000, fallback=fallback)
+    monitor.resume(1)
+    run = monitored(model, monitor)
+    low = gradient(run, model)
+    monitor.falls_back = True
+    high = gradient(run, model)
+    monitor.falls_back = False
+    assert all(map(identical, gradient(run, model), low))
+    torch._dynamo.reset()
+    skipped = replace(COAT_EAGER, skip=(fallback,) if fallback == "*" else fallback)
+    expected = gradient(torch.compile(model, backend=fp8pass.backend(skipped)), model)
+    assert all(map(identical, high, expected))
+    assert not all(map(identical, high, low))
+
+
+def test_a_guard_switches_for_some_steps():
+    model, monitor = MLP().bfloat16(), Monitor(fallback="*")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"act": "high precision", "hold": 20, "quiet": 10}
+    guard = Guard(monitor, optimizer, model=model, **options)
+    found = []
+    for step in range(40):
+        guard.step(torch.nan if step == 2 else 1.0)
+        found.append(monitor.falls_back)
+    assert found == [False] * 4 + [True] * 20 + [False] * 16
+    assert kinds(guard)[2:] == ["high precision", "end of high precision"] or kinds(guard)[1:] == [
+        "high precision",
+        "confirmed",
+        "end of high precision",
+    ]
+
+
+def test_actions_come_in_the_order_given():
+    model, monitor = MLP().bfloat16(), Monitor(fallback="*")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(
+        monitor, optimizer, model=model, act=("high precision", "lower lr"), hold=50, quiet=10
+    )
+    for step in range(30):
+        guard.step(torch.nan if step in (2, 20) else 1.0)
+    done = [e.kind for e in guard.events if e.kind in ("high precision", "lower lr")]
+    assert done == ["high precision", "high precision", "lower lr"]
