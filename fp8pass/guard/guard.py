@@ -25,6 +25,7 @@ log = logging.getLogger("fp8pass")
 
 AGREEMENT = 10  # steps within which weak signals of two kinds are an alarm
 REACTION = 20  # steps after which it shows whether an action is enough
+MOST_ROLLBACKS = 10  # for one alarm
 
 
 @dataclass
@@ -36,12 +37,14 @@ class Alarm:
         confirmed: whether the loss has risen.
         acted: whether something was done about it.
         rollbacks: how often the training was rolled back.
+        stuck: whether rolling back is of no use: nothing to go back to, or too often.
     """
 
     step: int
     confirmed: bool = False
     acted: bool = False
     rollbacks: int = 0
+    stuck: bool = False
 
 
 class Guard:
@@ -257,8 +260,9 @@ class Guard:
         if risen and not alarm.confirmed:
             alarm.confirmed = True
             self._note("confirmed", f"the loss has risen to {self._signals.loss:.4g}")
+        can_roll_back = ROLL_BACK in self._responses.act and not alarm.stuck
         wait = REACTION if alarm.rollbacks else 0
-        if risen and ROLL_BACK in self._responses.act and self.steps >= alarm.step + wait:
+        if risen and can_roll_back and self.steps >= alarm.step + wait:
             self._roll_back(alarm, norms)
         elif self.steps - alarm.step >= self.quiet:
             self._end(alarm)
@@ -281,15 +285,21 @@ class Guard:
         return bool(done)
 
     def _roll_back(self, alarm: Alarm, norms: Norms) -> None:
-        step = self._responses.roll_back()
-        alarm.step = self.steps
-        alarm.rollbacks += 1
+        often = alarm.rollbacks == MOST_ROLLBACKS
+        step = None if often else self._responses.roll_back()
         if step is None:
-            self._note("no roll back", "no weights have been good for long enough")
+            alarm.stuck = True
+            why = (
+                f"{MOST_ROLLBACKS} times were not enough"
+                if often
+                else "no weights are known to be good"
+            )
+            self._note("no roll back", why)
             return
-        if alarm.rollbacks > 1:  # what was done about it has not been enough
+        if alarm.rollbacks:  # what was done about it has not been enough
             self._act()
-        alarm.acted = True
+        alarm.step, alarm.acted = self.steps, True
+        alarm.rollbacks += 1
         self._readings.drop()
         norms.forget()
         self._signals.rolled_back()

@@ -10,6 +10,7 @@ from monitor_helpers import BATCHES, monitored
 
 import fp8pass
 from fp8pass import ConfigError, Guard, Monitor
+from fp8pass.guard.guard import MOST_ROLLBACKS
 from fp8pass.guard.rate import LowerRate
 from fp8pass.guard.snapshots import Snapshot, Snapshots
 
@@ -84,8 +85,15 @@ def test_a_run_that_breaks_is_rolled_back_and_recovers():
 
 
 def test_without_good_weights_it_says_so():
-    training = Training(act="roll back", quiet=100).run(50).run(20, factor=torch.nan)
-    assert kinds(training.guard)[:3] == ["alarm", "confirmed", "no roll back"]
+    training = Training(act="roll back", quiet=100).run(50).run(100, factor=torch.nan)
+    assert kinds(training.guard) == ["alarm", "confirmed", "no roll back"]
+
+
+def test_what_no_weights_help_against_is_given_up():
+    training = Training(act="roll back", quiet=20).run(60)
+    training.run(20 * MOST_ROLLBACKS + 60, factor=torch.nan)
+    _, _, *done = kinds(training.guard)
+    assert done[: MOST_ROLLBACKS + 1] == ["roll back"] * MOST_ROLLBACKS + ["no roll back"]
 
 
 # --- learning rates -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def falling(seed, steps=400, start=6.0, end=2.0, pace=80.0, noise=0.1):
     return (curve + noise * random.standard_normal(steps)).tolist()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1 << 20),
     end=st.floats(0.05, 5.0),
@@ -33,7 +33,7 @@ def test_noisy_falling_losses_raise_no_alarm(seed, end, pace, noise):
     assert not fed(losses).events
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1 << 20), where=st.lists(st.integers(60, 390), max_size=4, unique=True))
 def test_single_outliers_raise_no_alarm(seed, where):
     losses = falling(seed)
@@ -44,7 +44,7 @@ def test_single_outliers_raise_no_alarm(seed, where):
         assert not fed(losses).events
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1 << 20), growth=st.floats(1.01, 1.2))
 def test_a_loss_that_grows_is_noticed_long_before_it_has_doubled(seed, growth):
     losses = falling(seed, steps=500, noise=0.05)
