@@ -41,15 +41,16 @@ def test_a_snapshot_restores_every_bit(name):
     assert all(map(identical, again, other.state()))
 
 
-def test_states_that_did_not_exist_are_dropped():
-    training = Training()
+@pytest.mark.parametrize("name", ["AdamW", "fp8pass AdamW"])
+def test_states_that_did_not_exist_are_dropped(name):
+    training = Training(OPTIMIZERS[name])
     snapshot = Snapshot()
     snapshot.take(0, training.model, training.optimizer)
     training.run(3)
     snapshot.restore(training.model, training.optimizer)
     assert not training.optimizer.state
-    training.step = 0
-    assert all(map(identical, training.run(4).state(), Training().run(4).state()))
+    training.step, other = 0, Training(OPTIMIZERS[name]).run(4)
+    assert all(map(identical, training.run(4).state(), other.state()))
 
 
 def test_a_copy_is_good_after_quiet_steps_and_dropped_after_an_alarm():
