@@ -289,12 +289,8 @@ class Guard:
         step = None if often else self._responses.roll_back()
         if step is None:
             alarm.stuck = True
-            why = (
-                f"{MOST_ROLLBACKS} times were not enough"
-                if often
-                else "no weights are known to be good"
-            )
-            self._note("no roll back", why)
+            known = f"{MOST_ROLLBACKS} times were not enough"
+            self._note("no roll back", known if often else "no weights are known to be good")
             return
         if alarm.rollbacks:  # what was done about it has not been enough
             self._act()
