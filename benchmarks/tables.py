@@ -529,10 +529,12 @@ def guard_table(data: dict[str, Any]) -> list[list[str]]:
         ["within 2% of the quiet run's loss, acting", f"{len(within)} of {len(acting)}", "8 of 12"],
     ]
     if took := data.get("overhead"):
-        base = took["without"]
-        for key, wanted in (("between", "1%"), ("reading", "")):
-            name = f"a step {'between readings' if key == 'between' else 'with a reading'}"
-            rows.append([name, f"{took[key] / base - 1:+.1%} of {base:.2f} ms", wanted])
+        for key, name, wanted in (
+            ("between", "the guard's share of a step between readings", "1%"),
+            ("reading", "of one with a reading", ""),
+        ):
+            share = f"{took[key] / took['step']:.2%}: {took[key]:.3f} of {took['step']:.1f} ms"
+            rows.append([name, share, wanted])
     return rows
 
 
