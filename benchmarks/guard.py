@@ -147,7 +147,7 @@ class Trouble:
         """Change weights, if this is the step."""
         if self.case.kind == "weights" and step == self.planted:
             with torch.no_grad():
-                model.get_submodule(self.case.detail).weight.mul_(100)
+                model.get_parameter(f"{self.case.detail}.weight").mul_(100)
 
     def rate(self, step: int) -> float:
         """The factor of the learning rate."""
