@@ -26,7 +26,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, Monitor, compat
-from fp8pass.dynamo import Backend, _either
+from fp8pass.dynamo import Backend, _chosen
 from fp8pass.inspect.saved_bytes import saved_bytes
 
 AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
@@ -231,7 +231,7 @@ def test_a_choice_between_samples_costs_next_to_nothing():
     """A microsecond a graph; it takes a tenth of one."""
     monitor = Monitor()
     monitor.resume(1)
-    run = _either(monitor, pytest.fail, lambda: None)
+    run = _chosen(monitor, pytest.fail, pytest.fail, lambda: None)
     assert min(timeit.repeat(run, number=10_000, repeat=5)) / 10_000 < 1e-6
 
 
