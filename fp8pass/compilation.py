@@ -76,6 +76,15 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     )
 
 
+def weights_by_path(
+    gm: fx.GraphModule,
+) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
+    """A function of a Dynamo graph's arguments: the parameters, by the paths of their modules."""
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    paths = [(i, path) for i, n in enumerate(inputs) if (path := graph.module_path(n))]
+    return lambda args: {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}
+
+
 @dataclass(frozen=True)
 class GraphRun:
     """One run of a compiled graph's forward.
@@ -155,13 +164,11 @@ class Compilation:
 
     def counted(self, program: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
         """The compiled `program` of the Dynamo graph `gm`; its runs are noted."""
-        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        paths = [(i, path) for i, n in enumerate(inputs) if (path := graph.module_path(n))]
+        weights = weights_by_path(gm)
 
         def run(*args: Any) -> Any:
             if self.compiled:
-                given = {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}
-                self.compiled.runs.append(GraphRun(given, compat.is_checkpointing()))
+                self.compiled.runs.append(GraphRun(weights(args), compat.is_checkpointing()))
             return program(*args)
 
         return run

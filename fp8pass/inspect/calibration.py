@@ -31,8 +31,9 @@ def calibrate(
         moments = fp8pass.calibrate(model, loss_fn, batch)
         model = torch.compile(model, backend="fp8pass", options={"moments": moments})
 
-    Values are named by module and operator, so compile the model that was calibrated. If a module
-    is in several graphs, the moments of its largest values count.
+    Values are named by module and operator, so compile the model that was calibrated, as a whole
+    or in the same parts: names start at what is compiled. If a module is in several graphs, or runs
+    several times, the moments of its largest values count.
 
     Runs one forward and backward; parameters, their gradients, buffers and random number
     generators are left as they were.

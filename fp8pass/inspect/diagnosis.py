@@ -43,7 +43,9 @@ class LayerError:
     """The error of one gradient that one layer computes.
 
     Attributes:
-        module: path of the module.
+        module: path of the module in the model.
+        entry: the entry of `skip` for it: its path in the part that is compiled, which equal blocks
+            that are compiled one by one share.
         gradient: the tensor whose gradient it is: `weight`, `input`, or `attention q`, `k`, `v`.
         shape: shape of the gradient, as text.
         mean_absolute: mean absolute error.
@@ -53,6 +55,7 @@ class LayerError:
     """
 
     module: str
+    entry: str
     gradient: str
     shape: str
     mean_absolute: float
@@ -81,7 +84,7 @@ class Diagnosis:
     @property
     def suggested_skip(self) -> tuple[str, ...]:
         """Entries for `skip` that would keep the suspicious layers in high precision."""
-        return tuple(dict.fromkeys(y.module for y in self.suspicious if y.module))
+        return tuple(dict.fromkeys(y.entry for y in self.suspicious if y.entry))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The errors as JSON text, also written to `path` if one is given."""
@@ -142,8 +145,9 @@ def diagnose(
 ) -> Diagnosis:
     """Measure the gradient error that each layer of `model` adds on a batch of data.
 
-    Runs one forward and backward; parameters, their gradients, buffers and random number
-    generators are left as they were.
+    A layer that runs several times has an error of each run. Where only parts of the model are
+    compiled, only those are here. Runs one forward and backward; parameters, their gradients,
+    buffers and random number generators are left as they were.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
@@ -178,6 +182,7 @@ def errors_of(record: Record) -> Iterable[LayerError]:
         if not relative and not expected:
             continue  # exact
         yield LayerError(
+            record.path(node),
             graph.module_path(graph.source(node)),
             _describe(node, record),
             graph.shape_text(graph.tensor(node)),

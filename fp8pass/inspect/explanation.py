@@ -19,7 +19,13 @@ from fp8pass.dialect import hardware
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import path_pattern
-from fp8pass.inspect.running import compiled_parts, configuration_of, unchanged
+from fp8pass.inspect.running import (
+    compiled_as,
+    compiled_parts,
+    configuration_of,
+    owners_of,
+    unchanged,
+)
 from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.inspect.tables import (
     by_bytes,
@@ -148,16 +154,17 @@ def explain(
     parts = compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
-    explanation.owners = {
-        id(p): graph.clean_path(name.rpartition(".")[0]) for name, p in module.named_parameters()
-    }
+    explanation.owners = owners_of(module)
     wanted = {"frontier": frontier, "rules": rules}
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
-    with unchanged(module), compat.uncompiled(module), torch.enable_grad():
-        with torch.compiler.set_stance("force_eager"):  # parts may be compiled in functions
+    with unchanged(module):
+        with (
+            compat.uncompiled(module),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),  # parts may be compiled in functions
+        ):
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
-        program: Any = module if parts else torch.compile(module, backend=backend)
-        with compat.fresh_compilation(), compat.recompiled(parts.values(), backend):
+        with compiled_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

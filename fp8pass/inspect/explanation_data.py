@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
+from fp8pass.inspect.running import module_of_run
 from fp8pass.passes.runner import PassRecord
 
 
@@ -37,19 +38,8 @@ class ExplanationData:
     owners: dict[int, str] = field(default_factory=dict)
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
-        """Paths of the modules that a graph ran in, from which its own paths start; '' is the top.
-
-        Each is the path of a weight's module in the model without its path in the graph.
-        """
-        found = []
-        for run in compiled.runs:
-            pairs = ((self.owners.get(id(w), ""), path) for path, w in run.weights.items())
-            above = (
-                owner.removesuffix(path).rstrip(".")
-                for owner, path in pairs
-                if f".{owner}".endswith(f".{path}")
-            )
-            found.append(next(above, ""))
+        """Paths of the modules that a graph ran in, where its own paths start; '' is the top."""
+        found = (module_of_run(run.weights, self.owners) for run in compiled.runs)
         return list(dict.fromkeys(found))
 
     @property

@@ -6,13 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
-from fp8pass.compilation import Compilation, Inputs
+from fp8pass.compilation import Compilation, Inputs, weights_by_path
 from fp8pass.config import Config
-from fp8pass.inspect.running import fresh_gradients, is_sharded, unchanged
+from fp8pass.inspect.running import (
+    compiled_as,
+    fresh_gradients,
+    is_sharded,
+    module_of_run,
+    owners_of,
+    unchanged,
+)
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context, Pass
 from fp8pass.passes.materialize_plan import materialize_plan
@@ -22,29 +28,26 @@ from fp8pass.saving.decision import Decision
 def record_step(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, config: Config
 ) -> list[Record]:
-    """Run `loss_fn(model, batch).backward()`; a record of each graph whose backward ran.
+    """Run `loss_fn(model, batch).backward()`; a record of each run of a graph that had a backward.
 
-    Parameters, buffers, gradients and random number generators are left as they were.
+    Where only parts of the model are compiled, only those are here. Parameters, buffers, gradients
+    and random number generators are left as they were.
     """
     records: list[Record] = []
     module = compat.original_of(model)
-    # What FSDP2 gathers it frees again, under the tensors that were recorded.
-    backend = _recording(replace(config, compiler="eager"), records, copies=is_sharded(module))
-    compiled = torch.compile(module, backend=backend)
+    backend = _recording(replace(config, compiler="eager"), records, module)
     with (
         fresh_gradients(module, batch),
         unchanged(module),
-        compat.uncompiled(module),
-        compat.fresh_compilation(),
-        torch.enable_grad(),
+        compiled_as(model, backend) as program,
     ):
-        loss_fn(compiled, batch).backward()
+        loss_fn(program, batch).backward()
     return [r for r in records if r.complete]
 
 
 @dataclass
 class Record:
-    """One joint graph at three points of the pipeline, and the inputs it ran on.
+    """One run of a joint graph: the graph at three points of the pipeline, and the run's inputs.
 
     Attributes:
         exact: the graph before any pass.
@@ -52,6 +55,7 @@ class Record:
         rewritten: the graph after `materialize_plan`.
         ctx: the context of the passes, about the nodes of `planned`.
         decisions: the decisions about the nodes of `planned`.
+        module: path of the module that it ran in, from which the graph's own paths start.
         inputs: real tensors by placeholder.
     """
 
@@ -60,12 +64,17 @@ class Record:
     rewritten: fx.GraphModule
     ctx: Context
     decisions: dict[fx.Node, Decision]
+    module: str = ""
     inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
         """Whether the backward ran."""
         return all(name in self.inputs for name in _input_names(self.exact))
+
+    def path(self, node: fx.Node) -> str:
+        """The path of a node's module in the model."""
+        return ".".join(filter(None, (self.module, graph.module_path(graph.source(node)))))
 
     @property
     def arguments(self) -> list[Any]:
@@ -111,44 +120,95 @@ class Recorder:
             self.record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
 
 
-def _recording(config: Config, records: list[Record], *, copies: bool) -> Callable[..., Any]:
-    """A backend that fills `records`, with copies of inputs if they are freed after the step."""
+class Runs:
+    """The runs of one graph: the inputs of forwards, each joined by those of its backward.
 
-    def recorded(value: Any) -> Any:
+    Args:
+        records: gets a record of each run, in the order of the forwards.
+        copies: whether inputs are freed after the step.
+    """
+
+    def __init__(self, records: list[Record], *, copies: bool) -> None:
+        self.records, self.copies = records, copies
+        self.module = ""
+        self._waiting: list[Record] = []
+
+    def forward(self, record: Record, inputs: dict[str, Any]) -> None:
+        """A forward ran, of the graph that `record` is about."""
+        run = replace(record, module=self.module, inputs=self._kept(inputs))
+        self.records.append(run)
+        self._waiting.append(run)
+
+    def backward(self, inputs: dict[str, Any]) -> None:
+        """A backward ran: of the last forward of these inputs, since autograd runs them in reverse.
+
+        Forwards behind it have no backward of their own: their results were not used, or
+        `torch.utils.checkpoint` ran them again.
+        """
+        while self._waiting:
+            run = self._waiting.pop()
+            shared = run.inputs.keys() & inputs.keys()
+            if self.copies or all(_same(run.inputs[name], inputs[name]) for name in shared):
+                run.inputs.update(self._kept(inputs))
+                return
+
+    def _kept(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._tensor(x) for name, x in inputs.items()}
+
+    def _tensor(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().clone() if copies else value.detach()
+        return value.detach().clone() if self.copies else value.detach()
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two inputs are one: tensors in the same memory, or equal numbers."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.data_ptr() == b.data_ptr()
+    return bool(a == b)
+
+
+def _recording(config: Config, records: list[Record], module: nn.Module) -> Callable[..., Any]:
+    """A backend that fills `records` with the runs of parts of `module`."""
+    owners = owners_of(module)
+    # What FSDP2 gathers it frees again, under the tensors that were recorded.
+    copies = is_sharded(module)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        recorder = Recorder()
+        recorder, runs = Recorder(), Runs(records, copies=copies)
         compilation = Compilation(config, Inputs.of(example_inputs))
 
         def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            names = _input_names(gm)
+            names, half = _input_names(gm), compat.half_of(kwargs)
             run = compat.interpret(gm)
-            if compat.half_of(kwargs) == "inference":
+            if half == "inference":
                 return run
-            record = recorder.record
-            assert record is not None
-            if compat.half_of(kwargs) == "forward":  # a backward may be compiled much later
-                records.append(record)
 
             def recording(arguments: list[Any]) -> Any:
-                # If a graph runs several times: the last forward, whose backward runs first.
-                if not record.complete:
-                    given = zip(names, arguments, strict=True)
-                    inputs = ((name, recorded(x)) for name, x in given if _is_input(name))
-                    record.inputs.update(inputs)
+                given = zip(names, arguments, strict=True)
+                inputs = {name: x for name, x in given if _is_input(name)}
+                if half == "backward":
+                    runs.backward(inputs)
+                else:
+                    assert recorder.record is not None
+                    runs.forward(recorder.record, inputs)
                 return run(arguments)
 
             return compat.boxed(recording)
 
-        return compat.compile_fx(
+        program: Any = compat.compile_fx(
             gm,
             list(example_inputs),
             inner_compile=inner_compile,
             config_patches={"custom_partitioner_fn": Partitioner(compilation, recorder)},
         )
+        weights = weights_by_path(gm)
+
+        def located(*args: Any) -> Any:
+            runs.module = module_of_run(weights(args), owners)
+            return program(*args)
+
+        return located
 
     return backend
 

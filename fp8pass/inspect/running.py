@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8pass import compat
+from fp8pass import compat, graph
 from fp8pass.config import Config, split_options
 from fp8pass.dynamo import Backend, fp8pass
 
@@ -47,6 +47,45 @@ def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
         if not any(name.startswith(f"{outer}.") for outer in parts):
             parts[name] = part
     return parts
+
+
+@contextmanager
+def compiled_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
+    """A program that runs `model` compiled with `backend`, as a whole or in the parts that it is.
+
+    Whatever caches hold is compiled anew, and gradients are enabled.
+    """
+    parts = compiled_parts(model)
+    module = model if parts else compat.original_of(model)
+    with compat.uncompiled(module), compat.fresh_compilation(), torch.enable_grad():
+        program: Any = module if parts else torch.compile(module, backend=backend)
+        with compat.recompiled(parts.values(), backend):
+            yield program
+
+
+def owners_of(model: nn.Module) -> dict[int, str]:
+    """The path of the module that has a parameter, by the parameter's id."""
+    return {
+        id(p): graph.clean_path(name.rpartition(".")[0]) for name, p in model.named_parameters()
+    }
+
+
+def module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
+    """Path of the module that a graph ran in, where the graph's own paths start; '' is the top.
+
+    It is the path of a weight's module in the model without its path in the graph.
+
+    Args:
+        weights: parameters that the graph ran with, by the paths of their modules in the graph.
+        owners: the paths of their modules in the model, see `owners_of`.
+    """
+    pairs = ((owners.get(id(w), ""), path) for path, w in weights.items())
+    above = (
+        owner.removesuffix(path).rstrip(".")
+        for owner, path in pairs
+        if f".{owner}".endswith(f".{path}")
+    )
+    return next(above, "")
 
 
 def _own_configuration(module: nn.Module) -> Config | None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from fp8pass.config import Config
 from fp8pass.inspect.bisection.units import Unit, options_for
 from fp8pass.inspect.diagnosis import finite
+from fp8pass.inspect.folding import path_pattern
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Bisection:
         units: number of linear layers and saved tensors that are not exact.
         probes: number of compilations.
         spread: whether no other unit stands out, so that the remaining error comes from many.
+        parts: paths of the parts that are compiled, from which names start; () for the whole.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class Bisection:
     units: int = 0
     probes: int = 0
     spread: bool = True
+    parts: tuple[str, ...] = ()
 
     @property
     def remaining(self) -> float:
@@ -74,6 +77,7 @@ class Bisection:
             "units": self.units,
             "probes": self.probes,
             "spread": self.spread,
+            "parts": self.parts,
         }
         text = json.dumps(finite(data), indent=1)
         if path is not None:
@@ -100,7 +104,10 @@ class Bisection:
 
     def _conclusions(self) -> Iterator[str]:
         if not self.units:
-            yield "Nothing to bisect: no linear layer runs in FP8, no saved tensor is in low bits."
+            yield (
+                "Nothing to bisect: no linear layer runs in FP8, no saved tensor is in low bits. "
+                "fp8pass.explain(model, ...) says why."
+            )
             return
         yield (
             f"Relative error of the gradients: {self.error:.3g}, with {self.units} linear layers "
@@ -112,4 +119,9 @@ class Bisection:
         elif self.remaining:
             yield "There may be more: raise most."
         if self.culprits:
+            if self.parts:
+                yield (
+                    "Only parts of the model are compiled, and names start there: in "
+                    f"{path_pattern(self.parts)}. Equal parts share them."
+                )
             yield f"To keep them exact, add to options: {self.suggested!r}"

@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
+from fp8pass import graph
 from fp8pass.config import Config, ConfigError
 from fp8pass.inspect.bisection.result import Bisection, Culprit
 from fp8pass.inspect.bisection.search import Search
 from fp8pass.inspect.bisection.trials import Trials
-from fp8pass.inspect.running import configuration_of
+from fp8pass.inspect.running import compiled_parts, configuration_of
 
 
 def bisect(
@@ -30,7 +31,8 @@ def bisect(
     """Find the linear layers and saved tensors that a large gradient error comes from.
 
     Compiles `model` about log2(n) times for each culprit, with groups of its n linear layers and
-    saved tensors exact, and runs one forward and backward each time, op by op. `diagnose` measures
+    saved tensors exact, and runs one forward and backward each time, op by op. Where only parts of
+    the model are compiled, only those are. `diagnose` measures
     the error that each layer adds to exact gradients; this is the error of the gradients that
     training gets. A `memory_budget` in bytes must have room for the tensors that become exact.
     Parameters, their gradients, buffers and random number generators are left as they were.
@@ -77,6 +79,7 @@ def bisect(
         units=len(trials.units),
         probes=trials.compilations,
         spread=len(found) < most,
+        parts=tuple(map(graph.clean_path, compiled_parts(model))),
     )
 
 

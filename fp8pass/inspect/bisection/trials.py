@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8pass import compat
@@ -17,7 +16,7 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.bisection.units import Unit, options_for, units_of
-from fp8pass.inspect.running import fresh_gradients, unchanged
+from fp8pass.inspect.running import compiled_as, fresh_gradients, unchanged
 from fp8pass.passes.runner import log
 
 
@@ -41,7 +40,7 @@ class Trials:
         config: Config,
         progress: Callable[[int], None],
     ) -> None:
-        self.module = compat.original_of(model)
+        self.model, self.module = model, compat.original_of(model)
         self.loss_fn, self.batch = loss_fn, batch
         self.config, self.progress = config, progress
         self.units: list[Unit] = []
@@ -67,15 +66,12 @@ class Trials:
     def _gradients(self, backend: Backend) -> list[Tensor | None]:
         """The gradients of the parameters, and of the batch's tensors that require one."""
         self.compilations += 1
-        compiled = torch.compile(self.module, backend=backend)
         with (
             fresh_gradients(self.module, self.batch) as leaves,
             unchanged(self.module),
-            compat.uncompiled(self.module),
-            compat.fresh_compilation(),
-            torch.enable_grad(),
+            compiled_as(self.model, backend) as program,
         ):
-            loss = self.loss_fn(compiled, self.batch)
+            loss = self.loss_fn(program, self.batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(

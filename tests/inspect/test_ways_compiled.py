@@ -1,0 +1,145 @@
+"""`diagnose`, `bisect` and `calibrate` take a model as it is compiled: whole, or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import MLP, relative
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass import graph
+from fp8pass.config import Config
+from fp8pass.inspect.bisection.search import Search
+from fp8pass.inspect.bisection.trials import Trials
+from fp8pass.inspect.recording import record_step
+
+OPTIONS = {"compiler": "eager"}
+X = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """A residual block, behind which Dynamo may stop."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks, self.norm, self.mlp = breaks, nn.RMSNorm(64), MLP((64, 128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x
+
+
+class Stack(nn.Module):
+    """Three blocks; `checkpoints` has the backward run each forward again."""
+
+    def __init__(self, breaks: bool = False, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpoints = checkpoints
+        self.blocks = nn.ModuleList(Block(breaks) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+def in_place(model: Stack) -> nn.Module:
+    model.compile(backend="fp8pass", options=OPTIONS)
+    return model
+
+
+def by_blocks(model: Stack) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="fp8pass", options=OPTIONS)
+    return model
+
+
+WAYS: dict[str, Callable[[], nn.Module]] = {
+    "wrapped": lambda: torch.compile(Stack(), backend="fp8pass", options=OPTIONS),
+    "in place": lambda: in_place(Stack()),
+    "graph breaks": lambda: in_place(Stack(breaks=True)),
+    "blocks": lambda: by_blocks(Stack()),
+    "checkpointed": lambda: in_place(Stack(checkpoints=True)),
+    "checkpointed blocks": lambda: by_blocks(Stack(checkpoints=True)),
+}
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def weight_errors(model: nn.Module) -> dict[str, float]:
+    """Errors of GEMMs; those of what is kept in low bits depend on where graphs end."""
+    found = fp8pass.diagnose(model, loss, X, config=Config.recipe("linear"))
+    return {y.module: y.relative for y in found.layers if y.gradient == "weight" and "×" in y.shape}
+
+
+@pytest.fixture(scope="module")
+def of_whole() -> dict[str, float]:
+    """The errors of a model that is compiled as a whole by the tool itself."""
+    return weight_errors(Stack())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_layer_has_its_own_error_and_the_users_path(way, of_whole):
+    errors = weight_errors(WAYS[way]())
+    layers = {n for n, m in Stack().named_modules() if isinstance(m, nn.Linear)}
+    assert errors.keys() == of_whole.keys() == layers
+    for path, error in errors.items():
+        assert error == pytest.approx(of_whole[path], rel=0.1)
+
+
+def test_each_backward_is_that_of_its_forward():
+    """Of the last block, and of no other, the gradient follows from the output."""
+    records = record_step(WAYS["blocks"](), loss, X, Config())
+    assert [r.module for r in records] == ["blocks.0", "blocks.1", "blocks.2"]
+    follows = []
+    for record in records:
+        (tangent,) = (x for name, x in record.inputs.items() if "tangents" in name)
+        output = record.exact_values()[graph.outputs(record.exact.graph)[0].name]
+        follows.append(relative(tangent, 2 * output / output.numel()) < 0.03)
+    assert follows == [False, False, True]
+
+
+def test_of_a_run_without_a_backward_nothing_is_recorded():
+    block = in_place(Block(breaks=False))
+
+    def loss_of_first(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        model(100 * x)
+        return y.square().mean()
+
+    (record,) = record_step(block, loss_of_first, X.clone().requires_grad_(), Config())
+    assert any(x.shape == X.shape and torch.equal(x, X) for x in record.inputs.values())
+
+
+@pytest.mark.parametrize("way", ["blocks", "graph breaks"])
+def test_what_bisect_suggests_is_what_options_take(way):
+    model = WAYS[way]()
+    trials = Trials(model, loss, X, Config(**OPTIONS), lambda total: None)
+    assert trials.error(frozenset()) > 0.01
+    assert trials.error(frozenset(range(len(trials.units)))) == 0
+
+
+def test_bisect_says_where_names_start(monkeypatch):
+    monkeypatch.setattr(Search, "culprits", lambda self, most: [0])
+    found = fp8pass.bisect(WAYS["blocks"](), loss, X)
+    assert found.suggested.keys() <= {"skip", "keep_exact"}
+    assert "names start there: in blocks.*. Equal parts share them." in str(found)
+    assert found.remaining < found.error
+
+
+def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
+    model = WAYS["blocks"]()
+    moments = fp8pass.calibrate(model, loss, X)
+    names = {name for name, _, _ in moments}
+    assert len(names) == len(moments) > 0
+    modules = {name.split(":")[0] for name in names}
+    assert modules <= {path for path, _ in model.blocks[0].named_modules()}
