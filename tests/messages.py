@@ -1,6 +1,6 @@
-"""Every sentence that fp8pass may print, from its source: `python -m tests.messages` writes the list.
+"""Every sentence that fp8pass may print, from its source; `python -m tests.messages` lists them.
 
-docs/messages.md has the texts of errors, warnings, logs and help, and all other text that reads like
+docs/messages.md has the texts of errors, warnings, logs and help, and all that reads like
 words: reasons, tables and conclusions. Parts that are filled in are shown as {…}.
 """
 
@@ -31,7 +31,9 @@ something can be done, what to do.
 """
 
 # Modules whose strings are the text of programs: Triton's and C++'s.
-_CODE = re.compile(r"codegen/(kernels/\w+_source|kernels/prelude|kernels/nibbles|coding|masking)\.py")
+_CODE = re.compile(
+    r"codegen/(kernels/\w+_source|kernels/prelude|kernels/nibbles|coding|masking)\.py"
+)
 # At least three words in a row, as in a sentence or a reason.
 _WORDS = re.compile(r"[A-Za-z'’-]+[,:;]? [A-Za-z'’`{…-]+[,:;]? [A-Za-z'’`{…}-]+")
 # Programs and schemas of operators within other modules.

@@ -3,6 +3,7 @@
 explanation.py        `explain`: the plans of a model's graphs, and why they are so
 explanation_data.py   an explanation as data, which tables and the report show
 tables.py             tables of an explanation, for a terminal
+terminal.py           tables as text, as wide as the terminal
 folding.py            rows of repeated layers put together, for both
 report/               an explanation as one HTML page
 diagnosis.py          `diagnose`: the gradient error of every layer

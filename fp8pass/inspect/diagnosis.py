@@ -8,7 +8,6 @@ Table 13).
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -16,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, fx, nn
 
 from fp8pass import graph
@@ -27,6 +24,7 @@ from fp8pass.graph.tags import GATHERED_AS, ROLE, original_name
 from fp8pass.inspect.prediction import Predictor
 from fp8pass.inspect.recording import Record, record_step
 from fp8pass.inspect.running import configuration_of
+from fp8pass.inspect.terminal import named, table, text_of
 from fp8pass.rules.error_rules import Rules
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
@@ -112,19 +110,25 @@ class Diagnosis:
         figure.savefig(path, dpi=120)
 
     def __str__(self) -> str:
-        table = Table(title="gradient error by layer", title_justify="left")
-        for column in ("module", "gradient", "shape", "mean abs.", "relative", "predicted", ""):
-            table.add_column(column)
+        if not self.layers:
+            return (
+                "No gradient has an error: no linear layer runs in FP8, and nothing is kept in low "
+                "bits for one. fp8pass.explain(model, ...) says why.\n"
+            )
+        columns = "gradient of", "mean abs.", "relative", "predicted", ""
+        made = table("gradient error by layer", "module", *columns)
         for y in self.layers:
             predicted = "no rule" if y.predicted is None else f"{y.predicted:.4f}"
             numbers = f"{y.mean_absolute:.2e}", f"{y.relative:.4f}", predicted
-            table.add_row(y.module, y.gradient, y.shape, *numbers, "!" if y.far_above else "")
-        text = io.StringIO()
-        console = Console(width=150, file=text)
-        console.print(table)
+            tensor = f"{y.gradient} {y.shape}"
+            made.add_row(named(y.module), tensor, *numbers, "!" if y.far_above else "")
+        return text_of([made, *self._conclusions()])
+
+    def _conclusions(self) -> Iterable[str]:
         if self.suspicious:
-            console.print(f"Far above prediction; to leave them out: skip={self.suggested_skip!r}")
-        return text.getvalue()
+            yield "!: far above the predicted error."
+        if self.suggested_skip:
+            yield f"To keep these layers in high precision: skip={self.suggested_skip!r}"
 
 
 def finite(data: Any) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from fp8pass import compat, graph
@@ -37,6 +35,7 @@ from fp8pass.inspect.tables import (
     saved_table,
     totals,
 )
+from fp8pass.inspect.terminal import text_of
 
 if TYPE_CHECKING:
     from fp8pass.inspect.diagnosis import Diagnosis
@@ -89,11 +88,7 @@ class Explanation(ExplanationData):
         figure.savefig(path, format="png")
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(width=150, file=text)
-        for part in self._parts():
-            console.print(part)
-        return text.getvalue()
+        return text_of(self._parts())
 
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):

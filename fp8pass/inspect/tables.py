@@ -17,112 +17,94 @@ from fp8pass.inspect.folding import (
     folded_saved,
     path_pattern,
 )
-from fp8pass.plan import Collective, FrontierPoint, Linear, Offload, Plan, RuleSummary
+from fp8pass.inspect.terminal import named, table
+from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
 
 
 def linears_table(title: str, plan: Plan) -> Table:
     """The linear layers, and why some stay in high precision."""
-    table = Table(title=f"{title}: linear layers", title_justify="left")
     gemms = f"simulated {plan.simulated}" if plan.simulated else "FP8"
-    has_codes = any(y.codes for y in plan.linears)
-    columns = ("module", "×", "rows", "in → out", f"{gemms} GEMMs", "high precision because")
-    for column in (*columns, *(["weight codes from"] if has_codes else [])):
-        table.add_column(column)
+    codes_from = ["weight codes from"] if any(y.codes for y in plan.linears) else []
+    columns = "×", "rows", "in → out", f"{gemms} GEMMs", *codes_from
+    made = table(f"{title}: linear layers", "module", *columns)
     for path, count, y in folded_linears(plan.linears):
         sizes = f"{y.in_features} → {y.out_features}"
         sizes = f"{y.experts} experts: {sizes}" if y.experts else sizes
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
-        codes = [y.codes] if has_codes else []
-        table.add_row(path, str(count), y.rows, sizes, rewritten, y.reason, *codes)
-    return table
+        codes = [y.codes] if codes_from else []
+        made.add_row(named(path, y.reason), str(count), y.rows, sizes, rewritten, *codes)
+    return made
 
 
 def saved_table(title: str, plan: Plan) -> Table:
-    """The tensors kept for the backward, and their formats."""
-    table = Table(title=f"{title}: kept for the backward", title_justify="left")
-    columns = ("module", "×", "operator", "shape", "kept as", "MiB exact", "MiB kept", "grad error")
-    for column in (*columns, "reason"):
-        table.add_column(column, justify="right" if "MiB" in column else "left")
-
-    scalars = [s for s in plan.saved if s.is_scalar]
-    for path, count, s in folded_saved(plan.saved):
+    """The tensors kept for the backward, the largest first, and their formats."""
+    columns = "×", "kept as", "MiB exact", "MiB kept"
+    made = table(f"{title}: kept for the backward", "module, tensor and reason", *columns)
+    rows = folded_saved(plan.saved)
+    for path, count, s in sorted(rows, key=lambda row: -row[1] * row[2].bytes):
         exact, kept = mib(count * s.bytes_exact), mib(count * s.bytes)
-        error = f"{s.expected_error:.1%}" if s.expected_error else ""
-        shape = f"{s.dtype} {s.shape}"
+        error = f", grad error {s.expected_error:.1%}" if s.expected_error else ""
         where = s.kept_as + (", on host" if s.host_bytes else "")
-        table.add_row(path, str(count), s.op, shape, where, exact, kept, error, s.reason)
-    if scalars:
+        about = named(path, f"{short_name(s.op)}, {s.dtype} {s.shape}{error}", s.reason)
+        made.add_row(about, str(count), where, exact, kept)
+    if scalars := [s for s in plan.saved if s.is_scalar]:
         kept = mib(sum(s.bytes for s in scalars))
-        table.add_row(
-            "(all)", str(len(scalars)), "", "scalars", "exact", kept, kept, "", "scales, seeds"
-        )
-    return table
+        made.add_row(named("scales, seeds and sizes"), str(len(scalars)), "exact", kept, kept)
+    return made
 
 
 def host_table(title: str, offload: Offload) -> Table:
     """What is on the host between forward and backward, and when; times are predicted."""
-    table = Table(title=f"{title}: kept on the host", title_justify="left")
-    columns = ("module", "×", "tensor", "MiB", "made at ms", "used ms later", "link ms")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("module", "tensor") else "right")
+    columns = "×", "MiB", "made at ms", "used ms later", "link ms"
+    made = table(f"{title}: kept on the host", "module and tensor", *columns)
     for path, count, c in folded_copies(offload.copies):
         later = offload.forward_s - c.made_s + c.used_s
         numbers = (
             f"{1e3 * s:.3g}" for s in (c.made_s, later, 2 * count * c.bytes / offload.bandwidth)
         )
-        table.add_row(path, str(count), f"{c.dtype} {c.shape}", mib(count * c.bytes), *numbers)
-    return table
+        about = named(path, f"{c.dtype} {c.shape}")
+        made.add_row(about, str(count), mib(count * c.bytes), *numbers)
+    return made
 
 
 def collectives_table(title: str, collectives: list[Collective]) -> Table:
-    """What ranks send each other, and why it is not in codes."""
-    table = Table(title=f"{title}: sent to other ranks", title_justify="left")
-    for column in ("module", "×", "half", "collective", "sent", "MiB", "no codes because"):
-        table.add_column(column, justify="right" if column == "MiB" else "left")
-    for path, count, c in folded_collectives(collectives):
-        sent = f"{c.dtype} {c.shape}"
-        table.add_row(path, str(count), c.half, c.op, sent, mib(count * c.bytes), c.reason)
-    return table
+    """What ranks send each other, the most first, and why it is not in codes."""
+    columns = "×", "half", "collective", "MiB"
+    made = table(f"{title}: sent to other ranks", "module, tensor and reason", *columns)
+    rows = folded_collectives(collectives)
+    for path, count, c in sorted(rows, key=lambda row: -row[1] * row[2].bytes):
+        reason = c.reason and f"not in codes: {c.reason}"
+        about = named(path, f"{c.dtype} {c.shape}", reason)
+        made.add_row(about, str(count), c.half, c.op, mib(count * c.bytes))
+    return made
 
 
 def rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """Amplification of errors by region: Case 1 stores its inputs, Case 2 also cached values."""
-    table = Table(title=f"{title}: error rules", title_justify="left")
-    for column in (
-        "module",
-        "×",
-        "operators",
-        "inputs",
-        "case 1",
-        "case 2",
-        "formula, or why none",
-    ):
-        table.add_column(column)
-
+    made = table(f"{title}: error rules", "module, operators, inputs", "×", "case 1", "case 2")
     for path, count, r in folded_rules(rules):
         numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
-        names = " ".join(r.operators), " ".join(r.inputs)
-        table.add_row(path, str(count), *names, *numbers, r.reason or r.bound)
-    return table
+        formula = f"no rule: {r.reason}" if r.reason else r.bound
+        about = named(path, " ".join(r.operators), f"of {', '.join(r.inputs)}", formula)
+        made.add_row(about, str(count), *numbers)
+    return made
 
 
 def frontier_table(title: str, plan: Plan) -> Table:
     """The plan of each budget; shares are of the bytes kept without one, the peak is estimated."""
     of = f"{title}: memory against time, estimated for one {hardware.RATES_OF}"
-    table = Table(title=of, title_justify="left")
     points = by_bytes({*plan.frontier, *([plan.point] if plan.point else [])})
     has_host = any(p.host_bytes for p in points)
     host = ("MiB on host",) if has_host else ()
-    for column in ("MiB kept", "of unlimited", *host, "peak MiB", "added ms", "grad error"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    columns = "MiB kept", "of unlimited", *host, "peak MiB", "added ms", "grad error"
+    made = table(of, "", *columns)
     for p in points:
         share = f"{p.bytes / max(points[-1].bytes, 1):.0%}"
-        mark = "◀ this plan" if p == plan.point else ""
+        mark = "this plan ▶" if p == plan.point else ""
         numbers = mib(p.peak_bytes), f"{p.seconds * 1e3:.3g}", f"{p.error:.1%}"
         away = (mib(p.host_bytes),) if has_host else ()
-        table.add_row(mib(p.bytes), share, *away, *numbers, mark)
-    return table
+        made.add_row(mark, mib(p.bytes), share, *away, *numbers)
+    return made
 
 
 def by_bytes(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
@@ -244,6 +226,14 @@ def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 def _counted(counts: dict[str, int], separator: str) -> str:
     return separator.join(f"{n} × {name}" for name, n in counts.items())
+
+
+def short_name(operator: str) -> str:
+    """The name of an operator without library and overload: `add` for `aten.add.Tensor`."""
+    if "_scaled_dot_product" in operator:
+        return "attention"
+    parts = operator.split(".")
+    return parts[1] if len(parts) > 1 else operator
 
 
 def mib(count: int) -> str:

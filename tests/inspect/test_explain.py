@@ -15,6 +15,8 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, explain
 from fp8pass.inspect.saved_bytes import saved_bytes
+from fp8pass.inspect.tables import linears_table, saved_table
+from fp8pass.inspect.terminal import text_of
 from fp8pass.passes import HALF_PASSES
 
 
@@ -46,6 +48,24 @@ def test_tables(of_llama):
     assert "output head" in text
     assert "14 of 15 linear layers in FP8" in text
     assert "e4m3 1×" in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_are_as_wide_as_the_terminal(of_llama, monkeypatch, columns):
+    """And lose nothing: reasons are under their rows, and the largest tensors come first."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    plan = of_llama.graphs[0].plan
+    tables = [linears_table("graph", plan), saved_table("graph", plan)]
+    lines = text_of(tables).splitlines()
+    assert max(map(len, lines)) <= columns
+    words = set(" ".join(lines).split())
+    shown = [*plan.linears, *(s for s in plan.saved if not s.is_scalar)]
+    for reason in {row.reason for row in shown}:
+        assert columns == 80 or set(reason.split()) <= words
+    assert text_of(["a sentence " * 20]) == "a sentence " * 20 + "\n"
+    kept = [float(line.split()[-1]) for line in lines if " e4m3 " in line]
+    assert kept == sorted(kept, reverse=True)
+    assert len(kept) > 2
 
 
 def test_a_model_without_values():
@@ -122,7 +142,7 @@ def test_frontier_table_marks_the_plan(traced):
     text = str(traced)
     assert "graph 0: memory against time, estimated for one NVIDIA H200" in text
     assert "grad error" in text
-    (row,) = [line for line in text.splitlines() if "◀ this plan" in line]
+    (row,) = [line for line in text.splitlines() if "this plan ▶" in line]
     (graph,) = traced.graphs
     assert graph.plan.point.bytes == graph.plan.saved_bytes == traced.saved_bytes
     point = graph.plan.point

@@ -22,10 +22,10 @@ from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.inspect.report.diffs import code_by_module, module_diffs
 from fp8pass.inspect.report.folding import fold, layer_of
-from fp8pass.inspect.report.page import FP8_LINEAR, operations, page_data, render, short_name
+from fp8pass.inspect.report.page import FP8_LINEAR, operations, page_data, render
 from fp8pass.inspect.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
 from fp8pass.inspect.report.timeline import timeline
-from fp8pass.inspect.tables import mib
+from fp8pass.inspect.tables import mib, short_name
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from fp8pass.config import Config
 from fp8pass.inspect.bisection.units import Unit, options_for
 from fp8pass.inspect.diagnosis import finite
 from fp8pass.inspect.folding import path_pattern
+from fp8pass.inspect.terminal import named, table, text_of
 
 
 @dataclass(frozen=True)
@@ -85,22 +83,15 @@ class Bisection:
         return text
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(width=150, file=text)
-        if self.culprits:
-            console.print(self._table())
-        for line in self._conclusions():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return text.getvalue()
+        return text_of([*([self._table()] if self.culprits else []), *self._conclusions()])
 
     def _table(self) -> Table:
-        table = Table(title="what the gradient error comes from", title_justify="left")
-        for column in ("", "name", "error before", "with it exact"):
-            table.add_column(column)
+        columns = "kind", "error before", "with it exact"
+        made = table("what the gradient error comes from", "name", *columns)
         for c in self.culprits:
             errors = f"{c.error_before:.3g}", f"{c.error_after:.3g}"
-            table.add_row(c.kind, escape(c.name), *errors)
-        return table
+            made.add_row(named(c.name), c.kind, *errors)
+        return made
 
     def _conclusions(self) -> Iterator[str]:
         if not self.units:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.inspect.fitting.candidates import Candidate
@@ -18,6 +15,7 @@ from fp8pass.inspect.fitting.replay import Moment
 from fp8pass.inspect.fitting.setup import config_text
 from fp8pass.inspect.fitting.tables import memory_table, ways_table
 from fp8pass.inspect.fitting.timeline import plot_timeline
+from fp8pass.inspect.terminal import text_of
 
 
 @dataclass
@@ -136,11 +134,7 @@ class Fit:
         figure.savefig(path, format="png")
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(width=150, file=text)
-        for part in self._parts():
-            console.print(part)
-        return text.getvalue()
+        return text_of(self._parts())
 
     def _telling(self) -> list[tuple[Candidate, str]]:
         """The ways to train that have as much in the same places as what is shown, or least."""

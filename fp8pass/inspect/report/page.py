@@ -33,7 +33,7 @@ from fp8pass.inspect.report.folding import fold
 from fp8pass.inspect.report.picture import KINDS, draw
 from fp8pass.inspect.report.sources import source_line
 from fp8pass.inspect.report.timeline import timeline
-from fp8pass.inspect.tables import by_bytes, mib, remarks
+from fp8pass.inspect.tables import by_bytes, mib, remarks, short_name
 from fp8pass.passes.runner import PassRecord
 from fp8pass.plan import FrontierPoint, Plan, SavedTensor
 
@@ -225,14 +225,6 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
         "choices": [[asdict(c) for c in _choices(g.plan)] for g in explanation.graphs],
         "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
     }
-
-
-def short_name(operator: str) -> str:
-    """The name of an operator without library and overload: `add` for `aten.add.Tensor`."""
-    if "_scaled_dot_product" in operator:
-        return "attention"
-    parts = operator.split(".")
-    return parts[1] if len(parts) > 1 else operator
 
 
 def _flop(count: float) -> str:
