@@ -147,14 +147,17 @@ class Config:
     def __new__(cls, *args: Any, **options: Any) -> Config:
         """A configuration to be filled; an unknown option is an error that names the nearest."""
         if args:
+            recipe = args[0] if args[0] in RECIPES else "coat"
             raise ConfigError(
-                f"Config takes options by name, got {args[0]!r}. A recipe is Config.recipe('coat')."
+                f"Config takes options by name, got {args[0]!r}. For a recipe write "
+                f"Config.recipe({recipe!r})."
             )
         if "recipe" in options:
             name = options.pop("recipe")
             rest = "".join(f", {option}=..." for option in options)
             raise ConfigError(
-                f"A recipe is Config.recipe({name!r}{rest}): it is where options start."
+                f"For a recipe write Config.recipe({name!r}{rest}) in place of "
+                f"Config(recipe={name!r}{rest})."
             )
         for name in options:
             _check_known(name)

@@ -351,12 +351,13 @@ class Plan:
         rewritten = len(self.linears) - len(self.high_precision)
         format = f"simulated {self.simulated}" if self.simulated else "FP8"
         low_bit = sum(1 for s in self.saved if s.expected_error)
+        smaller = self.saved_bytes < self.exact_bytes
         return (
-            f"{rewritten} of {len(self.linears)} linear layers in {format}"
-            f" ({len(self.high_precision)} stay in high precision), {low_bit} of"
+            f"{rewritten} of {len(self.linears)} linear layers in {format}, {low_bit} of"
             f" {len(self.saved)} saved tensors in low bits, {bytes_text(self.saved_bytes)} kept"
+            " for the backward"
+            + (f" instead of {bytes_text(self.exact_bytes)}" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} on the host" if self.offload else "")
-            + (f"; {self.note}" if self.note else "")
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -69,6 +69,10 @@ def with_loss():
     return MLP(), (x(),), lambda model, batch: model(*batch).square().mean()
 
 
+def with_loss_of_a_tensor():
+    return MLP(), x(), lambda model, batch: model(batch).square().mean()
+
+
 def with_loss_of_a_dict():
     return MLP(), {"x": x()}, lambda m, b: m(**b).square().mean()
 

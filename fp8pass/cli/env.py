@@ -61,7 +61,7 @@ def devices() -> dict[str, dict[str, str]]:
             **_paths(device),
         }
     if not torch.cuda.device_count():
-        found["cuda"] = {"name": _answer(_why_no_gpu)}
+        found["cuda"] = {"name": _answer(_why_no_gpu) if torch.version.cuda else "no GPU"}
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from fp8pass.cli import target
@@ -70,12 +71,22 @@ def _fitted(options: argparse.Namespace, config: Any, found: target.Target) -> A
                 config=config,
                 accumulate=options.accumulate,
                 blocks=options.blocks,
-                loss_fn=found.loss_fn,
+                loss_fn=_loss_fn(found),
                 **found.kwargs,
             )
         except ConfigError as error:
             wrong = error
     raise UsageError(str(wrong)) from wrong
+
+
+def _loss_fn(found: target.Target) -> Callable[[Any, Any], Any] | None:
+    """TARGET's `loss_fn` for the batch as `fit` passes it: one tensor, too, is in a tuple."""
+    import torch
+
+    loss_fn = found.loss_fn
+    if loss_fn is None or not isinstance(found.batch, torch.Tensor):
+        return loss_fn
+    return lambda model, batch: loss_fn(model, batch[0])
 
 
 COMMAND = Command(

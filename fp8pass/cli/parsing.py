@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8pass.config import unknown
 
@@ -51,6 +51,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             **settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and a message that is not hidden behind all of the usage."""
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments as attributes, and an empty list: unknown ones are an error."""

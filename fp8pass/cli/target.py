@@ -157,7 +157,9 @@ def build(text: str) -> Any:
         found = attrgetter(name)(module)
     except AttributeError as error:
         names = [n for n, value in vars(module).items() if callable(value)]
-        raise UsageError(f"{unknown('function', name, names)} It is not in {where}.") from error
+        own = [n for n in names if getattr(module, n).__module__ == module.__name__]
+        has = f"{where} has {', '.join(own[:8])}" if own else f"{where} has no functions"
+        raise UsageError(f"{unknown('function', name, names)} {has}.") from error
     if isinstance(found, nn.Module):
         return found
     if not callable(found):

@@ -48,7 +48,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
 def why_no_triton_kernels(device: torch.device) -> str | None:
     """The reason why the Triton kernels of `codegen/` do not run on `device`, None if they do."""
     if device.type != "cuda":
-        return f"no Triton kernels on {device.type}"
+        return "Triton kernels run on NVIDIA GPUs only"
     return why_no_fp8_gemm(device)
 
 

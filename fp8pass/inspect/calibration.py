@@ -13,7 +13,7 @@ from fp8pass import graph
 from fp8pass.config import Config, ValueMoments
 from fp8pass.graph.tags import original_name
 from fp8pass.inspect.recording import Record, record_step
-from fp8pass.inspect.running import configuration_of
+from fp8pass.inspect.running import checked_configuration
 from fp8pass.rules.error_rules import Rules
 
 
@@ -46,8 +46,12 @@ def calibrate(
 
     Returns:
         (name, mean, standard deviation) of each value: plain data that JSON can hold.
+
+    Raises:
+        TypeError: `model` is no module, `config` no `Config`, or `loss_fn` gives no loss.
     """
-    records = record_step(model, loss_fn, batch, config or configuration_of(model))
+    config = checked_configuration("calibrate", model, config)
+    records = record_step(model, loss_fn, batch, config)
     found: dict[str, ValueMoments] = {}
     for record in records:
         for moments in _moments(record):

@@ -23,7 +23,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.tags import GATHERED_AS, ROLE, original_name
 from fp8pass.inspect.prediction import Predictor
 from fp8pass.inspect.recording import Record, record_step
-from fp8pass.inspect.running import configuration_of
+from fp8pass.inspect.running import checked_configuration
 from fp8pass.inspect.terminal import named, table, text_of
 from fp8pass.rules.error_rules import Rules
 
@@ -161,8 +161,11 @@ def diagnose(
 
     Returns:
         A Diagnosis: `print` it, or use `.layers`, `.suspicious`, `.plot()`, `.to_json()`.
+
+    Raises:
+        TypeError: `model` is no module, `config` no `Config`, or `loss_fn` gives no loss.
     """
-    config = config or configuration_of(model)
+    config = checked_configuration("diagnose", model, config)
     records = record_step(model, loss_fn, batch, config)
     return Diagnosis(config, [error for record in records for error in errors_of(record)])
 

@@ -18,9 +18,9 @@ from fp8pass.dynamo import Backend
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import path_pattern
 from fp8pass.inspect.running import (
+    checked_configuration,
     compiled_as,
     compiled_parts,
-    configuration_of,
     owners_of,
     unchanged,
 )
@@ -139,13 +139,14 @@ def explain(
         **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
 
     Raises:
+        TypeError: `model` is no module or `config` no `Config`.
         ValueError: the model is on the meta device.
 
     Returns:
         An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
         `.plot_frontier()`.
     """
-    config = config or configuration_of(model)
+    config = checked_configuration("explain", model, config)
     parts = compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))

@@ -12,6 +12,7 @@ from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, Inputs, weights_by_path
 from fp8pass.config import Config
 from fp8pass.inspect.running import (
+    checked_loss,
     compiled_as,
     fresh_gradients,
     is_sharded,
@@ -41,7 +42,9 @@ def record_step(
         unchanged(module),
         compiled_as(model, backend) as program,
     ):
-        loss_fn(program, batch).backward()
+        loss = checked_loss(loss_fn, program, batch)
+        if loss.requires_grad:
+            loss.backward()
     return [r for r in records if r.complete]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.config import Config, split_options
+from fp8pass.config import RECIPES, Config, split_options
 from fp8pass.dynamo import Backend, fp8pass
 
 
@@ -31,6 +32,48 @@ def configuration_of(model: nn.Module) -> Config:
             "config=fp8pass.Config(...), or give a part in place of the model."
         )
     return parts.pop() if parts else Config()
+
+
+def checked_configuration(tool: str, model: Any, config: Any) -> Config:
+    """The configuration that a tool takes: the one that it was given, or the model's own.
+
+    Raises:
+        TypeError: `model` is no module or `config` no `Config`.
+        ValueError: parts were compiled with different configurations.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{tool} takes a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(config, Config | None):
+        recipe = config if config in RECIPES else "coat"
+        raise TypeError(
+            f"config is a fp8pass.Config, got {type(config).__name__}. For a recipe by name: "
+            f"config=fp8pass.Config.recipe({recipe!r})."
+        )
+    return config or configuration_of(model)
+
+
+def checked_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
+    """`loss_fn(program, batch)`.
+
+    Raises:
+        TypeError: it takes other arguments, or gives no loss.
+    """
+    try:
+        inspect.signature(loss_fn).bind(program, batch)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn takes the model and the batch, as lambda m, b: m(**b).loss does: {error}."
+        ) from None
+    except ValueError:  # written in C: nothing is known
+        pass
+    loss = loss_fn(program, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(
+            f"loss_fn must give the loss, a tensor of one element, as lambda m, b: m(**b).loss "
+            f"does; it gave {given}."
+        )
+    return loss
 
 
 def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:

@@ -29,7 +29,10 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
         saved[compat.weak_storage(tensor)] = tensor.untyped_storage().nbytes()
 
     def unpack(_: None) -> Tensor:
-        raise RuntimeError("the tensors that a measured forward saved were not kept")
+        raise RuntimeError(
+            "The model runs a backward within its forward. explain counts what a forward saves and "
+            "keeps none of it: give it a forward without one."
+        )
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         model(*args, **kwargs)

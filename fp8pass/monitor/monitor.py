@@ -198,10 +198,26 @@ class Monitor:
         for message in self._findings.new(found):
             log.warning("%s", message)
 
+    def _why_empty(self) -> str:
+        """Why there is no sample, and what to do."""
+        if self._totals:
+            return "Nothing sampled yet: a step is being sampled, call monitor.step() at its end."
+        if self.steps:
+            return (
+                f"Nothing sampled by step {self.steps}: no graph that was compiled with this "
+                "monitor quantized a tensor in training. Compile with "
+                "backend=fp8pass.backend(config, monitor=monitor), not in recipe 'exact', and call "
+                "monitor.step() after optimizer.step()."
+            )
+        return (
+            "Nothing sampled yet: no step has run. Compile with backend=fp8pass.backend(config, "
+            "monitor=monitor), train, and call monitor.step() after each optimizer.step()."
+        )
+
     def __str__(self) -> str:
         """The latest sample as a table, the worst first."""
         if not self.latest:
-            return "Nothing sampled yet."
+            return self._why_empty()
         buffer = io.StringIO()
         Console(file=buffer, width=140).print(_table(self.latest))
         return buffer.getvalue()

@@ -65,7 +65,7 @@ def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
     hints = compat.size_hint(rows), compat.size_hint(hidden)
     count = ctx.config.head_chunks or rule_of_chunks(*hints)
     if count == 1 or rows < 2 * count:  # a guard, where the number of tokens varies
-        return whole("few tokens, or few features")
+        return whole("there are too few tokens or features for chunks to pay")
     try:
         Chunking(gm, head, find_part(head), count).run()
     except NotByRows as reason:

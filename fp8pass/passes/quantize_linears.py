@@ -109,14 +109,14 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if not config.quantize_lm_head and layer.is_head:
-        return Reason("output head: quantize_lm_head=False", chosen=True)
+        return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
     if layer.flaw:
         return Reason(layer.flaw)
     if layer.is_router:
         return Reason("router: a small error may send a token elsewhere", chosen=True)
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
     if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
-        return Reason(f"{gemm.target}: only plain 2-D GEMMs run in FP8")
+        return Reason(f"{gemm.target} computes it: only products of two plain matrices run in FP8")
     biased = gemm.target is aten.addmm.default
     if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")

@@ -135,7 +135,13 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 
 def report(plan: Plan) -> None:
-    """Log one line about a graph; a warning if much stays in high precision unasked."""
+    """Log one line about a graph; a warning if much stays in high precision unasked.
+
+    Inference is for debugging: training says as much about the same layers.
+    """
+    if plan.note == "inference":
+        log.debug("%s, in inference", plan.summary())
+        return
     share = plan.unexpected_share
     if share <= ROUTINE_SHARE:
         log.info("%s", plan.summary())

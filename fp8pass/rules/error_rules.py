@@ -192,7 +192,8 @@ class Rules:
             if user in self.backward:
                 yield self._attention(user)
         elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
-            yield f"{operator_name(user)} in the backward reads it, without an error rule"
+            name = operator_name(user)
+            yield f"no rule bounds how errors grow in {name} of the backward, which reads it"
 
     def _by_choice(self, user: fx.Node) -> str:
         """Why `user` needs its operands exactly: its layer stays in high precision by choice.
@@ -200,7 +201,7 @@ class Rules:
         '' for other operators.
         """
         chosen = user.meta.get(KEPT_BY_CHOICE) and user in self.backward
-        return "its layer stays in high precision by choice" if chosen else ""
+        return "a layer that stays in high precision by choice reads it" if chosen else ""
 
     def _attention(self, user: fx.Node) -> Amplification | str:
         """The rule for the operands of an attention operator, by the first of them."""

@@ -175,7 +175,9 @@ class Factors:
             twice = evaluate(definition.value, known | {s: -2 * f for s, f in dependent.items()})
         if not torch.allclose(twice, -2 * result.detach(), equal_nan=True):
             overflows = not bool(result.isfinite().all())
-            problem = "overflows on samples" if overflows else "is not linear in the gradient"
+            problem = (
+                "overflows on random samples" if overflows else "is not linear in the gradient"
+            )
             raise Underivable(f"{definition.symbol} {problem}")
         return result.expand(self.shape)
 

@@ -190,7 +190,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
     pending, seen = [node], {node}
     for value in pending:
         if value in needs.exact:
-            through = "" if value is node else "what is computed from it is exact: "
+            through = "" if value is node else "what is computed from it must be exact: "
             return f"{through}{needs.exact[value]}"
         users = [n for n in value.users if n not in seen]
         seen.update(users)

@@ -82,7 +82,9 @@ def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
 def free_decision(node: fx.Node, facts: JointFacts) -> Decision:
     """The decision about a value that stays alive until the backward anyway."""
     parameter = node in facts.parameters
-    return Decision(EXACT, 0, "parameter" if parameter else "autograd holds this leaf anyway")
+    return Decision(
+        EXACT, 0, "parameter" if parameter else "a leaf tensor, which autograd holds anyway"
+    )
 
 
 def kept_bytes(decisions: Decisions, choices: FormatChoices) -> float:

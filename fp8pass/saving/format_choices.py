@@ -160,7 +160,11 @@ class FormatChoices:
             return [FormatChoice(EXACT, 0, reason)]
         groups = {f: self._group_size(node, f) for f in self.formats}
         if not any(groups.values()):
-            return [FormatChoice(EXACT, 0, "no group of 16 or more divides its last dimension")]
+            return [
+                FormatChoice(
+                    EXACT, 0, "its last dimension cannot be cut into equal groups of 16 or more"
+                )
+            ]
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
             bound = self.rules.amplification(node).bound

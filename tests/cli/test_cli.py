@@ -293,6 +293,10 @@ def test_fit_gives_lines_to_paste(run, tmp_path):
     assert (tmp_path / "memory.png").stat().st_size
 
 
+def test_fit_passes_a_batch_of_one_tensor_as_the_other_commands_do(run):
+    assert "◀ fits" in ok(run("fit", "factories:with_loss_of_a_tensor", *ROOM))
+
+
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_hidden_layers": 60}  # 24 GB of weights

@@ -26,6 +26,13 @@ def test_env_as_a_process():
     assert found["variables"]["FP8PASS_CHECK"] == "1"
 
 
+@pytest.mark.skipif(bool(torch.version.cuda), reason="about PyTorch without CUDA")
+def test_env_without_cuda_reports_no_error():
+    out = python("-m", "fp8pass", "env").stdout
+    assert "no GPU" in out
+    assert "Error" not in out
+
+
 def test_env_without_pytorch():
     """And without anything else that may be missing."""
     missing = ("torch", "triton", "transformers", "torchao", "rich")

@@ -46,7 +46,7 @@ from fp8pass.cli import COMMANDS
         (["explain", "factories.py"], "Give factories.py:NAME"),
         (["explain", "factory:model"], "Unknown module 'factory'. Did you mean 'factories'?"),
         (["explain", "not/a.module:model"], "is no module"),
-        (["explain", "factories:modle"], "Did you mean 'model'?"),
+        (["explain", "factories:modle"], "Did you mean 'model'? factories has "),
         (["explain", "factories:constant"], "is a int; it should be a function"),
         (["explain", "factories:with_argument"], "missing a required argument: 'size'"),
         (["explain", "factories:number"], "TARGET returned (int); it should return a model"),
@@ -63,6 +63,8 @@ def test_wrong_usage(run, words, message):
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
+    assert len(err.splitlines()) == 2  # the message, and where help is
+    assert err.endswith(" --help.\n")
 
 
 @pytest.mark.parametrize(

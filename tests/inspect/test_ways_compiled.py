@@ -143,3 +143,25 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
     assert len(names) == len(moments) > 0
     modules = {name.split(":")[0] for name in names}
     assert modules <= {path for path, _ in model.blocks[0].named_modules()}
+
+
+@pytest.mark.parametrize("tool", [fp8pass.diagnose, fp8pass.bisect, fp8pass.calibrate])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": len}, "takes a torch.nn.Module, got builtin_function_or_method"),
+        ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
+        ({"loss_fn": lambda output: output.sum()}, "takes the model and the batch.*too many"),
+        ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it gave \(4, 64\)"),
+    ],
+)
+def test_wrong_arguments_say_what_to_give(tool, changes, says):
+    arguments = {"model": nn.ReLU(), "loss_fn": loss, "batch": X[0, :4], "config": None} | changes
+    with pytest.raises(TypeError, match=says):
+        tool(**arguments)
+
+
+def test_nothing_to_measure_is_said_in_words():
+    found = fp8pass.diagnose(nn.ReLU(), loss, X)
+    assert "No gradient has an error" in str(found)
+    assert fp8pass.calibrate(nn.ReLU(), loss, X) == ()

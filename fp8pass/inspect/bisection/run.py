@@ -17,7 +17,7 @@ from fp8pass.config import Config, ConfigError
 from fp8pass.inspect.bisection.result import Bisection, Culprit
 from fp8pass.inspect.bisection.search import Search
 from fp8pass.inspect.bisection.trials import Trials
-from fp8pass.inspect.running import compiled_parts, configuration_of
+from fp8pass.inspect.running import checked_configuration, compiled_parts
 
 
 def bisect(
@@ -55,14 +55,7 @@ def bisect(
     """
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise ConfigError(f"most is how many culprits to look for, 1 or more; got {most!r}.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"bisect takes a torch.nn.Module, got {type(model).__name__}.")
-    if not isinstance(config, Config | None):
-        raise TypeError(
-            f"config is a fp8pass.Config, got {type(config).__name__}. For a recipe by name: "
-            "config=fp8pass.Config.recipe('coat')."
-        )
-    config = config or configuration_of(model)
+    config = checked_configuration("bisect", model, config)
     with _progress_bar() as progress:
         trials = Trials(model, loss_fn, batch, replace(config, compiler="eager"), progress)
         search = Search(len(trials.units), trials.error)

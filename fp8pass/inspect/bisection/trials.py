@@ -16,7 +16,7 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.bisection.units import Unit, options_for, units_of
-from fp8pass.inspect.running import compiled_as, fresh_gradients, unchanged
+from fp8pass.inspect.running import checked_loss, compiled_as, fresh_gradients, unchanged
 from fp8pass.passes.runner import log
 
 
@@ -71,13 +71,7 @@ class Trials:
             unchanged(self.module),
             compiled_as(self.model, backend) as program,
         ):
-            loss = self.loss_fn(program, self.batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise TypeError(
-                    f"loss_fn must give the loss, a tensor of one element, as lambda m, b: "
-                    f"m(**b).loss does; it gave {given}."
-                )
+            loss = checked_loss(self.loss_fn, program, self.batch)
             if loss.requires_grad:
                 loss.backward()
             self.progress(4 + len(self.units).bit_length())
