@@ -28,6 +28,7 @@ from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context
 from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
+from fp8pass.progress import shown
 from fp8pass.weights.inputs import choose_codes, examples, giving_codes, with_codes
 
 
@@ -117,7 +118,8 @@ class InnerCompile:
         if self.compilation.config.compiler == "eager":
             return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
-        return compat.compile_fx_inner(gm, inputs, **kwargs)
+        with shown(f"Inductor compiles the {half}, {len(gm.graph.nodes):,} operators"):
+            return compat.compile_fx_inner(gm, inputs, **kwargs)
 
 
 def rewrite_inference(

@@ -18,7 +18,7 @@ from fp8pass.inspect.folding import (
     path_pattern,
 )
 from fp8pass.inspect.terminal import named, table
-from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
+from fp8pass.plan import Collective, FrontierPoint, Linear, Offload, Plan, RuleSummary
 
 
 def linears_table(title: str, plan: Plan) -> Table:

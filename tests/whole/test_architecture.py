@@ -31,6 +31,7 @@ ROOMS = (
     "partition",
     "monitor",
     "guard",
+    "progress",
     "dynamo",
     "distributed",
     "testing",
