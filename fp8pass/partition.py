@@ -121,7 +121,10 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     )
     crossing = {n.name for n in tensors}
     if crossing != set(planned):
-        raise AssertionError(f"planned to save {planned}, saved {sorted(crossing)}")
+        raise AssertionError(
+            f"The backward reads {sorted(crossing)}, and {planned} were planned to be kept for it. "
+            "This is a bug of fp8pass: please report it, with the output of fp8pass env."
+        )
     for half in (forward, backward):  # each has been given all that it could wait for
         remove_unused(half.graph)
         half.recompile()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     command = parsers[options.command]
     try:
-        COMMANDS[options.command].run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            COMMANDS[options.command].run(options)
         sys.stdout.flush()
     except UsageError as error:
         command.error(str(error))
@@ -64,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{command.prog}: error: {message}", file=sys.stderr)
         return 1
     return 0
+
+
+def _show_warning(message: Warning | str, *where: object) -> None:
+    """Print a warning without the line of source that gives it."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
