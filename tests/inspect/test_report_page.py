@@ -99,12 +99,13 @@ def opened(browser, report) -> Iterator[Opened]:
 def test_it_renders(opened, decoder):
     page = opened.page
     assert page.inner_text("#kept") == f"{mib(decoder.saved_bytes)} MiB"
-    assert opened.drawn(".folded") > 20
-    assert opened.drawn(".layer") == 3
+    labels = page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
+    assert len([x for x in labels if x.startswith("2 equal layers\nlayers.1 – 2")]) == 2  # sides
+    kept = page.evaluate("canvas.$('.kept').map((e) => e.data('bytes'))")
+    assert sum(kept) == decoder.saved_bytes
+    page.click("#unfold")
+    assert opened.drawn(".layer") == 1 + 3  # all of them, and those that differ
     assert opened.drawn(".kept") > 10
-    assert "2 equal layers: model.layers.1 to model.layers.2" in page.evaluate(
-        "canvas.$('.layer').map((n) => n.data('label'))"
-    )
 
 
 def test_charts(browser, tmp_path):
@@ -119,14 +120,13 @@ def test_charts(browser, tmp_path):
 
 
 def test_the_forward_is_above_the_backward_of_its_module(opened):
-    ys = opened.page.evaluate(
-        "picture.cells.map((c) => [c.backward, canvas.getElementById(c.id).position('y')])"
-    )
-    forward, backward = ([y for side, y in ys if side is b] for b in (False, True))
+    ys = opened.page.evaluate("canvas.$('.folded').map((n) => [n.id(), n.position('y')])")
+    forward, backward = ([y for i, y in ys if i.endswith(s)] for s in ("forward", "backward"))
     assert max(forward) < min(backward)
 
 
 def test_lines_are_as_wide_as_tensors_are_large(opened):
+    opened.page.click("#unfold")
     edges = opened.page.evaluate(
         "canvas.$('.kept').map((e) => [e.data('bytes'), parseFloat(e.style('width'))])"
     )
@@ -137,11 +137,14 @@ def test_lines_are_as_wide_as_tensors_are_large(opened):
 def test_click_unfold_fold(opened):
     page = opened.page
     page.evaluate("document.getElementById('picture').scrollIntoView()")
-    opened.click_in_picture(".folded[label = 'mlp.gate_proj']")
-    assert "keeps for the backward" in page.inner_text("#details")
-    page.click("#details button:text-is('unfold')")
+    page.evaluate("setAllFolded(true)")
+    for label in ("4 layers", "layers.0", "mlp.gate_proj"):
+        opened.click_in_picture(f".folded[label ^= '{label}']")
+        assert "keeps for the backward" in page.inner_text("#details")
+        page.click("#details button:text-is('unfold')")
     assert opened.drawn(".operator[label = 'scaled_mm']") > 0
     opened.click_in_picture(".operator[label = 'scaled_mm']")
+    page.wait_for_selector("#details h3:text-is('scaled_mm')")
     details = page.inner_text("#details")
     for known in ("linear layer in FP8", "one for each row", "modeling_llama.py", "model.layers."):
         assert known in details
@@ -190,8 +193,9 @@ def test_search_and_filter(opened):
     page.select_option("#only", "model.layers.1.mlp")
     assert 0 < opened.drawn("node") < everything
     shown = page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
-    assert {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} <= set(shown)
-    assert "0.mlp" not in shown
+    names = {label.split("\n")[0] for label in shown}
+    assert {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} <= names
+    assert not names & {"0.mlp", "lm_head"}
 
 
 def test_sort(opened):
@@ -244,7 +248,8 @@ def test_several_graphs(browser, tmp_path):
     opened.page.select_option("#graph", "1")
     assert opened.page.locator("table.linears:visible").inner_text().count("second") == 1
     assert opened.page.evaluate("picture.columns.includes('second')")
-    assert opened.drawn(".operator") > 0  # small enough to be unfolded
+    opened.page.click("#unfold")
+    assert opened.drawn(".operator") > 0
     assert opened.errors == []
 
 

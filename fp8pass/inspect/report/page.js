@@ -13,241 +13,104 @@ function size(bytes) {
 
 // --- the picture ---------------------------------------------------------------------------------
 
-// What a folded module is coloured as: the first of these that it holds.
-const STANDS_OUT = ["fp8", "attention", "linear", "nonlinear", "quantize", "dequantize", "recomputed", "input"];
-const SMALL_ENOUGH_TO_UNFOLD = 60;
-const A_FEW_SCALARS = 64; // bytes not worth a label
-const NODE_HEIGHT = 26;
-const COLUMN_GAP = 46;
-const BAND_GAP = 220;
-const widthOf = (label) => 18 + 7.5 * label.length;
-const numbered = (path) => [path.replace(/\d+$/, ""), Number(path.match(/\d+$/)[0])];
-const shortened = (path) => path.split(".").slice(-2).join(".") || "(top level)";
-
-class Cell {
-  // The operators of one module on one side of the step.
-  constructor(column, module, backward, operators) {
-    Object.assign(this, { column, module, backward, operators });
-    this.id = `cell:${column}:${backward ? "backward" : "forward"}`;
-    this.kind = STANDS_OUT.find((kind) => operators.some((y) => y.kind === kind));
-  }
-
-  get label() {
-    return shortened(this.module);
-  }
-}
-
-class Picture {
-  constructor(picture) {
-    this.columns = picture.columns;
-    this.edges = picture.edges;
-    this.layers = picture.layers;
-    this.operators = new Map(picture.operators.map((y) => [y.id, y]));
-    this.cells = [];
-    for (const backward of [false, true]) {
-      this.columns.forEach((module, column) => {
-        const own = picture.operators.filter((y) => y.column === column && y.backward === backward);
-        if (own.length) this.cells.push(new Cell(column, module, backward, own));
-      });
-    }
-    this.cellOf = new Map(this.cells.flatMap((cell) => cell.operators.map((y) => [y.id, cell])));
-    const small = picture.operators.length <= SMALL_ENOUGH_TO_UNFOLD;
-    this.unfolded = new Set(small ? this.cells.map((cell) => cell.id) : []);
-    this.only = "";
-  }
-
-  // The cells of the module asked for, and those at the other end of what it keeps or reads.
-  shownCells() {
-    const inside = (cell) => !this.only || cell.module === this.only || cell.module.startsWith(`${this.only}.`);
-    const shown = new Set(this.cells.filter(inside));
-    for (const edge of this.edges.filter((e) => e.bytes)) {
-      const ends = [this.cellOf.get(edge.source), this.cellOf.get(edge.target)];
-      if (ends.some(inside)) ends.forEach((cell) => shown.add(cell));
-    }
-    return this.cells.filter((cell) => shown.has(cell));
-  }
-
-  // Where each operator of a cell lies, from the cell's corner, and how large the cell is.
-  layout(cell) {
-    if (!this.unfolded.has(cell.id)) {
-      return { width: widthOf(cell.label), height: 2 * NODE_HEIGHT, at: new Map() };
-    }
-    const graph = new dagre.graphlib.Graph().setGraph({ rankdir: "TB", nodesep: 14, ranksep: 20 });
-    graph.setDefaultEdgeLabel(() => ({}));
-    for (const y of cell.operators) graph.setNode(y.id, { width: widthOf(y.label), height: NODE_HEIGHT });
-    for (const e of this.edges) {
-      if (this.cellOf.get(e.source) === cell && this.cellOf.get(e.target) === cell) graph.setEdge(e.source, e.target);
-    }
-    dagre.layout(graph);
-    const { width, height } = graph.graph();
-    return { width, height, at: new Map(cell.operators.map((y) => [y.id, graph.node(y.id)])) };
-  }
-
-  elements() {
-    const cells = this.shownCells();
-    const layouts = new Map(cells.map((cell) => [cell, this.layout(cell)]));
-    const lefts = this.placeColumns(cells, layouts);
-    const above = Math.max(0, ...cells.filter((c) => !c.backward).map((c) => layouts.get(c).height));
-    const nodes = this.layerNodes(cells);
-    for (const cell of cells) {
-      const { width, height, at } = layouts.get(cell);
-      const room = lefts.get(cell.column);
-      const corner = { x: room.left + (room.width - width) / 2, y: cell.backward ? above + BAND_GAP : above - height };
-      nodes.push(...this.cellNodes(cell, corner, width, height, at));
-    }
-    return [...nodes, ...this.visibleEdges(cells)];
-  }
-
-  placeColumns(cells, layouts) {
-    const places = new Map();
-    let left = 0;
-    this.columns.forEach((_, column) => {
-      const own = cells.filter((cell) => cell.column === column);
-      if (!own.length) return;
-      const width = Math.max(...own.map((cell) => layouts.get(cell).width));
-      places.set(column, { left, width });
-      left += width + COLUMN_GAP;
-    });
-    return places;
-  }
-
-  layerNodes(cells) {
-    const shown = new Set(cells.map((cell) => cell.column));
-    return this.layers
-      .map((layer, i) => ({ layer, i }))
-      .filter(({ layer }) => layer.columns.some((c) => shown.has(c)))
-      .map(({ layer, i }) => ({
-        classes: "layer",
-        data: {
-          id: `layer:${i}`,
-          label: layer.count > 1 ? `${layer.count} equal layers: ${layer.first} to ${layer.last}` : layer.first,
-        },
-      }));
-  }
-
-  cellNodes(cell, corner, width, height, at) {
-    const layer = this.layers.findIndex((y) => y.columns.includes(cell.column));
-    const parent = layer < 0 ? undefined : `layer:${layer}`;
-    if (!this.unfolded.has(cell.id)) {
-      return [{
-        classes: "folded",
-        data: { id: cell.id, parent, label: cell.label, kind: cell.kind, width },
-        position: { x: corner.x + width / 2, y: corner.y + height / 2 },
-      }];
-    }
-    return [
-      { classes: "cell", data: { id: cell.id, parent, label: cell.label } },
-      ...cell.operators.map((y) => ({
-        classes: "operator",
-        data: { id: y.id, parent: cell.id, label: y.label, kind: y.kind, width: widthOf(y.label) },
-        position: { x: corner.x + at.get(y.id).x, y: corner.y + at.get(y.id).y },
-      })),
-    ];
-  }
-
-  // Edges between what is visible, those of a folded module put together.
-  visibleEdges(cells) {
-    const shown = new Set(cells);
-    const standsFor = (id) => {
-      const cell = this.cellOf.get(id);
-      return shown.has(cell) ? (this.unfolded.has(cell.id) ? id : cell.id) : null;
-    };
-    const merged = new Map();
-    for (const edge of this.edges) {
-      const [source, target] = [standsFor(edge.source), standsFor(edge.target)];
-      if (!source || !target || source === target) continue;
-      const id = `${source}→${target}`;
-      const known = merged.get(id) ?? { id, source, target, crosses: false, tensors: new Map() };
-      known.crosses ||= edge.crosses;
-      if (edge.crosses) known.tensors.set(edge.source, edge.bytes);
-      merged.set(id, known);
-    }
-    return [...merged.values()].map(({ tensors, ...edge }) => {
-      const bytes = [...tensors.values()].reduce((sum, x) => sum + x, 0);
-      const tensorIds = [...tensors.keys()];
-      return { classes: bytes ? "kept" : edge.crosses ? "free" : "", data: { ...edge, bytes, tensors: tensorIds, label: bytes > A_FEW_SCALARS ? size(bytes) : "" } };
-    });
-  }
-
-  matching(text) {
-    const wanted = this.drawnPath(text.toLowerCase());
-    const words = (y) => [y.module, y.label, y.id, y.details.keeps ?? ""];
-    return [...this.operators.values()].filter((y) => words(y).some((x) => x.toLowerCase().includes(wanted)));
-  }
-
-  // A layer that an equal one stands for is found there.
-  drawnPath(text) {
-    return text.replace(/(\w+\.)(\d+)/, (path, name, number) => {
-      const stands = this.layers.map((y) => [...numbered(y.first), numbered(y.last)[1]])
-        .find(([prefix, first, last]) => prefix.toLowerCase().endsWith(name) && first <= number && number <= last);
-      return stands ? name + stands[1] : path;
-    });
-  }
-}
-
 function pictureStyle(largest) {
   const fill = (node) => color(node.data("kind"));
+  const boxed = { shape: "round-rectangle", width: "data(width)", height: "data(height)" };
   return [
-    { selector: "node", style: { label: "data(label)", color: color("text"), "font-size": 12, "text-valign": "center" } },
+    { selector: "node", style: { color: color("text"), "font-size": 12, "text-valign": "center", "z-index-compare": "manual", "z-index": 3 } },
     { selector: ".operator, .folded", style: {
-      shape: "round-rectangle", width: "data(width)", height: NODE_HEIGHT, "background-color": fill,
-      "background-opacity": 0.25, "border-width": 1.5, "border-color": fill } },
-    { selector: ".folded", style: { height: 2 * NODE_HEIGHT, "font-weight": "bold" } },
+      ...boxed, label: "data(label)", "background-color": fill, "background-opacity": 0.25, "border-width": 1.5,
+      "border-color": fill } },
+    { selector: ".operator", style: { height: NODE_HEIGHT } },
+    { selector: ".folded", style: { "font-weight": "bold", "text-wrap": "wrap", "line-height": 1.2 } },
     { selector: ".cell", style: {
-      shape: "round-rectangle", "background-color": color("panel"), "background-opacity": 0.6, "border-width": 1,
-      "border-color": color("line"), "text-valign": "top", "font-size": 13, "font-weight": "bold", padding: 12 } },
+      ...boxed, "background-color": color("panel"), "border-width": 1, "border-color": color("line"), "z-index": 1 } },
     { selector: ".layer", style: {
-      shape: "round-rectangle", "background-opacity": 0, "border-width": 2, "border-style": "dashed",
-      "border-color": color("faint"), "text-valign": "top", "font-size": 18, color: color("faint"), padding: 22 } },
+      ...boxed, "background-opacity": 0, "border-width": 1.5, "border-style": "dashed", "border-color": color("faint"),
+      "z-index": 0 } },
+    { selector: ".title", style: {
+      label: "data(label)", width: (node) => widthOf([node.data("label")]), height: TITLE_HEIGHT, "background-opacity": 0,
+      "font-weight": "bold", "text-background-color": color("page"), "text-background-opacity": 0.8 } },
     { selector: "edge", style: {
-      width: 1, "line-color": color("line"), "target-arrow-color": color("line"), "target-arrow-shape": "triangle",
-      "arrow-scale": 0.7, "curve-style": "bezier" } },
+      width: 1, "line-color": color("faint"), "target-arrow-color": color("faint"), "target-arrow-shape": "triangle",
+      "arrow-scale": 0.7, opacity: 0.6, "curve-style": (edge) => (edge.data("weights").length ? "round-segments" : "straight"),
+      "edge-distances": "endpoints", "source-endpoint": "data(from)", "target-endpoint": "data(to)",
+      "segment-weights": (edge) => edge.data("weights"), "segment-distances": (edge) => edge.data("distances"),
+      "segment-radii": 6, "z-index-compare": "manual", "z-index": 2 } },
     { selector: ".free", style: { "line-style": "dashed" } },
     { selector: ".kept", style: {
       width: (edge) => 1.5 + 14 * Math.sqrt(edge.data("bytes") / largest), "line-color": color("kept"),
-      "target-arrow-color": color("kept"), opacity: 0.65, label: "data(label)", color: color("text"), "font-size": 11,
-      "text-background-color": color("page"), "text-background-opacity": 0.8 } },
+      "target-arrow-color": color("kept"), opacity: 0.65 } },
     { selector: ".faded", style: { opacity: 0.12 } },
     { selector: ":selected", style: { "border-width": 4, "border-color": color("accent") } },
   ];
 }
 
+const NARROW = 700; // here the line of places runs downwards
 let picture;
 let canvas;
 
+function isNarrow() {
+  return element("graph-picture").parentElement.clientWidth < NARROW;
+}
+
 function drawPicture() {
-  const elements = picture.elements();
+  const elements = picture.elements(isNarrow());
   const largest = Math.max(1, ...elements.map((x) => x.data.bytes ?? 0));
+  const before = canvas && { zoom: canvas.zoom(), pan: canvas.pan() };
   canvas?.destroy();
   canvas = cytoscape({
-    container: element("graph-picture"), elements, layout: { name: "preset" }, style: pictureStyle(largest),
-    minZoom: 0.02, maxZoom: 3, autoungrabify: true, boxSelectionEnabled: false,
+    container: element("graph-picture"), elements, layout: { name: "preset", fit: false }, style: pictureStyle(largest),
+    minZoom: 0.02, maxZoom: 3, autoungrabify: true, boxSelectionEnabled: false, ...before,
   });
   canvas.on("tap", "node.operator", (event) => describeOperator(picture.operators.get(event.target.id())));
-  canvas.on("tap", "node.folded, node.cell", (event) => {
-    const id = event.target.id();
-    // A tap on an operator arrives at the box around it, too.
-    if (event.target.isParent() && picture.operators.has(canvas.$("node:selected").id())) return;
-    describeCell(picture.cells.find((cell) => cell.id === id));
-  });
+  canvas.on("tap", "node.folded, node.cell, node.layer, node.title", (event) => describePlace(event.target.data("of") ?? event.target.id()));
+  canvas.on("dbltap", "node.folded, node.cell, node.layer, node.title", (event) => toggle(picture.place(event.target.data("of") ?? event.target.id())));
   canvas.on("tap", "edge.kept", (event) => describeEdge(event.target));
   canvas.on("tap", (event) => { if (event.target === canvas) closeDetails(); });
-  element("graph-picture").parentElement.classList.toggle("tall", picture.unfolded.size > 0);
-  canvas.resize();
   search();
 }
 
-const READABLE = 0.75;
+const READABLE = 0.7;
 const LARGE = 1.4;
+const MARGIN = 24;
 
 // All of it where that can be read, else its beginning.
-function view(target = canvas.elements()) {
-  canvas.fit(target, 30);
+function view() {
+  const all = canvas.elements();
+  canvas.fit(all, MARGIN);
   if (canvas.zoom() > LARGE) canvas.zoom(LARGE);
-  if (canvas.zoom() >= READABLE) return canvas.center(target);
+  if (canvas.zoom() >= READABLE) return canvas.center(all);
+  const { x1, y1, w, h } = all.boundingBox();
+  const [roomX, roomY] = [canvas.width() - w * READABLE, canvas.height() - h * READABLE];
   canvas.zoom(READABLE);
-  canvas.center(target);
-  canvas.panBy({ x: 40 - target.renderedBoundingBox().x1, y: 0 });
+  canvas.pan({ x: Math.max(MARGIN, roomX / 2) - x1 * READABLE, y: Math.max(MARGIN, roomY / 2) - y1 * READABLE });
+}
+
+// As much detail as can be read at once.
+function overview() {
+  picture.unfoldWhile(() => {
+    const nodes = picture.elements(isNarrow()).filter((x) => x.data.width);
+    const extent = (axis, side) => Math.max(...nodes.map((x) => x.position[axis] + x.data[side] / 2)) - Math.min(...nodes.map((x) => x.position[axis] - x.data[side] / 2));
+    const { clientWidth, clientHeight } = element("graph-picture");
+    return Math.min((clientWidth - 2 * MARGIN) / extent("x", "width"), (clientHeight - 2 * MARGIN) / extent("y", "height")) >= READABLE;
+  });
+  drawPicture();
+  view();
+}
+
+// Fold or unfold a place, which stays where it begins.
+function toggle(place) {
+  const begin = () => {
+    const corners = canvas.nodes(".folded, .cell").filter((n) => place.holds(n.data("first"))).map((n) => n.renderedBoundingBox());
+    const [x, y] = ["x1", "y1"].map((side) => Math.min(...corners.map((box) => box[side])));
+    return isNarrow() ? { x: 0, y } : { x, y: 0 };
+  };
+  const before = begin();
+  if (!picture.unfolded.delete(place.id)) picture.unfolded.add(place.id);
+  drawPicture();
+  const after = begin();
+  canvas.panBy({ x: before.x - after.x, y: before.y - after.y });
 }
 
 function text(tag, content) {
@@ -273,20 +136,20 @@ function showDetails(shown) {
   element("details").hidden = !shown;
   canvas.resize();
   const selected = canvas.$("node:selected");
-  if (shown && selected.nonempty() && selected.renderedPosition().x > canvas.width()) canvas.center(selected);
+  if (!shown || selected.empty()) return;
+  const { x2, y2 } = selected.renderedBoundingBox();
+  canvas.panBy({ x: Math.min(0, canvas.width() - MARGIN - x2), y: Math.min(0, canvas.height() - MARGIN - y2) });
 }
 
 // What is known of a tensor that is kept: by how much, in which form, why, and from which line.
 function tensorEntries(id) {
   const y = picture.operators.get(id);
-  const bytes = picture.edges.find((e) => e.source === id && e.bytes)?.bytes ?? 0;
   const known = ["kept as", "expected gradient error", "in the backward", "source"].map((name) => y.details[name]);
-  return [`${y.label} (${id})`, [size(bytes), ...known].filter(Boolean).join("; ")];
+  return [`${y.label} (${id})`, [size(picture.bytes.get(id) ?? 0), ...known].filter(Boolean).join("; ")];
 }
 
 function describeEdge(edge) {
-  const ends = ["source", "target"].map((end) => picture.cellOf.get(edge.data(end)) ?? picture.cells.find((c) => c.id === edge.data(end)));
-  const [from, to] = ends.map((cell) => cell.module || "(top level)");
+  const [from, to] = [edge.source(), edge.target()].map((box) => picture.place(box.id()).title);
   const tensors = edge.data("tensors").map(tensorEntries);
   describe(`${size(edge.data("bytes"))} kept`, [["of the forward of", from], ["for the backward of", to], ...tensors]);
 }
@@ -297,29 +160,20 @@ function describeOperator(y) {
   describe(y.label, [...entries, ...Object.entries(y.details)]);
 }
 
-function describeCell(cell) {
-  const kept = new Map(picture.edges.filter((e) => e.crosses && e.bytes && picture.cellOf.get(e.source) === cell).map((e) => [e.source, e.bytes]));
-  const total = [...kept.values()].reduce((sum, x) => sum + x, 0);
-  const entries = [
-    ["runs in the", cell.backward ? "backward" : "forward"],
-    ["operators", cell.operators.map((y) => y.label).join(", ")],
-  ];
-  if (!cell.backward) {
-    entries.push(["keeps for the backward", size(total)]);
-    entries.push(...[...kept.keys()].map(tensorEntries));
+// `id` of a box, of one side, or of the frame around an unfolded place.
+function describePlace(id) {
+  const place = picture.place(id);
+  const side = id.slice(place.id.length + 1);
+  const own = [...picture.operators.values()].filter((y) => place.holds(y.column) && side !== (y.backward ? "forward" : "backward"));
+  const entries = side ? [["runs in the", side]] : [];
+  if (place.level === "module") entries.push(["operators", own.map((y) => y.label).join(", ")]);
+  if (side !== "backward") {
+    const kept = own.filter((y) => !y.backward && picture.bytes.has(y.id));
+    entries.push(["keeps for the backward", size(picture.kept(own))], ...kept.map((y) => tensorEntries(y.id)));
   }
-  const unfolded = picture.unfolded.has(cell.id);
-  const toggle = text("button", unfolded ? "fold" : "unfold");
-  toggle.addEventListener("click", () => {
-    for (const other of picture.cells.filter((x) => x.column === cell.column)) {
-      if (unfolded) picture.unfolded.delete(other.id);
-      else picture.unfolded.add(other.id);
-    }
-    drawPicture();
-    view(canvas.nodes().filter((n) => n.id() === cell.id));
-    describeCell(cell);
-  });
-  describe(cell.module || "(top level)", entries, toggle);
+  const button = text("button", picture.unfolded.has(place.id) ? "fold" : "unfold");
+  button.addEventListener("click", () => { toggle(place); describePlace(place.id); });
+  describe(place.title, entries, button);
 }
 
 let hits; // what the search found, and which of it is looked at
@@ -333,12 +187,12 @@ function search() {
   looked = -1;
   if (!wanted) return;
   const found = picture.matching(wanted);
-  const visible = new Set(found.flatMap((y) => [y.id, picture.cellOf.get(y.id).id]));
+  const visible = new Set(found.flatMap((y) => [y.id, picture.boxId(y)]));
   hits = canvas.nodes(".operator, .folded").filter((n) => visible.has(n.id()));
   const folded = picture.layers.some((y) => y.count > 1) ? "; of equal layers the first is drawn" : "";
   const hidden = found.length && !hits.length ? "; none of the modules shown" : "";
   element("matches").textContent = `${found.length} operators in ${hits.length} boxes${hidden || folded}`;
-  canvas.elements().not(hits).not(hits.ancestors()).not(hits.connectedEdges()).addClass("faded");
+  canvas.elements().not(hits).not(".cell, .layer, .title").not(hits.connectedEdges()).addClass("faded");
 }
 
 function lookAtNext() {
@@ -351,7 +205,7 @@ function lookAtNext() {
 }
 
 function setAllFolded(folded) {
-  picture.unfolded = new Set(folded ? [] : picture.cells.map((cell) => cell.id));
+  picture.unfolded = new Set(folded ? [] : picture.places.map((place) => place.id));
   drawPicture();
   view();
 }
@@ -362,6 +216,13 @@ function showGraph(number) {
   const paths = new Set(picture.columns.flatMap((path) => path.split(".").map((_, i, parts) => parts.slice(0, i + 1).join("."))));
   element("only").replaceChildren(new Option("all modules", ""), ...[...paths].filter(Boolean).map((path) => new Option(path, path)));
   element("details").hidden = true;
+  overview();
+}
+
+function showOnly(path) {
+  picture.only = path;
+  if (path) picture.reveal(path);
+  closeDetails();
   drawPicture();
   view();
 }
@@ -454,10 +315,20 @@ element("search").addEventListener("keydown", (event) => { if (event.key === "En
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeDetails(); });
 // Without Ctrl the wheel scrolls the page.
 element("graph-picture").addEventListener("wheel", (event) => { if (!event.ctrlKey) event.stopImmediatePropagation(); }, { capture: true });
-element("only").addEventListener("change", () => { picture.only = element("only").value; closeDetails(); drawPicture(); view(); });
+element("only").addEventListener("change", () => showOnly(element("only").value));
 element("unfold").addEventListener("click", () => setAllFolded(false));
 element("fold").addEventListener("click", () => setAllFolded(true));
-element("fit").addEventListener("click", () => canvas.fit(undefined, 20));
+element("fit").addEventListener("click", () => canvas.fit(undefined, MARGIN));
 element("graph")?.addEventListener("change", () => showGraph(Number(element("graph").value)));
+// On a phone a row is a card, whose cells say what they are.
+for (const cell of document.querySelectorAll("td")) {
+  cell.dataset.label = cell.closest("table").querySelectorAll("th")[cell.cellIndex]?.textContent ?? "";
+}
+let wasNarrow = isNarrow();
+addEventListener("resize", () => {
+  if (!canvas || wasNarrow === isNarrow()) return;
+  wasNarrow = isNarrow();
+  overview();
+});
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 if (data.pictures.length) showGraph(0);
