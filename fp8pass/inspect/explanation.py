@@ -44,17 +44,28 @@ if TYPE_CHECKING:
 class Explanation(ExplanationData):
     """The decisions of fp8pass about a model; print it, `save` it as a page, or use `graphs`."""
 
-    def save(self, path: str | Path, diagnosis: Diagnosis | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        diagnosis: Diagnosis | None = None,
+        *,
+        beside: Explanation | None = None,
+    ) -> None:
         """Write everything as one HTML page that needs no network: see docs/report.md.
 
         Args:
             path: the file to write.
             diagnosis: the result of `fp8pass.diagnose`, to show measured beside predicted errors.
+            beside: the same model with another recipe or budget, to show what each module keeps
+                and how long it takes in both.
+
+        Raises:
+            ValueError: `beside` is of another model.
         """
         # Here rather than above: jinja2 takes time to import, which `explain` itself does not need.
         from fp8pass.inspect.report import write_report
 
-        write_report(self, Path(path), diagnosis)
+        write_report(self, Path(path), diagnosis, beside)
 
     def plot_frontier(self, path: str | Path) -> None:
         """Write a PNG of memory against added time: a line for each graph, its plan marked.

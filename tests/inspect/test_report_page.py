@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from helpers import MLP, Residuals, explained_llama
 from torch import nn
 
 import fp8pass
-from fp8pass import explain
+from fp8pass import Config, explain
 from fp8pass.inspect.explanation import Explanation
 from fp8pass.inspect.tables import mib
 
@@ -157,6 +158,106 @@ def test_click_unfold_fold(opened):
     assert opened.drawn(".operator") > 200
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_unfolding_keeps_the_place(browser, report, width):
+    """At one zoom, a layer and then a module begin where they were before."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(report.as_uri())
+    page.evaluate("setAllFolded(true)")
+    begin = """(id) => Math.min(...["forward", "backward"].map((side) =>
+        canvas.getElementById(`${id}:${side}`).renderedBoundingBox()[isNarrow() ? "y1" : "x1"]))"""
+    steps = ("layers:0", "layer:0"), ("layer:0", "module:4"), ("module:4", "module:4")
+    for outer, inner in steps:
+        before = page.evaluate(begin, outer), page.evaluate("canvas.zoom()")
+        page.evaluate("(id) => toggle(picture.place(id))", outer)
+        after = page.evaluate(begin, inner), page.evaluate("canvas.zoom()")
+        assert after == pytest.approx(before, abs=3)
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("unfolded", [(), ("layers:0", "layer:1", "module:26")])
+def test_lines_cross_no_label(browser, report, width, unfolded):
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(report.as_uri())
+    page.evaluate("setAllFolded(true)")
+    page.evaluate("(ids) => ids.forEach((id) => toggle(picture.place(id)))", list(unfolded))
+    lines, labels = page.evaluate(
+        """[
+            canvas.edges().map((e) => [
+                e.source().id(), e.target().id(),
+                [e.sourceEndpoint(), ...(e.segmentPoints() ?? []), e.targetEndpoint()],
+            ]),
+            canvas.nodes(".folded, .operator, .title").map((n) => {
+                const letters = Math.max(...n.data("label").split("\\n").map((x) => x.length));
+                return [n.id(), n.position(), 6 * letters, 12];
+            }),
+        ]"""
+    )
+    page.close()
+    assert len(lines) > 20
+    for source, target, points in lines:
+        for name, center, width_, height in labels:
+            crossed = any(crosses(a, b, center, width_, height) for a, b in pairwise(points))
+            assert not crossed, f"{source} → {target} crosses {name}"
+
+
+def crosses(a: dict, b: dict, center: dict, width: float, height: float) -> bool:
+    """Whether the line from a to b meets the rectangle, cut as by Liang and Barsky."""
+    begin, end = 0.0, 1.0
+    for axis, extent in (("x", width), ("y", height)):
+        way, low = b[axis] - a[axis], center[axis] - extent / 2 - a[axis]
+        if way == 0:
+            if not low < 0 < low + extent:
+                return False
+            continue
+        enter, leave = sorted((low / way, (low + extent) / way))
+        begin, end = max(begin, enter), min(end, leave)
+    return begin < end
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (1024, 768), (390, 844)], ids=str)
+def test_all_of_it_is_readable_at_once(browser, report, size):
+    """Nothing is wider than the screen, and the picture opens with every box in it."""
+    page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+    page.goto(report.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    box, room = page.evaluate(
+        "[canvas.elements().renderedBoundingBox(), [canvas.width(), canvas.height()]]"
+    )
+    assert min(box["x1"], box["y1"]) >= 0
+    assert box["x2"] <= room[0]
+    assert box["y2"] <= room[1]
+    assert page.evaluate("canvas.zoom()") >= page.evaluate("READABLE")
+    page.close()
+
+
+def test_rows_are_cards_on_a_phone(browser, report):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(report.as_uri())
+    row = page.locator("table.saved tbody tr").first
+    assert row.evaluate("(row) => getComputedStyle(row).display") == "grid"
+    shape = row.locator("td").nth(3)
+    label = shape.evaluate("(cell) => getComputedStyle(cell, '::before').content")
+    assert label == '"shape"'
+    page.close()
+
+
+def test_side_by_side(browser, tmp_path):
+    x = torch.randn(32, 64)
+    exact = explain(Residuals(2), x, config=Config.recipe("exact"))
+    explain(Residuals(2), x).save(tmp_path / "report.html", beside=exact)
+    opened = Opened(browser, tmp_path / "report.html")
+    rows = opened.page.locator("table.compared tbody tr")
+    differences = [
+        float(rows.nth(i).locator("td").nth(6).get_attribute("data-sort"))
+        for i in range(rows.count())
+    ]
+    assert differences[0] > 0
+    assert differences == sorted(differences, key=abs, reverse=True)
+    assert opened.errors == []
+
+
 def test_a_line_says_what_is_kept_and_why(opened):
     opened.page.evaluate(
         # Without a result: the browser would write the whole picture down for us.
@@ -289,5 +390,5 @@ def test_thirty_two_layers_open_fast(browser, tmp_path):
     opened = [Opened(browser, tmp_path / "report.html") for _ in range(3)]
     assert min(x.seconds for x in opened) < 2
     assert opened[0].page.inner_text("#kept") == f"{mib(explanation.saved_bytes)} MiB"
-    labels = opened[0].page.evaluate("canvas.$('.layer').map((n) => n.data('label'))")
-    assert "31 equal layers: layers.1 to layers.31" in labels
+    labels = opened[0].page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
+    assert any(label.startswith("32 layers\nlayers.0 – 31\n") for label in labels)

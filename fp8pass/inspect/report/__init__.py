@@ -5,8 +5,9 @@
     sources.py    the line of the user's model that an operator comes from
     timeline.py   bytes kept at each operator of a step
     diffs.py      the changes of each pass, module by module
+    comparison.py two explanations side by side, by module
     page.py       all of this as the data of the template
-    template.html.j2, page.css, page.js, vendor/    the page itself
+    template.html.j2, page.css, picture.js, page.js, vendor/    the page itself
 
 Python makes the data; the page lays it out, with the libraries in `vendor/`.
 """

@@ -28,6 +28,7 @@ from fp8pass.inspect.folding import (
     folded_saved,
     path_pattern,
 )
+from fp8pass.inspect.report.comparison import compare, recipe_of
 from fp8pass.inspect.report.diffs import ModuleDiff, module_diffs
 from fp8pass.inspect.report.folding import fold
 from fp8pass.inspect.report.picture import KINDS, draw
@@ -94,13 +95,26 @@ class GraphSection:
     choices: list[BudgetChoice]
 
 
-def write_report(explanation: ExplanationData, path: Path, diagnosis: Diagnosis | None) -> None:
+def write_report(
+    explanation: ExplanationData,
+    path: Path,
+    diagnosis: Diagnosis | None,
+    beside: ExplanationData | None,
+) -> None:
     """Write the page to `path`."""
-    path.write_text(render(explanation, diagnosis), encoding="utf-8")
+    path.write_text(render(explanation, diagnosis, beside), encoding="utf-8")
 
 
-def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> str:
-    """The page's HTML, with everything it needs in it."""
+def render(
+    explanation: ExplanationData,
+    diagnosis: Diagnosis | None = None,
+    beside: ExplanationData | None = None,
+) -> str:
+    """The page's HTML, with everything it needs in it; `beside` is what it is compared with.
+
+    Raises:
+        ValueError: `beside` is of another model.
+    """
     environment = Environment(
         loader=PackageLoader("fp8pass.inspect.report", "."),
         autoescape=True,
@@ -111,6 +125,7 @@ def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> 
     environment.filters.update(
         mib=mib, share=_share, seconds=_seconds, short=short_name, flop=_flop
     )
+    environment.filters.update(recipe=_recipe, ms=_milliseconds)
     sections = [section(i, g, explanation.modules_of(g)) for i, g in enumerate(explanation.graphs)]
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
@@ -120,6 +135,7 @@ def render(explanation: ExplanationData, diagnosis: Diagnosis | None = None) -> 
         operations=operations(explanation.graphs),
         options=options(explanation.config),
         diagnosis=diagnosis,
+        comparison=compare(explanation, beside) if beside else None,
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
@@ -238,6 +254,16 @@ def _flop(count: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"
+
+
+def _recipe(config: Config) -> str:
+    """A configuration as its recipe, and what differs from that: `coat, memory_budget=0.5`."""
+    name, changes = recipe_of(config)
+    return ", ".join((name, *(f"{option}={value!r}" for option, value in changes.items())))
 
 
 def _share(part: float, whole: float) -> str:

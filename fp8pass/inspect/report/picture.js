@@ -210,7 +210,8 @@ class Layout {
     this.order = [...new Set(boxes.map((box) => box.place))];
     this.number = new Map(this.order.map((place, i) => [place, i]));
     this.placeBoxes();
-    const deepest = (backward) => Math.max(2 * NODE_HEIGHT, ...boxes.filter((b) => b.backward === backward).map((b) => this.across(b)));
+    const titles = downwards ? this.order.flatMap(this.openAround).map((place) => widthOf([place.lines[0]]) + 2 * PADDING) : [];
+    const deepest = (backward) => Math.max(2 * NODE_HEIGHT, ...titles, ...boxes.filter((b) => b.backward === backward).map((b) => this.across(b)));
     this.depth = { forward: deepest(false), backward: deepest(true) };
     this.outer = this.mergedLines();
     this.lanes = { forward: this.lanesOf(false), backward: this.lanesOf(true) };
@@ -272,10 +273,11 @@ class Layout {
       const bottom = this.band + this.depth.backward + LANE * (this.lanes.backward.count + 1) + PADDING * (1 + outer);
       const [corner, far] = [this.point(begin, top), this.point(end, bottom)];
       const [width, height] = [far.x - corner.x, far.y - corner.y];
-      const titleWidth = widthOf([place.title]);
+      const label = this.downwards ? place.lines[0] : place.title;
+      const title = { x: (this.downwards ? -this.depth.forward : corner.x) + widthOf([label]) / 2, y: corner.y + TITLE_HEIGHT / 2 };
       return [
         { classes: "layer", data: { id: place.id, label: place.title, width, height }, position: { x: corner.x + width / 2, y: corner.y + height / 2 } },
-        { classes: "title", data: { id: `title:${place.id}`, of: place.id, label: place.title }, position: { x: corner.x + titleWidth / 2, y: corner.y + TITLE_HEIGHT / 2 } },
+        { classes: "title", data: { id: `title:${place.id}`, of: place.id, label }, position: title },
       ];
     });
   }
@@ -303,6 +305,13 @@ class Layout {
     return Math.abs(this.number.get(source.place) - this.number.get(target.place)) === 1;
   }
 
+  // Downwards, titles of frames are beside the boxes.
+  depthBetween(backward, from, to) {
+    if (this.downwards) return this.depth[backward ? "backward" : "forward"];
+    const passed = this.boxes.filter((b) => b.backward === backward && from <= this.number.get(b.place) && this.number.get(b.place) <= to);
+    return Math.max(...passed.map(this.across));
+  }
+
   laneOf(box) {
     return this.lanes[box.backward ? "backward" : "forward"].of.get(box);
   }
@@ -323,8 +332,7 @@ class Layout {
       const free = taken.findIndex((own) => own.every(([start, end]) => to < start || end < from));
       const lane = free < 0 ? taken.push([]) - 1 : free;
       taken[lane].push([from, to]);
-      const below = this.boxes.filter((b) => b.backward === backward && from <= this.number.get(b.place) && this.number.get(b.place) <= to);
-      lanes.set(box, Math.max(...below.map(this.across)) + LANE * (lane + 1));
+      lanes.set(box, this.depthBetween(backward, from, to) + LANE * (lane + 1));
     }
     return { of: lanes, count: taken.length };
   }
@@ -357,7 +365,8 @@ class Layout {
   }
 
   throughGap(source, target) {
-    const across = source.backward ? this.band + NODE_HEIGHT : -NODE_HEIGHT;
+    const inside = this.downwards ? PADDING : NODE_HEIGHT;
+    const across = source.backward ? this.band + inside : -inside;
     const forwards = source.begin < target.begin;
     const out = source.begin + (forwards ? this.along(source) : 0);
     const into = target.begin + (forwards ? 0 : this.along(target));
