@@ -21,17 +21,19 @@ from fp8pass.demo.sizes import SIZES
 DOCS = Path(__file__).parent.parent / "docs"
 MODULE = "layers.0.mlp.gate_proj"
 
-# Unfold the module, move it to the left of the details, and show how its result is kept.
+# Unfold the module and what it is in, move it to the left of the details, and show how its result
+# is kept.
 ARRANGE = """(module) => {
     document.getElementById("picture").scrollIntoView();
-    for (const cell of picture.cells) if (cell.module === module) picture.unfolded.add(cell.id);
-    drawPicture();
-    canvas.zoom(0.75);
-    const kept = canvas.nodes(".operator").filter((n) => n.data("label") === "quantize_groups");
+    picture.reveal(module);
+    const place = picture.places.find((p) => p.path === module && p.level === "module");
+    toggle(place);
+    canvas.zoom(0.85);
+    const kept = canvas.nodes(".operator").filter((n) => n.data("name") === "quantize_groups");
     kept.first().select();
     kept.first().emit("tap");
-    canvas.center(canvas.nodes(".cell").filter((n) => n.id().includes("forward")));
-    canvas.panBy({ x: 0, y: -80 });
+    canvas.center(canvas.getElementById(`${place.id}:forward`));
+    canvas.panBy({ x: 0, y: -60 });
 }"""
 
 
