@@ -126,7 +126,7 @@ function describe(title, entries, ...more) {
   close.className = "close";
   close.title = "close (Esc)";
   close.addEventListener("click", closeDetails);
-  element("details").replaceChildren(close, text("h3", title), list, ...more);
+  element("details").replaceChildren(close, text("h3", title), ...more, list);
   showDetails(true);
 }
 
