@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parsers[options.command]
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             COMMANDS[options.command].run(options)
         sys.stdout.flush()
     except UsageError as error:
