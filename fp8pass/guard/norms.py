@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.optim.shards import local
 
 PART = 1024
@@ -38,9 +39,10 @@ class Norms:
         """fp32 [3, parameters]: norms of weights and gradients, and the relative change.
 
         `ABSENT` stands for the norm of a gradient that is not there, and for the first change. With
-        weights that are sharded these are the norms of this rank's shards.
+        weights that are sharded these are the norms of this rank's shards, and of weights in codes,
+        which are on the host and may be on their way, those of the scales of their rows.
         """
-        weights = [local(p) for p in self._parameters]
+        weights = [_measured(p) for p in self._parameters]
         parts = [_part(w) for w in weights]
         nothing = weights[0].new_full((), ABSENT, dtype=torch.float32)
         changes = [nothing] * len(parts)
@@ -62,6 +64,10 @@ class Norms:
         self.gradients_seen = bool(found)
         norms = iter(_norms(found))
         return [nothing if g is None or g.is_sparse else next(norms) for g in given]
+
+
+def _measured(parameter: Tensor) -> Tensor:
+    return parameter.scales if isinstance(parameter, CodedWeight) else local(parameter)
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:

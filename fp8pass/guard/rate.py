@@ -20,6 +20,7 @@ class LowerRate:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.factor = 1.0
+        self._optimizer = optimizer
         self._rates: list[Any] | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._lower),
@@ -30,14 +31,16 @@ class LowerRate:
         """Leave the optimizer alone."""
         for handle in self._handles:
             handle.remove()
+        self._restore(self._optimizer)
 
     def _lower(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._restore(optimizer)  # the step before may have ended in an error
         if self.factor == 1:
             return
         groups = optimizer.param_groups
         self._rates = [_copy(group["lr"]) for group in groups]
-        for group in groups:
-            _set_rate(group, group["lr"] * self.factor)
+        for group, rate in zip(groups, self._rates, strict=True):  # a tensor may be of several
+            _set_rate(group, rate * self.factor)
 
     def _restore(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._rates is None:

@@ -58,9 +58,18 @@ class Readings:
         self._sent: deque[_Sent] = deque()
 
     def add(self, loss: Tensor | float | None, gradient_norm: Tensor | float | None) -> None:
-        """Note the numbers of a step. A tensor is copied: a CUDA graph will write to it again."""
+        """Note the numbers of a step. A tensor is copied: a CUDA graph will write to it again.
+
+        Raises:
+            ValueError: a tensor has not one element.
+        """
         for value, noted in ((loss, self._losses), (gradient_norm, self._gradient_norms)):
             if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise ValueError(
+                        "A guard takes the loss and the gradient norm of a step as one number "
+                        f"each, got a tensor of shape {tuple(value.shape)}: give its mean."
+                    )
                 noted.append(value.detach().to(torch.float32, copy=True))
             elif value is not None:
                 noted.append(float(value))

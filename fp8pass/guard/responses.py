@@ -56,6 +56,7 @@ class Responses:
         self._until: int | None = None  # the step that ends lasting actions
         self._quiet_since = 0  # the last step of an alarm, or of lasting actions
         self._rate: LowerRate | None = None
+        self._has_stepped = False
         self._snapshots = Snapshots(quiet)
         self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
 
@@ -70,11 +71,7 @@ class Responses:
                 f"act={self.act!r} needs a training in one process, as each rank would decide by "
                 "itself. Leave it out: warnings work on each rank."
             )
-        if LOWER_LR in self.act and steps_in_backward(optimizer):
-            raise ConfigError(
-                "act='lower lr' lowers the rate within optimizer.step(), which does nothing where "
-                "fp8pass.optim.attach updates in the backward: leave out one of both."
-            )
+        self._check_steps(optimizer)
         if self._rate is not None:
             self._rate.close()
         self._training = model, optimizer
@@ -116,6 +113,9 @@ class Responses:
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
         """After each step: end what is over, and take copies of weights where all is quiet."""
+        if self._training is not None and not self._has_stepped:
+            self._check_steps(self._training[1])  # it may have been attached since
+        self._has_stepped = True
         if self._until is not None and step >= self._until:
             self._until = None
             self._apply()
@@ -154,6 +154,13 @@ class Responses:
         self._until = state["until"]
         self._quiet_since = state["quiet_since"]
         self._apply()
+
+    def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if LOWER_LR in self.act and steps_in_backward(optimizer):
+            raise ConfigError(
+                "act='lower lr' lowers the rate within optimizer.step(), which does nothing where "
+                "fp8pass.optim.attach updates in the backward: leave out one of both."
+            )
 
     def _keep(self, step: int) -> None:
         """Trust the weights as they are."""

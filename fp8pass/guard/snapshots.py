@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.host.arena import Arena
+from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.shards import local
 
 # Of a parameter or a buffer, `model` and its name; of a state, its parameter's number and its name.
@@ -53,14 +55,22 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set a training to this copy, bit for bit; options of the optimizer stay as they are."""
+        """Set a training to this copy, bit for bit; options of the optimizer stay as they are.
+
+        Frozen parameters, and what the model has got since, stay as they are, too.
+        """
         tensors, _ = _live(model, optimizer)
         if tensors.keys() != self.tensors.keys():
             self._load_states(optimizer)  # some parameters got their first gradient since
             tensors, _ = _live(model, optimizer)
-        for key, x in tensors.items():
-            x.copy_(self.tensors[key], non_blocking=True)
+        for key in tensors.keys() & self.tensors.keys():
+            tensors[key].copy_(self.tensors[key], non_blocking=True)
         _set_values(optimizer, self.values)
+        for parameter in model.parameters():
+            if isinstance(parameter, CodedWeight) and parameter.source is not None:
+                parameter.code_again()
+        if isinstance(optimizer, AdamW):
+            optimizer.prepare_again()
 
     def _load_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer the states that it had, in whatever memory."""
@@ -111,7 +121,8 @@ def _live(
 ) -> tuple[dict[Key, Tensor], dict[Key, Any]]:
     """The tensors of a training, and other states."""
     tensors: dict[Key, Tensor] = {}
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    for name, x in (*trained, *model.named_buffers()):
         tensors["model", name] = local(x).detach()
     values: dict[Key, Any] = {}
     # As a checkpoint, so that what is on its way to the host has arrived there.

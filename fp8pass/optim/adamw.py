@@ -201,6 +201,10 @@ class AdamW(torch.optim.Optimizer):
         for staging in self._staging.values():
             staging.join()
 
+    def prepare_again(self) -> None:
+        """Follow states that were written to: an update that is prepared has copies of steps."""
+        self._prepared.clear()
+
     def let_go(self) -> None:
         """Hold on to no gradient that is still to be added to a sum."""
         for staging in self._staging.values():

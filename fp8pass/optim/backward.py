@@ -23,6 +23,7 @@ from fp8pass.optim.host import is_offloaded
 from fp8pass.optim.shards import like_parameter, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import Accumulated
+from fp8pass.weights import kept
 
 # The formats of sums: 8 bits for up to so many gradients, then 16.
 FEW = 8
@@ -165,6 +166,7 @@ def _check_nothing_is_attached(trained: Mapping[str, Tensor]) -> None:
 def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
     optimizer = _alive(reference)
     optimizer.update(optimizer.param_groups[group], [parameter])
+    kept.forget()
     parameter.grad = None
     if optimizer.streams:  # what follows this backward uses the new weights
         compat.after_backward(optimizer.join)

@@ -19,8 +19,11 @@ SMALLEST = 1 << 16
 
 def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
     """Whether `name` of a parameter of an optimizer's group is on the host."""
-    if name == "states" and isinstance(parameter, CodedWeight):  # they follow the weight
-        return True
+    if isinstance(parameter, CodedWeight):
+        if parameter.source is None:  # codes are all of a frozen weight
+            return False
+        if name == "states":  # they follow the weight
+            return True
     return name in group["offload"] and local(parameter).numel() >= SMALLEST
 
 

@@ -75,10 +75,9 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """The local shard of a DTensor, the weight behind codes; other tensors as they are."""
+    """The local shard of a DTensor, the weight behind codes if any; other tensors as they are."""
     if isinstance(x, CodedWeight):
-        assert x.source is not None
-        return x.source
+        return x if x.source is None else x.source
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -69,6 +69,9 @@ class Staging:
         self._compute: Any
         self._out: Any
         self._into, self._compute, self._out = streams
+        for buffer in self.buffers if on_gpu else ():  # they outlive what runs on these
+            for stream in (self._into, self._compute, self._out):
+                buffer.record_stream(stream)
         self._emptied: list[Any] = [None] * DEPTH
         self._held: deque[Held] = deque()
 

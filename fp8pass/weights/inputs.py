@@ -68,6 +68,8 @@ def _is_weight_of_linear_layers(node: fx.Node, weight: Any, config: Config) -> b
     """Whether an input is a plain matrix that FP8 GEMMs of the forward multiply with, in BF16."""
     if type(weight) is not nn.Parameter or weight.ndim != 2 or not node.users:
         return False
+    if weight.is_inference():  # which counts no versions
+        return False
     if not all(isinstance(n, int) and n and is_multiple_of_16(n) for n in weight.shape):
         return False
     if not weight.is_contiguous() or not _computes_in_bf16(weight):

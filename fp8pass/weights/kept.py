@@ -69,7 +69,7 @@ def same_weights() -> Iterator[None]:
     (`model.to`, `weight.data = ...`). After `weight.data.copy_(...)`, or a kernel that writes to a
     weight, leave the context before the next forward.
     """
-    hook = register_optimizer_step_post_hook(_forget)
+    hook = register_optimizer_step_post_hook(forget)
     _kept.contexts += 1
     try:
         yield
@@ -77,10 +77,11 @@ def same_weights() -> Iterator[None]:
         hook.remove()
         _kept.contexts -= 1
         if not _kept.contexts:
-            _forget()
+            forget()
 
 
-def _forget(*_: Any) -> None:
+def forget(*_: Any) -> None:
+    """Have codes made anew: weights have changed, which may have left no trace in these."""
     _kept.by_weight.clear()
 
 

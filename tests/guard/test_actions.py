@@ -13,6 +13,7 @@ from fp8pass import ConfigError, Guard, Monitor
 from fp8pass.guard.guard import MOST_ROLLBACKS
 from fp8pass.guard.rate import LowerRate
 from fp8pass.guard.snapshots import Snapshot, Snapshots
+from fp8pass.optim import host, weights
 
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
@@ -51,6 +52,46 @@ def test_states_that_did_not_exist_are_dropped(name):
     assert not training.optimizer.state
     training.step, other = 0, Training(OPTIMIZERS[name]).run(4)
     assert all(map(identical, training.run(4).state(), other.state()))
+
+
+def test_codes_follow_the_weights_that_are_restored(monkeypatch):
+    for module in (host, weights):
+        monkeypatch.setattr(module, "SMALLEST", 1 << 8)
+    model = fp8pass.optim.offload_weights(MLP().bfloat16(), "cpu")
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=0.1)
+    snapshot, want = Snapshot(), model.up.weight.codes.clone()
+    snapshot.take(0, model, optimizer)
+    model(BATCHES[0].bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    assert not identical(model.up.weight.codes.float(), want.float())
+    snapshot.restore(model, optimizer)
+    assert identical(model.up.weight.codes.float(), want.float())
+
+
+def test_frozen_weights_in_codes_are_not_copied():
+    model = MLP().bfloat16()
+    model.up.requires_grad_(False)
+    fp8pass.freeze(model)
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-3, offload=("states",))
+    guard = Guard(None, optimizer, model=model, act="roll back")
+    for _ in range(3):
+        loss = model(BATCHES[0].bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        guard.step(loss)
+        optimizer.zero_grad()
+    snapshot = Snapshot()
+    snapshot.take(3, model, optimizer)
+    assert {name for of, name in snapshot.tensors if of == "model"} == {"down.weight", "down.bias"}
+    snapshot.restore(model, optimizer)
+
+
+def test_what_is_new_since_the_copy_stays():
+    training, snapshot = Training().run(2), Snapshot()
+    snapshot.take(2, training.model, training.optimizer)
+    training.model.register_buffer("late", torch.ones(3))
+    snapshot.restore(training.model, training.optimizer)
+    assert training.model.late.sum() == 3
 
 
 def test_a_copy_is_good_after_quiet_steps_and_dropped_after_an_alarm():
@@ -116,6 +157,36 @@ def test_the_rate_is_lower_in_the_step_and_as_it_was_after(given):
     assert p.item() == pytest.approx(1 - 0.05 - 0.5)
 
 
+def test_groups_that_share_a_tensor_are_lowered_once():
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    groups = [{"params": [p]} for p in parameters]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5))
+    LowerRate(optimizer).factor = 0.1
+    for p in parameters:
+        p.grad = torch.ones(1)
+    optimizer.step()
+    assert [p.item() for p in parameters] == pytest.approx([0.95, 0.95])
+    assert float(optimizer.param_groups[1]["lr"]) == 0.5
+
+
+def test_a_step_that_fails_leaves_the_rate_as_it_was():
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    lower = LowerRate(optimizer)
+    lower.factor = 0.1
+
+    def fails():
+        raise RuntimeError("out of memory")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step(fails)
+    p.grad = torch.ones(1)
+    optimizer.step()
+    assert p.item() == pytest.approx(0.95)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_schedules_go_on_as_without_a_guard():
     def rates(act):
         training = Training(act=act, hold=20, quiet=10)
@@ -149,6 +220,20 @@ def test_updates_in_the_backward_have_no_step_to_lower_rates_in():
     with pytest.raises(ConfigError, match="attach updates in the backward"):
         Guard(None, optimizer, model=model, act="lower lr")
     Guard(None, optimizer, model=model)
+
+
+def test_updates_that_move_into_the_backward_are_noticed():
+    model = network()
+    optimizer = fp8pass.optim.AdamW(model.parameters())
+    guard = Guard(None, optimizer, model=model, act="lower lr")
+    fp8pass.optim.attach(model, optimizer)
+    with pytest.raises(ConfigError, match="attach updates in the backward"):
+        guard.step(1.0)
+
+
+def test_a_loss_is_one_number():
+    with pytest.raises(ValueError, match=r"one number each, got a tensor of shape \(2,\)"):
+        fed([torch.ones(2)])
 
 
 # --- high precision -----------------------------------------------------------------------------
