@@ -358,6 +358,7 @@ class Plan:
             " for the backward"
             + (f" instead of {bytes_text(self.exact_bytes)}" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} on the host" if self.offload else "")
+            + (f"; {self.note}" if self.note else "")
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def run(benchmark, monkeypatch, out, *options):
     return json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monkeypatch, tmp_path):
     out = tmp_path / "model.json"
     record = run(benchmark, monkeypatch, out, "--variants", OURS, PEERS)
@@ -162,6 +163,7 @@ def test_what_is_no_template_is_not_timed(load, code):
         load("gemms").template_of(code)
 
 
+@pytest.mark.long
 def test_the_shipped_setting_of_every_hot_kernel_is_swept(load, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)

@@ -383,6 +383,7 @@ def test_names_cannot_become_code(browser, tmp_path):
     assert opened.errors == []
 
 
+@pytest.mark.long
 def test_thirty_two_layers_open_fast(browser, tmp_path):
     explanation = explain(Residuals(32), torch.randn(16, 64))
     explanation.save(tmp_path / "report.html")

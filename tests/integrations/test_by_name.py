@@ -148,6 +148,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_accelerate_launch(tmp_path):
     """Of a script that knows nothing of fp8pass."""
     (tmp_path / "train.py").write_text(SCRIPT)

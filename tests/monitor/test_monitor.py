@@ -140,6 +140,7 @@ def test_interpreted_steps_are_the_same_whether_sampled_or_not(make, dynamic):
     assert all(map(identical, got_buffers, want_buffers))
 
 
+@pytest.mark.long
 def test_compiled_steps_between_samples_are_the_same():
     model = Mixed().bfloat16().train()
     state = {k: v.clone() for k, v in model.state_dict().items()}

@@ -104,6 +104,7 @@ def test_gradients_of_a_residual_stream_are_sums_of_one():
     assert len(backward) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 def test_what_is_saved_has_memory_of_its_size(recipe):
     """Strides that stand in for others would reach what autograd saves.

@@ -246,6 +246,7 @@ def test_evaluation_is_chunked_as_well():
     assert spy.plan.heads[0].chunks == 3
 
 
+@pytest.mark.long
 def test_inductor_runs_one_chunk_after_the_other():
     """The weight's gradient is summed in place."""
     model, data = Model(_softcapped_with_z_loss), batch((4, 32))

@@ -175,6 +175,7 @@ def test_what_is_not_finite_reaches_the_user(value):
     assert not input_gradient(model, inputs().detach(), Config()).isfinite().all()
 
 
+@pytest.mark.long
 def test_compiled_as_interpreted():
     model, x = Parallel((64, 32)).bfloat16(), inputs().detach().bfloat16()
     a, b = (input_gradient(model, x, Config(), compiler) for compiler in ("inductor", "eager"))

@@ -100,6 +100,7 @@ def test_recipe_exact_is_exact_whatever_is_where():
     assert_same_step(got, want)
 
 
+@pytest.mark.long
 def test_generated_code(monkeypatch):
     got, plan = train(mlp, config("exact", compiler="inductor"))
     want, _ = train(mlp, config("exact", compiler="inductor"), monkeypatch)

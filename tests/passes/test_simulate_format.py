@@ -199,6 +199,7 @@ def test_formats_that_change_nothing_are_bit_equal_to_exact(make, name, dtype):
     assert_same_step(step(got, model, (ids,)), step(exact, model, (ids,)))
 
 
+@pytest.mark.long
 def test_inductor_is_bit_equal_to_exact_and_masks():
     model, x = MLP().bfloat16(), rows()
     config = Config(simulate="e8m7")

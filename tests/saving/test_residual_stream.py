@@ -131,6 +131,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_who_keeps_less_holds_less(case):
     plans = []

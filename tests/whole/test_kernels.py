@@ -29,6 +29,7 @@ def gradients(model, x, config, *, kernels_off, monkeypatch):
     return step(program, model, (x.clone().requires_grad_(),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "shape", "recipe"),
     [(Layers, (2, 16, 128), "coat"), (Layers, (2, 16, 128), "agoq"), (MLP, (32, 64), "linear")],
