@@ -32,7 +32,7 @@ from layer import TINY, Case, median_times, sharing, with_own_code
 from model import MODELS, new_llama
 from models import GPT, Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, write_json
-from tables import ALL_PARTS, GRAPHED, ablation_table
+from tables_layers import ALL_PARTS, GRAPHED, ablation_table
 from torch import Tensor, fx, nn
 
 import fp8pass

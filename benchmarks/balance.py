@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from report import environment, print_rows, write_json
-from tables import balance_table
+from tables_models import balance_table
 
 RANKS = (8, 64, 256, 1024)
 LLAMAS: dict[str, dict[str, Any]] = {

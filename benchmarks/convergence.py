@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from report import merge, print_rows, resume, write_json
-from tables import convergence_table
+from tables_runs import convergence_table
 from torch import Tensor, nn
 
 from fp8pass.demo.data import Data, source_files

@@ -38,7 +38,7 @@ import torch
 from model import LEARNING_RATE, MODELS, TINY, WARM_UP, Size, new_llama, step_seconds
 from models import Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, use_expandable_segments, write_json
-from tables import distributed_table
+from tables_models import distributed_table
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

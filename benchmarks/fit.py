@@ -29,7 +29,7 @@ import torch
 from model import MODELS, TINY, LossOnly, Size, new_llama, step_seconds
 from report import environment, merge, print_rows, resume, use_expandable_segments, write_json
 from small_gpu import drawn_llama
-from tables import fit_table
+from tables_models import fit_table
 from torch import nn
 
 import fp8pass

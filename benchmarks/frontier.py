@@ -30,7 +30,7 @@ import torch._functorch.config as functorch_config
 from layer import TINY, Case, Subject, Variant, median_times, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import merge, print_rows, resume, write_json
-from tables import frontier_table
+from tables_models import frontier_table
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.demo.train import free_memory

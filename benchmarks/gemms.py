@@ -24,7 +24,7 @@ import torch
 from kernels import busiest_ms
 from merged import codes
 from report import print_rows, resume, write_json
-from tables import gemms_table
+from tables_kernels import gemms_table
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code

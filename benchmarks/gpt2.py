@@ -26,7 +26,7 @@ import torch
 from layer import median_times, sharing, with_own_code
 from models import GPT
 from report import environment, print_rows, use_expandable_segments, write_json
-from tables import gpt2_table
+from tables_layers import gpt2_table
 from torch import Tensor, nn
 
 import fp8pass

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from convergence import corpus
 from report import merge, print_rows, resume, write_json
-from tables import guard_cases_table, guard_table
+from tables_runs import guard_cases_table, guard_table
 from torch import Tensor, nn
 
 import fp8pass

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from layer import sharing, with_own_code
 from report import environment, print_rows, use_expandable_segments, write_json
-from tables import head_table
+from tables_layers import head_table
 from torch import Tensor, nn
 
 CHUNKS = (2, 4, 8, 16)

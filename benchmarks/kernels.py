@@ -30,7 +30,7 @@ import torch
 from layer import CASES, Case, Subject, Variant, median_times, torchao, with_fp8pass
 from models import Stack, init_weights, rope_tables
 from report import environment, print_rows, write_json
-from tables import kernels_table
+from tables_kernels import kernels_table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 from models import Stack, init_weights, rope_tables
 from report import environment, print_table, write_json
-from tables import BASELINE, GRAPHED
+from tables_layers import BASELINE, GRAPHED
 from torch import Tensor, fx, nn
 
 import fp8pass

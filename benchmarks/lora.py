@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,21 +33,31 @@ from typing import Any
 import convergence
 import torch
 from layer import with_fp8pass
-from model import MODELS, TINY, LossOnly, Size, compile_blocks, new_llama, step_seconds
+from model import (
+    MODELS,
+    TIMED,
+    TINY,
+    WARM_UP,
+    LossOnly,
+    Size,
+    compile_blocks,
+    new_llama,
+    train,
+)
 from report import merge, print_rows, resume, use_expandable_segments, write_json
-from tables import lora_losses_table, lora_table
+from tables_models import lora_table
+from tables_runs import lora_losses_table
 from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.demo.data import Data, source_files
 from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size as SmallSize
-from fp8pass.demo.train import Meter, free_memory
+from fp8pass.demo.train import free_memory
 from fp8pass.dialect.coded_weight import CodedWeight
 
 RANK, ALPHA = 16, 32
 LEARNING_RATE = 1e-4
-WARM_UP, TIMED = 4, 10
 HEAD_CHUNKS = 4
 LLAMA = replace(MODELS["7B"], batch=1, seq=4096)
 BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in codes"
@@ -120,26 +129,7 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
         model = LossOnly(llama, with_fp8pass(**options), with_fp8pass(head_chunks=HEAD_CHUNKS))
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
-    losses = []
-
-    def step() -> None:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-
-    (first,) = step_seconds(step, 1, device)
-    step_seconds(step, WARM_UP - 1, device)
-    meter = Meter(device)
-    seconds = statistics.median(step_seconds(step, TIMED, device))
-    return {
-        "first_step_s": first,
-        "tokens_per_second": ids.numel() / seconds,
-        "peak_bytes": meter.read()[1],
-        "weight_bytes": weight_bytes,
-        "loss": losses[-1].item(),
-    }
+    return {**train(model, optimizer, ids), "weight_bytes": weight_bytes}
 
 
 def bytes_of(weight: Tensor) -> int:

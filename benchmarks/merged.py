@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from kernels import busiest_ms, measure_limits
 from report import environment, print_rows, write_json
-from tables import merged_table
+from tables_layers import merged_table
 from torch import Tensor
 
 

@@ -24,7 +24,7 @@ import torch
 from layer import with_fp8pass
 from model import LEARNING_RATE, MODELS, TINY, LossOnly, Size, new_llama, step_seconds
 from report import merge, print_rows, resume, use_expandable_segments, write_json
-from tables import micro_batches_table
+from tables_models import micro_batches_table
 from torch import Tensor
 
 import fp8pass

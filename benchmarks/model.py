@@ -40,7 +40,7 @@ import transformers
 from layer import Variant as Compile
 from layer import torchao, with_fp8pass
 from report import merge, print_rows, resume, use_expandable_segments, write_json
-from tables import model_table
+from tables_models import model_table
 from torch import Tensor, nn
 
 from fp8pass.demo.train import Meter, free_memory

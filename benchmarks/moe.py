@@ -22,7 +22,7 @@ import torch
 from layer import Variant, compare, with_fp8pass
 from models import RMSNorm
 from report import environment, print_rows, write_json
-from tables import moe_table
+from tables_layers import moe_table
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from report import environment, print_rows, write_json
-from tables import monitor_table
+from tables_layers import monitor_table
 
 import fp8pass
 from fp8pass.demo.model import VOCABULARY, new_model

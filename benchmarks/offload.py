@@ -22,7 +22,7 @@ import torch
 from frontier import Bench
 from layer import TINY, Case, Subject, median_times, sharing, with_own_code
 from report import environment, print_rows, use_expandable_segments, write_json
-from tables import offload_table
+from tables_layers import offload_table
 from torch import nn
 
 from fp8pass import Config

@@ -29,7 +29,8 @@ import torch
 from convergence import MODEL, TINY, corpus, train
 from kernels import busiest_ms
 from report import environment, merge, print_rows, resume, use_expandable_segments, write_json
-from tables import optimizer_convergence_table, optimizer_errors_table, optimizer_speed_table
+from tables_kernels import optimizer_errors_table, optimizer_speed_table
+from tables_runs import optimizer_convergence_table
 from torch import Tensor, nn
 
 from fp8pass.demo.data import Data, read_text

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from optimizer import SHAPES, copy_bandwidth, measure_step
 from report import environment, print_rows, use_expandable_segments, write_json
-from tables import optimizer_sweep_table
+from tables_kernels import optimizer_sweep_table
 
 from fp8pass.optim import AdamW, fused, kernel
 

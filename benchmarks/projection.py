@@ -25,7 +25,7 @@ from typing import Any
 
 from balance import LLAMAS, shapes
 from report import environment, print_rows, write_json
-from tables import projection_table
+from tables_models import projection_table
 
 HERE = Path(__file__).parent
 TOKENS = 8192

@@ -36,7 +36,7 @@ import torch
 from layer import with_fp8pass
 from model import MODELS, TINY, LossOnly, Size, new_llama, step_seconds
 from report import merge, print_rows, resume, use_expandable_segments, write_json
-from tables import small_gpu_table
+from tables_models import small_gpu_table
 from torch import Tensor
 
 from fp8pass.optim import AdamW, attach, offload_weights

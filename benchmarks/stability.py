@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from convergence import corpus
 from report import merge, print_rows, resume, write_json
-from tables import stability_ranks, stability_table
+from tables_runs import stability_ranks, stability_table
 from torch import Tensor, nn
 from torch.nn import functional as F
 

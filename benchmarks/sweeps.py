@@ -24,7 +24,7 @@ from kernels import busiest_ms, measure_limits
 from layer import CASES, Case
 from models import Stack, init_weights, rope_tables
 from report import environment, print_rows, write_json
-from tables import sweeps_table
+from tables_kernels import sweeps_table
 from torch import Tensor, fx
 
 import fp8pass

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from convergence import MODEL, TINY, Result, corpus, rate, summary
 from report import merge, print_rows, resume, write_json
-from tables import wire_convergence_table
+from tables_runs import wire_convergence_table
 from torch import Tensor, multiprocessing, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

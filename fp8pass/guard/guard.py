@@ -144,6 +144,7 @@ class Guard:
 
         Raises:
             ConfigError: the guard has no optimizer.
+            ValueError: a tensor has not one element.
         """
         if self._norms is None:
             raise ConfigError("Guard has no optimizer: Guard(monitor, optimizer, model=model).")

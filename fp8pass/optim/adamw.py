@@ -286,7 +286,7 @@ class AdamW(torch.optim.Optimizer):
         """A new state, moved to the host if it belongs there."""
         if not host.is_offloaded(group, "states", parameter):
             return state
-        arena = self._arenas.setdefault(parameter.device, Arena(parameter.device))
+        arena = self._arena_of(parameter.device)
         return {
             name: x if name == "step" else with_local(x, arena.take) for name, x in state.items()
         }

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8pass import Config
-from fp8pass.dialect.formats import FORMATS
 from fp8pass.plan import Plan
 from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, checks, strategies
 
@@ -114,10 +113,16 @@ def test_a_plan_that_lies_is_found(monkeypatch):
 @given(drawn=st.data(), format=strategies.formats())
 def test_edges_are_those_of_the_format(drawn, format):
     x = drawn.draw(strategies.edges(format)).double()
-    top = x.abs().max()
+    half_step = 2.0 ** (format.min_exponent - format.mantissa - 1)
+
+    def are_edges(y):
+        """Codes, the middle between two, or beyond the range, by twice at most."""
+        multiples = y[y.abs() < format.max] / half_step
+        return y.abs().max() <= 2 * format.max and (multiples == multiples.round()).all()
+
     assert x.isfinite().all()
-    assert top <= format.max * 2 * 2.0**8
-    assert FORMATS[format.name] is format
+    assert any(are_edges(x * 2.0**shift) for shift in range(-8, 9))
+    assert not any(are_edges((x + half_step / 3) * 2.0**shift) for shift in range(-8, 9))
 
 
 @given(drawn=st.data())

@@ -1,0 +1,135 @@
+"""Tables of kernels and of the optimizer: times, bandwidths, rounding errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHOWN_KERNELS = 12
+
+
+def kernels_table(data: dict[str, Any]) -> list[list[str]]:
+    """Where a step's time goes, the largest generated kernels, and the floor."""
+    bandwidth, fp8 = data["limits"]["copy_bandwidth"], data["limits"]["fp8_flops"]
+    rows = [
+        ["", "calls", "ms", "MiB", "of the limit"],
+        ["a large copy", "", "", "", f"{bandwidth / 1e12:.2f} TB/s"],
+        ["a large FP8 product", "", "", "", f"{fp8 / 1e12:.0f} TFLOP/s"],
+    ]
+    steps = {r["case"]: r["step_ms"] for r in data["results"]}
+    for r in data["results"]:
+        kernels = r["kernels"]
+        ms = {k: sum(x["ms"] for x in kernels if x["kind"] == k) for k in KERNEL_KINDS}
+        moved = sum(x["bytes"] for x in kernels)
+        floor = ms["gemm"] + ms["attention"] + moved / bandwidth * 1e3
+        peer = steps.get(r["case"].split(",")[0] + ", torchao tensorwise")
+        shares = f"{r['step_ms'] / peer:.3f}, floor {floor / peer:.3f} × torchao" if peer else ""
+        rate = r["gemm_flops"] / ms["gemm"] * 1e3 / fp8
+        attention = r["attention_flops"] / ms["attention"] / 1e9
+        rest = ms["ours"] + ms["generated"] + ms["other"]
+        rows += [
+            [f"**{r['case']}**", "", f"{r['step_ms']:.2f}", "", shares],
+            ["floor", "", f"{floor:.2f}", "", ""],
+            ["GEMMs", "", f"{ms['gemm']:.2f}", "", f"{rate:.0%}"],
+            ["attention", "", f"{ms['attention']:.2f}", "", f"{attention:.0f} TFLOP/s"],
+            [
+                "all else",
+                "",
+                f"{rest:.2f}",
+                f"{moved / 2**20:.0f}",
+                f"{moved / bandwidth * 1e3:.2f} ms",
+            ],
+            ["no kernel running", "", f"{r['idle_ms']:.2f}", "", ""],
+        ]
+        memory_bound = [x for x in kernels if x["kind"] in ("ours", "generated")]
+        rows += [_kernel_row(x, bandwidth) for x in memory_bound[:SHOWN_KERNELS]]
+    return rows
+
+
+KERNEL_KINDS = ("gemm", "attention", "ours", "generated", "other")
+
+
+def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
+    name = kernel["name"].removeprefix("triton_").replace("fused__", "").replace("fused_", "")
+    share = kernel["bytes"] / bandwidth * 1e3 / kernel["ms"]
+    numbers = f"{kernel['calls']:.0f}", f"{kernel['ms']:.3f}", f"{kernel['bytes'] / 2**20:.0f}"
+    return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
+
+
+# Of the settings of a kernel, how many are shown.
+FASTEST = 5
+
+
+def sweeps_table(data: dict[str, Any]) -> list[list[str]]:
+    """The fastest settings of the largest kernels, and the slowest; what fp8pass uses is bold."""
+    rows = [["", "elements a thread", "ms", "of a copy"]]
+    for program in dict.fromkeys(r["program"] for r in data["results"]):
+        results = [r for r in data["results"] if r["program"] == program]
+        (m, n), kernel = results[0]["size"], results[0]["kernel"]
+        rows.append([f"**{program}**, `{kernel}`, {m} × {n}", "", "", ""])
+        ordered = sorted(results, key=lambda r: r["ms"])
+        shown = [r for i, r in enumerate(ordered) if i < FASTEST or r["shipped"]]
+        for r in shown if ordered[-1] in shown else [*shown, ordered[-1]]:
+            share = r["bytes"] / data["copy_bandwidth"] * 1e3 / r["ms"]
+            row = [r["setting"], str(r["held"]), f"{r['ms']:.3f}", f"{share:.0%}"]
+            rows.append([f"**{cell}**" for cell in row] if r["shipped"] else row)
+    return rows
+
+
+def gemms_table(data: dict[str, Any]) -> list[list[str]]:
+    """GEMMs with a scale for each operand and for each row: cuBLASLt, and Triton beside it."""
+    versus = "× cuBLASLt"
+    header = ["ms", "M × N × K", "cuBLASLt", "TFLOP/s", "by row"]
+    header += ["Triton", versus, "by row", versus]
+    rows = [header]
+    for r in data["results"]:
+        (m, n, k), cublaslt, triton = r["size"], r["cublaslt_ms"], r["triton_ms"]
+        row = [f"{r['case']}, {r['product']}", f"{m} × {n} × {k}", f"{cublaslt[0]:.3f}"]
+        row += [f"{2 * m * n * k / cublaslt[0] / 1e9:.0f}", f"{cublaslt[1]:.3f}"]
+        for theirs, library in zip(triton, cublaslt, strict=True):
+            row += [f"{theirs:.3f}", f"{theirs / library:.3f}"]
+        rows.append(row)
+    return rows
+
+
+def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
+    """Errors of the update by the formats of both moments, in 10⁻⁵, with COAT's in brackets."""
+    seconds = list(dict.fromkeys(r["second"] for r in data["results"]))
+    rows = [["first moment, then second", *seconds]]
+    for first in dict.fromkeys(r["first"] for r in data["results"]):
+        found = {r["second"]: r for r in data["results"] if r["first"] == first}
+        cells = [f"{found[second]['mse'] * 1e5:.2f}" for second in seconds]
+        theirs = [found[second]["coat"] for second in seconds]
+        cells = [c if t is None else f"{c} ({t:.2f})" for c, t in zip(cells, theirs, strict=True)]
+        rows.append([first, *cells])
+    return rows
+
+
+def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
+    """Optimizer steps: time, beside what the bytes need, and memory."""
+    rows = [["", "ms", "× limit", "× torch fused", "first step s", "state bytes", "peak GiB"]]
+    for shape in dict.fromkeys(r["shape"] for r in data["results"]):
+        results = [r for r in data["results"] if r["shape"] == shape]
+        base = next(r for r in results if r["optimizer"] == "torch fused")
+        rows.append([f"**{shape}**", *[""] * 6])
+        for r in results:
+            rows.append(
+                [
+                    r["optimizer"],
+                    f"{r['ms']:.2f}",
+                    f"{r['ms'] / r['limit_ms']:.2f}",
+                    f"{r['ms'] / base['ms']:.3f}",
+                    f"{r['first_s']:.1f}",
+                    f"{r['state_bytes']:.2f}",
+                    f"{r['peak_bytes'] / 2**30:.1f}",
+                ]
+            )
+    return rows
+
+
+def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
+    """A step with other constants, from the fastest on; what fp8pass uses is bold."""
+    rows = [["changed", "ms", "× limit"]]
+    for r in sorted(data["results"], key=lambda r: r["ms"]):
+        row = [r["setting"] or "nothing", f"{r['ms']:.2f}", f"{r['ms'] / r['limit_ms']:.3f}"]
+        rows.append(row if r["setting"] else [f"**{cell}**" for cell in row])
+    return rows

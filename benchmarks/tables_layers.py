@@ -1,0 +1,210 @@
+"""Tables of decoder layers and small models: time, memory, errors, what runs in FP8."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from fp8pass.graph.pointwise import POINTWISE
+
+BASELINE = "torchao tensorwise"
+# Ends the names of variants that are replayed as CUDA graphs, which hold their memory themselves.
+GRAPHED = ", CUDA graphs"
+# Of fp8pass, which `ablation.py` leaves out one by one.
+ALL_PARTS = "all parts"
+
+
+def layer_table(data: dict[str, Any]) -> list[list[str]]:
+    """Decoder layers: time, memory and errors, beside torchao tensorwise run likewise."""
+    header = ["", "ms", "× torchao", "CPU ms", "activations MiB", "× torchao", "x-grad err"]
+    rows = [[*header, "w-grad err"]]
+    for case in dict.fromkeys(r["case"] for r in data["results"]):
+        results = [r for r in data["results"] if r["case"] == case]
+        rows.append([f"**{case}**, {results[0]['rounds']} rounds", *[""] * 7])
+        for r in results:
+            graphed = GRAPHED * r["variant"].endswith(GRAPHED)
+            base = next(b for b in results if b["variant"] == BASELINE + graphed)
+            kept = ["", ""]
+            if r["activation_bytes"]:
+                share = r["activation_bytes"] / base["activation_bytes"]
+                kept = [f"{r['activation_bytes'] / 2**20:.0f}", f"{share:.3f}"]
+            rows.append(
+                [
+                    r["variant"],
+                    f"{r['ms']:.2f}",
+                    f"{r['ms'] / base['ms']:.3f}",
+                    f"{r['cpu_ms']:.2f}",
+                    *kept,
+                    f"{r['x_grad_error']:.4f}",
+                    f"{r['worst_weight_grad_error']:.4f}",
+                ]
+            )
+    return rows
+
+
+def moe_table(data: dict[str, Any]) -> list[list[str]]:
+    """Mixtures of experts: time, memory and errors, beside `torch.compile` in BF16."""
+    header = ["", "ms", "× bf16", "CPU ms", "activations MiB", "of bf16", "x-grad err"]
+    rows = [[*header, "w-grad err", "FLOPs in FP8"]]
+    for case in dict.fromkeys(r["case"] for r in data["results"]):
+        results = [r for r in data["results"] if r["case"] == case]
+        rows.append([f"**{case}**, {results[0]['rounds']} rounds", *[""] * 8])
+        base = next(r for r in results if r["variant"] == "bf16 compile")
+        for r in results:
+            held, of = r["activation_bytes"], base["activation_bytes"]
+            share = r["fp8_share"]
+            rows.append(
+                [
+                    r["variant"],
+                    f"{r['ms']:.2f}",
+                    f"{r['ms'] / base['ms']:.3f}",
+                    f"{r['cpu_ms']:.2f}",
+                    *([f"{held / 2**20:.0f}", f"{held / of:.3f}"] if held else ["", ""]),
+                    f"{r['x_grad_error']:.4f}",
+                    f"{r['worst_weight_grad_error']:.4f}",
+                    "" if share is None else f"{share:.1%}",
+                ]
+            )
+    return rows
+
+
+def ablation_table(data: dict[str, Any]) -> list[list[str]]:
+    """The same models with parts of fp8pass left out."""
+    rows = [["", "ms", "CPU ms", "over all parts"]]
+    for case in dict.fromkeys(r["case"] for r in data["results"]):
+        found = {r["variant"]: r for r in data["results"] if r["case"] == case}
+        rounds = next(iter(found.values()))["rounds"]
+        rows.append([f"**{case}**, {rounds} rounds", "", "", ""])
+        for variant, r in found.items():
+            base = ALL_PARTS + GRAPHED if variant.endswith(GRAPHED) else ALL_PARTS
+            over = "" if variant == base else f"{r['ms'] / found[base]['ms'] - 1:+.1%}"
+            rows.append([variant, f"{r['ms']:.2f}", f"{r['cpu_ms']:.2f}", over])
+    return rows
+
+
+def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
+    """GPT-2 under autocast: time and memory of a step by recipe, beside stock `torch.compile`."""
+    header = ["", "ms", "× bf16", "GPU busy ms", "held MiB", "planned MiB"]
+    rows = [[*header, "forward peak MiB", "backward peak MiB"]]
+    base = data["results"][0]
+    for r in data["results"]:
+        planned = r["planned_bytes"]
+        rows.append(
+            [
+                r["variant"],
+                f"{r['ms']:.2f}",
+                f"{r['ms'] / base['ms']:.3f}",
+                f"{r['gpu_ms']:.2f}",
+                f"{r['kept_bytes'] / 2**20:.0f}",
+                "" if planned is None else f"{planned / 2**20:.0f}",
+                f"{r['forward_peak_bytes'] / 2**20:.0f}",
+                f"{r['backward_peak_bytes'] / 2**20:.0f}",
+            ]
+        )
+    return rows
+
+
+def head_table(data: dict[str, Any]) -> list[list[str]]:
+    """Output heads with their loss: time, memory and gradient errors, whole and in chunks."""
+    rows = [["head", "", "ms", "× bf16", "peak GiB", "error of dx", "error of dW"]]
+    for r in data["results"]:
+        base = next(b for b in data["results"] if b["case"] == r["case"])
+        rows.append(
+            [
+                r["case"],
+                r["variant"],
+                f"{r['ms']:.2f}",
+                f"{r['ms'] / base['ms']:.3f}" if base["ms"] else "",
+                f"{r['peak_bytes'] / 2**30:.2f}",
+                f"{r['x_grad_error']:.2e}",
+                f"{r['weight_grad_error']:.2e}",
+            ]
+        )
+    return rows
+
+
+def offload_table(data: dict[str, Any]) -> list[list[str]]:
+    """A memory budget met by computing again, and by the host."""
+    header = ["budget", "ms", "× none", "held MiB", "peak MiB"]
+    rows = [[*header, "on the host MiB", "link busy ms", "waits ms, predicted"]]
+    base = data["results"][0]["ms"]
+    for r in data["results"]:
+        sizes = [f"{r[key] / 2**20:,.0f}" for key in ("held_bytes", "peak_bytes", "host_bytes")]
+        times = [f"{r['ms']:.2f}", f"{r['ms'] / base:.3f}" if base else ""]
+        link = [f"{r['link_ms']:.1f}", f"{r['wait_ms']:.1f}"] if r["offload"] else ["", ""]
+        rows.append([r["variant"], *times, *sizes, *link])
+    return rows
+
+
+def merged_table(data: dict[str, Any]) -> list[list[str]]:
+    """GEMMs of layers that share an input, apart and as one."""
+    rows = [["ms", "forward", "dgrad", "sums", "wgrad"]]
+    for r in data["results"]:
+        pairs = {k: f"{r[k][0]:.3f} → {r[k][1]:.3f}" for k in ("forward", "dgrad", "wgrad")}
+        rows.append(
+            [r["case"], pairs["forward"], pairs["dgrad"], f"{r['sums']:.3f}", pairs["wgrad"]]
+        )
+    return rows
+
+
+def monitor_table(data: dict[str, Any]) -> list[list[str]]:
+    """A training step without a monitor, between its samples and sampled; overheads by interval."""
+    (result,) = data["results"]
+    ms, default = result["ms"], data["settings"]["every"]
+    without, between, sampled = ms["without"], ms["between"], ms["sampled"]
+    rows = [["step of the demo's model", "ms", "over one without"]]
+    rows.append(["without a monitor", f"{without:.1f}", ""])
+    rows.append(["between samples", f"{between:.1f}", f"{between / without - 1:+.2%}"])
+    name = f"sampled, {result['tensors']} tensors"
+    rows.append([name, f"{sampled:.1f}", f"× {sampled / without:.1f}"])
+    for every in sorted({100, 250, default}):
+        # What is between samples differs by the noise of the measurement, which is not a cost.
+        share = (sampled / without - 1) / every
+        note = " (default)" if every == default else ""
+        rows.append([f"every={every}{note}", "", f"{share:+.2%}"])
+    return rows
+
+
+def zoo_table(data: dict[str, Any]) -> list[list[str]]:
+    """Small models of all architectures: layers in FP8, what is kept, whether a step is right."""
+    rows = [["", "FP8", "asked to stay", "kept, of stock", "right", "why others stay in 16 bits"]]
+    ran = [r for r in data["results"] if not r["error"]]
+    fp8, asked, layers = (sum(r[key] for r in ran) for key in ("fp8", "asked_for", "layers"))
+    right = f"{sum(not r['complaints'] for r in ran)} of {len(data['results'])}"
+    rows.append(["**all**", f"{fp8} of {layers - asked}", str(asked), "", right, ""])
+    for family in dict.fromkeys(r["family"] for r in data["results"]):
+        results = [r for r in data["results"] if r["family"] == family]
+        rows.append([f"**{family}**, {len(results)}", *[""] * 5])
+        rows += [zoo_row(r) for r in results]
+    return rows
+
+
+def zoo_row(r: dict[str, Any]) -> list[str]:
+    """One architecture."""
+    if r["error"]:
+        return [r["name"], "", "", "", "no", r["error"].splitlines()[0]]
+    left = r["layers"] - r["asked_for"]
+    share = f"{r['kept_bytes'] / r['stock_bytes']:.2f}" if r["stock_bytes"] else ""
+    right = "no" if r["complaints"] else "yes"
+    why = "; ".join([*r["reasons"], *r["complaints"]])
+    return [r["name"], f"{r['fp8']} of {left}", str(r["asked_for"] or ""), share, right, why]
+
+
+def zoo_operators_table(data: dict[str, Any]) -> list[list[str]]:
+    """The operators of all architectures' graphs, by kind, the frequent ones first."""
+    name_of = lambda op: str(op).split(".")[1]  # noqa: E731
+    rules = {name_of(op) for op, meaning in POINTWISE.items() if meaning.formula}
+    kernels = {name_of(op) for op, meaning in POINTWISE.items() if meaning.triton}
+    kernels.add("pow")  # of the exponents in `POWERS`
+    counts: dict[str, Counter[str]] = {}
+    for r in data["results"]:
+        for kind, names in r.get("operators", {}).items():
+            if kind not in ("view", "movement", "creation", "symbol"):
+                counts.setdefault(kind, Counter()).update(names.split())
+    rows = [["operator", "models", "rule", "kernel"]]
+    for kind, found in sorted(counts.items()):
+        rows.append([f"**{kind}**", "", "", ""])
+        for name, count in sorted(found.items(), key=lambda item: (-item[1], item[0])):
+            marks = ["yes" * (name in table) for table in (rules, kernels)]
+            rows.append([f"`{name}`", str(count), *marks])
+    return rows

@@ -1,0 +1,265 @@
+"""Tables of whole models: speed and memory, on one GPU and several, measured and predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables_layers import BASELINE
+
+
+def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
+    """Seconds to the end of the first step, cold and in a second process."""
+    rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
+    for variant in dict.fromkeys(r["variant"] for r in data["results"]):
+        found = {r["cache"]: r for r in data["results"] if r["variant"] == variant}
+        cold, warm = found["cold"], found["warm"]
+        passes = f"{cold['passes']:.2f}" if cold["passes"] else ""
+        rows.append([variant, f"{cold['seconds']:.1f}", f"{warm['seconds']:.1f}", passes])
+    return rows
+
+
+def depths_table(data: dict[str, Any]) -> list[list[str]]:
+    """CPU seconds of compilation by depth, all and for each layer; the passes alone."""
+    variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
+    header = [f"{variant}, CPU s (a layer)" for variant in variants]
+    rows = [["layers, hidden 256", *header, "of which passes, ms a layer"]]
+    for layers in dict.fromkeys(r["layers"] for r in data["results"]):
+        found = {r["variant"]: r for r in data["results"] if r["layers"] == layers}
+        cells = [
+            f"{r['cpu_seconds']:.1f} ({r['cpu_seconds'] / layers:.2f})"
+            if (r := found.get(v))
+            else ""
+            for v in variants
+        ]
+        passes = [f"{r['passes'] / layers * 1e3:.0f}" for r in found.values() if r["passes"]]
+        rows.append([str(layers), *cells, ", ".join(passes)])
+    return rows
+
+
+def distributed_table(data: dict[str, Any]) -> list[list[str]]:
+    """Training on several GPUs: speed and peak memory over each link, beside torchao."""
+    rows = [
+        ["", "tokens/s", "fastest step", "× torchao, FP8 gather", "peak GiB", "gradients sent",
+         "weights sent"],
+    ]  # fmt: skip
+    for model, link in dict.fromkeys((r["model"], r["link"]) for r in data["results"]):
+        results = [r for r in data["results"] if (r["model"], r["link"]) == (model, link)]
+        base = next((r for r in results if r["variant"] == "torchao, FP8 gather"), None)
+        rows.append([f"**{model}, {link}**", *[""] * 6])
+        for r in results:
+            if r["error"]:
+                rows.append([r["variant"], r["error"].splitlines()[0][:80], *[""] * 5])
+                continue
+            speed, peak = r["tokens_per_second"], r["peak_bytes"]
+            fsdp = base and not base["error"] and "sequence" not in r["variant"]
+            rows.append(
+                [
+                    r["variant"],
+                    f"{speed:,.0f}",
+                    f"{r['fastest']:,.0f}" if r.get("fastest") else "",
+                    f"{speed / base['tokens_per_second']:.3f}" if base and fsdp else "",
+                    "" if peak is None else f"{peak / 2**30:.1f}",
+                    *("" if x is None else f"{x:.3f}×" for x in _wire(r)),
+                ]
+            )
+    return rows
+
+
+def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:
+    return result["gradients_wire"], result["weights_wire"]
+
+
+def balance_table(data: dict[str, Any]) -> list[list[str]]:
+    """Optimizer states of the rank that has most, times the number of ranks."""
+    rows = [["", "ranks", "whole tensors", "FSDP2's rows"]]
+    for r in data["results"]:
+        rows.append(
+            [r["model"], str(r["ranks"]), *(f"{r[k]:.2f}" for k in ("whole tensors", "rows"))]
+        )
+    return rows
+
+
+def projection_table(data: dict[str, Any]) -> list[list[str]]:
+    """Tokens per second and GPU; the number of GPUs matters little, so two of them are shown."""
+    variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
+    rows = [["", "Gb/s", *variants, "× fp8pass", "× torchao, FP8 gather"]]
+    gpus = sorted({r["gpus"] for r in data["results"]})
+    for model in dict.fromkeys(r["model"] for r in data["results"]):
+        for count in (gpus[0], gpus[-1]):
+            rows.append([f"**{model}, {count} GPUs**", *[""] * (len(rows[0]) - 1)])
+            for link in sorted({r["gigabits"] for r in data["results"]}):
+                speed = {
+                    r["variant"]: r["tokens_per_second"]
+                    for r in data["results"]
+                    if (r["model"], r["gpus"], r["gigabits"]) == (model, count, link)
+                }
+                versus = (
+                    speed["fp8pass, compressed"] / speed[base]
+                    for base in ("fp8pass", "torchao, FP8 gather")
+                )
+                rows.append(
+                    [
+                        "",
+                        str(link),
+                        *(f"{speed[v]:,.0f}" for v in variants),
+                        *(f"{x:.2f}" for x in versus),
+                    ]
+                )
+    return rows
+
+
+def model_table(data: dict[str, Any]) -> list[list[str]]:
+    """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
+    steps = data["settings"]["warm_up"] + data["settings"]["timed"]
+    versus = "× torchao"
+    header = ["", "optimizer", "tokens/s", versus, "peak GiB", versus, f"loss after {steps} steps"]
+    rows = [header]
+    for model in sorted({r["model"] for r in data["results"]}):
+        results = [r for r in data["results"] if r["model"] == model]
+        base: dict[str, Any] = next((r for r in results if _is_model_baseline(r)), {})
+        rows.append([f"**{model}**", *[""] * (len(header) - 1)])
+        for r in results:
+            rows.append([r["variant"], r["optimizer"], *_model_cells(r, base)])
+    return rows
+
+
+def _is_model_baseline(result: dict[str, Any]) -> bool:
+    return result["variant"] == BASELINE and result["optimizer"] == "AdamW" and not result["error"]
+
+
+def _model_cells(result: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    if result["error"]:
+        return [result["error"].splitlines()[0], *[""] * 4]
+
+    def ratio(key: str) -> str:
+        return f"{result[key] / base[key]:.3f}" if base.get(key) else ""
+
+    peak = result["peak_bytes"]
+    return [
+        f"{result['tokens_per_second']:,.0f}",
+        ratio("tokens_per_second"),
+        f"{peak / 2**30:.1f}" if peak else "",
+        ratio("peak_bytes"),
+        f"{result['loss']:.4f}",
+    ]
+
+
+def small_gpu_table(data: dict[str, Any]) -> list[list[str]]:
+    """Whole models under a limit of memory: speed beside the same model without."""
+    header = ["", "limit GiB", "micro-batch", "tokens/s", "× no limit"]
+    rows = [[*header, "reserved GiB", "allocated GiB", "host GiB"]]
+    for model in dict.fromkeys(r["model"] for r in data["results"]):
+        results = [r for r in data["results"] if r["model"] == model]
+        free = next((r["tokens_per_second"] for r in results if not r["limit"]), None)
+        rows.append([f"**{model}**", *[""] * 7])
+        for r in results:
+            limit, batch = f"{r['limit']:g}" if r["limit"] else "none", f"{r['batch']} sequences"
+            if r["error"]:
+                rows.append([r["how"], limit, batch, r["error"].split(".")[0], *[""] * 4])
+                continue
+            share = f"{r['tokens_per_second'] / free:.3f}" if free else ""
+            sizes = (r["reserved_bytes"], r["allocated_bytes"], r["host_bytes"])
+            memory = [f"{size / 2**30:.1f}" if size else "" for size in sizes]
+            rows.append([r["how"], limit, batch, f"{r['tokens_per_second']:,.0f}", share, *memory])
+    return rows
+
+
+def lora_table(data: dict[str, Any]) -> list[list[str]]:
+    """Adapters beside frozen weights: speed and memory, beside BF16."""
+    header = ["", "tokens/s", "× BF16", "peak GiB", "× BF16", "weights GiB"]
+    rows = [
+        [*header, f"loss after {data['settings']['warm_up'] + data['settings']['timed']} steps"]
+    ]
+    done = [r for r in data["results"] if not r["error"]]
+    base: dict[str, Any] = next((r for r in done if r["variant"] == "BF16"), {})
+    for r in data["results"]:
+        if r["error"]:
+            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 5])
+            continue
+        cells = [f"{r['tokens_per_second']:,.0f}", _share(r, base, "tokens_per_second")]
+        peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
+        cells += [peak, _share(r, base, "peak_bytes"), f"{r['weight_bytes'] / 2**30:.1f}"]
+        rows.append([r["variant"], *cells, f"{r['loss']:.4f}"])
+    return rows
+
+
+def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    return f"{result[key] / base[key]:.3f}" if result[key] and base.get(key) else ""
+
+
+def micro_batches_table(data: dict[str, Any]) -> list[list[str]]:
+    """Accumulated steps: speed, memory and loss, beside those of the first variant."""
+    rows = [["", "tokens/s", "× without", "peak GiB", "loss"]]
+    base = data["results"][0]
+    for r in data["results"]:
+        if r["error"]:
+            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 3])
+            continue
+        speed = f"{r['tokens_per_second']:,.0f}", _share(r, base, "tokens_per_second")
+        peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
+        rows.append([r["variant"], *speed, peak, f"{r['loss']:.4f}"])
+    return rows
+
+
+def fit_table(data: dict[str, Any]) -> list[list[str]]:
+    """Predictions of `fit` beside what was measured."""
+    header = ["", "predicted GiB", "measured GiB", "off by"]
+    rows = [[*header, "predicted tokens/s", "measured tokens/s", "off by"]]
+    for r in data["results"]:
+        predicted = [
+            f"{r['predicted_bytes'] / 2**30:.2f}",
+            f"{r['predicted_tokens_per_second']:,.0f}",
+        ]
+        if r["error"]:
+            rows.append([r["case"], predicted[0], r["error"], "", predicted[1], "", ""])
+            continue
+        peak, tokens = r["peak_bytes"], r["tokens_per_second"]
+        off = f"{r['predicted_bytes'] / peak - 1:+.1%}" if peak else ""
+        memory = [predicted[0], f"{peak / 2**30:.2f}" if peak else "", off]
+        slower = f"{r['predicted_tokens_per_second'] / tokens - 1:+.0%}"
+        rows.append([r["case"], *memory, predicted[1], f"{tokens:,.0f}", slower])
+    return rows
+
+
+def frontier_table(data: dict[str, Any]) -> list[list[str]]:
+    """Points of memory and time; for stock ones, the fastest of fp8pass that holds no more."""
+    header = ["", "budget", "ms", "activations MiB", "peak MiB", "compile s", "fp8pass, no larger"]
+    rows = [header]
+    better = {r["budget"]: r for r in data["dominated"]}
+    order = sorted(data["results"], key=lambda r: -(r["budget"] or 1.0))
+    for variant in dict.fromkeys(r["variant"] for r in order):
+        for r in (r for r in order if r["variant"] == variant):
+            budget = "" if r["budget"] is None else f"{r['budget']:g}"
+            if r["error"]:
+                reason = r["error"].splitlines()[0]
+                rows.append([variant, budget, reason, *[""] * (len(header) - 3)])
+                continue
+            by = better[r["budget"]] if variant == "torch.compile" else {"by": None}
+            rows.append(
+                [
+                    variant,
+                    budget,
+                    f"{r['ms']:.1f}",
+                    f"{r['activation_bytes'] / 2**20:.0f}",
+                    f"{r['peak_bytes'] / 2**20:.0f}",
+                    f"{r['compile_s']:.1f}",
+                    f"{_point_name(by['by'])}: × {by['ratio']:.3f}" if by["by"] else "",
+                ]
+            )
+    return rows
+
+
+def _point_name(point: dict[str, Any]) -> str:
+    recipe = point["variant"].removeprefix("fp8pass ")
+    return recipe if point["budget"] is None else f"{recipe} {point['budget']:g}"
+
+
+def formats_table(data: dict[str, Any]) -> list[list[str]]:
+    """Rounding errors: every choice with G = 128, and those that cost E2M1's bits with G = 64."""
+    names = list(data["results"][0]["errors"])
+    rows = [["format", "scales", "G", "bits", *names]]
+    for r in data["results"]:
+        if r["group"] == 128 or (r["format"] == "e2m1" and r["bits"] == 4.25):
+            errors = [f"{r['errors'][name]:.4f}" for name in names]
+            rows.append([r["format"], r["scale"], str(r["group"]), f"{r['bits']:.3f}", *errors])
+    return rows
