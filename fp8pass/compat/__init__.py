@@ -80,6 +80,7 @@ from fp8pass.compat.randomness import (  # noqa: E402
     seeded_random_ops,
 )
 from fp8pass.compat.symbols import (  # noqa: E402
+    FLEX_ATTENTION,
     FakeTensor,
     arg_tree_leaves,
     fake_mode_of,
@@ -104,6 +105,7 @@ from fp8pass.compat.symbols import (  # noqa: E402
 )
 
 __all__ = [
+    "FLEX_ATTENTION",
     "SUPPORTED",
     "CustomPartitionerFn",
     "FakeTensor",

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch._dynamo.source import TensorProperty
+from torch._higher_order_ops import flex_attention, flex_attention_backward
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 __all__ = [
+    "FLEX_ATTENTION",
     "FakeTensor",
     "arg_tree_leaves",
     "fake_mode_of",
@@ -150,6 +152,10 @@ def is_opaque(node: torch.fx.Node) -> bool:
 def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
     """Whether a node's target is an operator with a schema, `aten.mul.Tensor` say."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+# FlexAttention, forward and backward: no operators with a schema, but functions of subgraphs.
+FLEX_ATTENTION = flex_attention, flex_attention_backward
 
 
 def schema_of(operator: Any) -> Any:

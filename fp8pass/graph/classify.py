@@ -82,6 +82,8 @@ GEMMS = {
     *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
 }
 
+FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
+
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
 # Those of them that reduce a whole tensor, row or group to one number.
@@ -188,6 +190,7 @@ def _without_dropout(node: fx.Node) -> bool:
 _TABLE: tuple[tuple[Set[Any], Kind], ...] = (
     (VIEWS, Kind.VIEW),
     (GEMMS, Kind.GEMM),
+    (FLEX_ATTENTION, Kind.ATTENTION),
     (QUANTIZERS, Kind.QUANTIZE),
     (REDUCTIONS, Kind.REDUCTION),
     (MOVEMENTS, Kind.MOVEMENT),

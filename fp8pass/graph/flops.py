@@ -14,7 +14,7 @@ from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.segments import rows_of_padded
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import GROUPED, Kind, kind
+from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
@@ -51,7 +51,10 @@ def flops(node: fx.Node) -> float:
     given = [n for n in node.args if isinstance(n, fx.Node)]  # one tensor may be two operands
     operands = [graph.tensor(n) for n in given if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
-        return _attention_flops(operands, backward="backward" in str(node.target))
+        backward = "backward" in str(node.target)
+        # The backward's first operand is a gradient, but not FlexAttention's.
+        first = 1 if backward and node.target not in FLEX_ATTENTION else 0
+        return _attention_flops(operands[first:], backward=backward)
     if node.target in GROUPED:
         return _grouped_flops(*operands[:2])
     if node.target is fp8.scaled_grouped_outer.default:
@@ -83,11 +86,11 @@ def _as_traced(values: Any) -> Any:
 
 
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
-    """Two products of scores and values; five in the backward, whose first operand is a gradient.
+    """Two products of scores and values; five in the backward.
 
-    Operands are [..., heads, length, dim]; a causal mask is not counted as less.
+    `operands` begin with query and key, [..., heads, length, dim]. A mask is not counted as less.
     """
-    query, key = operands[1:3] if backward else operands[:2]
+    query, key, *_ = operands
     *batch, queries, dim = (compat.size_hint(s) for s in query.shape)
     keys = compat.size_hint(key.shape[-2])
     return (10.0 if backward else 4.0) * math.prod(batch) * queries * keys * dim

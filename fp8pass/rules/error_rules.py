@@ -24,7 +24,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect.formats import E4M3, Format
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import FLEX_ATTENTION, Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import KEPT_BY_CHOICE
@@ -205,6 +205,8 @@ class Rules:
 
     def _attention(self, user: fx.Node) -> Amplification | str:
         """The rule for the operands of an attention operator, by the first of them."""
+        if user.target in FLEX_ATTENTION:
+            return "no rule bounds FlexAttention, whose scores may be changed by any function"
         sizes = _attention_sizes(user)
         bound = attention_rule.relative_bound(*sizes)
         if bound * E4M3.half_step > self.tolerance:

@@ -82,6 +82,8 @@ def _multiplied(node: fx.Node) -> Work:
 
 def _is_causal(attention: fx.Node) -> bool:
     """Whether kernels leave out what a causal mask hides."""
+    if not compat.is_operator(attention.target):
+        return False
     names = [argument.name for argument in compat.schema_of(attention.target).arguments]
     given = dict(zip(names, attention.args, strict=False)) | attention.kwargs
     return given.get("is_causal") is True

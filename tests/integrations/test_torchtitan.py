@@ -1,0 +1,110 @@
+"""torchtitan: its check of backends, and its own trainer where there are both it and a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata, util
+from types import ModuleType
+
+import pytest
+import torch
+
+NAME = "fp8pass.integrations.torchtitan"
+STEPS = 10
+
+
+def strict(model, backend):
+    """As torchtitan 0.3 has it for a model with FlexAttention."""
+    if backend != "inductor":
+        raise ValueError(f"{backend} is neither")
+    return backend
+
+
+@pytest.fixture
+def titan(monkeypatch):
+    """A module with torchtitan's check in torchtitan's place."""
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    for name in ("torchtitan", "torchtitan.distributed", "torchtitan.distributed.compile"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = sys.modules["torchtitan.distributed.compile"]
+    monkeypatch.setattr(sys.modules["torchtitan"], "distributed", ModuleType(""), raising=False)
+    monkeypatch.setattr(sys.modules["torchtitan"].distributed, "compile", module, raising=False)
+    return module
+
+
+def test_it_lets_fp8pass_through_and_nobody_else(titan):
+    titan._maybe_regional_inductor_backend = strict
+    integration = importlib.import_module(NAME)
+    once = titan._maybe_regional_inductor_backend
+    integration.register()
+    assert titan._maybe_regional_inductor_backend is once
+    assert [once(None, name) for name in ("fp8pass", "inductor")] == ["fp8pass", "inductor"]
+    with pytest.raises(ValueError, match="aot_ts is neither"):
+        once(None, "aot_ts")
+
+
+def test_a_torchtitan_without_the_check_stays_as_it_is(titan):
+    before = dict(vars(titan))
+    importlib.import_module(NAME)
+    assert vars(titan) == before
+
+
+# --- its own trainer ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Its debug model's tokenizer and text, under the names that it looks for."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    text = "the model reads a small text of a few words until it knows all of them"
+    words = ["<pad>", "<bos>", "<eos>", *dict.fromkeys(text.split())]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assets = tmp_path / "tests/assets/tokenizer"
+    assets.mkdir(parents=True)
+    tokenizer.save(str(assets / "tokenizer.json"))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (assets / "tokenizer_config.json").write_text(json.dumps(special))
+    data = tmp_path / "tests/assets/c4_test/data.json"
+    data.parent.mkdir()
+    line = json.dumps({"text": f"{text} " * 20})
+    data.write_text("\n".join([line] * 2000))
+    return tmp_path
+
+
+def losses(folder, backend: str) -> list[float]:
+    """What its trainer prints with a backend, Llama 3's debug model on one GPU."""
+    new = metadata.version("torchtitan") >= "0.3"
+    model = ["--module", "llama3", "--config", "llama3_debugmodel"]
+    if not new:
+        model = ["--model.name", "llama3", "--model.flavor", "debugmodel_flex_attn"]
+        model += ["--training.dataset", "c4_test", "--metrics.log_freq", "1"]
+        model += ["--model.hf_assets_path", "tests/assets/tokenizer"]
+    launched = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", NAME]
+    options = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command = [*launched, *model, "--compile.enable", *given]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    output = re.sub(r"\x1b\[\d+m", "", done.stdout + done.stderr)
+    assert done.returncode == 0, output[-3000:]
+    if backend == "fp8pass":
+        assert "linear layers in FP8" in output
+    return [float(x) for x in re.findall(r"loss:\s+([\d.]+)", output)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not util.find_spec("torchtitan"), reason="needs torchtitan")
+def test_its_own_trainer_on_a_gpu(folder):
+    if metadata.version("torchtitan") >= "0.3" and not hasattr(torch.distributed, "set_timeout"):
+        pytest.skip("torchtitan 0.3 needs PyTorch 2.14's torch.distributed.set_timeout")
+    want, got = losses(folder, "inductor"), losses(folder, "fp8pass")
+    assert len(got) == len(want) == STEPS
+    for a, b in zip(got, want, strict=True):
+        assert a == pytest.approx(b, rel=0.02)
+    assert got[-1] < got[0] / 2
