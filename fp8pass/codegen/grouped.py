@@ -1,7 +1,8 @@
 """GEMMs of experts in aten: what `lowering.py` says of the dialect's operators for them.
 
-On a GPU `_scaled_grouped_mm` multiplies codes. Elsewhere `_grouped_mm` multiplies their values,
-which BF16 holds exactly, and its result is scaled: rounded twice, where the reference rounds once.
+On a GPU `_scaled_grouped_mm` multiplies codes. It gives BF16, which is cast to other dtypes.
+Elsewhere `_grouped_mm` multiplies their values, which BF16 holds exactly, and its result is scaled.
+Both round twice where the reference rounds once, unless a GPU's result is BF16.
 """
 
 from __future__ import annotations
@@ -90,8 +91,7 @@ def scaled_grouped_mm(
     scales = emit(aten.reshape.default, b_scale, shape[:2])
     if tensor(a).device.type == "cuda":
         vector = emit(aten.reshape.default, a_scale, [-1])
-        operands = (a, matrices, vector, scales, offsets)
-        return emit(aten._scaled_grouped_mm.default, *operands, None, None, out_dtype, True)
+        return _multiplied(emit, out_dtype, a, matrices, vector, scales, offsets)
     product = emit(aten._grouped_mm.default, *_values(emit, a, matrices), offsets)
     (tokens, _) = emit.sizes(a)
     expert = _expert_of(emit, emit.steps(a_scale, tokens, 1), offsets)
@@ -112,11 +112,17 @@ def scaled_grouped_outer(
     b_transposed = emit(aten.permute.default, b, [1, 0])
     if tensor(a).device.type == "cuda":
         vectors = [_by_row(emit, scale, x) for scale, x in ((a_scale, a), (b_scale, b))]
-        operands = (a, b_transposed, *vectors, ends)
-        return emit(aten._scaled_grouped_mm.default, *operands, None, None, out_dtype, True)
+        return _multiplied(emit, out_dtype, a, b_transposed, *vectors, ends)
     products = emit(aten._grouped_mm.default, *_values(emit, a, b_transposed), ends)
     scales = emit(aten.unsqueeze.default, emit(aten.mul.Tensor, a_scale, b_scale), -1)
     return emit(cast, emit(aten.mul.Tensor, products, scales), out_dtype)
+
+
+def _multiplied(emit: Emitter, out_dtype: torch.dtype, *operands: fx.Node) -> fx.Node:
+    """A product of codes with scales by row, on a GPU."""
+    options = None, None, torch.bfloat16, True
+    product = emit(aten._scaled_grouped_mm.default, *operands, *options)
+    return product if out_dtype is torch.bfloat16 else emit(cast, product, out_dtype)
 
 
 def _padded_length(emit: Emitter, x: fx.Node, offsets: fx.Node) -> Any:

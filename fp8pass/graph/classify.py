@@ -67,11 +67,12 @@ VIEWS = (
 # GEMMs over groups of rows, or of what they contract.
 GROUPED = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
+# GEMMs over a batch, of matrix by matrix.
+BATCHED = {aten.bmm.default, aten.baddbmm.default}
+
 GEMMS = {
     aten.mm.default,
     aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
     aten.mv.default,
     aten.addmv.default,
     aten.dot.default,
@@ -79,6 +80,7 @@ GEMMS = {
     aten.matmul.default,
     aten._scaled_mm.default,
     *GROUPED,
+    *BATCHED,
     *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
 }
 

@@ -8,8 +8,9 @@ A linear layer is activation × weight:
 - an *activation* depends on the data: on an input that is no parameter and no buffer, or on random
   numbers.
 
-Experts are many linear layers in one GEMM (`_grouped_mm`): each row of the input meets the weight
-of its expert.
+Experts are many linear layers in one GEMM: each row of the input meets the weight of its expert.
+Which rows these are is data (`_grouped_mm`), or each has as many (`bmm`). A `bmm` of one matrix is
+a linear layer like any other: `einsum` writes it so.
 
 Three kinds of GEMMs come close. They are listed as layers with a `flaw` and stay in high precision:
 those whose weight is computed in another way (low-rank, orthogonal), those whose weight is a buffer
@@ -24,6 +25,7 @@ that share an input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,12 +36,13 @@ from fp8pass import compat, graph
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import GROUPED, Kind, kind
+from fp8pass.graph.classify import BATCHED, GROUPED, Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
 from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits, routers
+from fp8pass.graph.tags import ADDED
 from fp8pass.plan import Linear
 
 # GEMMs that add their product to their first operand.
@@ -63,6 +66,7 @@ class Layer:
         input: the other operand of the forward.
         forward: the GEMM of the forward.
         in_features, out_features: the sizes of the matrix that it multiplies with.
+        rows: how many rows the input has, in sizes to be multiplied.
         flaw: what it lacks to be activation × weight; '' for a linear layer.
         experts: how many weights there are, of which each row of the input meets one; 0 for a
             single weight.
@@ -76,6 +80,7 @@ class Layer:
     forward: fx.Node
     in_features: Any
     out_features: Any
+    rows: tuple[Any, ...]
     flaw: str = ""
     experts: int = 0
     is_head: bool = False
@@ -104,7 +109,7 @@ class Layer:
         codes: str = "",
     ) -> Linear:
         """The plan's entry, with the roles of the GEMMs that were rewritten."""
-        rows = f"{times}{tensor(self.input).shape[0]}"
+        rows = f"{times}{_product_text(self.rows)}"
         sizes = compat.size_hint(self.in_features), compat.size_hint(self.out_features)
         return Linear(
             self.module,
@@ -190,6 +195,13 @@ def first_operand(gemm: fx.Node) -> int:
     return 1 if gemm.target in ADDING else 0
 
 
+def _product_text(sizes: tuple[Any, ...]) -> str:
+    """A product, as `64` or `4 × s0`."""
+    known = math.prod(size for size in sizes if isinstance(size, int))
+    varying = [str(size) for size in sizes if not isinstance(size, int)]
+    return " × ".join([*([str(known)] if known != 1 or not varying else []), *varying])
+
+
 def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | None:
     """The layer whose forward a GEMM is, by what its operands are computed from."""
     a, b = operands_of(gemm)
@@ -199,10 +211,19 @@ def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | Non
         flaw = _flaw(gemm, source, graph.source(other), facts, origins)
         if flaw is not None and tensor(source).ndim >= 2:
             inward, outward = (-2, -1) if weight is b else (-1, -2)
-            sizes = tensor(weight).shape
-            experts = compat.size_hint(sizes[0]) if gemm.target in GROUPED else 0
-            found.append(Layer(source, other, gemm, sizes[inward], sizes[outward], flaw, experts))
+            sizes, (*rows,) = tensor(weight).shape, tensor(other).shape
+            del rows[-1 if weight is b else -2]
+            experts = _experts_of(gemm, sizes[0], flaw)
+            of_weight = sizes[inward], sizes[outward], tuple(rows)
+            found.append(Layer(source, other, gemm, *of_weight, flaw, experts))
     return min(found, key=lambda layer: bool(layer.flaw), default=None)
+
+
+def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
+    """How many weights a GEMM has; 0 where there is one, or what is batched is no weight."""
+    is_one = isinstance(batch, int) and batch == 1
+    several = gemm.target in GROUPED or (gemm.target in BATCHED and not is_one and not flaw)
+    return compat.size_hint(batch) if several else 0
 
 
 def _flaw(
@@ -243,8 +264,13 @@ def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it."""
+    """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it.
+
+    It does not count among the operators of the model.
+    """
     node = graph.emit(like.graph, target, *args, like=like, **kwargs)
+    if target not in OPERATORS:
+        node.meta[ADDED] = True
     if compat.must_save(node):
         del node.meta["recompute"]
     return node
@@ -279,8 +305,12 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
 
 
 def _elements(matrix: fx.Node) -> fx.Node:
-    """The node whose elements a matrix has, in any layout, without rows of zeros at the end."""
-    return graph.root(_unpadded(graph.untransposed(matrix)[0], dim=0))
+    """The node whose elements a matrix has, in any layout, without rows of zeros at the end.
+
+    A matrix, or each of a batch.
+    """
+    untransposed = graph.untransposed_matrices if tensor(matrix).ndim == 3 else graph.untransposed
+    return graph.root(_unpadded(untransposed(matrix)[0], dim=0))
 
 
 def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:

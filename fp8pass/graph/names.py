@@ -11,7 +11,8 @@ from torch import fx
 
 from fp8pass.compat import is_operator
 from fp8pass.graph.nodes import operator_of, value
-from fp8pass.graph.tags import REPLACED
+from fp8pass.graph.patterns import RESHAPES
+from fp8pass.graph.tags import ADDED, REPLACED
 
 # Added to the warning about a pattern that matches nothing.
 _RELATIVE = (
@@ -65,14 +66,18 @@ def value_names(g: fx.Graph) -> dict[fx.Node, str]:
     """Names of tensors by module, operator and a number.
 
     They are the same whatever batch a model is traced with, whether its sizes vary or not, and
-    whatever runs in FP8.
+    whatever runs in FP8. A view that a pass added has the name of what it is a view of.
     """
     counts: dict[str, int] = {}
-    names = {}
+    names: dict[fx.Node, str] = {}
     for node in g.nodes:
         if value(node) is None:
             continue
+        if ADDED in node.meta and node.target in RESHAPES:
+            names[node] = names[node.all_input_nodes[0]]
+            continue
         name = node.meta.get(REPLACED) or getattr(node.target, "__name__", node.target)
+        name = f"{name} for FP8" if ADDED in node.meta else name
         prefix = f"{module_path(node)}:{node.op if node.op == 'placeholder' else name}"
         counts[prefix] = counts.get(prefix, -1) + 1
         names[node] = f"{prefix}:{counts[prefix]}"

@@ -29,7 +29,7 @@ CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtyp
 
 def root(node: fx.Node) -> fx.Node:
     """The node whose elements `node` holds, in the same order."""
-    while node.target in RESHAPES:
+    while _is_reshape(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -44,8 +44,8 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
 
 def source(node: fx.Node) -> fx.Node:
     """The node that `node` is a view, transpose, cast or plain copy of."""
-    through = RESHAPES | CASTS | {aten.clone.default}
-    while node.target in through or _is_swap(node) or swaps_matrices(node):
+    through = CASTS | {aten.clone.default}
+    while _is_reshape(node) or node.target in through or _is_swap(node) or swaps_matrices(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -65,6 +65,14 @@ def swaps_matrices(node: fx.Node) -> bool:
     if node.target is aten.permute.default:
         return [dim % 3 for dim in node.args[1]] == [0, 2, 1]  # type: ignore[union-attr, operator]
     return {dim % 3 for dim in node.args[1:]} == {1, 2}  # type: ignore[operator]
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    """Whether `node` is a view in the same order; `matmul` expands operands to what they are."""
+    if is_call(node, aten.expand.default):
+        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        return shape_text(tensor(node)) == shape_text(tensor(x))
+    return node.target in RESHAPES
 
 
 def _is_swap(node: fx.Node) -> bool:

@@ -7,8 +7,14 @@ from torch import fx
 # On what replaces an operator: the operator's name, by which values are named.
 REPLACED = "fp8pass_replaced"
 
+# On views and copies around what passes put into a graph. They do not count among the model's own.
+ADDED = "fp8pass_added"
+
 # On `scaled_mm`: the name of the GEMM that it replaced.
 STANDS_FOR = "fp8pass_stands_for"
+
+# On `scaled_mm`: that it computes the transpose of that GEMM, or of each of a batch of them.
+TURNED = "fp8pass_turned"
 
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
 ROLE = "fp8pass_role"

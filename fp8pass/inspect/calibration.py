@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fp8pass import graph
 from fp8pass.config import Config, ValueMoments
-from fp8pass.graph.tags import original_name
 from fp8pass.inspect.recording import Record, record_step
 from fp8pass.inspect.running import checked_configuration
 from fp8pass.rules.error_rules import Rules
@@ -65,10 +64,10 @@ def _mean_square(moments: ValueMoments) -> float:
 
 
 def _moments(record: Record) -> list[ValueMoments]:
-    exact = record.exact_values()
     names = graph.value_names(record.planned.graph)
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
-    values = {n: exact.get(original_name(n)) for r in rules.regions for n in r.values}
+    exact = record.planned_values(record.exact_values())
+    values = {n: exact.get(n) for r in rules.regions for n in r.values}
     found = []
     for node, x in values.items():
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:

@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.tags import GATHERED_AS, ROLE, original_name
+from fp8pass.graph.tags import ROLE, original_name
 from fp8pass.inspect.prediction import Predictor
-from fp8pass.inspect.recording import Record, record_step
+from fp8pass.inspect.recording import Record, arranged_as, record_step
 from fp8pass.inspect.running import checked_configuration
 from fp8pass.inspect.terminal import named, table, text_of
 from fp8pass.rules.error_rules import Rules
@@ -173,11 +173,8 @@ def diagnose(
 def errors_of(record: Record) -> Iterable[LayerError]:
     """Measured and predicted errors of one graph's gradients, without those that are exact."""
     exact = record.exact_values()
-    nodes = record.planned.graph.nodes
-    values = {n: exact[name] for n in nodes if (name := original_name(n)) in exact}
-    values |= {n: exact[n.meta[GATHERED_AS]] for n in nodes if GATHERED_AS in n.meta}
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
-    predictor = Predictor(rules, record.decisions, values)
+    predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
     predicted = predictor.backward
     interpreter = LocalErrorInterpreter(
@@ -260,7 +257,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         # The graph before the passes has no name for what a pass added.
         measured = name in self.ends and name in self.exact and isinstance(given, Tensor)
         is_end = measured and operand in self.backward
-        return self.exact[name] if is_end and not inside else given
+        return arranged_as(operand, self.exact[name]) if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, the exact one in the forward."""
@@ -268,9 +265,9 @@ class LocalErrorInterpreter(fx.Interpreter):
         if n.op != "call_function" or name not in self.exact:
             return value
         if n not in self.backward:
-            return self.exact[name]
+            return arranged_as(n, self.exact[name])
         if name in self.ends and isinstance(value, Tensor) and value.is_floating_point():
-            self.errors[n] = _difference(value, self.exact[name])
+            self.errors[n] = _difference(value, arranged_as(n, self.exact[name]))
         return value
 
 

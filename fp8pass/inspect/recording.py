@@ -11,6 +11,9 @@ from torch import Tensor, fx, nn
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, Inputs, weights_by_path
 from fp8pass.config import Config
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.nodes import aten
+from fp8pass.graph.tags import GATHERED_AS, STANDS_FOR, TURNED, original_name
 from fp8pass.inspect.running import (
     checked_loss,
     compiled_as,
@@ -89,6 +92,33 @@ class Record:
         interpreter = ValueRecorder(self.exact)
         interpreter.run(*self.arguments)
         return interpreter.values
+
+    def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
+        """The same by node of `planned`, with those of views and copies that passes added."""
+        values: dict[fx.Node, Any] = {}
+        for node in self.planned.graph.nodes:
+            if (name := node.meta.get(GATHERED_AS, original_name(node))) in exact:
+                values[node] = arranged_as(node, exact[name])
+            elif _only_moves(node) and all(n in values for n in node.all_input_nodes):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                with compat.real_tensors():
+                    values[node] = node.target(*args, **kwargs)
+        return values
+
+
+def arranged_as(node: fx.Node, value: Any) -> Any:
+    """The value of a GEMM as what replaced it has it: turned, or a matrix instead of a batch."""
+    if STANDS_FOR not in node.meta or not isinstance(value, Tensor):
+        return value
+    value = value.mT if TURNED in node.meta else value
+    return value.flatten(0, -2) if value.ndim > graph.tensor(node).ndim else value
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether an operator computes nothing: a view, or a copy."""
+    return node.op == "call_function" and (
+        kind(node) in (Kind.VIEW, Kind.MOVEMENT) or node.target is aten.clone.default
+    )
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""Run experts in FP8: `_grouped_mm` of a parameter -> quantize + scaled_grouped_mm.
+"""Run experts in FP8: `_grouped_mm` or `bmm` of a parameter -> quantize + scaled_grouped_mm.
 
 Tokens are sorted by expert, and `offsets` says where each expert's *segment* of them ends. Of
 `y[e] = x[e] W[e]ᵀ` the joint graph holds three grouped GEMMs:
@@ -23,6 +23,18 @@ that the CPU waits for nothing.
 Tokens that are rows of another matrix, in the order of their experts, are quantized where they come
 from: codes are permuted, which are half the bytes. For wgrad `transpose_segments` permutes them.
 
+Where each expert has as many tokens, a batch of matrices, the same stands for `bmm` and `baddbmm`:
+
+    before   y  = bmm(x, W)                     x [E, T, K], W [E, K, N]
+             dx = bmm(dY, Wᵀ)
+             dW = bmm(xᵀ, dY)
+    after    y  = view(scaled_grouped_mm(q(rows), q(Wᵀ), offsets), [E, T, N])
+             ...                                rows = view(x, [E·T, K]), offsets = T, 2·T, ..., E·T
+
+Where matrices do not lie one below the other in memory, because tokens come first or are columns,
+`rows` is a copy. Tokens that go to all experts are rows that are taken more than once: they are
+quantized once, and copies are made of codes.
+
 Recipe `exact` leaves these GEMMs as they are.
 """
 
@@ -40,20 +52,35 @@ from fp8pass.dialect import hardware
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.granularity import ROW
-from fp8pass.graph.classify import GROUPED
-from fp8pass.graph.linear_layers import Layer, Reason, emit_operand, find_layers
-from fp8pass.graph.names import matching_pattern
-from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import KEPT_BY_CHOICE, ROLE, STANDS_FOR
+from fp8pass.graph.classify import BATCHED, GROUPED
+from fp8pass.graph.linear_layers import (
+    Layer,
+    Reason,
+    emit_operand,
+    find_layers,
+    operands_of,
+)
+from fp8pass.graph.nodes import aten, emit, prims, tensor
+from fp8pass.graph.tags import KEPT_BY_CHOICE, ROLE, TURNED
 from fp8pass.passes.context import Context
-from fp8pass.passes.quantize_linears import Quantizer
+from fp8pass.passes.quantize_linears import (
+    EXACT_FORMATS,
+    Quantizer,
+    take_place,
+    why_not_at_all,
+    why_not_these_rows,
+)
 
 fp8 = torch.ops.fp8pass
 
+# PyTorch's GEMM of codes takes no more groups.
+MOST_EXPERTS = 1023
+
 
 def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
-    """Rewrite the grouped GEMMs of experts; record them at their place among linear layers."""
-    if ctx.config.simulate is not None or not any(n.target in GROUPED for n in gm.graph.nodes):
+    """Rewrite the GEMMs of experts; record them at their place among linear layers."""
+    has_any = any(n.target in GROUPED | BATCHED for n in gm.graph.nodes)
+    if ctx.config.simulate is not None or not has_any:
         return
     eligible: dict[fx.Node, Layer] = {}
     places = _places(gm.graph)
@@ -65,7 +92,7 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
             if not reason.text:
                 eligible[gemm] = layer
                 roles[role] = None
-            elif reason.chosen:
+            elif reason.chosen and reason is not EXACT_FORMATS:
                 gemm.meta[KEPT_BY_CHOICE] = True
         entry = layer.entry(reason, "", fp8=tuple(roles))
         ctx.plan.linears.insert(places[layer.forward] + before, entry)
@@ -73,6 +100,7 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
             rewrite(node, eligible[node], quantizer)
+    quantizer.forget_rows()
 
 
 def _places(g: fx.Graph) -> dict[fx.Node, int]:
@@ -83,38 +111,45 @@ def _places(g: fx.Graph) -> dict[fx.Node, int]:
 
 def why_not(layer: Layer, config: Config) -> Reason:
     """Why experts cannot or should not run in FP8; an empty reason where they can."""
-    pattern = matching_pattern(layer.module, config.skip)
-    if pattern is not None:
-        return Reason(f"matches skip pattern {pattern!r}", chosen=True)
-    if layer.flaw:
-        return Reason(layer.flaw)
+    if (reason := why_not_at_all(layer, config)).text:
+        return reason
     if not config.quantizes_linears:
-        return Reason("exact formats: not rewritten", chosen=True)
+        return EXACT_FORMATS
     if (config.forward_format, config.gradient_format) != (E4M3.name, E4M3.name):
         return Reason("PyTorch has FP8 GEMMs of experts for e4m3 only")
     gemm = layer.forward
-    tokens, weights, _ = operands_of(gemm)
-    if (tensor(tokens).ndim, tensor(weights).ndim) != (2, 3):
-        return Reason(f"{gemm.target}: only 2-D tokens times 3-D weights run in FP8")
+    if gemm.target in BATCHED:
+        weights = weights_of(gemm, layer)
+        if gemm.kwargs:
+            return Reason(f"{gemm.target} with factors: only plain sums and products run in FP8")
+    else:
+        tokens, weights, _ = grouped_operands_of(gemm)
+        if (tensor(tokens).ndim, tensor(weights).ndim) != (2, 3):
+            return Reason(f"{gemm.target}: only 2-D tokens times 3-D weights run in FP8")
     sizes = tensor(weights).shape
     if not all(isinstance(n, int) and n % CONTRACTION_MULTIPLE == 0 for n in sizes[1:]):
         shape = "×".join(map(str, sizes))
         return Reason(f"weights {shape}: both sizes of each must be multiples of 16")
     if not isinstance(sizes[0], int):
         return Reason("the number of experts varies")
+    if sizes[0] > MOST_EXPERTS:
+        return Reason(f"{sizes[0]} experts: PyTorch's FP8 GEMMs take {MOST_EXPERTS} at most")
     if 0 in sizes:
         return Reason("empty weight")
-    rows = tensor(gemm).shape[0]
-    if compat.has_unbacked(rows):
-        return Reason("the number of rows depends on data")
-    if compat.statically_known_true(rows == 0):
-        return Reason("empty input")
+    if (reason := why_not_these_rows(layer)).text:
+        return reason
     if lacking := hardware.why_no_grouped_gemm(tensor(gemm).device):
         return Reason(lacking)
     return Reason()
 
 
-def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+def weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
+    """The factor of a batched forward or dgrad that is the weights, in front or behind."""
+    a, b = operands_of(gemm)
+    return a if graph.source(a) is layer.weight else b
+
+
+def grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Both factors of a grouped GEMM, and where the segments of what it groups end."""
     given = dict(zip(("self", "mat2", "offs"), gemm.args, strict=False)) | gemm.kwargs
     return given["self"], given["mat2"], given["offs"]  # type: ignore[return-value]
@@ -129,6 +164,8 @@ class ExpertQuantizer(Quantizer):
         self._segments: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node]] = {}
         self._gathered: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._ends: dict[fx.Node, fx.Node] = {}
+        self._rows: dict[tuple[fx.Node, bool, str], fx.Node] = {}
+        self._offsets: dict[tuple[int, str], fx.Node] = {}
 
     def by_row(self, matrix: fx.Node, layer: Layer, like: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Codes of a matrix that is contracted over its last dimension, and the rows' scales."""
@@ -156,7 +193,7 @@ class ExpertQuantizer(Quantizer):
 
     def tokens(self, x: fx.Node, like: fx.Node) -> fx.Node:
         """`x`, in memory row by row if it is the transpose of what is."""
-        return x if not graph.untransposed(x)[1] else self._copy(x, like)
+        return x if not graph.untransposed(x)[1] else self.copy(x, like)
 
     def matrices(self, weights: fx.Node, like: fx.Node) -> fx.Node:
         """The transposes of weights [E, K, N], one below the other: [E·N, K]."""
@@ -167,7 +204,7 @@ class ExpertQuantizer(Quantizer):
             if not flipped:
                 base = emit_operand(aten.permute.default, base, [0, 2, 1], like=like)
             if not tensor(base).is_contiguous():
-                base = self._copy(base, like)
+                base = self.copy(base, like)
             shape = [experts * outward, inward]
             self._matrices[key] = emit_operand(aten.view.default, base, shape, like=like)
         return self._matrices[key]
@@ -192,12 +229,92 @@ class ExpertQuantizer(Quantizer):
             self._ends[offsets] = emit_operand(fp8.padded_ends.default, offsets, like=like)
         return self._ends[offsets]
 
-    def _copy(self, x: fx.Node, like: fx.Node) -> fx.Node:
-        layout = torch.contiguous_format
-        copy = emit_operand(aten.clone.default, x, memory_format=layout, like=like)
+    def rows(self, batch: fx.Node, like: fx.Node) -> fx.Node:
+        """The matrices of a batch [E, T, K], one below the other: [E·T, K]."""
+        base, flipped = graph.untransposed_matrices(batch)
+        key = graph.root(base), flipped, graph.shape_text(tensor(batch))
+        if key not in self._rows:
+            self._rows[key] = self._rows_of(batch, like)
+        return self._rows[key]
+
+    def _rows_of(self, batch: fx.Node, like: fx.Node) -> fx.Node:
+        if (shared := _shared_matrix(batch)) is not None:
+            matrix = self.of(shared, like, aten.view.default, [-1, tensor(batch).shape[2]])
+            times = self._times(tensor(batch).shape[0], batch, like)
+            return self.of(self.tokens(matrix, like), like, aten.index.Tensor, [times])
+        if not _lie_one_below_the_other(tensor(batch)):
+            batch = self.copy(batch, like)
+        return self.of(batch, like, aten.view.default, [-1, tensor(batch).shape[2]])
+
+    def swapped(self, batch: fx.Node, like: fx.Node) -> fx.Node:
+        """The transposes of a batch of matrices."""
+        base, flipped = graph.untransposed_matrices(batch)
+        return base if flipped else self.of(base, like, aten.permute.default, [0, 2, 1])
+
+    def offsets(self, batch: fx.Node, like: fx.Node) -> fx.Node:
+        """Where the matrices of a batch end if they are one below the other, int32 [E]."""
+        experts, rows, _ = tensor(batch).shape
+        key = experts, str(rows)
+        if key not in self._offsets:
+            each = self._size(batch, like)
+            self._offsets[key] = self._steps(experts, each, each, like)
+        return self._offsets[key]
+
+    def _times(self, experts: int, batch: fx.Node, like: fx.Node) -> fx.Node:
+        """The numbers of the rows of each of a batch of equal matrices, int32 [E·T]."""
+        numbers = self._steps(self._size(batch, like), 0, 1, like)
+        return emit_operand(aten.repeat.default, numbers, [experts], like=like)
+
+    def _size(self, batch: fx.Node, like: fx.Node) -> Any:
+        """How many rows each matrix of a batch has."""
+        rows = tensor(batch).shape[1]
+        if isinstance(rows, int):
+            return rows
+        return emit_operand(aten.sym_size.int, batch, 1, like=like)
+
+    def _steps(self, count: Any, start: Any, step: Any, like: fx.Node) -> fx.Node:
+        device = tensor(like).device
+        options = {"dtype": torch.int32, "device": device, "requires_grad": False}
+        with compat.fake_mode_of(tensor(like)):
+            return emit_operand(
+                prims.iota.default, count, start=start, step=step, **options, like=like
+            )
+
+    def forget_rows(self) -> None:
+        """Remove what only said which rows were taken of what."""
+        for node in self._rows.values():
+            if not node.users:
+                node.graph.erase_node(node)
+
+    def copy(self, x: fx.Node, like: fx.Node) -> fx.Node:
+        return self.of(x, like, aten.clone.default, memory_format=torch.contiguous_format)
+
+    def of(self, x: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """What an operator makes of `x`, in the half of `x`."""
+        node = emit_operand(target, x, *args, like=like, **kwargs)
         if x in self.backward:
-            self.backward.add(copy)
-        return copy
+            self.backward.add(node)
+        return node
+
+
+def _lie_one_below_the_other(batch: torch.Tensor) -> bool:
+    """Whether matrices [E, T, K] are rows in memory, and those of one follow those of another."""
+    known, (matrix, row, element) = compat.statically_known_true, batch.stride()
+    return known(matrix == batch.shape[1] * row) and known(element == 1)
+
+
+def _shared_matrix(batch: fx.Node) -> fx.Node | None:
+    """The matrix that all of a batch are, expanded or repeated; None if they are not one."""
+    made, (experts, *sizes) = graph.root(batch), tensor(batch).shape
+    if made.target not in (aten.expand.default, aten.repeat.default) or experts == 1:
+        return None
+    if made.target is aten.repeat.default and made.args[1][-1] != 1:  # type: ignore[index]
+        return None
+    x: fx.Node = made.args[0]  # type: ignore[assignment]
+    shape = tensor(x).shape
+    same = len(shape) in (2, 3) and [*map(str, shape[-2:])] == [*map(str, sizes)]
+    is_one = len(shape) == 2 or (isinstance(shape[0], int) and shape[0] == 1)
+    return x if same and is_one else None
 
 
 def _gathers_all_rows(node: fx.Node) -> bool:
@@ -219,35 +336,84 @@ def _identity(x: fx.Node) -> tuple[fx.Node, str]:
 
 
 def rewrite(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> None:
-    """Replace one grouped GEMM of `layer` by its FP8 form."""
+    """Replace one GEMM of `layer` by its FP8 form."""
+    is_wgrad = tensor(gemm).ndim == 3 if gemm.target in GROUPED else gemm.meta[ROLE] == "wgrad"
     with gemm.graph.inserting_before(gemm):
-        multiplied = _outer if tensor(gemm).ndim == 3 else _product
-        target, *operands = multiplied(gemm, layer, quantizer)
-        product = emit(gemm.graph, target, *operands, tensor(gemm).dtype, like=gemm)
-    product.meta[STANDS_FOR] = gemm.name
-    product.meta[graph.REPLACED] = gemm.target.__name__  # type: ignore[union-attr]
-    product.meta[ROLE] = gemm.meta[ROLE]
-    gemm.replace_all_uses_with(product)
+        if is_wgrad:
+            result = _outer(gemm, quantizer)
+        elif gemm.target in GROUPED:
+            result = _product(gemm, layer, quantizer, *grouped_operands_of(gemm))
+            take_place(result, gemm)
+        else:
+            result = _batch_of_products(gemm, layer, quantizer)
+    gemm.replace_all_uses_with(result)
     gemm.graph.erase_node(gemm)
-    if gemm in quantizer.backward:
-        quantizer.backward.add(product)
 
 
-def _product(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> tuple[Any, ...]:
-    """Forward or dgrad: tokens times the weights of their experts."""
-    x, weights, offsets = operands_of(gemm)
+def _product(
+    gemm: fx.Node,
+    layer: Layer,
+    quantizer: ExpertQuantizer,
+    x: fx.Node,
+    weights: fx.Node,
+    offsets: fx.Node,
+) -> fx.Node:
+    """Forward or dgrad: tokens times the weights [E, K, N] of their experts."""
     left = quantizer.by_row(quantizer.tokens(x, gemm), layer, gemm)
     right = quantizer.by_row(quantizer.matrices(weights, gemm), layer, gemm)
-    return fp8.scaled_grouped_mm.default, *left, *right, offsets
+    operands = *left, *right, offsets
+    return _multiplied(gemm, quantizer, fp8.scaled_grouped_mm.default, *operands)
 
 
-def _outer(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> tuple[Any, ...]:
+def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> fx.Node:
+    """The same for a batch of matrices, of which each has the tokens of an expert.
+
+    Weights in front have tokens that are columns, which is undone unless it only would be again.
+    """
+    tokens, weights = operands_of(gemm)
+    in_front = weights_of(gemm, layer) is tokens
+    if in_front:
+        tokens, weights = (quantizer.swapped(x, gemm) for x in (weights, tokens))
+    rows, offsets = quantizer.rows(tokens, gemm), quantizer.offsets(tokens, gemm)
+    product = _product(gemm, layer, quantizer, rows, weights, offsets)
+    shape = [tensor(gemm).shape[0], -1, tensor(product).shape[1]]
+    result = quantizer.of(product, gemm, aten.view.default, shape)
+    is_biased = gemm.target is aten.baddbmm.default
+    if in_front:
+        product.meta[TURNED] = True
+        result = quantizer.of(result, gemm, aten.permute.default, [0, 2, 1])
+        if is_biased or not all(map(graph.swaps_matrices, gemm.users)):
+            result = quantizer.copy(result, gemm)
+    if is_biased:
+        result = emit(gemm.graph, aten.add.Tensor, result, gemm.args[0], like=gemm)
+    take_place(result if is_biased else product, gemm)
+    return result
+
+
+def _outer(gemm: fx.Node, quantizer: ExpertQuantizer) -> fx.Node:
     """Wgrad: a product of each expert's tokens and gradients."""
-    left, right, offsets = operands_of(gemm)
-    rows, flipped = graph.untransposed(left)
-    if not flipped:
-        rows = emit_operand(aten.permute.default, left, [1, 0], like=gemm)
-    operands = (quantizer.segments(x, offsets, gemm) for x in (rows, quantizer.tokens(right, gemm)))
-    (a, a_scale), (b, b_scale) = operands
-    ends = quantizer.ends(offsets, gemm)
-    return fp8.scaled_grouped_outer.default, a, a_scale, b, b_scale, ends
+    if gemm.target in GROUPED:
+        left, right, offsets = grouped_operands_of(gemm)
+        rows, flipped = graph.untransposed(left)
+        if not flipped:
+            rows = emit_operand(aten.permute.default, left, [1, 0], like=gemm)
+        both = rows, quantizer.tokens(right, gemm)
+    else:
+        left, right = operands_of(gemm)
+        both = quantizer.rows(quantizer.swapped(left, gemm), gemm), quantizer.rows(right, gemm)
+        offsets = quantizer.offsets(right, gemm)
+    (a, a_scale), (b, b_scale) = (quantizer.segments(x, offsets, gemm) for x in both)
+    operands = a, a_scale, b, b_scale, quantizer.ends(offsets, gemm)
+    product = _multiplied(gemm, quantizer, fp8.scaled_grouped_outer.default, *operands)
+    take_place(product, gemm)
+    return product
+
+
+def _multiplied(
+    gemm: fx.Node, quantizer: ExpertQuantizer, target: Any, *operands: fx.Node
+) -> fx.Node:
+    product = emit(gemm.graph, target, *operands, tensor(gemm).dtype, like=gemm)
+    product.meta[ROLE] = gemm.meta[ROLE]
+    if gemm in quantizer.backward:
+        quantizer.backward.add(product)
+    return product

@@ -1,4 +1,4 @@
-"""Run linear layers in FP8: `mm`/`addmm` of a parameter -> quantize + scaled_mm.
+"""Run linear layers in FP8: `mm`, `addmm` of a parameter -> quantize + scaled_mm.
 
 For `y = x Wᵀ` the joint graph holds three GEMMs, forward `x Wᵀ`, dgrad `dY W` and wgrad `dYᵀ x`.
 Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
@@ -16,6 +16,8 @@ layout: there each row of `x` and `W` has a scale of its own (torchao calls that
 kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
 per layout and granularity, however many GEMMs share it; a tensor that Inductor padded for one of
 them counts as another tensor.
+
+`einsum` writes a linear layer as a `bmm` of one matrix, which becomes an `mm` first.
 
 Where codes of a weight are inputs of the graph (`weight_codes`), the forward takes these, and the
 backward's scale is the largest of theirs. They are what the graph would make.
@@ -45,7 +47,7 @@ from fp8pass.graph.linear_layers import (
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
+from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR, TURNED
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -53,6 +55,9 @@ fp8 = torch.ops.fp8pass
 # Where codes of weights come from that are made once.
 FROM_INPUTS = "inputs"
 NOT_ALONE = "something else than linear layers in BF16 reads the weight, or it is none by itself"
+
+# What is not rewritten where nothing is rounded. Its operands are kept as the rules allow.
+EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -80,7 +85,7 @@ def quantize_layers(part: Part, ctx: Context) -> None:
             if not reason.text:
                 eligible[gemm] = layer
                 roles.append(role)
-            elif reason.chosen:
+            elif reason.chosen and reason is not EXACT_FORMATS:
                 gemm.meta[KEPT_BY_CHOICE] = True
         if roles and not ctx.config.quantizes_linears:
             roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
@@ -103,8 +108,8 @@ def _where_codes_are_from(layer: Layer, ctx: Context) -> str:
     return f"the graph: {ctx.facts.uncoded.get(weight, NOT_ALONE)}"
 
 
-def why_not(layer: Layer, config: Config) -> Reason:
-    """Why `layer` cannot or should not run in FP8; an empty reason where it can."""
+def why_not_at_all(layer: Layer, config: Config) -> Reason:
+    """Why a layer, or one of experts, does not run in FP8 whatever its GEMMs are like."""
     pattern = matching_pattern(layer.module, config.skip)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
@@ -114,14 +119,23 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(layer.flaw)
     if layer.is_router:
         return Reason("router: a small error may send a token elsewhere", chosen=True)
+    if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
+        return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
+    return Reason()
+
+
+def why_not(layer: Layer, config: Config) -> Reason:
+    """Why `layer` cannot or should not run in FP8; an empty reason where it can."""
+    if (reason := why_not_at_all(layer, config)).text:
+        return reason
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
-    if gemm.target not in (aten.mm.default, aten.addmm.default) or gemm.kwargs:
+    if _is_batch_of_one(gemm) and not config.quantizes_linears:
+        return EXACT_FORMATS
+    if not _multiplies_two_matrices(gemm):
         return Reason(f"{gemm.target} computes it: only products of two plain matrices run in FP8")
     biased = gemm.target is aten.addmm.default
     if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")
-    if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(gemm)):
-        return Reason(f"{str(tensor(gemm).dtype).removeprefix('torch.')} operands")
     if not all(is_multiple_of_16(size) for size in weight):
         sizes = "×".join(map(str, weight))
         return Reason(f"weight {sizes}: both sizes must be multiples of 16")
@@ -129,15 +143,31 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason("its bias has an element for each token: their number is no multiple of 16")
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight")
-    rows = tensor(gemm).shape[0]
-    if compat.has_unbacked(rows):
-        return Reason("the number of rows depends on data")
-    if compat.statically_known_true(rows == 0):
-        return Reason("empty input")
+    if (reason := why_not_these_rows(layer)).text:
+        return reason
     device = tensor(gemm).device
     if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(device)):
         return Reason(lacking)
     return Reason()
+
+
+def why_not_these_rows(layer: Layer) -> Reason:
+    """Why the input of a layer has a number of rows that no FP8 GEMM takes."""
+    if any(map(compat.has_unbacked, layer.rows)):
+        return Reason("the number of rows depends on data")
+    if any(compat.statically_known_true(size == 0) for size in layer.rows):
+        return Reason("empty input")
+    return Reason()
+
+
+def _multiplies_two_matrices(gemm: fx.Node) -> bool:
+    plain = gemm.target in (aten.mm.default, aten.addmm.default) and not gemm.kwargs
+    return plain or _is_batch_of_one(gemm)
+
+
+def _is_batch_of_one(gemm: fx.Node) -> bool:
+    size = tensor(gemm).shape[0]
+    return gemm.target is aten.bmm.default and isinstance(size, int) and size == 1
 
 
 class Quantizer:
@@ -279,6 +309,8 @@ def has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
 
 def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
     """Replace one GEMM of `layer` by its FP8 form."""
+    if _is_batch_of_one(gemm):
+        gemm = _without_batch(gemm, quantizer)
     a, b = operands_of(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
     granularity = granularity_of(gemm, quantizer.config)
@@ -291,13 +323,46 @@ def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> N
         dtype = tensor(gemm).dtype
         product = emit(g, fp8.scaled_mm.default, *operands, bias, dtype, like=gemm)
         result = _flipped(g, product, gemm) if flipped else product
-    product.meta[STANDS_FOR] = gemm.name
-    product.meta[graph.REPLACED] = gemm.target.__name__  # type: ignore[union-attr]
+        if flipped:
+            product.meta[TURNED] = True
+    take_place(product, gemm)
     product.meta[ROLE] = gemm.meta[ROLE]
     gemm.replace_all_uses_with(result)
     g.erase_node(gemm)
     if gemm in quantizer.backward:
         quantizer.backward |= {product, *product.users, result}
+
+
+def take_place(node: fx.Node, gemm: fx.Node) -> None:
+    """Have a node go by the name of the GEMM that it replaces."""
+    node.meta[STANDS_FOR] = graph.original_name(gemm)
+    name = gemm.target.__name__  # type: ignore[union-attr]
+    node.meta[graph.REPLACED] = gemm.meta.get(graph.REPLACED, name)
+
+
+def _without_batch(gemm: fx.Node, quantizer: Quantizer) -> fx.Node:
+    """The product of two matrices that takes the place of a batch of one."""
+    backward = quantizer.backward
+    with gemm.graph.inserting_before(gemm):
+        operands = [_only_matrix(x, gemm, backward) for x in operands_of(gemm)]
+        product = emit(gemm.graph, aten.mm.default, *operands, like=gemm)
+        batch = emit_operand(aten.unsqueeze.default, product, 0, like=gemm)
+    take_place(product, gemm)
+    product.meta[ROLE] = gemm.meta[ROLE]
+    if gemm in backward:
+        backward |= {product, batch}
+    gemm.replace_all_uses_with(batch)
+    gemm.graph.erase_node(gemm)
+    return product
+
+
+def _only_matrix(batch: fx.Node, like: fx.Node, backward: set[fx.Node]) -> fx.Node:
+    base, flipped = graph.untransposed_matrices(batch)
+    matrix = emit_operand(aten.squeeze.dim, base, 0, like=like)
+    found = emit_operand(aten.permute.default, matrix, [1, 0], like=like) if flipped else matrix
+    if batch in backward:
+        backward |= {matrix, found}
+    return found
 
 
 def _flipped(g: fx.Graph, product: fx.Node, gemm: fx.Node) -> fx.Node:

@@ -193,6 +193,11 @@ LINEARS = {
     "mixture": Operator(
         "mixture({0}, {p0}, {p1})", parameters=((3, "d"), (3, "d", "n")), weight=0.7
     ),
+    "experts": Operator("experts({0}, {p0})", parameters=((2, "d", "n"),), weight=1.5),
+    "experts_in_front": Operator(
+        "experts_in_front({0}, {p0})", parameters=((4, "n", "d"),), weight=0.7
+    ),
+    "all_experts": Operator("all_experts({0}, {p0})", parameters=((3, "d", "n"),), weight=0.7),
     "checkpointed": Operator(
         "checkpointed({0}, {p0}, {p1})", parameters=(("n", "d"), ("d", "n")), weight=1.5
     ),

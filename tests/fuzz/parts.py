@@ -75,6 +75,21 @@ def mixture(x: Tensor, router: Tensor, experts: Tensor) -> Tensor:
     return torch.einsum("...e,...en->...n", gates, torch.einsum("...d,edn->...en", x, experts))
 
 
+def experts(x: Tensor, weights: Tensor) -> Tensor:
+    tokens = x.flatten(0, -2).unflatten(0, (len(weights), -1))
+    return torch.bmm(tokens, weights).flatten(0, 1).view(*x.shape[:-1], -1)
+
+
+def experts_in_front(x: Tensor, weights: Tensor) -> Tensor:
+    tokens = x.flatten(0, -2).unflatten(0, (-1, len(weights))).transpose(0, 1)
+    return (weights @ tokens.mT).mT.transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+
+def all_experts(x: Tensor, weights: Tensor) -> Tensor:
+    tokens = x.flatten(0, -2).expand(len(weights), -1, -1)
+    return torch.bmm(tokens, weights).mean(0).view(*x.shape[:-1], -1)
+
+
 def checkpointed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     def run(x: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, up)), down)

@@ -403,9 +403,18 @@ def hugging_face(name: str) -> nn.Module:
             "num_experts_per_tok": 4,
             "head_dim": 16,
         },
+        "Llama4": {  # experts are a `bmm` of all tokens each
+            "intermediate_size": 256,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "attention_chunk_size": 32,
+        },
     }
-    config = getattr(transformers, f"{name}Config")(**sizes, **configs[name])
-    config._experts_implementation = "grouped_mm"
+    config_class = "Llama4TextConfig" if name == "Llama4" else f"{name}Config"
+    config = getattr(transformers, config_class)(**sizes, **configs[name])
+    if name != "Llama4":  # which has one implementation
+        config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
 
@@ -427,7 +436,7 @@ def test_recipe_exact_of_hugging_face():
     assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (ids,)), want)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Llama4"])
 def test_hugging_face(name):
     """70% of the operations are in FP8."""
     model, ids = Loss(hugging_face(name)), torch.arange(64).view(2, 32)
@@ -440,7 +449,8 @@ def test_hugging_face(name):
     assert spy.plan.fp8_flops > 0.7 * spy.plan.flops
     # All tokens of an expert that changed its mind count, in a model that has learned nothing.
     for y in ("gate_up_proj", "down_proj"):
-        path = f"model.model.layers.0.mlp.experts.{y}"
+        block = "feed_forward" if name == "Llama4" else "mlp"
+        path = f"model.model.layers.0.{block}.experts.{y}"
         assert relative(got.gradients[path], want.gradients[path]) < 0.35
 
 

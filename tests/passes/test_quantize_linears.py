@@ -392,20 +392,24 @@ def test_empty_input():
     assert not joint.calls(fp8.scaled_mm.default)
 
 
-def test_batched_gemm_with_a_parameter():
-    class Experts(nn.Module):
+def test_a_batch_of_one_is_a_linear_layer():
+    """As `einsum` writes it. Batches of more are for `quantize_experts`."""
+
+    class Written(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 64, 32))
+            self.weight = nn.Parameter(torch.randn(64, 4, 32) / 8)
 
         def forward(self, x):
-            return torch.bmm(x, self.weight)
+            return torch.einsum("bsh,hnd->bsnd", x, self.weight)
 
-    joint = rewritten(Experts(), torch.randn(4, 16, 64, requires_grad=True))
+    model, x = Written(), torch.randn(2, 16, 64, requires_grad=True)
+    joint = rewritten(model, x)
     (layer,) = joint.ctx.plan.linears
-    assert "aten.bmm" in layer.reason
-    assert layer.fp8 == ()
-    assert len(joint.calls(aten.bmm.default)) == 3
+    assert (layer.rows, layer.in_features, layer.out_features) == ("32", 64, 128)
+    assert layer.fp8 == ("forward", "dgrad", "wgrad")
+    assert len(joint.calls(fp8.scaled_mm.default)) == 3
+    assert not joint.calls(aten.bmm.default)
 
 
 def test_gemms_without_a_parameter_are_no_linear_layers():

@@ -227,6 +227,8 @@ EXPERTS = {
     # Experts as good as the best get gradients: in BF16 some are equal, in FP64 none.
     "phimoe": _of("PhimoeForCausalLM", labelled, router_jitter_noise=10.0),
     "granite moe": _of("GraniteMoeForCausalLM", labelled),
+    "llama4": _of("Llama4ForCausalLM", labelled, config="Llama4TextConfig",
+                  intermediate_size_mlp=128, attention_chunk_size=16, num_experts_per_tok=1),
     "gpt oss": _of("GptOssForCausalLM", labelled),
     "deepseek v2": _of("DeepseekV2ForCausalLM", labelled, **MLA),
     "deepseek v3": _of("DeepseekV3ForCausalLM", labelled, **MLA),
