@@ -41,7 +41,7 @@ Pass = Callable[[fx.GraphModule, Context], None]
 JOINT_PASSES: tuple[Pass, ...] = (
     chunk_head,  # output head and loss -> one operator, chunk by chunk of tokens
     quantize_linears,  # mm, addmm of a parameter -> quantize + scaled_mm
-    quantize_experts,  # _grouped_mm of a parameter -> quantize + scaled_grouped_mm
+    quantize_experts,  # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
     simulate_format,  # instead of that: mm, addmm of a parameter -> mask_format around them
     gather_codes,  # gathers of what is only quantized -> gathers of codes
     gather_again,  # gathered parameters and codes -> marked, not to be kept

@@ -229,35 +229,52 @@ class ExpertQuantizer(Quantizer):
             self._ends[offsets] = emit_operand(fp8.padded_ends.default, offsets, like=like)
         return self._ends[offsets]
 
-    def rows(self, batch: fx.Node, like: fx.Node) -> fx.Node:
-        """The matrices of a batch [E, T, K], one below the other: [E·T, K]."""
+    def rows(self, batch: fx.Node, layer: Layer, like: fx.Node) -> fx.Node:
+        """The matrices of a batch [E, T, K], one below the other: [E·T, K].
+
+        Fake values of views are given: to find them PyTorch would compare sizes that vary.
+        """
         base, flipped = graph.untransposed_matrices(batch)
         key = graph.root(base), flipped, graph.shape_text(tensor(batch))
         if key not in self._rows:
-            self._rows[key] = self._rows_of(batch, like)
+            self._rows[key] = self._rows_of(batch, layer, like)
         return self._rows[key]
 
-    def _rows_of(self, batch: fx.Node, like: fx.Node) -> fx.Node:
+    def _rows_of(self, batch: fx.Node, layer: Layer, like: fx.Node) -> fx.Node:
         if (shared := _shared_matrix(batch)) is not None:
-            matrix = self.of(shared, like, aten.view.default, [-1, tensor(batch).shape[2]])
-            times = self._times(tensor(batch).shape[0], batch, like)
+            one = tensor(shared).ndim == 2
+            matrix = shared if one else self.of(shared, like, aten.squeeze.dim, 0)
+            times = self._times(layer.experts, batch, like)
             return self.of(self.tokens(matrix, like), like, aten.index.Tensor, [times])
         if not _lie_one_below_the_other(tensor(batch)):
             batch = self.copy(batch, like)
-        return self.of(batch, like, aten.view.default, [-1, tensor(batch).shape[2]])
+        val = tensor(batch)
+        columns = compat.size_hint(val.shape[2])  # a size of the weights, which does not vary
+        shape = layer.experts * val.shape[1], columns
+        fake = val.new_empty_strided(shape, val.stride()[1:])
+        return self.of(batch, like, aten.view.default, [-1, columns], fake=fake)
+
+    def unstacked(self, rows: fx.Node, batch: fx.Node, layer: Layer, like: fx.Node) -> fx.Node:
+        """Rows [E·T, N] as a batch of matrices, of as many rows as those of `batch`."""
+        columns = tensor(rows).shape[1]
+        fake = tensor(rows).new_empty((layer.experts, tensor(batch).shape[1], columns))
+        shape = [layer.experts, -1, columns]
+        return self.of(rows, like, aten.view.default, shape, fake=fake)
 
     def swapped(self, batch: fx.Node, like: fx.Node) -> fx.Node:
         """The transposes of a batch of matrices."""
         base, flipped = graph.untransposed_matrices(batch)
         return base if flipped else self.of(base, like, aten.permute.default, [0, 2, 1])
 
-    def offsets(self, batch: fx.Node, like: fx.Node) -> fx.Node:
-        """Where the matrices of a batch end if they are one below the other, int32 [E]."""
-        experts, rows, _ = tensor(batch).shape
-        key = experts, str(rows)
+    def offsets(self, batch: fx.Node, layer: Layer, like: fx.Node) -> fx.Node:
+        """Where the matrices of a batch end if they are one below the other, int32 [E].
+
+        How many they are the layer knows: a batch of tokens may have a size that varies.
+        """
+        key = layer.experts, str(tensor(batch).shape[1])
         if key not in self._offsets:
             each = self._size(batch, like)
-            self._offsets[key] = self._steps(experts, each, each, like)
+            self._offsets[key] = self._steps(layer.experts, each, each, like)
         return self._offsets[key]
 
     def _times(self, experts: int, batch: fx.Node, like: fx.Node) -> fx.Node:
@@ -305,8 +322,8 @@ def _lie_one_below_the_other(batch: torch.Tensor) -> bool:
 
 def _shared_matrix(batch: fx.Node) -> fx.Node | None:
     """The matrix that all of a batch are, expanded or repeated; None if they are not one."""
-    made, (experts, *sizes) = graph.root(batch), tensor(batch).shape
-    if made.target not in (aten.expand.default, aten.repeat.default) or experts == 1:
+    made, sizes = graph.root(batch), tensor(batch).shape[1:]
+    if made.target not in (aten.expand.default, aten.repeat.default):
         return None
     if made.target is aten.repeat.default and made.args[1][-1] != 1:  # type: ignore[index]
         return None
@@ -340,7 +357,7 @@ def rewrite(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> None:
     is_wgrad = tensor(gemm).ndim == 3 if gemm.target in GROUPED else gemm.meta[ROLE] == "wgrad"
     with gemm.graph.inserting_before(gemm):
         if is_wgrad:
-            result = _outer(gemm, quantizer)
+            result = _outer(gemm, layer, quantizer)
         elif gemm.target in GROUPED:
             result = _product(gemm, layer, quantizer, *grouped_operands_of(gemm))
             take_place(result, gemm)
@@ -374,10 +391,9 @@ def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) 
     in_front = weights_of(gemm, layer) is tokens
     if in_front:
         tokens, weights = (quantizer.swapped(x, gemm) for x in (weights, tokens))
-    rows, offsets = quantizer.rows(tokens, gemm), quantizer.offsets(tokens, gemm)
+    rows, offsets = (of(tokens, layer, gemm) for of in (quantizer.rows, quantizer.offsets))
     product = _product(gemm, layer, quantizer, rows, weights, offsets)
-    shape = [tensor(gemm).shape[0], -1, tensor(product).shape[1]]
-    result = quantizer.of(product, gemm, aten.view.default, shape)
+    result = quantizer.unstacked(product, tokens, layer, gemm)
     is_biased = gemm.target is aten.baddbmm.default
     if in_front:
         product.meta[TURNED] = True
@@ -390,7 +406,7 @@ def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) 
     return result
 
 
-def _outer(gemm: fx.Node, quantizer: ExpertQuantizer) -> fx.Node:
+def _outer(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> fx.Node:
     """Wgrad: a product of each expert's tokens and gradients."""
     if gemm.target in GROUPED:
         left, right, offsets = grouped_operands_of(gemm)
@@ -400,8 +416,10 @@ def _outer(gemm: fx.Node, quantizer: ExpertQuantizer) -> fx.Node:
         both = rows, quantizer.tokens(right, gemm)
     else:
         left, right = operands_of(gemm)
-        both = quantizer.rows(quantizer.swapped(left, gemm), gemm), quantizer.rows(right, gemm)
-        offsets = quantizer.offsets(right, gemm)
+        factors = quantizer.swapped(left, gemm), right
+        rows, other = (quantizer.rows(x, layer, gemm) for x in factors)
+        both = rows, other
+        offsets = quantizer.offsets(right, layer, gemm)
     (a, a_scale), (b, b_scale) = (quantizer.segments(x, offsets, gemm) for x in both)
     operands = a, a_scale, b, b_scale, quantizer.ends(offsets, gemm)
     product = _multiplied(gemm, quantizer, fp8.scaled_grouped_outer.default, *operands)

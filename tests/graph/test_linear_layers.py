@@ -246,6 +246,19 @@ def test_frozen_parameters_are_weights(listed):
     assert all("forward" in y.fp8 for y in found)
 
 
+def test_rows_of_tokens_in_columns():
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 32))
+
+        def forward(self, x):
+            return self.weight @ x
+
+    (layer,) = linears(Columns(), torch.randn(32, 48))
+    assert (layer.rows, layer.in_features, layer.out_features) == ("48", 32, 64)
+
+
 def test_a_projection_of_random_numbers_is_a_layer():
     class Generator(nn.Module):
         def __init__(self):

@@ -221,6 +221,25 @@ def test_parameters_of_more_dimensions():
     assert found.layers
 
 
+def test_tokens_in_columns():
+    """Whose number tensor cores do not take: operands and products are turned."""
+
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(48, 32) / 6)
+            self.down = nn.Parameter(torch.randn(48, 48) / 7)
+
+        def forward(self, x):
+            return self.down @ (self.up @ x).relu()
+
+    x = torch.randn(32, 20, requires_grad=True)
+    found = fp8pass.diagnose(Columns(), lambda m, x: m(x).square().mean(), x)
+    assert len(found.layers) == 4
+    for error in found.layers:
+        assert 0.5 < error.relative / error.predicted < 1.5
+
+
 def test_nan_is_suspicious_and_json():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     x = torch.randn(64, 64)
