@@ -231,6 +231,21 @@ def test_one_graph_for_any_number_of_tokens(name):
     assert plan.linears[0].rows.startswith("4 × s")
 
 
+def test_nothing_is_asked_of_a_number_of_tokens_that_is_a_quotient():
+    """The runner checks that a pass asks for no guards."""
+
+    def function(w: Tensor, x: Tensor) -> Tensor:
+        return w.mT @ x.unflatten(0, (-1, E)).permute(1, 2, 0)
+
+    model = Batched(Spelling(function, (E, K, N), ()))
+    program, spy = compiled(model, dynamic=True)
+    for count in (T, 40, 5):
+        x = tokens(E * count, K)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_close(model, step(program, model, (x,)), (x,), FP8_ERROR)
+    assert spy.plan.linears[0].fp8 == ALL
+
+
 @pytest.mark.parametrize("name", ["bmm", "einsum, transposed"])
 def test_inductor_pads_what_is_contracted(name, monkeypatch):
     """As it may on a GPU, where the number of tokens is odd."""
