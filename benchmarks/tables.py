@@ -43,6 +43,8 @@ from tables_layers import (
     zoo_table,
 )
 from tables_models import (
+    attention_lengths_table,
+    attention_storage_table,
     balance_table,
     compile_time_table,
     depths_table,
@@ -83,6 +85,7 @@ RESULTS = {
     "stability_ranks": "stability",
     "zoo_operators": "zoo",
     "guard_cases": "guard",
+    "attention_lengths": "attention_storage",
 }
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
@@ -101,6 +104,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "wire_convergence": wire_convergence_table,
     "frontier": frontier_table,
     "formats": formats_table,
+    "attention_storage": attention_storage_table,
+    "attention_lengths": attention_lengths_table,
     "kernels": kernels_table,
     "ablation": ablation_table,
     "gpt2": gpt2_table,

@@ -263,3 +263,64 @@ def formats_table(data: dict[str, Any]) -> list[list[str]]:
             errors = [f"{r['errors'][name]:.4f}" for name in names]
             rows.append([r["format"], r["scale"], str(r["group"]), f"{r['bits']:.3f}", *errors])
     return rows
+
+
+FP8_NOISE = "FP8 projections"
+
+
+def attention_storage_table(data: dict[str, Any]) -> list[list[str]]:
+    """Of each way to keep attention's values the largest error, as a share of FP8's noise."""
+    results = data["results"]
+    kinds = list(dict.fromkeys(r["values"] for r in results))
+    noise = [e for r in results if r["option"] == FP8_NOISE for e in r["errors"].values()]
+    rows = [["kept", *kinds, "worst of", "least cosine"]]
+    for option, found in _options(results).items():
+        shares = {kind: max(_shares(results, found, values=kind)) for kind in kinds}
+        _, worst = max(_shares(results, found))
+        cosine = min(r["cosine"] for r in found)
+        cells = [f"{shares[kind][0]:.2f}" for kind in kinds]
+        rows.append([option, *cells, f"d{worst}", f"{cosine:.3f}"])
+    rows[1][0] += f": errors of {min(noise):.3f} to {max(noise):.3f}"
+    return rows
+
+
+def attention_lengths_table(data: dict[str, Any]) -> list[list[str]]:
+    """The same by length, and how far probabilities are from adding up to one."""
+    results = data["results"]
+    lengths = sorted({r["length"] for r in results})
+    heads = [
+        f"{what}, {n} tokens" for what in ("share of the noise", "sums off by") for n in lengths
+    ]
+    rows = [["kept", *heads]]
+    for option, found in _options(results).items():
+        if option in (FP8_NOISE, f"{FP8_NOISE}, backward only") or "mass" not in found[0]:
+            continue
+        shares = [max(_shares(results, found, length=n))[0] for n in lengths]
+        masses = [max(r["mass"] for r in found if r["length"] == n) for n in lengths]
+        rows.append([option, *(f"{x:.2f}" for x in shares), *(f"{x:.3f}" for x in masses)])
+    return rows
+
+
+def _options(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The results of each option, in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for r in results:
+        found.setdefault(r["option"], []).append(r)
+    return found
+
+
+def _shares(
+    results: list[dict[str, Any]], found: list[dict[str, Any]], **where: Any
+) -> list[tuple[float, str]]:
+    """Errors of gradients by those of the same gradients with FP8 projections, with their names."""
+
+    def case(r: dict[str, Any]) -> tuple[Any, ...]:
+        return r["values"], r["length"], r["head_dim"]
+
+    noise = {case(r): r["errors"] for r in results if r["option"] == FP8_NOISE}
+    return [
+        (error / noise[case(r)][name], name)
+        for r in found
+        if all(r[key] == value for key, value in where.items())
+        for name, error in r["errors"].items()
+    ]

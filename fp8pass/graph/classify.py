@@ -206,6 +206,20 @@ def is_mask(node: fx.Node) -> bool:
     return any(u.args[i] is node for u in node.users for i in _masks_of(u))
 
 
+def attention_output(backward: fx.Node) -> fx.Node | None:
+    """The output that the backward of an attention operator reads, [batch, heads, tokens, d].
+
+    None for other operators, and for those of sequences of varying lengths, in other layouts.
+    """
+    if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
+        return None
+    schema = compat.schema_of(backward.target)
+    names = [argument.name for argument in schema.arguments]
+    if "scaled_dot_product" not in schema.name or "out" not in names:
+        return None
+    return backward.args[names.index("out")]  # type: ignore[return-value]
+
+
 def _masks_of(attention: fx.Node) -> list[int]:
     """The places of what CUDA kernels add to their scores, among an operator's arguments."""
     if kind(attention) is not Kind.ATTENTION or not compat.is_operator(attention.target):

@@ -106,7 +106,12 @@ class Predictor:
 
     def _rounded(self, node: fx.Node) -> Any:
         value, error = self.values[node], self.forward.get(node, 0.0)
-        return (value * rounding(value, error)).to(value.dtype) if error else value
+        if not error:
+            return value
+        decision = self.decisions.get(node)
+        mean = value.mean(-2, keepdim=True) if decision is not None and decision.centred else 0.0
+        rounded = (value - mean) * rounding(value - mean, error)
+        return (rounded + mean).to(value.dtype)
 
     def _of_scaled_mm(self, gemm: fx.Node) -> float:
         """The error of a product, from those of its operands and of rounding them to FP8."""

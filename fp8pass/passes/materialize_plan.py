@@ -17,17 +17,18 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.dialect.formats import EXACT, Format
+from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.classify import Kind, is_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
-from fp8pass.graph.nodes import aten, emit
+from fp8pass.graph.nodes import aten, emit, prims
 from fp8pass.graph.tags import CARRIES, ROLE, TO_HOST
 from fp8pass.passes.context import Context
 from fp8pass.plan import CrossingTensor, SavedTensor
 from fp8pass.saving.decision import Decision
 
 fp8 = torch.ops.fp8pass
+cast = prims.convert_element_type.default
 
 
 # The decision about values that nobody planned for (`plan_saved_values` left out).
@@ -120,21 +121,43 @@ class Carrier:
         return node
 
     def _through_low_bits(self, node: fx.Node, decision: Decision) -> fx.Node:
+        if decision.centred:
+            return self._less_mean(node, decision)
+        return self._coded(node, node, decision, graph.tensor(node).dtype)
+
+    def _less_mean(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """Keep the difference of a value from its mean over tokens, and the mean, in its dtype."""
+        dtype = graph.tensor(node).dtype
+        with self.graph.inserting_before(graph.behind(node)):
+            mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)
+            wide = emit(self.graph, cast, node, torch.float32, like=node)
+            difference = emit(self.graph, aten.sub.Tensor, wide, mean, like=node)
+        back = self._coded(node, difference, decision, torch.float32, mean)
+        with self.graph.inserting_before(self.at):
+            total = emit(self.graph, aten.add.Tensor, back, mean, like=back)
+            narrow = emit(self.graph, cast, total, dtype, like=back)
+        for made in (total, narrow):
+            made.meta["partitioner_tag"] = "is_backward"
+        return narrow
+
+    def _coded(
+        self, node: fx.Node, x: fx.Node, decision: Decision, dtype: torch.dtype, *beside: fx.Node
+    ) -> fx.Node:
+        """What comes back in `dtype` of the codes of `x`, which with `beside` `node` is kept as."""
         assert decision.format is not None
         coded = (decision.format.name, decision.group_size)
-        with self.graph.inserting_before(graph.behind(node)):
-            scales = emit(self.graph, fp8.group_scale.default, node, *coded, like=node)
+        with self.graph.inserting_before(graph.behind(x)):
+            scales = emit(self.graph, fp8.group_scale.default, x, *coded, like=x)
             planes = [
-                emit(self.graph, fp8.quantize_groups.default, node, scales, *coded, i, like=node)
+                emit(self.graph, fp8.quantize_groups.default, x, scales, *coded, i, like=x)
                 for i in range(len(decision.format.planes))
             ]
         for plane in planes:
             plane.meta[TO_HOST] = decision.on_host
-        self._cross(node, decision, *planes, scales)
-        dtype = graph.tensor(node).dtype
+        self._cross(node, decision, *planes, scales, *beside)
         with self.graph.inserting_before(self.at):
             back = emit(
-                self.graph, fp8.dequantize_groups.default, planes, scales, *coded, dtype, like=node
+                self.graph, fp8.dequantize_groups.default, planes, scales, *coded, dtype, like=x
             )
             back.meta |= {"partitioner_tag": "is_backward", CARRIES: node.name}
             return self._in_layout_of(node, back) if decision.format.packed else back
@@ -208,7 +231,7 @@ def describe(
         op=operator_name(node),
         shape=graph.shape_text(val),
         dtype=_dtype_name(val.dtype),
-        kept_as=_kept_as(decision.format, decision.group_size),
+        kept_as=_kept_as(decision),
         bytes_exact=graph.nbytes(node),
         bytes=0 if node in ctx.facts.held else sum(t.bytes for t in crossing),
         reason=decision.reason,
@@ -219,9 +242,12 @@ def describe(
     )
 
 
-def _kept_as(format: Format | None, group_size: int) -> str:
-    assert format is not None
-    return f"{format.name} 1×{group_size}" if group_size else format.name
+def _kept_as(decision: Decision) -> str:
+    assert decision.format is not None
+    if not decision.low_bit:
+        return decision.format.name
+    centred = " centred" if decision.centred else ""
+    return f"{decision.format.name} 1×{decision.group_size}{centred}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

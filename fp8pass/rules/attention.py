@@ -1,4 +1,4 @@
-"""The error rule of attention: how much errors of q, k and v are amplified (AGoQ 8.1.3).
+"""The error rule of attention: how much errors of its operands are amplified (AGoQ 8.1.3).
 
 For one head over L tokens, A = P V with P = softmax(S), S = Q Kᵀ / √d, and with the gradient
 factors ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z), ∂A/∂Q = (∂A/∂S) K / √d, the norms of matrices multiply:
@@ -8,10 +8,16 @@ factors ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z), ∂A/∂Q = (∂A/∂S) K /
 
 With entries of unit variance, ‖Q‖₂ = Θ(√(L d)), the bounds grow as L √d for ∂A/∂V and as
 L^1.5 √d for ∂A/∂Q and ∂A/∂K. RMSNorm's bound is constant; attention's operands are kept exactly.
+
+The output is in the backward once, in the row sums δ = Σ ∂A ∘ A of ∂S = P ∘ (∂A Vᵀ - δ). A part
+that all rows of V share cancels, but an error in proportion to it does not: where the user lets the
+output be inexact (`Config.attention_output`) it is its difference from its mean over tokens that is
+rounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -80,10 +86,11 @@ def relative_bound(length: int, head_dim: int) -> float:
 
 
 @cache
-def expected(length: int, head_dim: int) -> float:
+def expected(length: int, head_dim: int, inexact: str = "qkv") -> float:
     """Relative RMS error of the worst of dq, dk and dv, for operands of unit variance.
 
-    Per unit relative RMS perturbation of each operand, independently.
+    Per unit relative RMS perturbation, independently, of each operand that is `inexact`: letters of
+    `qkv`, and `o` for the output.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, LARGEST_SAMPLE), head_dim
@@ -92,11 +99,13 @@ def expected(length: int, head_dim: int) -> float:
         return torch.randn(size, generator=random, dtype=torch.float64, device="cpu")
 
     q, k, v, gradient = normal(), normal(), normal(), normal()
-    noise = [1 + PERTURBATION * normal() for _ in range(3)]
+    noise = [1 + PERTURBATION * normal() * (operand in inexact) for operand in "qkvo"]
     scores = _scores(q, k)
-    kept = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v
-    exact = _gradients(q, k, v, gradient, *kept)
-    perturbed = _gradients(q * noise[0], k * noise[1], v * noise[2], gradient, *kept)
+    sums, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v
+    operands = q, k, v, output
+    exact = _gradients(operands, gradient, sums)
+    wrong = [x * n for x, n in zip(operands, noise, strict=True)]
+    perturbed = _gradients(wrong, gradient, sums)
     # Of a single token the gradients of q and k are zero, and no error is small beside them.
     changes = ((b - a).norm() / a.norm() for a, b in zip(exact, perturbed, strict=True))
     return float(max(changes)) / PERTURBATION
@@ -108,14 +117,10 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gradient: torch.Tensor,
-    logsumexp: torch.Tensor,
-    output: torch.Tensor,
+    operands: Sequence[torch.Tensor], gradient: torch.Tensor, logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As kernels compute them, from what the forward has kept exactly: its output and log-sums."""
+    """As kernels compute them, from q, k, v, the output and the forward's log-sums."""
+    q, k, v, output = operands
     p = (_scores(q, k) - logsumexp).exp()
     ds = p * (gradient @ v.T - (gradient * output).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     return ds @ k, ds.T @ q, p.T @ gradient

@@ -23,8 +23,8 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Config
-from fp8pass.dialect.formats import E4M3, Format
-from fp8pass.graph.classify import FLEX_ATTENTION, Kind, kind
+from fp8pass.dialect.formats import E2M5, E4M3, Format
+from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import KEPT_BY_CHOICE
@@ -38,6 +38,8 @@ from fp8pass.rules.samples import Moments
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
+
+FEW_TOKENS = "attention over few tokens: gradients of its scores cancel, errors do not"
 
 
 class Rules:
@@ -54,6 +56,7 @@ class Rules:
         self.graph = g
         self.tolerance = config.tolerance
         self.backward = graph.tangent_dependent(g)
+        self.coded_outputs = self._coded_outputs() if config.attention_output != "exact" else set()
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
         inexact = (facts.held | facts.activations) - facts.parameters
         exact = inputs - self.backward - inexact
@@ -68,6 +71,11 @@ class Rules:
         self._wild: set[fx.Node] = set()
         self._ungrouped: dict[fx.Node, str] = {}
         self._compared: set[fx.Node] = set()
+
+    def _coded_outputs(self) -> set[fx.Node]:
+        """The outputs of attention that may be inexact because the user says so."""
+        found = (attention_output(n) for n in self.backward)
+        return {n for n in found if n is not None and n not in self.backward}
 
     def _computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
         """`inputs`, and constants that are computed from these alone."""
@@ -190,7 +198,8 @@ class Rules:
             yield UNITY
         elif kind(user) is Kind.ATTENTION:
             if user in self.backward:
-                yield self._attention(user)
+                coded = node in self.coded_outputs and node is attention_output(user)
+                yield self._output(user) if coded else self._attention(user)
         elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
             name = operator_name(user)
             yield f"no rule bounds how errors grow in {name} of the backward, which reads it"
@@ -214,8 +223,16 @@ class Rules:
         with compat.real_tensors():
             expected = attention_rule.expected(*sizes)
         if expected * E4M3.half_step > self.tolerance:
-            return "attention over few tokens: gradients of its scores cancel, errors do not"
+            return FEW_TOKENS
         return Amplification(max(bound, expected), expected)
+
+    def _output(self, user: fx.Node) -> Amplification | str:
+        """The rule for an output that the user lets be inexact: what is expected, no bound."""
+        with compat.real_tensors():
+            expected = attention_rule.expected(*_attention_sizes(user), "o")
+        if expected * E2M5.half_step > self.tolerance:
+            return FEW_TOKENS
+        return Amplification(expected, expected)
 
     def known_of(self, region: Region) -> Known:
         """What is known of the values that enter a region."""

@@ -53,7 +53,7 @@ from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import SUMS
 from fp8pass.saving.backward_memory import BackwardMemory
 from fp8pass.saving.costs import UNITS_PER_BYTE, can_run_again, keep_price, recompute_seconds
-from fp8pass.saving.decision import Decision, Needs, free_decision, host_bytes
+from fp8pass.saving.decision import Decision, Needs, choice_made, free_decision, host_bytes
 from fp8pass.saving.format_choices import FormatChoices
 from fp8pass.saving.link import Link
 
@@ -346,9 +346,7 @@ class BudgetProblem:
         if kind == KEEP_EXACT:
             reason = self.needs.exact.get(value, where)
             return Decision(EXACT, 0, reason, on_host=on_host)
-        choice = self.choices.cheapest(value)
-        error = choice.expected_error
-        return Decision(choice.format, choice.group_size, choice.reason, error, on_host)
+        return choice_made(self.choices.cheapest(value), on_host=on_host)
 
 
 def _unsolved(wanted: str) -> str:

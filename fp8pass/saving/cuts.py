@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.dialect.formats import EXACT
 from fp8pass.saving.costs import keep_price, recompute_price
-from fp8pass.saving.decision import Decision, Needs, free_decision
+from fp8pass.saving.decision import Decision, Needs, choice_made, free_decision
 from fp8pass.saving.format_choices import FormatChoices
 from fp8pass.saving.residual_stream import chained_sums
 
@@ -181,7 +181,7 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
         return Decision(EXACT, 0, _why_exact(node, needs))
     choice = choices.cheapest(node)
     if choice.format.lossless or choice.units < keep_price(node):
-        return Decision(choice.format, choice.group_size, choice.reason, choice.expected_error)
+        return choice_made(choice)
     return Decision(EXACT, 0, choice.reason)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.graph.joint import JointFacts
-from fp8pass.saving.format_choices import FormatChoices
+from fp8pass.saving.format_choices import FormatChoice, FormatChoices
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Decision:
         group_size: elements that share a scale; 0 if the value is kept exactly or recomputed.
         reason: why it was decided so, as text.
         expected_error: relative RMS error of the gradients.
-        on_host: whether it is kept on the host, except for scales.
+        on_host: whether it is kept on the host, except for scales and means.
+        centred: whether it is the difference from its mean over tokens that is stored.
     """
 
     format: Format | None
@@ -30,6 +31,7 @@ class Decision:
     reason: str
     expected_error: float = 0.0
     on_host: bool = False
+    centred: bool = False
 
     @property
     def recomputed(self) -> bool:
@@ -79,6 +81,18 @@ def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
     return needs
 
 
+def choice_made(choice: FormatChoice, *, on_host: bool = False) -> Decision:
+    """The decision to store a value as `choice` says."""
+    return Decision(
+        choice.format,
+        choice.group_size,
+        choice.reason,
+        choice.expected_error,
+        on_host=on_host,
+        centred=choice.centred,
+    )
+
+
 def free_decision(node: fx.Node, facts: JointFacts) -> Decision:
     """The decision about a value that stays alive until the backward anyway."""
     parameter = node in facts.parameters
@@ -98,10 +112,11 @@ def kept_bytes(decisions: Decisions, choices: FormatChoices) -> float:
 
 
 def host_bytes(node: fx.Node, decision: Decision) -> float:
-    """Bytes of a kept value that are on the host: all but the scales."""
+    """Bytes of a kept value that are on the host: all but scales and means."""
     if not decision.on_host:
         return 0.0
-    return stored_bytes(node, decision) - scale_bytes(node, decision.group_size)
+    beside = scale_bytes(node, decision.group_size) + mean_bytes(node, decision)
+    return stored_bytes(node, decision) - beside
 
 
 def scale_bytes(node: fx.Node, group_size: int) -> int:
@@ -111,6 +126,13 @@ def scale_bytes(node: fx.Node, group_size: int) -> int:
     return graph.numel(graph.tensor(node)) // group_size * GROUP_SCALE_DTYPE.itemsize
 
 
+def mean_bytes(node: fx.Node, decision: Decision) -> int:
+    """Bytes of the means over tokens of a value that is kept less these."""
+    if not decision.centred:
+        return 0
+    return graph.nbytes(node) // compat.size_hint(graph.tensor(node).shape[-2])
+
+
 def stored_bytes(node: fx.Node, decision: Decision) -> float:
     """Bytes of a kept value, wherever; the lossless format keeps scales like the others."""
     if not decision.low_bit or decision.format is None:
@@ -118,4 +140,5 @@ def stored_bytes(node: fx.Node, decision: Decision) -> float:
     if decision.format.lossless:
         return graph.nbytes(node) + scale_bytes(node, decision.group_size)
     elements = graph.numel(graph.tensor(node))
-    return decision.format.stored_bytes(elements, decision.group_size)
+    coded = decision.format.stored_bytes(elements, decision.group_size)
+    return coded + mean_bytes(node, decision)

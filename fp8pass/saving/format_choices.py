@@ -16,6 +16,7 @@ from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import (
+    E2M5,
     E4M3,
     E4M3_BYTES,
     EXACT,
@@ -39,6 +40,11 @@ ERROR_BYTES = 0.5
 
 # A `keep_exact` pattern with it is the name of a value, `module:operator:number`, not of a module.
 VALUE_SEPARATOR = ":"
+
+# Elements of attention's output that share a scale (`benchmarks/attention_storage.py`).
+OUTPUT_GROUP = 32
+
+NO_GROUPS = "its last dimension cannot be cut into equal groups of 16 or more"
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORABLE_KINDS = (
@@ -64,6 +70,7 @@ class FormatChoice:
         bytes: bytes kept, scales included.
         units: the price of keeping them, infinite if no format is allowed.
         expected_error: relative RMS error of the gradients.
+        centred: whether it is the difference from its mean over tokens that is stored.
     """
 
     format: Format
@@ -72,6 +79,7 @@ class FormatChoice:
     bytes: float = math.inf
     units: float = math.inf
     expected_error: float = 0.0
+    centred: bool = False
 
 
 class FormatChoices:
@@ -158,13 +166,11 @@ class FormatChoices:
         reason = self._why_no_candidate(node) or self.why_exact(node)
         if reason:
             return [FormatChoice(EXACT, 0, reason)]
+        if node in self.rules.coded_outputs:
+            return [self._coded_output(node)]
         groups = {f: self._group_size(node, f) for f in self.formats}
         if not any(groups.values()):
-            return [
-                FormatChoice(
-                    EXACT, 0, "its last dimension cannot be cut into equal groups of 16 or more"
-                )
-            ]
+            return [FormatChoice(EXACT, 0, NO_GROUPS)]
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
             bound = self.rules.amplification(node).bound
@@ -200,6 +206,21 @@ class FormatChoices:
         if node in self.rules.constants:
             return "computed from parameters and data alone"
         return self.rules.why_ungrouped(node)
+
+    def _coded_output(self, node: fx.Node) -> FormatChoice:
+        """How the output of attention is stored that may be inexact."""
+        val = graph.tensor(node)
+        *_, tokens, head_dim = val.shape
+        group = None if compat.has_unbacked(val) else divisor_group(head_dim, OUTPUT_GROUP)
+        if group is None:
+            return FormatChoice(EXACT, 0, NO_GROUPS)
+        exact, expected = graph.nbytes(node), self.rules.amplification(node).expected
+        stored = E2M5.stored_bytes(graph.numel(val), group) + exact / compat.size_hint(tokens)
+        error = expected * E2M5.relative_error
+        reason = f"attention_output={E2M5.name!r}: attention amplifies errors about {expected:.1f}×"
+        # No choice of a price: the user has made it.
+        units = stored * UNITS_PER_BYTE + exact
+        return FormatChoice(E2M5, group, reason, stored, units, error, centred=True)
 
     def _priced(self, node: fx.Node, format: Format, group: int) -> FormatChoice:
         """The choice of `format` in groups of `group` elements, with its price."""

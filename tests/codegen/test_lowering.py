@@ -261,7 +261,7 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
     assert torch.allclose(back[1:], x[1:], rtol=0.26, atol=1e-3)
 
 
-@pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize("format", [*PACKED, "e2m5"])
 def test_generated_code_packs_as_the_reference_does(format):
     """Bit for bit: all dtypes, odd and strided shapes, huge, tiny, zero and not finite values."""
     x = torch.randn(3, 5, 96) * 10.0 ** torch.tensor([-37.0, -6.0, 0.0, 4.0, 37.0])[:, None]

@@ -14,6 +14,7 @@ from fp8pass.dialect.formats import (
     E2M1,
     E2M2,
     E2M3,
+    E2M5,
     E4M3,
     E4M3_BYTES,
     E5M2,
@@ -39,16 +40,15 @@ def test_limits_are_those_of_the_dtype(fmt):
     assert 2.0**-fmt.mantissa == info.eps
 
 
-@pytest.mark.parametrize("fmt", [E2M1, E2M2, E2M3])
+@pytest.mark.parametrize("fmt", [E2M1, E2M2, E2M3, E2M5])
 def test_limits_are_those_of_the_codes(fmt):
     values = decode(torch.arange(1 << fmt.bits - 1, dtype=torch.uint8), fmt)
     assert values[-1] == values.max() == fmt.max
     assert values[1 << fmt.mantissa] == 2.0**fmt.min_exponent
-    assert fmt.packed
-    assert not E4M3.packed
+    assert fmt.packed == (fmt.bits < 8)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M3_BYTES, E2M1, E2M2, E2M3])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M3_BYTES, E2M1, E2M2, E2M3, E2M5])
 def test_half_step_is_the_largest_relative_error(fmt):
     x = torch.linspace(1, 4, (1 << 12) + 1) * 2.0**fmt.min_exponent
     codes = encode(x, fmt)

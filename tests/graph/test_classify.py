@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
-from fp8pass.graph.classify import is_mask
+from fp8pass.graph.classify import attention_output, is_mask
 
 aten = torch.ops.aten
 
@@ -23,3 +24,31 @@ def test_masks_of_attention():
     assert is_mask(mask)
     assert not any(map(is_mask, (q, k, v, dy, lse)))
     assert not is_mask(g.placeholder("other"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ],
+)
+def test_the_output_that_a_backward_of_attention_reads(name):
+    g = fx.Graph()
+    backward = getattr(aten, f"{name}_backward").default
+    names = [argument.name for argument in backward._schema.arguments]
+    operands = (0.0 if name == "dropout_p" else g.placeholder(name) for name in names)
+    node = g.call_function(backward, tuple(operands))
+    assert str(attention_output(node)) == "out"
+
+
+def test_other_layouts_and_operators_have_no_such_output():
+    g = fx.Graph()
+    x = g.placeholder("x")
+    varlen = aten._flash_attention_backward.default
+    assert attention_output(g.call_function(varlen, (x,) * len(varlen._schema.arguments))) is None
+    assert attention_output(g.call_function(aten.mm.default, (x, x))) is None
+    assert attention_output(x) is None

@@ -263,6 +263,12 @@ def test_attention_operands_stay_exact(length, reason):
 def test_attention_of_one_token_amplifies_without_bound():
     assert attention_rule.expected(1, 16) > 1e6
     assert 1 < attention_rule.expected(64, 16) < 10
+    assert attention_rule.expected(1, 16, "o") > 1e6
+
+
+def test_an_inexact_output_is_amplified_less_than_inexact_operands():
+    of_output, of_all = (attention_rule.expected(256, 64, x) for x in ("o", "qkvo"))
+    assert 0 < of_output < attention_rule.expected(256, 64) < of_all
 
 
 # --- rules for what nobody listed ---------------------------------------------------------------
