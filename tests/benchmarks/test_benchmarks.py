@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from fp8pass.dialect import hardware
+from fp8pass.dialect.coding import decode, encode
+from fp8pass.dialect.formats import FORMATS
 from fp8pass.optim import fused, kernel
 from fp8pass.optim.options import PRESETS, Storage
 
@@ -365,3 +367,26 @@ def test_table_of_micro_batches(load):
         ["once", "1,100", "1.100", "", "0.5000"],
         ["x", "no", "", "", ""],
     ]
+
+
+def test_formats_of_attention_s_values_are_those_of_the_dialect(load):
+    storage = load("attention_storage")
+    x = torch.randn(4, 64)
+    for name in storage.ELEMENTS:
+        scale = x.abs().amax(-1, keepdim=True) / FORMATS[name].max
+        want = decode(encode(x / scale, FORMATS[name]), FORMATS[name]) * scale
+        torch.testing.assert_close(storage.Rounding(name)(x.double()), want.double())
+
+
+def test_ways_to_keep_attention_s_values_are_shares_of_fp8_noise(load):
+    storage, tables = load("attention_storage"), load("tables_models")
+    what = {"values": "normal", "length": 32, "head_dim": 32}
+    rows = [what | row for row in storage.measure(storage.random_layer(32, 32))]
+    header, noise, *rest = tables.attention_storage_table({"results": rows})
+    assert header[1] == "normal"
+    assert noise[1] == "1.00"
+    shares = {name: float(share) for name, share, *_ in rest}
+    assert shares["output e2m5 1×32"] < shares["output e4m3"] < shares["q, k, v e4m3"]
+    lengths = tables.attention_lengths_table({"results": rows})
+    assert lengths[0][1:] == ["share of the noise, 32 tokens", "sums off by, 32 tokens"]
+    assert "FP8" not in " ".join(row[0] for row in lengths)

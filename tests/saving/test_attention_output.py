@@ -90,9 +90,9 @@ def test_diagnose_says_what_it_costs():
 
 
 def test_what_all_tokens_share_adds_no_error():
-    """Rounded as it is, an output of 30 times its deviation would lose these gradients."""
+    """Rounded as it is, an output that is mostly common would make these gradients 4% wrong."""
     for measured, _ in errors(CODED, Attention(common=5.0).bfloat16()).values():
-        assert measured < 0.02
+        assert measured < 0.005
 
 
 @pytest.mark.parametrize(
