@@ -25,7 +25,7 @@ def all_values(dtype: torch.dtype) -> torch.Tensor:
 
 def limits(exponent: int, mantissa: int) -> tuple[float, float]:
     """The smallest normal and the largest number of a format, told anew."""
-    known = {(4, 3): 448.0, (2, 1): 6.0, (2, 2): 7.0, (2, 3): 7.5}
+    known = {(4, 3): 448.0, (2, 1): 6.0, (2, 2): 7.0, (2, 3): 7.5, (2, 5): 7.875}
     bias = 2 ** (exponent - 1) - 1
     least, top = 1 - bias, max(2**exponent - 2 - bias, 1 - bias)
     return 2.0**least, known.get((exponent, mantissa), 2.0**top * (2 - 2.0**-mantissa))
