@@ -187,8 +187,9 @@ class Config:
         _check_choice("compiler", self.compiler, COMPILERS)
         if (self.forward_format == "exact") != (self.gradient_format == "exact"):
             raise ConfigError(
-                "forward_format and gradient_format must both be 'exact' or both be FP8: "
-                "one GEMM cannot mix them."
+                f"forward_format={self.forward_format!r} and "
+                f"gradient_format={self.gradient_format!r}: one matrix product cannot mix FP8 and "
+                "high precision. Give an FP8 format for both, such as 'e4m3', or 'exact' for both."
             )
         if self.forward_format == "e5m2" and self.gradient_format == "e5m2":
             raise ConfigError(
@@ -215,20 +216,23 @@ class Config:
         rate = self.host_bandwidth
         if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
             raise ConfigError(
-                f"host_bandwidth is in bytes a second, such as 25e9, or None, got {rate!r}."
+                "host_bandwidth must be a number of bytes a second, such as 25e9, or None to "
+                f"measure it, got {rate!r}."
             )
         chunks = self.head_chunks
         if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
             raise ConfigError(f"head_chunks must be a whole number or None, got {chunks!r}.")
         if chunks is not None and chunks < 1:
-            raise ConfigError(f"head_chunks must be at least 1, all at once, got {chunks!r}.")
+            raise ConfigError(
+                f"head_chunks must be at least 1 (all tokens in one), got {chunks!r}."
+            )
 
     def _check_weight_codes(self) -> None:
         size = self.weight_codes
         if isinstance(size, bool) or not isinstance(size, (int, str)) or self.weight_code_bytes < 0:
             raise ConfigError(
-                "weight_codes is how many bytes the codes of a graph's weights may take, such as "
-                f"'2GiB', or 0, got {size!r}."
+                "weight_codes must be the bytes that codes of a graph's weights may take, such as "
+                f"'2GiB', or 0 for none, got {size!r}."
             )
         if self.weight_code_bytes and (why := self.why_no_weight_codes):
             raise ConfigError(f"weight_codes={size!r}: {why}.")
@@ -280,7 +284,7 @@ class Config:
     def weight_code_bytes(self) -> float:
         """Bytes that the codes of a graph's weights may take."""
         size = self.weight_codes
-        return parse_bytes(size, "weight_codes is") if isinstance(size, str) else float(size)
+        return parse_bytes(size, "weight_codes must be") if isinstance(size, str) else float(size)
 
     @property
     def why_no_weight_codes(self) -> str:
@@ -345,7 +349,7 @@ def configured(options: Mapping[str, Any]) -> Config:
 
 
 def parse_bytes(
-    text: str, what: str = f"memory_budget is a share up to {MOST_SHARE} (a number), or"
+    text: str, what: str = f"memory_budget must be a share up to {MOST_SHARE} (a number), or"
 ) -> float:
     """A size as `24GiB`, `512 MiB` or `1.5GB`, in bytes; `what` begins the message of an error.
 
@@ -379,8 +383,8 @@ def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
     except (TypeError, ValueError):
         pass
     raise ConfigError(
-        "moments are (name, mean, standard deviation) of values, finite numbers, as "
-        f"fp8pass.calibrate gives them; got {str(given)[:60]!r}."
+        "moments must be a tuple of (value name, mean, standard deviation), with finite numbers: "
+        f"pass what fp8pass.calibrate returns. Got {str(given)[:60]!r}."
     )
 
 
@@ -389,7 +393,7 @@ def _checked_patterns(field: str, of: str, given: object) -> tuple[str, ...]:
         return (given,)
     if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):
         return tuple(given)
-    raise ConfigError(f"{field} must be a tuple of {of} patterns, or one, got {given!r}.")
+    raise ConfigError(f"{field} must be a {of} pattern, or a tuple of them, got {given!r}.")
 
 
 def _check_simulated(name: object) -> None:
@@ -404,8 +408,8 @@ def _check_simulated(name: object) -> None:
             mantissa = _clamped(int(match[2]), MANTISSA_BITS)
             hint = f" Did you mean 'e{exponent}m{mantissa}'?"
         raise ConfigError(
-            "simulate is a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as 'e8m3', "
-            f"got {name!r}.{hint}"
+            "simulate must be a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as "
+            f"'e8m3', got {name!r}.{hint}"
         ) from None
 
 
@@ -419,8 +423,9 @@ def _check_simulated_alone(options: Mapping[str, Any]) -> None:
         given = options.get(field, allowed[0])
         if given not in allowed:
             raise ConfigError(
-                f"simulate={options['simulate']!r} masks what linear layers compute with, and "
-                f"codes nothing: leave {field}={given!r} out."
+                f"simulate={options['simulate']!r} rounds what linear layers compute with, runs "
+                f"nothing in FP8 and keeps nothing in low bits: {field} has no effect beside it. "
+                f"Leave {field}={given!r} out."
             )
 
 
@@ -448,6 +453,10 @@ def _check_known(option: str) -> None:
     if option not in FIELDS:
         listed = ", ".join(FIELDS)
         raise ConfigError(f"{unknown('option', option, FIELDS)} Options are: {listed}.")
+
+
+# Ends the message of an error that no user can cause.
+BUG = "This is a bug of fp8pass: please report it, with the output of fp8pass env."
 
 
 def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:

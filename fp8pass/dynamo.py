@@ -236,7 +236,7 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
             "torch.compile(model, backend='fp8pass', options={'recipe': 'coat'})."
         )
     if monitor is not None and not isinstance(monitor, Monitor):
-        raise TypeError(f"monitor is a fp8pass.Monitor, got {type(monitor).__name__}.")
+        raise TypeError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
     return Backend(config, monitor=monitor)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, CompiledGraph
+from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
@@ -122,8 +123,8 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     crossing = {n.name for n in tensors}
     if crossing != set(planned):
         raise AssertionError(
-            f"The backward reads {sorted(crossing)}, and {planned} were planned to be kept for it. "
-            "This is a bug of fp8pass: please report it, with the output of fp8pass env."
+            f"The backward reads {sorted(crossing)}, and {planned} were planned to be kept for "
+            f"it. {BUG}"
         )
     for half in (forward, backward):  # each has been given all that it could wait for
         remove_unused(half.graph)

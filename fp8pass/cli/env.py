@@ -140,7 +140,11 @@ def _paths(device: torch.device) -> dict[str, str]:
         return hardware.why_no_fp8_gemm(device) or "yes"
 
     def fp8_casts() -> str:
-        return "yes" if hardware.has_fp8_casts(device) else "no: done by integer arithmetic"
+        return (
+            "yes"
+            if hardware.has_fp8_casts(device)
+            else "no: by integer arithmetic, which is slower"
+        )
 
     def triton_kernels() -> str:
         return hardware.why_no_triton_kernels(device) or "yes"
@@ -176,7 +180,7 @@ def _fp8_product(device: torch.device) -> str:
     lower(lowered)
     wrong, right = lowered(a, b).double(), a.double() @ b.double().t()
     error = float((wrong - right).norm() / right.norm())
-    return "ok" if error < LARGEST_ERROR else f"wrong by {error:.0%}"
+    return "ok" if error < LARGEST_ERROR else f"wrong by {error:.0%}: please report it"
 
 
 def _text(found: Mapping[str, Mapping[str, Any]]) -> str:

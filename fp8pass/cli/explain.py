@@ -14,8 +14,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fp8pass explain`."""
     target.add_options(parser)
     add = parser.add_argument
-    add("--frontier", action="store_true", help="also what other memory budgets would cost")
-    add("--rules", action="store_true", help="also the error rules that were derived")
+    add(
+        "--frontier",
+        action="store_true",
+        help="also the time that smaller memory budgets would cost",
+    )
+    add(
+        "--rules",
+        action="store_true",
+        help="also how much each part of the model amplifies rounding errors",
+    )
     add("--html", type=output_file, metavar="FILE", help="also write a report to open in a browser")
     add("--json", action="store_true", help="print JSON instead of tables")
 

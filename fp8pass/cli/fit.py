@@ -17,7 +17,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fp8pass fit`."""
     target.add_options(parser, runs=False)
     add = parser.add_argument
-    add("--gpu", help="a name, a size, or both: RTX4090, 16GiB, H200,16GiB (default: yours)")
+    add(
+        "--gpu", help="the GPU by name, memory or both: RTX4090, 16GiB, H200,16GiB (default: yours)"
+    )
     add("--host", help="memory of the host: 64GiB (default: what is left here)")
     add(
         "--accumulate",
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
             result.plot(options.plot)
     show(result, options.json)
     if not result.fits:
-        raise Failure("nothing fits.")
+        raise Failure("no way to train the model fits; the output says what is in the way.")
 
 
 def _fitted(options: argparse.Namespace, config: Any, found: target.Target) -> Any:

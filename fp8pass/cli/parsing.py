@@ -100,7 +100,9 @@ def output_file(text: str) -> Path:
     """
     path = Path(text)
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"no folder {str(path.parent)!r} to write to")
+        raise argparse.ArgumentTypeError(
+            f"the folder {str(path.parent)!r} does not exist: make it, or name another"
+        )
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder, a file is needed")
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
     return path

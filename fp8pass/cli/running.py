@@ -86,9 +86,10 @@ def loss_function(found: Target) -> Callable[[Any, Any], Any]:
             return loss
         whose = "loss_fn" if found.loss_fn else "the model"
         raise UsageError(
-            f"No loss: {whose} returned {_described(returned)}, no scalar. Have module:function "
-            "return loss_fn last, such as lambda model, batch: model(*batch).square().mean(), or "
-            "give the model its labels, --input labels=4x128:int64:32000."
+            f"No loss: {whose} returned {_described(returned)}, no single number. Have "
+            "module:function return loss_fn last, such as lambda model, batch: "
+            "model(*batch).square().mean(), or give the model its labels, "
+            "--input labels=4x128:int64:32000."
         )
 
     return loss_fn

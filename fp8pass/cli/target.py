@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument)",
     )
     recipes = ", ".join(RECIPES)
-    add("--recipe", help=f"{recipes} (default: that of a compiled TARGET, or coat)")
+    add("--recipe", help=f"one of {recipes} (default: that of a compiled TARGET, or coat)")
     add(
         "--option",
         action="append",

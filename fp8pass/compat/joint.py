@@ -62,7 +62,10 @@ def extract_forward_backward(
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
     elif saved_objects:
-        raise AssertionError(f"this PyTorch saves no objects, got {saved_objects}")
+        raise AssertionError(
+            f"The backward needs {saved_objects}, which are no tensors, and this PyTorch keeps "
+            "only tensors and sizes. Please report it to fp8pass, with the output of fp8pass env."
+        )
     forward, backward = _partitioners._extract_fwd_bwd_modules(
         gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
     )

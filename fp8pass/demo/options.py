@@ -18,15 +18,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, help="file or folder of text (default: Python's standard library)")
     add("--out", type=Path, default=Path("demo-output"), help="folder for the plot")
     add("--steps", type=_steps, help="training steps of each variant")
-    add("--seed", type=int, default=0, help="of weights and batches")
-    add("--recipe", default="coat", help=f"of fp8pass: {', '.join(RECIPES)}")
+    add("--seed", type=int, default=0, help="seed of weights and batches")
+    add("--recipe", default="coat", help=f"recipe of fp8pass: {', '.join(RECIPES)}")
     add("--device", type=device_name, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--size", type=_size, help=f"of the model: {', '.join(SIZES)} (default: by the device)")
+    add(
+        "--size", type=_size, help=f"size of the model: {', '.join(SIZES)} (default: by the device)"
+    )
 
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
-        message = f"a whole number from 2 up is needed, got {text!r}; the first step compiles"
+        message = f"at least 2 steps are needed, as the first one compiles; got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return int(text)
 

@@ -165,7 +165,10 @@ def simulated_format(name: str) -> Format:
     exponent, mantissa = map(int, match.groups()) if match else (0, 0)
     in_range = _within(exponent, EXPONENT_BITS) and _within(mantissa, MANTISSA_BITS)
     if not match or not in_range:
-        raise ValueError(f"{name!r} is no ExMy of at most 8 exponent and 23 mantissa bits")
+        raise ValueError(
+            f"{name!r} is no format such as 'e4m3': e and 1 to 8 exponent bits, m and 0 to 23 "
+            "mantissa bits"
+        )
     if name in FORMATS:
         return FORMATS[name]
     bias = 2 ** (exponent - 1) - 1

@@ -97,7 +97,7 @@ def compress(
     if weights != "none" and (reason := why_too_late(reducers.values())):
         raise ConfigError(f"Weights cannot be compressed: {reason}")
     if monitor is not None and not isinstance(monitor, Monitor):
-        raise ConfigError(f"monitor is an fp8pass.Monitor, got {type(monitor).__name__}.")
+        raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
@@ -112,7 +112,8 @@ def compress(
 
 def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{unknown(argument, value, known)} It is one of {known}.")
+        listed = ", ".join(map(repr, known))
+        raise ConfigError(f"{unknown(argument, value, known)} {argument} is one of {listed}.")
 
 
 def _reducers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
@@ -165,9 +166,10 @@ def _compress(path: str, module: nn.Module, sums: Sums) -> None:
             module.set_custom_reduce_scatter(scatter)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{path or 'The model'} does not take another reduction of its gradients, such as "
-            "where one is set already (register_comm_hook, DDP's mixed_precision), or where its "
-            f"parameters lie on several meshes. PyTorch: {error}"
+            f"Gradients of {path or 'the model'} cannot be compressed, because PyTorch refused: "
+            f"{error}. That is so where another reduction is set (register_comm_hook, DDP's "
+            "mixed_precision: leave it out), and where parameters of one fully_shard lie on "
+            "several device meshes (shard those of each mesh by themselves)."
         ) from error
 
 

@@ -49,7 +49,13 @@ SCATTERS = {aten.scatter_add.default, aten.scatter.src, aten.scatter.value}
 
 
 class NotByRows(Exception):
-    """Part of a graph cannot be computed row by row; the message says why."""
+    """Part of a graph cannot be computed row by row; the message says why, after "because"."""
+
+
+def _named(node: fx.Node) -> str:
+    """A node in a message, by what its user wrote: names of nodes are ours."""
+    is_operator = node.op == "call_function"
+    return f"the operator {graph.operator_name(node)}" if is_operator else "an input"
 
 
 @dataclass(frozen=True)
@@ -131,18 +137,18 @@ class RowWriter:
         if node.target is aten.permute.default and graph.untransposed(node)[1]:
             return  # read by GEMMs, which look through it
         if graph.is_getitem(node) and node.args[0] not in part:
-            raise NotByRows(f"{node.name} is one of several results")
+            raise NotByRows(f"{_named(node)} has several results")
         write = _WRITERS.get(node.target) or _WRITERS_OF_KINDS.get(kind(node))
         if write is None:
-            raise NotByRows(f"{graph.operator_name(node)} may mix tokens")
+            raise NotByRows(f"{_named(node)} may mix tokens")
         self._part = part
         try:
             written = write(self, node)
         except NotByRows:
             raise
         except Exception as error:  # what nobody thought of must not stop a compilation
-            name = f"{node.name} ({graph.operator_name(node)})"
-            raise NotByRows(f"{name} of some tokens: {error}") from error
+            problem = f"{_named(node)} cannot be computed for some of the tokens: {error}"
+            raise NotByRows(problem) from error
         (self._sums if node in self.sums else self._written)[node] = written
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -174,7 +180,7 @@ class RowWriter:
         """How a value has rows."""
         found = self._form_of(tuple(tensor(node).shape))
         if found is None:
-            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) needs all tokens")
+            raise NotByRows(f"{_named(node)} needs all tokens")
         return found
 
     def _form_of(self, shape: tuple[Any, ...]) -> Form | None:
@@ -192,7 +198,7 @@ class RowWriter:
         form, shape = self.form(node), tuple(tensor(node).shape)
         rest = shape[form.dims :]
         if not all(isinstance(size, int) for size in rest):
-            raise NotByRows(f"sizes of {node.name} vary besides the number of tokens")
+            raise NotByRows(f"{_named(node)} has sizes that vary besides the number of tokens")
         return form, shape[: form.dims], rest
 
     # Operands.
@@ -202,7 +208,7 @@ class RowWriter:
         if operand in self._written:
             written = self._written[operand]
             if written in self._shared:
-                raise NotByRows(f"{operand.name} is the same for all tokens")
+                raise NotByRows(f"{_named(operand)} has one result for all tokens")
             return written
         self._require_outside(operand)
         form, lead, rest = self._split(operand)
@@ -213,14 +219,14 @@ class RowWriter:
         if not isinstance(operand, fx.Node):
             return operand
         if graph.value(operand) is None:
-            raise NotByRows(f"{node.name} computes with {operand.name}, no tensor")
+            raise NotByRows(f"{_named(node)} computes with what is no tensor")
         form, lead, rest = self._split(node)
         if operand in self._written:
             written = self._written[operand]
             if written not in self._shared:
                 same = self.form(operand).shifted == form.shifted
                 if not same or tensor(written).ndim != 1 + len(rest):
-                    raise NotByRows(f"{node.name} puts tokens of {operand.name} elsewhere")
+                    raise NotByRows(f"{_named(node)} moves tokens to other places")
             return written
         self._require_outside(operand)
         shape = tuple(tensor(operand).shape)
@@ -231,7 +237,7 @@ class RowWriter:
 
     def _require_outside(self, operand: fx.Node) -> None:
         if operand in self._part:
-            raise NotByRows(f"{operand.name} ({graph.operator_name(operand)}) needs all tokens")
+            raise NotByRows(f"{_named(operand)} needs all tokens")
 
     def _shared_input(self, operand: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
         base, flipped = graph.untransposed(operand)
@@ -291,7 +297,7 @@ class RowWriter:
 
     def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         if any(n.graph is not self.body for n in _nodes((args, kwargs))):
-            raise NotByRows(f"{like.name} depends on sizes that vary")
+            raise NotByRows(f"{_named(like)} depends on sizes that vary")
         node = emit(self.body, target, *args, like=like, **kwargs)
         operands = node.all_input_nodes
         if operands and all(operand in self._shared for operand in operands):
@@ -305,7 +311,7 @@ class RowWriter:
 
     def _creation(self, node: fx.Node) -> fx.Node:
         if node.target is not aten.full.default:
-            raise NotByRows(f"{graph.operator_name(node)} makes a value for all tokens")
+            raise NotByRows(f"{_named(node)} makes a value for all tokens")
         *_, rest = self._split(node)
         with compat.fake_mode_of(tensor(node)):
             created = self._emit(node.target, list(rest), *node.args[1:], like=node, **node.kwargs)
@@ -319,7 +325,7 @@ class RowWriter:
             return self._aligned(operand, node)
         x = self._rows(operand)
         if self.form(operand).shifted != form.shifted:  # type: ignore[arg-type]
-            raise NotByRows(f"{node.name} mixes tokens")
+            raise NotByRows(f"{_named(node)} mixes tokens")
         return self._in_shape(x, rest, node)
 
     def _in_shape(self, x: fx.Node, rest: tuple[int, ...], node: fx.Node) -> fx.Node:
@@ -346,7 +352,7 @@ class RowWriter:
             rest = (dim - form.dims + 1, *node.args[2:])
             return self._emit(node.target, self._rows(x), *rest, like=node)
         if node.args[4:] or form.shifted:
-            raise NotByRows(f"{node.name} takes some of the tokens in a way that is not known")
+            raise NotByRows(f"{_named(node)} takes some tokens in a way that no loss does")
         lead = tuple(tensor(x).shape[: form.dims])  # type: ignore[arg-type]
         self._set_shift(lead, dim, *node.args[2:4])
         *_, rest = self._split(node)
@@ -357,7 +363,7 @@ class RowWriter:
     ) -> None:
         shift = Shift(lead, dim, *_left_out(start, end, lead[dim]))
         if self.shift is not None and str(self.shift) != str(shift):
-            raise NotByRows("tokens are shifted in two ways")
+            raise NotByRows("the loss shifts tokens in two ways")
         self.shift = shift
 
     def _slice_scatter(self, node: fx.Node) -> fx.Node:
@@ -367,7 +373,7 @@ class RowWriter:
         lead = tuple(tensor(node).shape[: self.form(node).dims])
         dim = dim % tensor(node).ndim  # type: ignore[operator]
         if dim >= len(lead) or node.args[5:]:
-            raise NotByRows(f"{node.name} writes to a part of the vocabulary")
+            raise NotByRows(f"{_named(node)} writes to a part of the vocabulary")
         self._set_shift(lead, dim, *node.args[3:5])  # type: ignore[arg-type]
         *_, rest = self._split(node)
         of_rows = self._in_shape(self._rows(source), rest, node)
@@ -398,7 +404,7 @@ class RowWriter:
         x, pad, *value = node.args
         form = self.form(x)  # type: ignore[arg-type]
         if len(pad) > 2 * (tensor(x).ndim - form.dims):  # type: ignore[arg-type]
-            raise NotByRows(f"{node.name} adds tokens")
+            raise NotByRows(f"{_named(node)} adds tokens")
         return self._emit(node.target, self._rows(x), pad, *value, like=node)
 
     def _gather(self, node: fx.Node) -> fx.Node:
@@ -413,7 +419,7 @@ class RowWriter:
         val, shape = tensor(node), tensor(index).shape  # type: ignore[arg-type]
         last = dim % val.ndim == val.ndim - 1  # type: ignore[operator]
         if not last or shape[-1] != 1 or node.kwargs or self.form(node).dims != val.ndim - 1:
-            raise NotByRows(f"{node.name} writes to several places of a row")
+            raise NotByRows(f"{_named(node)} writes to several logits of a token")
         with compat.fake_mode_of(val):
             places = self._emit(
                 prims.iota.default,
@@ -443,13 +449,13 @@ class RowWriter:
         dims = self.form(x).dims
         shapes = (tensor(n).shape[:dims] for n in (x, other))
         if not _same_shape(*shapes):
-            raise NotByRows(f"{other.name} has tokens elsewhere than {x.name}")
+            raise NotByRows(f"{_named(other)} has tokens in other places than {_named(x)}")
 
     def _dim_of_row(self, x: Any, dim: Any) -> int:
         form = self.form(x)
         dim = dim % tensor(x).ndim
         if dim < form.dims:
-            raise NotByRows(f"{x.name} is read across tokens")
+            raise NotByRows(f"the result of {_named(x)} is read across tokens")
         return int(dim - form.dims + 1)
 
     def _reduction(self, node: fx.Node) -> fx.Node:
@@ -465,7 +471,7 @@ class RowWriter:
             rest = node.args[2:]
             return self._emit(node.target, self._rows(x), dim, *rest, like=node, **node.kwargs)
         if lead != list(range(form.dims)) or node.target not in SUMS or form.shifted:
-            raise NotByRows(f"{node.name} ({graph.operator_name(node)}) needs all tokens")
+            raise NotByRows(f"{_named(node)} needs all tokens")
         self.sums.add(node)
         dims = [0, *(d for d in own if d > 0)]
         total = self._emit(aten.sum.dim_IntList, self._rows(x), dims, like=node, **node.kwargs)
@@ -480,18 +486,18 @@ class RowWriter:
         assert isinstance(a, fx.Node)
         assert isinstance(b, fx.Node)
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
-            raise NotByRows(f"{graph.operator_name(node)} may mix tokens")
+            raise NotByRows(f"{_named(node)} may mix tokens")
         base, flipped = graph.untransposed(a)
         if a in self._written or not (flipped or b in self._part):
             shared = self._shared_input(b, tuple(tensor(b).shape)) if b not in self._part else None
             if shared is None:
-                raise NotByRows(f"{node.name} multiplies tokens with tokens")
+                raise NotByRows(f"{_named(node)} multiplies tokens with tokens")
             added = [self._aligned(x, node) for x in bias]
             return self._emit(node.target, *added, self._rows(a), shared, like=node)
         if not flipped or bias:
-            raise NotByRows(f"{node.name} multiplies tokens with tokens")
+            raise NotByRows(f"{_named(node)} multiplies tokens with tokens")
         if self.form(base).shifted or self.form(b).shifted:
-            raise NotByRows(f"{node.name} adds up tokens that are shifted")
+            raise NotByRows(f"{_named(node)} adds up tokens that are shifted")
         self.sums.add(node)
         left = self._emit(aten.permute.default, self._rows(base), [1, 0], like=node)
         return self._emit(node.target, left, self._rows(b), like=node)
@@ -538,7 +544,7 @@ def _left_out(start: Any, end: Any, size: Any) -> tuple[int, int]:
     first = 0 if start is None else start
     last = 0 if end is None or end == torch.iinfo(torch.int64).max else end
     if not (isinstance(first, int) and isinstance(last, int) and first >= 0 >= last):
-        raise NotByRows("tokens are shifted by a number that varies")
+        raise NotByRows("the loss shifts tokens by a number that varies")
     return first, -last
 
 

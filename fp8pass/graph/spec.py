@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.config import BUG
 from fp8pass.dialect import masking
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
@@ -36,6 +37,9 @@ _ON_THE_WIRE = {
 
 class MalformedGraph(AssertionError):
     """A pass produced a graph that breaks an invariant; the message names the node."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. {BUG}")
 
 
 def verify(g: fx.Graph) -> None:

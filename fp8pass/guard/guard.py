@@ -95,12 +95,14 @@ class Guard:
     ) -> None:
         if monitor is not None and not isinstance(monitor, Monitor):
             kind = type(monitor).__name__
-            raise ConfigError(f"monitor is a fp8pass.Monitor or None, got {kind}.")
+            raise ConfigError(f"monitor must be a fp8pass.Monitor or None, got {kind}.")
         for name, value in (("every", every), ("hold", hold), ("quiet", quiet)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is a number of steps, from 1 up, got {value!r}.")
+                raise ConfigError(
+                    f"{name} must be a whole number of steps, at least 1, got {value!r}."
+                )
         if not isinstance(factor, (int, float)) or not 0 < factor < 1:
-            raise ConfigError(f"factor is between 0 and 1, got {factor!r}.")
+            raise ConfigError(f"factor must be a number between 0 and 1, got {factor!r}.")
         actions = (act,) if isinstance(act, str) else tuple(act)
         self.monitor, self.model, self.every, self.quiet = monitor, model, every, quiet
         self.steps = 0

@@ -42,11 +42,12 @@ class Responses:
         self, act: tuple[str, ...], factor: float, hold: int, quiet: int, monitor: Monitor | None
     ) -> None:
         if unknown := [a for a in act if a not in ACTIONS]:
-            raise ConfigError(f"act has {unknown[0]!r}; it is out of {ACTIONS}.")
+            listed = ", ".join(map(repr, ACTIONS))
+            raise ConfigError(f"Unknown action act={unknown[0]!r}. Actions are {listed}.")
         if HIGH_PRECISION in act and not (monitor and monitor.fallback):
             raise ConfigError(
-                "act='high precision' needs layers to switch: monitor=fp8pass.Monitor(fallback="
-                "('*',)), given to the backend, too."
+                "act='high precision' needs to know which layers to switch: give Guard and the "
+                "backend the same monitor=fp8pass.Monitor(fallback=('*',)). '*' are all layers."
             )
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
@@ -159,7 +160,7 @@ class Responses:
         if LOWER_LR in self.act and steps_in_backward(optimizer):
             raise ConfigError(
                 "act='lower lr' lowers the rate within optimizer.step(), which does nothing where "
-                "fp8pass.optim.attach updates in the backward: leave out one of both."
+                "fp8pass.optim.attach updates in the backward: leave out one of the two."
             )
 
     def _keep(self, step: int) -> None:

@@ -58,9 +58,10 @@ class Arena:
             except RuntimeError as error:
                 self.locks = False
                 log.warning(
-                    "The host locks no %.1f GiB of pages after %.1f GiB (%s): copies to and from "
-                    "the GPU are slower, and nothing runs beside them. Raise the limit of locked "
-                    "memory (ulimit -l), or offload less.",
+                    "The system refuses to lock %.1f GiB of the host's memory for offloading, "
+                    "besides %.1f GiB (%s): copies to and from the GPU are slower, and nothing "
+                    "runs beside them. Raise the limit of locked memory (ulimit -l), or offload "
+                    "less.",
                     size / 2**30, (self._total - size) / 2**30, str(error).splitlines()[0],
                 )  # fmt: skip
         return torch.empty(size, dtype=torch.uint8)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8pass.config import BUG
 from fp8pass.host.buffers import Buffers
 
 library = torch.library.Library("fp8pass_host", "DEF")
@@ -99,8 +100,8 @@ def _settled(copy: Tensor, source: Tensor) -> Tensor:
         entry = _unsettled.pop(copy.data_ptr())
     except KeyError:
         raise RuntimeError(
-            f"No copy to {tuple(copy.shape)} on {copy.device} has begun: a compiler put another "
-            "tensor in its place. Please report this; offload=False does without copies."
+            f"The backward waits for a copy of shape {tuple(copy.shape)} on {copy.device} that "
+            f"nobody began. {BUG} offload=False does without copies."
         ) from None
     if entry is not None:
         device = copy.device if copy.is_cuda else source.device

@@ -46,7 +46,7 @@ def checked_configuration(tool: str, model: Any, config: Any) -> Config:
     if not isinstance(config, Config | None):
         recipe = config if config in RECIPES else "coat"
         raise TypeError(
-            f"config is a fp8pass.Config, got {type(config).__name__}. For a recipe by name: "
+            f"config must be a fp8pass.Config, got {type(config).__name__}. For a recipe by name: "
             f"config=fp8pass.Config.recipe({recipe!r})."
         )
     return config or configuration_of(model)

@@ -81,7 +81,9 @@ def collectives_table(title: str, collectives: list[Collective]) -> Table:
 
 def rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """Amplification of errors by region: Case 1 stores its inputs, Case 2 also cached values."""
-    made = table(f"{title}: error rules", "module, operators, inputs", "×", "case 1", "case 2")
+    made = table(
+        f"{title}: error rules", "module, operators, inputs", "×", "inputs kept", "results too"
+    )
     for path, count, r in folded_rules(rules):
         numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
         formula = f"no rule: {r.reason}" if r.reason else r.bound

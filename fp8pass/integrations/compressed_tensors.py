@@ -109,7 +109,10 @@ def coded(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
         )
     amax = fp8.row_amax(weight)
     if not amax.isfinite().all():
-        raise ValueError(f"{name} has a NaN or an infinity, of which FP8 would make a row of NaN.")
+        raise ValueError(
+            f"{name} has a NaN or an infinity, of which FP8 would make a row of NaN. Export a "
+            "checkpoint whose weights are finite."
+        )
     scales = fp8.scale(amax, E4M3.name)
     return fp8.quantize(weight, scales, E4M3.name), scales
 

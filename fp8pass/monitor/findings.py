@@ -57,13 +57,15 @@ def _near_overflow(found: Measured) -> bool:
 
 
 def _overflow_advice(found: Sequence[Measured]) -> str:
+    if all(y.name.dtype != torch.float16 for y in found):
+        return "Training diverges: lower the learning rate"
     if all(y.name.tensor == "gradient" for y in found):
         return "Lower the loss scale, or train in bfloat16"
-    return "Train in bfloat16; if you do, training diverges: lower the learning rate"
+    return "Train in bfloat16"
 
 
 def _nonfinite_advice(found: Sequence[Measured]) -> str:
-    return f"Begin with what comes first: {found[0].row.module or 'top level'}"
+    return f"The first of them, {found[0].row.module or 'top level'}, is where to look"
 
 
 def _underflow_advice(found: Sequence[Measured]) -> str:

@@ -79,13 +79,13 @@ class Monitor:
         fallback: Iterable[str] = (),
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ConfigError(f"every is a number of steps, from 1 up, got {every!r}.")
+            raise ConfigError(f"every must be a whole number of steps, at least 1, got {every!r}.")
         if model is not None and not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a torch.nn.Module, got {type(model).__name__}.")
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         if sharpness is not None and not callable(sharpness):
             raise ConfigError(
-                "sharpness is a function without arguments, lambda: fp8pass.sharpness(model, "
-                f"loss_fn, batch), got {sharpness!r}."
+                "sharpness must be a function without arguments, such as lambda: "
+                f"fp8pass.sharpness(model, loss_fn, batch), got {sharpness!r}."
             )
         self.every = every
         self.model = model

@@ -28,8 +28,8 @@ class CsvWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self._header() not in ("", ",".join(COLUMNS)):
             raise ConfigError(
-                f"csv={str(path)!r} exists and is no record of a Monitor with these columns: name "
-                "another file."
+                f"csv={str(path)!r} exists, and was not written by a Monitor of this version (its "
+                "first line has other columns): name another file."
             )
 
     def _header(self) -> str:
@@ -67,7 +67,7 @@ class TensorBoardWriter:
         self._writer: Any = _summary_writer(target) if self._owned else target
         if not hasattr(self._writer, "add_scalar"):
             kind = type(target).__name__
-            raise ConfigError(f"tensorboard is a folder or a SummaryWriter, got {kind}.")
+            raise ConfigError(f"tensorboard must be a folder or a SummaryWriter, got {kind}.")
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write a sample and flush it."""

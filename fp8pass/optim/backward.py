@@ -92,7 +92,7 @@ def attach(
     if buffer is None:
         buffer = default_buffer(accumulate)
     if buffer not in BUFFERS:
-        raise ConfigError(f"buffer is one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
+        raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
     format = moment_format(buffer, signed=True)
     if not isinstance(optimizer, AdamW):
         raise ConfigError(

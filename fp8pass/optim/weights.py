@@ -76,7 +76,11 @@ def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list
     """The layers whose weights can be in codes, by their weight, which several may share."""
     choice = choose(model, skip, _why_not_in_codes)
     for path, why in choice.reasons.items():
-        log.info("The weight of %s goes to the device as it is: %s.", path, why)
+        log.info(
+            "offload_weights: the weight of %s goes to the GPU as it is, not in FP8 codes: %s.",
+            path,
+            why,
+        )
     if not choice.layers:
         listed = [f"{path}: {why}" for path, why in choice.reasons.items()]
         raise ConfigError(

@@ -216,11 +216,15 @@ class Chunking:
         """Check that a gradient is one times the gradient from outside, and has its range."""
         if node in self.backward and not compat.is_tangent(node):
             if not is_multiple(node, self.backward.__contains__):
-                name = f"{node.name} ({graph.operator_name(node)})"
-                raise NotByRows(f"{name} is no multiple of the gradient of the loss")
+                name = graph.operator_name(node)
+                raise NotByRows(
+                    f"the gradient from the operator {name} is no multiple of that of the loss"
+                )
             val = graph.value(node)
             if val is not None and val.dtype is torch.float16:
-                raise NotByRows("gradients in float16 are scaled up, so as not to vanish")
+                raise NotByRows(
+                    "gradients in float16 need the loss scale from the start: use bfloat16"
+                )
 
     def _unit(self, node: fx.Node) -> fx.Node:
         """A copy of one node of the backward, of copies."""
@@ -259,7 +263,7 @@ class Chunking:
         for size in shape:
             if not isinstance(size, int):
                 if str(size) not in self._sizes:
-                    raise NotByRows(f"no other value has the size {size}")
+                    raise NotByRows(f"the size {size} varies, and only its logits tell it")
                 of, *dim = self._sizes[str(size)]
                 size = self._emit(aten.sym_size.int, of, *dim) if dim else of
             arguments.append(size)
@@ -291,7 +295,8 @@ def _require_narrow(results: list[fx.Node], most: int) -> None:
     for node in results:
         if _holds_logits(node, most):
             reader = max(node.users)
-            raise NotByRows(f"its logits are read by {graph.operator_name(reader)}, too")
+            name = graph.operator_name(reader)
+            raise NotByRows(f"the operator {name} reads its logits outside of the loss, too")
 
 
 def _add_submodule(gm: fx.GraphModule, body: fx.GraphModule) -> str:

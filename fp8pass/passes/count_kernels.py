@@ -48,4 +48,4 @@ def _kernel_of(node: fx.Node, program: Program) -> str:
 def _why_generated(codes: fx.Node) -> str:
     granularity = of_operand(tensor(codes.args[1]).ndim)  # type: ignore[arg-type]
     why_not = why_no_rows if granularity is ROW else why_no_tiles
-    return why_not(codes) or "its operands do not lie in one matrix"
+    return why_not(codes) or "what it is computed from lies in several matrices of memory"

@@ -129,13 +129,13 @@ def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> st
     if others:
         reads_sizes = all(kind(n) is Kind.SYMBOL for n in others)
         name = graph.operator_name(others[0])
-        return "its sizes vary" if reads_sizes else f"{name} reads it, too"
+        return "its sizes vary" if reads_sizes else f"the operator {name} reads it, too"
     kinds = [_granularity(n) for n in codes]
     if len(set(kinds)) < len(kinds):
-        return "its codes are needed in more than one way"
+        return "layers read it in more than one shape or dtype"
     for matrix in matrices:
         if not all(_measures(n, matrix) for n in codes if n in matrix.codes):
-            return "its scale is not its own"
+            return "its codes are scaled by what is measured elsewhere"
         if matrix.has_row_scales and not _keeps_rows(gather, matrix):
             return "rows lie on more than one rank"
         if _sizes_vary(gather, matrix):

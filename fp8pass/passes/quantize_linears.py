@@ -54,7 +54,9 @@ fp8 = torch.ops.fp8pass
 
 # Where codes of weights come from that are made once.
 FROM_INPUTS = "inputs"
-NOT_ALONE = "something else than linear layers in BF16 reads the weight, or it is none by itself"
+NOT_ALONE = (
+    "not only linear layers in BF16 read the weight, or it is computed from other parameters"
+)
 
 # What is not rewritten where nothing is rounded. Its operands are kept as the rules allow.
 EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
@@ -118,7 +120,7 @@ def why_not_at_all(layer: Layer, config: Config) -> Reason:
     if layer.flaw:
         return Reason(layer.flaw)
     if layer.is_router:
-        return Reason("router: a small error may send a token elsewhere", chosen=True)
+        return Reason("router: a small error may send a token to another expert", chosen=True)
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
         return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
     return Reason()
@@ -132,7 +134,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if _is_batch_of_one(gemm) and not config.quantizes_linears:
         return EXACT_FORMATS
     if not _multiplies_two_matrices(gemm):
-        return Reason(f"{gemm.target} computes it: only products of two plain matrices run in FP8")
+        name = graph.operator_name(gemm)
+        return Reason(f"the operator {name} computes it: only products of two matrices run in FP8")
     biased = gemm.target is aten.addmm.default
     if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")
@@ -140,7 +143,9 @@ def why_not(layer: Layer, config: Config) -> Reason:
         sizes = "×".join(map(str, weight))
         return Reason(f"weight {sizes}: both sizes must be multiples of 16")
     if biased and not has_columns_for_tensor_cores(gemm):
-        return Reason("its bias has an element for each token: their number is no multiple of 16")
+        return Reason(
+            "its bias has an element for each token, and their number is no multiple of 16"
+        )
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight")
     if (reason := why_not_these_rows(layer)).text:

@@ -177,7 +177,10 @@ def _enabled(passes: Sequence[Pass]) -> list[Pass]:
         if name not in known:
             raise ConfigError(unknown("pass in FP8PASS_DISABLE_PASSES", name, sorted(known)))
         if name in {p.__name__ for p in INDISPENSABLE}:
-            raise ConfigError(f"{name} cannot be left out: without it there is nothing to compile.")
+            raise ConfigError(
+                f"FP8PASS_DISABLE_PASSES names {name!r}, which cannot be left out: without it "
+                "there is nothing to compile."
+            )
     return [p for p in passes if p.__name__ not in disabled]
 
 

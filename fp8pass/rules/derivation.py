@@ -115,7 +115,7 @@ def _derive(region: Region, known: Known) -> RegionRule:
     except Underivable as error:
         return RegionRule(reason=str(error))
     except Exception as error:  # a formula met what nobody thought of: no rule is never wrong
-        return RegionRule(reason=f"no derivation ({type(error).__name__}: {error})")
+        return RegionRule(reason=f"no rule was found ({type(error).__name__}: {error})")
 
 
 class Derivation:

@@ -39,7 +39,7 @@ LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
 
-FEW_TOKENS = "attention over few tokens: gradients of its scores cancel, errors do not"
+FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
 
 
 class Rules:
@@ -202,7 +202,7 @@ class Rules:
                 yield self._output(user) if coded else self._attention(user)
         elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
             name = operator_name(user)
-            yield f"no rule bounds how errors grow in {name} of the backward, which reads it"
+            yield f"no rule bounds errors in the operator {name} of the backward, which reads it"
 
     def _by_choice(self, user: fx.Node) -> str:
         """Why `user` needs its operands exactly: its layer stays in high precision by choice.

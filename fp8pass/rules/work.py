@@ -54,5 +54,5 @@ def _too_large(expressions: Expressions) -> Underivable:
     statistics = sum(isinstance(d, Statistic) for d in expressions.definitions)
     return Underivable(
         f"{len(expressions.definitions)} operators with {statistics} reductions, and no GEMM "
-        "between, take too long to derive a rule for"
+        "between, take too long to find a rule for"
     )

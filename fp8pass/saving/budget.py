@@ -352,7 +352,7 @@ class BudgetProblem:
 def _unsolved(wanted: str) -> str:
     return (
         f"No plan for {wanted} was found in {TIME_LIMIT_S:.0f} s. Compile the model's blocks one "
-        "by one, or raise it."
+        "by one, which makes smaller graphs, or raise memory_budget."
     )
 
 

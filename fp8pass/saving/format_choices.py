@@ -200,7 +200,7 @@ class FormatChoices:
         if val is None or val.dtype not in STORABLE_DTYPES:
             return "integers and masks are kept as they are"
         if graph.operator_of(node).target is in_chunks:
-            return "computed in chunks: a gradient already"
+            return "a gradient that the forward has computed already, with the chunked output head"
         if kind(node) not in STORABLE_KINDS:
             return f"{operator_name(node)} is not computed from activations"
         if node in self.rules.constants:
@@ -232,7 +232,9 @@ class FormatChoices:
         price = ERROR_BYTES * error * elements
         reason = f"amplifies errors at most {amplification.bound:.1f}×"
         if amplification.needs_signs and not self.coarsest.keeps_signs:
-            reason += f", and is compared with zero: {self.coarsest.name} flushes to it"
+            reason += (
+                f", and is compared with zero, to which {self.coarsest.name} rounds small values"
+            )
         if format is E4M3 and not hardware.has_fp8_casts(val.device):
             format = E4M3_BYTES
         # Reading the value once more, to store it, costs as much as recomputing it.

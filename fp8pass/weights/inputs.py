@@ -54,7 +54,10 @@ def choose_codes(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Conf
             continue
         needed = weight.numel() + 4 * weight.shape[0]  # E4M3, scales of rows in FP32
         if needed > room:
-            left = f"codes take {bytes_text(needed)}, of weight_codes {bytes_text(room)} are left"
+            left = (
+                f"its codes take {bytes_text(needed)}, and only {bytes_text(room)} of weight_codes "
+                "are left"
+            )
             left_out.append((i, left))
             continue
         chosen.append(i)

@@ -129,7 +129,7 @@ def what_is_not_finite_reaches_all(device: str, way: str) -> None:
 def a_monitor_of_groups(device: str) -> None:
     monitor = fp8pass.Monitor(every=1)
     model = distributed("fsdp blocks", device, "exact")
-    with pytest.raises(fp8pass.ConfigError, match=r"monitor is an fp8pass\.Monitor, got dict"):
+    with pytest.raises(fp8pass.ConfigError, match=r"monitor must be a fp8pass\.Monitor, got dict"):
         fp8pass.distributed.compress(model, monitor={})
     fp8pass.distributed.compress(model, monitor=monitor)
     backward("fsdp blocks", device, model)

@@ -327,8 +327,8 @@ def test_units_of_a_llama():
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"most": 0}, ConfigError, "1 or more; got 0"),
-        ({"most": True}, ConfigError, "1 or more; got True"),
+        ({"most": 0}, ConfigError, "must be at least 1, got 0"),
+        ({"most": True}, ConfigError, "must be at least 1, got True"),
         ({"config": "coat"}, TypeError, "Config.recipe"),
         ({"model": loss}, TypeError, "takes a torch.nn.Module, got function"),
         ({"loss_fn": lambda m, x: m(x)}, TypeError, r"it gave \(32, 32\)"),

@@ -208,7 +208,7 @@ def test_other_wrong_arguments():
         sharpness(lambda ids: torch.tensor(1.0), last_loss, batch_of())
     with pytest.raises(ZeroDivisionError):  # of the model's own
         sharpness(lambda ids: 1 / 0, last_loss, batch_of())
-    with pytest.raises(ConfigError, match="sharpness is a function without arguments"):
+    with pytest.raises(ConfigError, match="sharpness must be a function without arguments"):
         Monitor(sharpness=True)
 
 

@@ -221,19 +221,19 @@ def test_lightning(tmp_path):
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "10"])
 def test_every_is_a_number_of_steps(every):
-    with pytest.raises(ConfigError, match="every is a number of steps"):
+    with pytest.raises(ConfigError, match="every must be a whole number of steps"):
         Monitor(every=every)
 
 
 def test_other_wrong_arguments(tmp_path):
     (tmp_path / "notes.csv").write_text("name,value\n")
-    with pytest.raises(ConfigError, match="no record of a Monitor"):
+    with pytest.raises(ConfigError, match="not written by a Monitor"):
         Monitor(csv=tmp_path / "notes.csv")
     with pytest.raises(ConfigError, match="folder or a SummaryWriter, got int"):
         Monitor(tensorboard=3)
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module, got str"):
         Monitor(model="model")
-    with pytest.raises(TypeError, match=r"monitor is a fp8pass\.Monitor, got int"):
+    with pytest.raises(TypeError, match=r"monitor must be a fp8pass\.Monitor, got int"):
         fp8pass.backend(Config(), monitor=250)
 
 

@@ -222,7 +222,7 @@ def test_what_cannot_be_attached(tmp_path):
         with pytest.raises(fp8pass.ConfigError, match="positive int"):
             attach(model, optimizer, accumulate=accumulate)
     for buffer in ("fp32", "e4m3+expand"):
-        with pytest.raises(fp8pass.ConfigError, match="buffer is one of"):
+        with pytest.raises(fp8pass.ConfigError, match="buffer must be one of"):
             attach(model, optimizer, buffer=buffer)
     with pytest.raises(fp8pass.ConfigError, match=r"takes an fp8pass\.optim\.AdamW"):
         attach(model, torch.optim.AdamW(model.parameters()))

@@ -109,7 +109,7 @@ def test_an_exception_is_a_reason(monkeypatch):
     monkeypatch.setattr(Samples, "run", broken)
     monkeypatch.setattr(derivation, "_rule_cache", {})
     reasons = {rule.reason for rule in rules_of(norms)._rules}
-    assert any("no derivation (RuntimeError: of a formula)" in r for r in reasons)
+    assert any("no rule was found (RuntimeError: of a formula)" in r for r in reasons)
 
 
 def test_a_tolerance_of_infinity_derives_nothing(monkeypatch):

@@ -156,12 +156,14 @@ def test_what_the_budget_has_no_room_for_is_coded_in_the_graph(made):
     assert made == [1]
     up, again, down, *_ = spy.plan.linears
     assert up.codes == again.codes == "inputs"
-    assert down.codes == "the graph: codes take 8.25 KiB, of weight_codes 0 B are left"
+    assert down.codes == (
+        "the graph: its codes take 8.25 KiB, and only 0 B of weight_codes are left"
+    )
 
 
 @pytest.mark.parametrize("size", [-1, True, 0.5, "much"])
 def test_sizes_are_checked(size):
-    with pytest.raises(ConfigError, match="weight_codes is"):
+    with pytest.raises(ConfigError, match="weight_codes must be"):
         Config(weight_codes=size)
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import Program
+from fp8pass.config import BUG
 from fp8pass.dialect import hardware
 from fp8pass.graph.nodes import aten, is_call, tensor
 from fp8pass.graph.patterns import root, swaps_matrices, transposes
@@ -21,7 +22,13 @@ LARGEST_INPUTS = 2.0
 
 
 class UnsupportedProgram(ValueError):
-    """A program is well formed, but not one that a kernel can run; the message says why."""
+    """A program is well formed, but not one that a kernel can run; the message says why.
+
+    Passes ask before they make one.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. {BUG}")
 
 
 def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]]) -> None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8pass.codegen.buffers import library
+from fp8pass.config import BUG
 from fp8pass.dialect import ops
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
@@ -63,7 +64,7 @@ def transpose_segments(
 ) -> Tensor:
     """`dialect.ops.transpose_segments` on a GPU, in E4M3."""
     if format != E4M3.name:
-        raise ValueError(f"the kernel for tokens of experts codes in e4m3, not in {format}")
+        raise ValueError(f"The kernel for tokens of experts codes in e4m3, not in {format}. {BUG}")
     x, columns, experts = x.contiguous(), x.shape[1], len(offsets)
     rows = None if rows is None else rows.contiguous()
     length = padded_length(len(x if rows is None else rows), experts)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.codegen.program.ir import OPERANDS, REDUCTIONS, Load, Program, Step, Store
+from fp8pass.config import BUG
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
@@ -33,6 +34,9 @@ _CODES = frozenset({"rows", "columns"})
 
 class MalformedProgram(AssertionError):
     """A program breaks an invariant; the message names the load, step or store."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. {BUG}")
 
 
 def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:

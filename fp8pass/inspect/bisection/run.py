@@ -54,7 +54,7 @@ def bisect(
             that are not finite.
     """
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ConfigError(f"most is how many culprits to look for, 1 or more; got {most!r}.")
+        raise ConfigError(f"most, how many culprits to look for, must be at least 1, got {most!r}.")
     config = checked_configuration("bisect", model, config)
     with _progress_bar() as progress:
         trials = Trials(model, loss_fn, batch, replace(config, compiler="eager"), progress)

@@ -64,7 +64,12 @@ def trace(
                     steps.append(TracedStep(record_step(module, WHOLE, values, loss_of)))
             return TracedLayers(layers, *steps)
         except Exception:  # it does not run with fewer, or not alike
-            log.info("All %d layers of %s are traced.", layers.count, layers.path, exc_info=True)
+            log.info(
+                "fit traces all %d layers of %s, which takes longer: with fewer of them the model "
+                "does not run, or not alike.",
+                *(layers.count, layers.path),
+                exc_info=True,
+            )
     return TracedStep(record_step(module, tuple(paths) or WHOLE, values, loss_of))
 
 

@@ -117,12 +117,15 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
     for head in heads:
         found.notes.append(
             f"Logits of {head.module or 'the output head'}, {head.shape}, "
-            f"{bytes_text(head.bytes)}, are there of all tokens, because {head.reason}."
+            f"{bytes_text(head.bytes)}, exist for all tokens at once, because {head.reason}."
         )
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
     if setup.attach:
-        found.notes.append("attach: no clipping by the common norm, no GradScaler.")
+        found.notes.append(
+            "attach (fp8pass.optim) updates each weight within the backward: gradients cannot be "
+            "clipped by their common norm there, nor scaled by a GradScaler."
+        )
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -169,9 +172,11 @@ def _host_bytes(host: str | int | None) -> float:
     if host is None:
         left = host_memory.available()
         if left is None:
-            raise ConfigError("This machine does not say how much memory it has: host='64GiB'.")
+            raise ConfigError(
+                "This machine does not say how much memory it has: give it, as host='64GiB'."
+            )
         return float(left)
-    return parse_bytes(host, "host is") if isinstance(host, str) else float(host)
+    return parse_bytes(host, "host must be") if isinstance(host, str) else float(host)
 
 
 def _loss_of(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:

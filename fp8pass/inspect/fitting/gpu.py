@@ -106,7 +106,9 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
     sizes = [part for part in parts if re.match(r"[\d.]+\s*[KMGT]?i?B$", part, re.IGNORECASE)]
     names = [part for part in parts if part not in sizes]
     if len(sizes) > 1 or len(names) > 1 or not parts:
-        raise ConfigError(f"gpu is a name, a size or both, 'RTX 4090, 20GiB', got {wanted!r}.")
+        raise ConfigError(
+            f"gpu must be a name, a size or both, such as 'RTX 4090, 20GiB', got {wanted!r}."
+        )
     gpu = _named(names[0]) if names else _here_or_reference()
     return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
 
@@ -129,7 +131,10 @@ def _here() -> Gpu:
     """The GPU of this machine, with the rates of the known one whose name it has in its own."""
     device = torch.device("cuda", torch.cuda.current_device())
     if why := hardware.why_no_fp8_gemm(device):
-        raise ConfigError(f"fit plans FP8 linear layers: {why}.")
+        raise ConfigError(
+            f"fit plans FP8 linear layers, which this GPU cannot run: {why}. Name the GPU to train "
+            "on, such as gpu='RTX 4090'."
+        )
     properties = torch.cuda.get_device_properties(device)
     known = next((g for n, g in GPUS.items() if _plain(n) in _plain(properties.name)), None)
     return replace(
