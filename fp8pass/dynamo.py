@@ -28,7 +28,8 @@ from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context
 from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
-from fp8pass.progress import shown
+from fp8pass.progress.settled import told
+from fp8pass.progress.spinner import shown
 from fp8pass.weights.inputs import choose_codes, examples, giving_codes, with_codes
 
 
@@ -95,8 +96,9 @@ class Backend:
             decided_by_name(gm, config),
         )
         compiled = _compiled(gm, example_inputs, compilation, patches)
-        if self.observer:
-            compiled = compilation.counted(compiled, gm)
+        compiled = (
+            compilation.counted(compiled, gm) if self.observer else told(compiled, compilation)
+        )
         if not (monitor and sampled):
             return compiled
         return _chosen(monitor, sampled, careful or compiled, compiled)

@@ -154,6 +154,7 @@ class Linear:
         fp8: the GEMMs that run in FP8, out of `forward`, `dgrad`, `wgrad`.
         reason: why it stays in high precision, '' where it does not.
         chosen: whether that was asked for, by a skip pattern or the default for output heads.
+        routine: whether there is nothing to change or to gain, as for an adapter of rank 8.
         simulated: the GEMMs that compute in a simulated format, out of the same.
         experts: how many weights there are, of which each row meets one; 0 for a single weight.
         codes: where the forward's codes of the weight come from, with `weight_codes`: `inputs`, or
@@ -167,6 +168,7 @@ class Linear:
     fp8: tuple[str, ...]
     reason: str
     chosen: bool = False
+    routine: bool = False
     simulated: tuple[str, ...] = ()
     experts: int = 0
     codes: str = ""
@@ -337,12 +339,12 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The linear layers that stay in high precision though nobody asked for it."""
-        return [linear for linear in self.high_precision if not linear.chosen]
+        """The linear layers that stay in high precision unasked, where the user can change it."""
+        return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property
     def unexpected_share(self) -> float:
-        """Their share of all weights: hardly any for a low-rank adapter or a small classifier."""
+        """Their share of all weights."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 

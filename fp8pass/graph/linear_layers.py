@@ -45,16 +45,22 @@ from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logi
 from fp8pass.graph.tags import ADDED
 from fp8pass.plan import Linear
 
+# A weight that its user could make a parameter.
+NO_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
 # GEMMs that add their product to their first operand.
 ADDING = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a layer stays in high precision; `chosen` by the user, its saved input does too."""
+    """Why a layer stays in high precision; `chosen` by the user, its saved input does too.
+
+    A `routine` one is none that a user could change, or gain by.
+    """
 
     text: str = ""
     chosen: bool = False
+    routine: bool = False
 
 
 @dataclass
@@ -93,6 +99,11 @@ class Layer:
         """Path of the module that this is."""
         return graph.module_path(self.forward)
 
+    @property
+    def why_none(self) -> Reason:
+        """Why it is no linear layer; an empty reason where it is one."""
+        return Reason(self.flaw, routine=self.flaw not in ("", NO_PARAMETER))
+
     def gemms(self) -> Iterator[tuple[str, fx.Node]]:
         """All GEMMs with their roles."""
         yield "forward", self.forward
@@ -118,6 +129,7 @@ class Layer:
             fp8,
             reason.text,
             reason.chosen,
+            reason.routine,
             simulated=simulated,
             experts=self.experts,
             codes=codes,
@@ -236,7 +248,7 @@ def _flaw(
     if not is_activation:
         return None
     if weight in facts.parameters:
-        return "its weight is a buffer or constant: only parameters run in FP8"
+        return NO_PARAMETER
     if weight not in origins.computed | origins.products:
         return None
     if origins.has_elements_of_parameters(weight):

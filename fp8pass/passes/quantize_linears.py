@@ -61,6 +61,9 @@ NOT_ALONE = (
 # What is not rewritten where nothing is rounded. Its operands are kept as the rules allow.
 EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
 
+# Nobody pads an adapter of rank 8 or a head of 10 classes: there is nothing to gain.
+WORTH_PADDING = 64
+
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -118,7 +121,7 @@ def why_not_at_all(layer: Layer, config: Config) -> Reason:
     if not config.quantize_lm_head and layer.is_head:
         return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
     if layer.flaw:
-        return Reason(layer.flaw)
+        return layer.why_none
     if layer.is_router:
         return Reason("router: a small error may send a token to another expert", chosen=True)
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
@@ -141,7 +144,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason("its bias is not a vector")
     if not all(is_multiple_of_16(size) for size in weight):
         sizes = "×".join(map(str, weight))
-        return Reason(f"weight {sizes}: both sizes must be multiples of 16")
+        narrow = any(compat.size_hint(size) < WORTH_PADDING for size in weight)
+        return Reason(f"weight {sizes}: both sizes must be multiples of 16", routine=narrow)
     if biased and not has_columns_for_tensor_cores(gemm):
         return Reason(
             "its bias has an element for each token, and their number is no multiple of 16"
@@ -150,6 +154,13 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason("empty weight")
     if (reason := why_not_these_rows(layer)).text:
         return reason
+
+        return Reason("empty weight", routine=True)
+    rows = tensor(gemm).shape[0]
+    if compat.has_unbacked(rows):
+        return Reason("the number of rows depends on data")
+    if compat.statically_known_true(rows == 0):
+        return Reason("empty input", routine=True)
     device = tensor(gemm).device
     if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(device)):
         return Reason(lacking)

@@ -32,9 +32,6 @@ from fp8pass.plan import Plan
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
-# So much of the weights may stay in high precision without a warning.
-ROUTINE_SHARE = 0.05
-
 # Begins a comment that names the module that the following lines of a graph's code come from.
 MODULE_COMMENT = "# module "
 
@@ -135,23 +132,8 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 
 def report(plan: Plan) -> None:
-    """Log one line about a graph; a warning if much stays in high precision unasked.
-
-    Inference is for debugging: training says as much about the same layers.
-    """
-    if plan.note == "inference":
-        log.debug("%s, in inference", plan.summary())
-        return
-    share = plan.unexpected_share
-    if share <= ROUTINE_SHARE:
-        log.info("%s", plan.summary())
-        return
-    first = max(plan.unexpected, key=lambda y: y.weights)
-    log.warning(
-        "%s. %.0f%% of the weights stay in high precision though nobody asked for it, such as %s: "
-        "%s. fp8pass.explain(model, ...) lists them.",
-        *(plan.summary(), 100 * share, first.module or "the top level", first.reason),
-    )
+    """Log one line about a graph, to debug; users see one about the model."""
+    log.debug("%s", plan.summary())
 
 
 @cache

@@ -73,7 +73,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if layer.flaw:
-        return Reason(layer.flaw)
+        return layer.why_none
     if any(tensor(x).dtype not in DTYPES for x in operands_of(layer.forward)):
         return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
     return Reason()

@@ -10,14 +10,15 @@ import torch
 from helpers import MLP
 from rich.console import Console
 
-from fp8pass import compat, progress
+from fp8pass import compat
+from fp8pass.progress import spinner
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_what_is_compiled(monkeypatch, is_terminal):
     text = io.StringIO()
     console = partial(Console, file=text, force_terminal=is_terminal, width=100)
-    monkeypatch.setattr(progress, "Console", lambda stderr: console())
+    monkeypatch.setattr(spinner, "Console", lambda stderr: console())
     monkeypatch.setattr(
         compat, "compile_fx_inner", lambda gm, inputs, **kwargs: compat.interpret(gm)
     )
@@ -35,8 +36,8 @@ def test_one_rank_shows_it(monkeypatch):
         text = io.StringIO()
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(
-            progress, "Console", lambda stderr, to=text: Console(file=to, force_terminal=True)
+            spinner, "Console", lambda stderr, to=text: Console(file=to, force_terminal=True)
         )
-        with progress.shown("something is done"):
+        with spinner.shown("something is done"):
             pass
         assert bool(text.getvalue()) == (rank == 0)

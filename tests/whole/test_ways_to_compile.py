@@ -159,27 +159,6 @@ def test_without_a_compiler_for_the_cpu(monkeypatch):
     assert program(torch.randn(16, 64)).isfinite().all()
 
 
-class Adapted(nn.Module):
-    """Two layers, and a head of a number of classes that is no multiple of 16."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body, self.classes = MLP((width, 4 * width, width)), nn.Linear(width, 10)
-
-    def forward(self, x):
-        return self.classes(self.body(x))
-
-
-@pytest.mark.parametrize(("width", "warns"), [(16, True), (64, False)])
-def test_a_small_layer_in_high_precision_is_no_warning(width, warns, caplog):
-    program, _ = compiled(Adapted(width))
-    program(torch.randn(16, width))
-    records = [r for r in caplog.records if "linear layers in FP8" in r.getMessage()]
-    assert [r.levelname for r in records] == ["WARNING" if warns else "INFO"]
-    message = records[0].getMessage()
-    assert ("though nobody asked for it, such as classes: weight 10×16" in message) == warns
-
-
 # --- the documents ------------------------------------------------------------------------------
 
 

@@ -17,14 +17,15 @@ def shown(doing: str) -> Iterator[None]:
     In distributed training the first rank shows it for all.
     """
     console = Console(stderr=True)
-    if not console.is_terminal or _is_later_rank():
+    if not console.is_terminal or is_later_rank():
         yield
         return
     with console.status(Text(f"fp8pass: {doing} …")):
         yield
 
 
-def _is_later_rank() -> bool:
+def is_later_rank() -> bool:
+    """Whether another rank of distributed training speaks for this one."""
     distributed = torch.distributed
     return (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0

@@ -1,0 +1,5 @@
+"""What users see of a compilation.
+
+spinner.py    what is being done for minutes, on a terminal
+settled.py    one line about a model, when all of it is compiled
+"""

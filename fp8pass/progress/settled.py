@@ -1,0 +1,130 @@
+"""One line about a model that trains, when all of it is compiled.
+
+A model may be many graphs: blocks that are compiled one by one, parts between graph breaks. Nobody
+says which is the last. When one runs again with the same parameters a second forward has begun, and
+all graphs of the first one are there. Hooks of autograd would tell sooner, but compiled autograd
+traces them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fp8pass.compilation import Compilation
+from fp8pass.plan import Plan
+from fp8pass.progress.spinner import is_later_rank
+
+log = logging.getLogger("fp8pass")
+
+# So much of the weights may stay in high precision without a warning.
+ROUTINE_SHARE = 0.05
+
+
+@dataclass(eq=False)
+class _Part:
+    """A compiled graph.
+
+    Attributes:
+        plan: its plan.
+        runs: the parameters that it has run with, by their ids: equal blocks share a graph.
+        waits: whether nothing has been said about it.
+    """
+
+    plan: Plan
+    runs: dict[tuple[int, ...], list[weakref.ref[nn.Parameter]]] = field(default_factory=dict)
+    waits: bool = True
+
+    def note(self, parameters: list[nn.Parameter]) -> bool:
+        """Note a run; whether it is the second one with these parameters."""
+        key = tuple(map(id, parameters))
+        if key in self.runs and all(x() is not None for x in self.runs[key]):
+            return True
+        self.runs[key] = [weakref.ref(x) for x in parameters]
+        return False
+
+    def new_runs(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of runs that are still there and that nothing was said about."""
+        for refs in self.runs.values():
+            parameters = [x for ref in refs if (x := ref()) is not None]
+            if len(parameters) == len(refs) and not (refs and all(x in _known for x in parameters)):
+                yield parameters
+
+
+_waiting: list[_Part] = []
+# Parameters of graphs that a line has been said about: other sizes compile these anew.
+_known = WeakIdKeyDictionary()
+
+
+def told(program: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+    """A compiled `program`, a line about whose model is said when a second forward begins.
+
+    Nothing is known of a program from PyTorch's caches, and inference says nothing: training says
+    as much about the same layers.
+    """
+    compiled = compilation.compiled
+    if compiled is None or compiled.plan.note or is_later_rank():
+        return program
+    part = _Part(compiled.plan)
+    _waiting.append(part)
+
+    def run(*args: Any) -> Any:
+        if part.waits and part.note([x for x in args if isinstance(x, nn.Parameter)]):
+            _settle()
+        return program(*args)
+
+    return run
+
+
+def _settle() -> None:
+    """Say the line about all graphs that wait for it."""
+    runs = [(part.plan, parameters) for part in _waiting for parameters in part.new_runs()]
+    for part in _waiting:
+        part.waits = False
+    _waiting.clear()
+    for _, parameters in runs:
+        _known.update(dict.fromkeys(parameters, True))
+    _say(merged([plan for plan, _ in runs]))
+
+
+def merged(plans: list[Plan]) -> Plan:
+    """What the line is about, of all plans together."""
+    away = [plan.offload for plan in plans if plan.offload]
+    copies = [copy for offload in away for copy in offload.copies]
+    return Plan(
+        linears=[linear for plan in plans for linear in plan.linears],
+        saved=[saved for plan in plans for saved in plan.saved],
+        simulated=next((plan.simulated for plan in plans if plan.simulated), None),
+        offload=replace(away[0], copies=copies) if away else None,
+    )
+
+
+def _say(plan: Plan) -> None:
+    """Say the line; a warning if more stays in high precision than has to."""
+    if not plan.linears:
+        return
+    share = plan.unexpected_share
+    if share <= ROUTINE_SHARE:
+        _inform(plan.summary())
+        return
+    first = max(plan.unexpected, key=lambda y: y.weights)
+    log.warning(
+        "%s. %.0f%% of the weights stay in high precision though nobody asked for it, such as %s: "
+        "%s. fp8pass.explain(model, ...) lists them.",
+        *(plan.summary(), 100 * share, first.module or "the top level", first.reason),
+    )
+
+
+def _inform(line: str) -> None:
+    """Log a line; where nobody has set up logging, which shows warnings only, on stderr."""
+    if log.hasHandlers() or log.level != logging.NOTSET:
+        log.info("%s", line)
+    else:
+        print(f"fp8pass: {line}", file=sys.stderr)
