@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fp8pass.cli import target
-from fp8pass.cli.parsing import Command, output_file
+from fp8pass.cli.parsing import Command, UsageError, output_file
 from fp8pass.cli.running import explained, show
 from fp8pass.cli.tasks import task
 
@@ -25,15 +25,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also how much each part of the model amplifies rounding errors",
     )
     add("--html", type=output_file, metavar="FILE", help="also write a report to open in a browser")
+    add(
+        "--beside",
+        action="append",
+        default=[],
+        type=target.option,
+        metavar="KEY=VALUE",
+        help="show another recipe or other options beside these in the report, once for each: "
+        "recipe=agoq, memory_budget=0.6",
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Explain TARGET."""
-    explanation = explained(options)
+    """Explain TARGET.
+
+    Raises:
+        UsageError: there is no report that could show what is beside.
+    """
+    if options.beside and not options.html:
+        raise UsageError("--beside is shown in the report: add --html report.html.")
+    explanation, other = explained(options)
     if options.html:
         with task("writing the report", "Give another --html FILE."):
-            explanation.save(options.html)
+            explanation.save(options.html, beside=other)
     show(explanation, options.json)
 
 
@@ -47,6 +62,7 @@ COMMAND = Command(
         "fp8pass explain model.py:MLP --input 32x64:bfloat16",
         "fp8pass explain llama/config.json --recipe agoq --option memory_budget=0.6 --frontier",
         "fp8pass explain gpt2/ --input input_ids=8x1024:int64:50257 --html report.html",
+        "fp8pass explain models:build --html report.html --beside recipe=agoq",
     ),
     add_options,
     run,

@@ -11,6 +11,7 @@ from fp8pass.cli import target
 from fp8pass.cli.parsing import UsageError
 from fp8pass.cli.target import Target
 from fp8pass.cli.tasks import task
+from fp8pass.config import Config
 
 REPORT = "--traceback shows where; to report it, add the output of fp8pass env."
 
@@ -20,22 +21,22 @@ def show(result: Any, as_json: bool) -> None:
     print(result.to_json() if as_json else str(result).rstrip())
 
 
-def explained(options: argparse.Namespace) -> Any:
-    """`fp8pass.explain` of TARGET."""
+def explained(options: argparse.Namespace) -> tuple[Any, Any]:
+    """`fp8pass.explain` of TARGET, and with the options `--beside`, None without these."""
     config = target.config_of(options)
+    target.check_beside(options)
     found = target.load(options)
     run_alone(found)
     import fp8pass
 
+    def explain(config: Config | None) -> Any:
+        wanted = {"frontier": options.frontier, "rules": options.rules}
+        return fp8pass.explain(found.model, *found.args, config=config, **wanted, **found.kwargs)
+
     with task("fp8pass.explain", REPORT):
-        return fp8pass.explain(
-            found.model,
-            *found.args,
-            config=config,
-            frontier=options.frontier,
-            rules=options.rules,
-            **found.kwargs,
-        )
+        explanation = explain(config)
+        other = target.config_beside(options, explanation.config)
+        return explanation, explain(other) if other else None
 
 
 def measured(name: str, options: argparse.Namespace) -> Any:

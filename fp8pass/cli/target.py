@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         "--option",
         action="append",
         default=[],
-        type=_option,
+        type=option,
         metavar="KEY=VALUE",
         help="an option of fp8pass.Config, once for each: memory_budget=0.6, skip=layers.0,lm_head",
     )
@@ -100,9 +100,35 @@ def config_of(options: argparse.Namespace) -> Config | None:
     """
     if not options.recipe and not options.option:
         return None
+    recipe = {"recipe": options.recipe} if options.recipe else {}
+    return _configured({**recipe, **dict(options.option)})
+
+
+def config_beside(options: argparse.Namespace, config: Config) -> Config | None:
+    """`config` with the options `--beside`; None if there are none.
+
+    Another recipe takes the place of the first one, with the options that were given to that.
+    """
+    given = dict(options.beside)
+    if not given:
+        return None
+    if "recipe" in given:
+        return _configured({**dict(options.option), **given})
+    return replace(config, **given)
+
+
+def check_beside(options: argparse.Namespace) -> None:
+    """Check the options `--beside` before anything runs.
+
+    Raises:
+        UsageError: there is no such recipe, option or value.
+    """
+    _configured(dict(options.option) | dict(options.beside))
+
+
+def _configured(options: dict[str, Any]) -> Config:
     try:
-        recipe = {"recipe": options.recipe} if options.recipe else {}
-        return configured({**recipe, **dict(options.option)})
+        return configured(options)
     except ConfigError as error:
         raise UsageError(str(error)) from error
 
@@ -253,7 +279,12 @@ def check_arguments(target: Target) -> None:
         ) from error
 
 
-def _option(text: str) -> tuple[str, Any]:
+def option(text: str) -> tuple[str, Any]:
+    """An option of `fp8pass.Config` and its value.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not of the form KEY=VALUE.
+    """
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from cli_helpers import ok
 
 import fp8pass
 from fp8pass import Config
+from fp8pass.cli.target import config_beside
 
 
 def without_times(data):
@@ -113,6 +115,33 @@ def test_frontier(run):
 def test_html_is_saved(run, here):
     assert "2 of 2" in ok(run("explain", "factories:with_args", "--html", here / "report.html"))
     assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "second"),
+    [
+        ((), "coat", "agoq"),
+        (("--option", "skip=down"), "skip", "agoq"),
+    ],
+)
+def test_another_recipe_beside(run, here, given, first, second):
+    words = "--html", here / "report.html", *given, "--beside", "recipe=agoq"
+    ok(run("explain", "factories:with_args", *words))
+    page = (here / "report.html").read_text()
+    heading = page[page.index("Side by side") :]
+    assert first in heading
+    assert second in heading
+
+
+def test_what_is_beside_keeps_the_other_options():
+    given = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
+    own = fp8pass.Config.recipe("agoq", skip=("a",))
+    assert config_beside(given, own) == fp8pass.Config.recipe(
+        "agoq", skip=("a",), memory_budget=0.5
+    )
+    given.beside.append(("recipe", "linear"))
+    want = fp8pass.Config.recipe("linear", skip=("a",), memory_budget=0.5)
+    assert config_beside(given, own) == want
 
 
 # --- Hugging Face -------------------------------------------------------------------------------

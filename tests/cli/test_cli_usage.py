@@ -42,6 +42,11 @@ from fp8pass.cli import COMMANDS
             "folder 'no' does not exist",
         ),
         (["diagnose", "factories:model", "--plot", "."], "is a folder: name a file in it"),
+        (["explain", "factories:model", "--beside", "recipe=agoq"], "add --html report.html"),
+        (
+            ["explain", "factories:model", "--html", "x.html", "--beside", "recipe=coats"],
+            "Did you mean 'coat'?",
+        ),
         (["explain", "factories"], "TARGET is module:function"),
         (["explain", "no.json"], "No file no.json"),
         (["explain", "."], "No config.json in the folder ."),

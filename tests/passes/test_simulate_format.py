@@ -282,7 +282,7 @@ def test_the_head_in_chunks_is_masked():
 
 def test_explain_and_the_log(caplog):
     model, x = MLP(), rows(dtype=torch.float32)
-    with caplog.at_level(logging.INFO, "fp8pass"):
+    with caplog.at_level(logging.DEBUG, "fp8pass"):
         text = str(explain(model, x, config=replace(E8M3, skip=("down",))))
     assert "1 of 2 linear layers in simulated e8m3" in caplog.text
     assert "1 of 2 linear layers in simulated e8m3" in text
