@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,14 @@ def built(tmp_path_factory) -> dict[str, list[str]]:
     copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "out"))
     for path in ("fp8pass", "tests", "benchmarks"):
         shutil.copytree(ROOT / path, copy / path, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+    for path in (
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    ):
         shutil.copy(ROOT / path, copy)
     code = "from setuptools import build_meta as b; [f(%r) for f in (b.build_wheel, b.build_sdist)]"
     done = subprocess.run(
@@ -63,6 +71,9 @@ def built(tmp_path_factory) -> dict[str, list[str]]:
     return {
         "wheel": zipfile.ZipFile(wheel).namelist(),
         "sdist": [name.partition("/")[2] for name in tarfile.open(sdist).getnames()],
+        "README": zipfile.ZipFile(wheel)
+        .read(f"fp8pass-{fp8pass.__version__}.dist-info/METADATA")
+        .decode(),
     }
 
 
@@ -75,6 +86,29 @@ def test_all_of_the_package_is_built_and_nothing_else(built, of):
     tops = {name.split("/")[0] for name in built[of]}
     assert not tops & {"tests", "benchmarks", "docs"}
     assert any(name.endswith("LICENSE") for name in built[of])
+
+
+RELATIVE = re.compile(r"\]\((?!https?://|#)[^)]*\)")
+
+
+def test_pypi_shows_no_link_to_a_file_of_the_repository(built):
+    """PyPI has no such files: the links of the README are absolute or plain text there."""
+    assert RELATIVE.search((ROOT / "README.md").read_text())
+    assert "Description-Content-Type: text/markdown" in built["README"]
+    assert "## Try it" in built["README"]
+    assert "| Which recipe" in built["README"] or "| [Which recipe](https://" in built["README"]
+    assert not RELATIVE.search(built["README"])
+
+
+def test_links_of_the_readme_lead_to_the_tag_of_the_version():
+    for_pypi = runpy.run_path(str(ROOT / "setup.py"))["for_pypi"]
+    text = "[![A page](docs/a.png)](docs/a.md#b), [x](https://x.org), [y](#y) and [z](z/)"
+    at = "https://host/us"
+    assert for_pypi(text, at, "v1") == (
+        f"[![A page]({at}/raw/v1/docs/a.png)]({at}/blob/v1/docs/a.md#b), [x](https://x.org), "
+        f"[y](#y) and [z]({at}/blob/v1/z/)"
+    )
+    assert for_pypi(text, None, "v1") == ", [x](https://x.org), [y](#y) and z"
 
 
 # --- the documents ------------------------------------------------------------------------------
