@@ -204,7 +204,8 @@ def _same(a: Any, b: Any) -> bool:
 def _recording(config: Config, records: list[Record], module: nn.Module) -> Callable[..., Any]:
     """A backend that fills `records` with the runs of parts of `module`."""
     owners = owners_of(module)
-    # What FSDP2 gathers it frees again, under the tensors that were recorded.
+    # What FSDP2 gathers it frees again, under the tensors that were recorded. What a module runs
+    # with are then other parameters, which it has only meanwhile.
     copies = is_sharded(module)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -238,7 +239,8 @@ def _recording(config: Config, records: list[Record], module: nn.Module) -> Call
         weights = weights_by_path(gm)
 
         def located(*args: Any) -> Any:
-            runs.module = module_of_run(weights(args), owners)
+            of_run = owners_of(module) if copies else owners
+            runs.module = module_of_run(weights(args), of_run)
             return program(*args)
 
         return located

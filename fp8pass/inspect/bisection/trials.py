@@ -82,7 +82,7 @@ def _check_gradients(exact: list[Tensor | None]) -> None:
     found = [x for x in exact if x is not None]
     if not found:
         raise ValueError("There is nothing to compare: no parameter gets a gradient.")
-    if not all(bool(x.isfinite().all()) for x in found):
+    if not all(bool(_whole(x).isfinite().all()) for x in found):
         raise ValueError(
             "Gradients are not finite in recipe 'exact' either: not fp8pass makes them so, but the "
             "model or the batch."
@@ -94,10 +94,16 @@ def relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> fl
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
-            difference += float((w.double() - e.double()).square().sum())
-            norm += float(e.double().square().sum())
+            right = _whole(e).double()
+            difference += float((_whole(w).double() - right).square().sum())
+            norm += float(right.square().sum())
     error = math.sqrt(difference / norm if norm else difference)
     return error if math.isfinite(error) else math.inf
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """A gradient of all shards: ranks that decide by their own would wait for each other."""
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 @contextmanager
