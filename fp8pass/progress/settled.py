@@ -43,10 +43,13 @@ class _Part:
     waits: bool = True
 
     def note(self, parameters: list[nn.Parameter]) -> bool:
-        """Note a run; whether it is the second one with these parameters."""
+        """Note a run; whether it is the second one with these parameters, if there are any.
+
+        What has none, such as attention between graph breaks, may run in each block.
+        """
         key = tuple(map(id, parameters))
         if key in self.runs and all(x() is not None for x in self.runs[key]):
-            return True
+            return bool(parameters)
         self.runs[key] = [weakref.ref(x) for x in parameters]
         return False
 
@@ -85,13 +88,16 @@ def told(program: Callable[..., Any], compilation: Compilation) -> Callable[...,
 
 def _settle() -> None:
     """Say the line about all graphs that wait for it."""
-    runs = [(part.plan, parameters) for part in _waiting for parameters in part.new_runs()]
+    found: dict[object, tuple[Plan, list[nn.Parameter]]] = {}
     for part in _waiting:
         part.waits = False
+        layers = tuple(linear.module for linear in part.plan.linears)
+        for parameters in part.new_runs():  # of what was compiled twice the last counts
+            found[layers, tuple(map(id, parameters))] = part.plan, parameters
     _waiting.clear()
-    for _, parameters in runs:
+    for _, parameters in found.values():
         _known.update(dict.fromkeys(parameters, True))
-    _say(merged([plan for plan, _ in runs]))
+    _say(merged([plan for plan, _ in found.values()]))
 
 
 def merged(plans: list[Plan]) -> Plan:

@@ -11,7 +11,7 @@ import torch
 from helpers import MLP
 from torch import nn
 
-from fp8pass import backend, compat
+from fp8pass import backend, bisect, compat
 from fp8pass.config import Config
 from fp8pass.progress import settled
 
@@ -126,6 +126,40 @@ def test_a_model_that_is_gone_is_not_counted(said):
     gc.collect()  # a module that is compiled in place refers to itself
     train(compiled(MLP((96, 128, 96))), width=96)
     assert [line[: len(ALL_OF_TWO)] for _, line in said()] == [ALL_OF_TWO]
+
+
+def test_what_was_compiled_twice_counts_once(said):
+    """As by `bisect` before training, or for a batch of another size."""
+    model = MLP((WIDTH, 128, WIDTH))
+    x = torch.randn(32, WIDTH)
+    bisect(model, lambda m, b: m(b).square().mean(), x, config=Config(compiler="eager"), most=1)
+    assert not said()
+    train(compiled(model))
+    assert [line[: len(ALL_OF_TWO)] for _, line in said()] == [ALL_OF_TWO]
+
+
+class Normalized(nn.Module):
+    """Blocks with a graph of no parameters behind each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP((WIDTH, 128, WIDTH)) for _ in range(2))
+        self.shared = compiled(lambda x: x.sin().exp())
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.shared(block(x))
+        return x
+
+
+def test_a_graph_of_no_parameters_ends_no_forward(said):
+    model = Normalized()
+    for block in model.blocks:
+        block.compile(backend="fp8pass", options={"compiler": "eager"})
+    train(model, steps=1)
+    assert not said()
+    train(model)
+    assert [line[:27] for _, line in said()] == ["4 of 4 linear layers in FP8"]
 
 
 class Headed(nn.Module):
