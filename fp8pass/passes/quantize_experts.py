@@ -135,7 +135,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if sizes[0] > MOST_EXPERTS:
         return Reason(f"{sizes[0]} experts: PyTorch's FP8 GEMMs take {MOST_EXPERTS} at most")
     if 0 in sizes:
-        return Reason("empty weight")
+        return Reason("empty weight", routine=True)
     if (reason := why_not_these_rows(layer)).text:
         return reason
     if lacking := hardware.why_no_grouped_gemm(tensor(gemm).device):

@@ -151,16 +151,9 @@ def why_not(layer: Layer, config: Config) -> Reason:
             "its bias has an element for each token, and their number is no multiple of 16"
         )
     if any(compat.statically_known_true(size == 0) for size in weight):
-        return Reason("empty weight")
+        return Reason("empty weight", routine=True)
     if (reason := why_not_these_rows(layer)).text:
         return reason
-
-        return Reason("empty weight", routine=True)
-    rows = tensor(gemm).shape[0]
-    if compat.has_unbacked(rows):
-        return Reason("the number of rows depends on data")
-    if compat.statically_known_true(rows == 0):
-        return Reason("empty input", routine=True)
     device = tensor(gemm).device
     if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(device)):
         return Reason(lacking)
@@ -172,7 +165,7 @@ def why_not_these_rows(layer: Layer) -> Reason:
     if any(map(compat.has_unbacked, layer.rows)):
         return Reason("the number of rows depends on data")
     if any(compat.statically_known_true(size == 0) for size in layer.rows):
-        return Reason("empty input")
+        return Reason("empty input", routine=True)
     return Reason()
 
 

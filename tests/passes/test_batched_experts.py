@@ -422,7 +422,7 @@ REASONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
     "a router": (
         lambda w, x: torch.bmm(x, w).topk(2, -1).values,
         (E, K, N),
-        "router: a small error may send a token elsewhere",
+        "router: a small error may send a token to another expert",
     ),
 }
 
