@@ -58,6 +58,11 @@ def checked_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
     Raises:
         TypeError: it takes other arguments, or gives no loss.
     """
+    if not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function of the model and the batch, as lambda m, b: m(**b).loss, "
+            f"got {type(loss_fn).__name__}: it comes after the model, and before the batch."
+        )
     try:
         inspect.signature(loss_fn).bind(program, batch)
     except TypeError as error:

@@ -152,6 +152,7 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
         ({"model": len}, "takes a torch.nn.Module, got builtin_function_or_method"),
         ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
         ({"loss_fn": lambda output: output.sum()}, "takes the model and the batch.*too many"),
+        ({"loss_fn": (X,)}, "got tuple: it comes after the model"),
         ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it gave \(4, 64\)"),
     ],
 )
