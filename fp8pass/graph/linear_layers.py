@@ -340,4 +340,9 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
 
 def is_multiple_of_16(length: Any) -> bool:
     """Whether FP8 tensor cores take contractions of such a length, as far as is known."""
-    return compat.statically_known_true(length % CONTRACTION_MULTIPLE == 0)
+    known = compat.statically_known_true
+    if known(length % CONTRACTION_MULTIPLE == 0):
+        return True
+    # What a guard has found to be some number, a weight's size say, is known by that alone.
+    number = compat.size_hint(length)
+    return number % CONTRACTION_MULTIPLE == 0 and known(length == number)

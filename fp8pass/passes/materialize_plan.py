@@ -108,6 +108,8 @@ class Carrier:
         if decision.recomputed:
             with self.graph.inserting_before(self.at):
                 copy = self.graph.node_copy(node, lambda n: self._carried[n])
+            if node.target is aten.view.default and _is_expanded(node.args[0]):  # type: ignore[arg-type]
+                copy.target = aten.reshape.default  # what was expanded has been copied
             copy.meta = {**node.meta, "partitioner_tag": "is_backward", CARRIES: node.name}
             return copy
         if decision.low_bit:
@@ -197,6 +199,11 @@ class Carrier:
             value, place = self._names[node], self._places[node]
             saved = describe(node, decision, tensors, self.ctx, value=value, place=place)
             self.ctx.plan.saved.append(saved)
+
+
+def _is_expanded(node: fx.Node) -> bool:
+    """Whether elements share memory, as rows of an expanded tensor do."""
+    return any(isinstance(stride, int) and stride == 0 for stride in graph.tensor(node).stride())
 
 
 def _places(g: fx.Graph) -> dict[fx.Node, int]:

@@ -323,6 +323,22 @@ def test_tokens_are_no_columns_of_a_product_that_tensor_cores_do_not_take(dynami
     assert all(n.meta["val"].shape[1] % 16 == 0 for n in products)
 
 
+def test_sizes_that_a_guard_has_fixed_are_known():
+    """The gradient of the weight has 2 · (n // 2) columns, which must be as many as the weight."""
+    layer = nn.Linear(16, 16, bias=False)
+
+    def model(x):
+        heads = x.unflatten(-1, (2, -1)).transpose(-2, -3)
+        y = F.scaled_dot_product_attention(heads, heads, heads).transpose(-2, -3).flatten(-2)
+        return y + layer(y)
+
+    program = torch.compile(model, backend=Backend(COAT_EAGER), dynamic=True)
+    x = torch.randn(2, 16)
+    (got,) = torch.autograd.grad(program(x).square().sum(), layer.weight)
+    (want,) = torch.autograd.grad(model(x).square().sum(), layer.weight)
+    assert sqnr(got, want) > 20
+
+
 def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
     """`roll` adds to a size."""
     layer = nn.Linear(16, 16)

@@ -358,6 +358,21 @@ def low_bit(plan: Plan) -> dict[str, str]:
     return {s.value: s.kept_as for s in plan.saved if not s.kept_as.startswith("exact")}
 
 
+def test_what_is_expanded_is_kept_once_and_seen_from_its_copy():
+    """A view of memory that rows share is none of a copy, in which they do not."""
+
+    def model(x, weight):
+        right = x.chunk(2, -1)[1]
+        return nn.functional.rms_norm(torch.cat([right, right]), (16,), weight)
+
+    x = torch.randn(1, 1, 32).expand(2, 1, 32)
+    weight = torch.randn(16, requires_grad=True)
+    compiled_model, _ = compiled(model)
+    (got,) = torch.autograd.grad(compiled_model(x, weight).square().sum(), weight)
+    (want,) = torch.autograd.grad(model(x, weight).square().sum(), weight)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_a_value_by_its_name(recipe):
     """Of those of a decoder layer each one, alone."""
