@@ -83,7 +83,7 @@ class Setup:
 SETUPS = (
     Setup("7B", "fp8pass", None, batch=4),
     Setup("7B", "fp8pass", 16, batch=8, offload=EVERYTHING, options={"memory_budget": 0.2}),
-    Setup("7B", "fp8pass", 24, batch=8, offload=EVERYTHING, options={"memory_budget": 0.45}),
+    Setup("7B", "fp8pass", 24, batch=16, offload=EVERYTHING, options={"memory_budget": 0.18}),
     Setup("7B", "FSDP2", 16, batch=4),
     Setup("7B", "FSDP2", 24, batch=8),
     Setup("7B", "CPUOffloadOptimizer", 24, batch=1),

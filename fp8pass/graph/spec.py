@@ -143,9 +143,8 @@ def _verify_scaled_mm(node: fx.Node) -> None:
     assert isinstance(a, fx.Node)
     fits = is_multiple_of_16(columns) or not _is_codes(a)
     _require(fits, node, f"its result has {columns} columns")
-    joined = [x for x in (a, b) if isinstance(x, fx.Node) and x.target is fp8.joined.default]
-    if joined:
-        _verify_joined_operands(node, joined)
+    if any(isinstance(x, fx.Node) and graph.is_call(x, fp8.joined.default) for x in (a, b)):
+        _verify_joined_operands(node, a, b)
         return
     for data, scale in ((a, a_scale), (b, b_scale)):
         assert isinstance(data, fx.Node)
@@ -169,18 +168,23 @@ def _verify_operand(node: fx.Node, data: fx.Node, scale: Any) -> None:
     _require(not (by_row and data is not codes), node, f"{data} has no scale for each row")
 
 
-def _verify_joined_operands(node: fx.Node, operands: list[fx.Node]) -> None:
-    _require(len(operands) == 2, node, "one operand is joined, the other one is not")
-    parts = [list(x.args[0]) for x in operands]  # type: ignore[arg-type]
-    for part in (*parts[0], *parts[1]):
+def _verify_joined_operands(node: fx.Node, *operands: Any) -> None:
+    """Both are joined, unless a kernel stores the parts of one side by side already."""
+    parts = [list(x.args[0]) for x in operands if graph.is_call(x, fp8.joined.default)]
+    others = [x for x in operands if not graph.is_call(x, fp8.joined.default)]
+    for other in others:
+        stored = not _is_visible(_untransposed(other))
+        _require(stored, node, "one operand is joined, the other one is not")
+    for part in (part for side in parts for part in side):
         quantized = _untransposed(part)
         if not _is_visible(quantized):
             continue
         _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
         one = of_operand(_rank(quantized.args[1])) is TENSOR
         _require(one, node, f"{part} has a scale for each row")
-    widths = [tuple(_shape(part)[1] for part in side) for side in parts]
-    _require(_agree(*widths), node, f"contracts {list(widths[0])} with {list(widths[1])}")
+    if not others:
+        widths = [tuple(_shape(part)[1] for part in side) for side in parts]
+        _require(_agree(*widths), node, f"contracts {list(widths[0])} with {list(widths[1])}")
 
 
 def _verify_offsets(node: fx.Node, offsets: Any) -> None:

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass.codegen.kernels.tiles import tiles
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
+from fp8pass.graph import spec
 from fp8pass.passes import Context
 from fp8pass.passes.fuse_tiles import fuse_tiles
 
@@ -34,6 +35,29 @@ def test_codes_side_by_side(parts, monkeypatch):
     gm.recompile()
     joined = fp8.joined.default in {n.target for n in gm.graph.nodes}
     assert joined == (len(set(parts)) < len(parts))
+    for got, want in zip(gm(*args), function(*args), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_one_operand_stored_side_by_side(monkeypatch):
+    """Of a GEMM whose other operand is not, since one of its parts has another user."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+    def function(x, y, v, w, scale):
+        a, b = (fp8.quantize(t, scale, "e4m3") for t in (x, y))
+        c, d = (fp8.transpose(fp8.quantize(t, scale, "e4m3")) for t in (v, w))
+        operands = fp8.joined([a, b]), scale, fp8.joined([c, d]), scale
+        return fp8.scaled_mm(*operands, None, torch.bfloat16), fp8.as_bytes(a)
+
+    shapes = (32, 64), (32, 48), (64, 16), (48, 16)
+    args = *(torch.randn(shape) for shape in shapes), torch.tensor(0.01)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    fuse_tiles(gm, Context(Config()))
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    spec.verify(gm.graph)
+    (joined,) = gm.graph.find_nodes(op="call_function", target=fp8.joined.default)
+    assert [n.target for n in joined.users] == [fp8.scaled_mm.default]
     for got, want in zip(gm(*args), function(*args), strict=True):
         assert torch.equal(got, want)
 
