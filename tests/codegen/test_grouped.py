@@ -213,13 +213,15 @@ def test_cuda_takes_the_layouts():
 @pytest.mark.gpu
 @each_count
 def test_gpu_products_are_the_references(counts):
+    """Tensor cores add up with 13 bits behind the point of the largest term."""
     x, y, offsets = tokens(counts, 64), tokens(counts, 48), ends(counts)
     weights = torch.randn(len(counts), 48, 64).bfloat16()
     owned = sum(counts)
     for function, *args in ((product, x, weights), (outer, y, x)):
         on_gpu = [t.cuda() for t in (*args, offsets)]
         got = lowered(function, *on_gpu)(*on_gpu).cpu()
-        want = function(*args, offsets)
+        want, terms = (function(*values, offsets) for values in (args, map(torch.abs, args)))
         if function is product:  # the other rows are nobody's, and hold anything
-            got, want = got[:owned], want[:owned]
-        assert torch.allclose(got.float(), want.float(), rtol=2**-6, atol=1e-3 * max(owned, 1))
+            got, want, terms = got[:owned], want[:owned], terms[:owned]
+        allowed = want.float().abs() * 2**-6 + terms.float() * 2**-10
+        assert ((got.float() - want.float()).abs() <= allowed).all()

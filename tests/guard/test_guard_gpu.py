@@ -13,13 +13,6 @@ from fp8pass.guard.snapshots import Snapshot
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def waits_are_errors():
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def training(make_optimizer=torch.optim.AdamW, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)).cuda()
@@ -38,11 +31,14 @@ def training(make_optimizer=torch.optim.AdamW, **options):
     return model, optimizer, guard, step
 
 
-@pytest.mark.usefixtures("waits_are_errors")
 def test_steps_and_readings_do_not_wait():
     *_, guard, step = training()
-    for _ in range(20):
-        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert guard.steps == 20
 
 
