@@ -31,6 +31,7 @@ from torch import fx
 from fp8pass.passes.context import Context
 from fp8pass.rules.error_rules import Rules
 from fp8pass.rules.summary import summarize_rules
+from fp8pass.saving.carried_errors import with_carried_errors
 from fp8pass.saving.cuts import cheapest_plan
 from fp8pass.saving.decision import Decisions, Needs, find_needs, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
@@ -54,7 +55,8 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     cuts = cheapest_plan(needs, choices)
     if ctx.config.offload and ctx.config.memory_budget is None:
         ctx.plan.note = "offload=True has no memory_budget to meet"
-    ctx.decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
+    decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
+    ctx.decisions = with_carried_errors(gm.graph, decisions, rules)
     if "least" in ctx.extras and needs.all:
         ctx.plan.least_bytes = math.ceil(_planner(gm.graph, cuts, needs, choices).problem.least())
     if "frontier" in ctx.extras and needs.all:

@@ -191,15 +191,17 @@ class Derivation:
         spreads = self.relative_bounds(self.storable, relative_to=Size.LARGEST)
         means = expected(self.samples, self.storable, self.outputs)
         roots = sign_roots(self.expressions)
-        return {
-            s: Amplification(
-                max(bounds[s].values(), default=0.0),
-                max(means[s].values(), default=0.0),
+        found = {}
+        for s in self.storable:
+            mean = max(means[s].values(), default=0.0)
+            found[s] = Amplification(
+                # Where a slope is infinite, as that of a root is at 0, no bound can be trusted.
+                math.inf if math.isinf(mean) else max(bounds[s].values(), default=0.0),
+                mean,
                 max(spreads[s].values(), default=0.0),
                 needs_signs=roots.get(s, s) in self.jumps.signs,
             )
-            for s in self.storable
-        }
+        return found
 
     def relative_bounds(
         self,

@@ -159,6 +159,16 @@ class Rules:
         spread = max((x.spread for x in uses), default=0.0)
         return replace(worst, spread=spread, needs_signs=any(x.needs_signs for x in uses))
 
+    def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
+        """How much an error that `node` inherits is amplified, use by use.
+
+        The amplifications of a region's inputs include what the region does with its members.
+        """
+        if self._are_off:
+            return []
+        uses = self._uses(node) if node not in self._members else self._uses_outside(node)
+        return [x for x in uses if isinstance(x, Amplification)]
+
     def allows(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may have the rounding error of `format`."""
         allowed = self.amplification(node).allows(format, self.tolerance)
@@ -183,11 +193,14 @@ class Rules:
 
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
         yield from self._found.get(node, ())
+        yield from self._uses_outside(node)
+
+    def _uses_outside(self, node: fx.Node) -> Iterator[Amplification | str]:
+        """Uses by operators that are in no region."""
         for user in node.users:
             yield from self._use_by(user, node)
 
     def _use_by(self, user: fx.Node, node: fx.Node) -> Iterator[Amplification | str]:
-        """Uses by operators that are in no region."""
         if user.op == "output" or user in self._members:
             return
         if user in self.junctions:  # its result has the error of its operands

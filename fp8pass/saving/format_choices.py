@@ -174,7 +174,8 @@ class FormatChoices:
         allowed = [(f, g) for f, g in groups.items() if g and self.rules.allows(node, f)]
         if not allowed:
             bound = self.rules.amplification(node).bound
-            reason = f"may amplify errors {bound:.1f}×, too much for any format"
+            times = "without bound" if math.isinf(bound) else f"{bound:.1f}×"
+            reason = f"may amplify errors {times}, too much for any format"
             return [FormatChoice(EXACT, 0, reason)]
         return [self._priced(node, f, group) for f, group in allowed]
 

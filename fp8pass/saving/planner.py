@@ -11,6 +11,7 @@ from fp8pass.config import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 from fp8pass.saving.backward_memory import BackwardMemory
 from fp8pass.saving.budget import BudgetProblem, relevant_values
+from fp8pass.saving.carried_errors import with_carried_errors
 from fp8pass.saving.costs import recompute_seconds
 from fp8pass.saving.decision import Decisions, Needs, host_bytes, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
@@ -25,7 +26,7 @@ class Planner:
     """
 
     def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
-        self.choices, self.cuts = choices, cuts
+        self.graph, self.choices, self.cuts = g, choices, cuts
         self.most = kept_bytes(cuts, choices)
         self.memory = BackwardMemory(g, relevant_values(needs), choices)
         allowance = self.memory.peak(cuts) - self.most
@@ -77,7 +78,8 @@ class Planner:
             if d.recomputed and not (node in self.cuts and self.cuts[node].recomputed)
         )
         spent += sum(self.link.waits(decisions)) if self.link else 0.0
-        errors = [d.expected_error for d in decisions.values() if not d.recomputed]
+        carried = with_carried_errors(self.graph, decisions, self.choices.rules)
+        errors = [d.expected_error for d in carried.values() if not d.recomputed]
         error = math.sqrt(sum(e**2 for e in errors) / max(len(errors), 1))
         kept = int(kept_bytes(decisions, self.choices))
         away = int(sum(host_bytes(node, d) for node, d in decisions.items()))

@@ -339,6 +339,26 @@ def results(module: Between, inputs: list[Tensor], grad: Tensor) -> list[Tensor 
     return [y.detach(), *torch.autograd.grad(y, wanted, grad, allow_unused=True)]
 
 
+def test_no_bound_where_a_slope_is_infinite():
+    """The root of the variance of one row of equal data, which a scalar multiplies."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Parameter(torch.eye(16), requires_grad=False)
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * (self.frozen @ self.frozen.t()).square().mean()
+            return self.layer((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 0.1))
+
+    joint = capture_joint(Scaled(), torch.ones(1, 16))
+    rules = Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
+    (product,) = joint.calls(torch.ops.aten.mm.default)[:1]
+    assert math.isinf(rules.amplification(product).bound)
+    assert not rules.allows(product, E4M3)
+
+
 UNDERIVABLE = {
     "reciprocal": (lambda m, x: 1 / x, "may vanish"),
     "norm without epsilon": (lambda m, x: x / x.pow(2).sum(-1, keepdim=True).sqrt(), "may vanish"),
