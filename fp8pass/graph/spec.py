@@ -162,7 +162,7 @@ def _verify_operand(node: fx.Node, data: fx.Node, scale: Any) -> None:
         return
     _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
     own = quantized.args[1]
-    same = _is_same_scale(own, scale) or (quantized is not codes and _is_gathered(own, scale))
+    same = _is_same(own, scale) or (quantized is not codes and _is_gathered(own, scale))
     _require(same, node, f"{data} was quantized with another scale")
     by_row = of_operand(_rank(scale)) is ROW
     _require(not (by_row and data is not codes), node, f"{data} has no scale for each row")
@@ -238,7 +238,7 @@ def _verify_scaled_grouped_outer(node: fx.Node) -> None:
             continue
         segments = codes.target is fp8.transpose_segments.default
         _require(segments, node, f"operand {data} is not in padded segments")
-        same = _is_same_scale(codes.args[1], scale)
+        same = _is_same(codes.args[1], scale)
         _require(same, node, f"{data} was quantized with another scale")
     lengths = _shape(a)[-1:], _shape(b)[-1:]
     _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
@@ -348,8 +348,8 @@ def _is_visible(codes: fx.Node) -> bool:
     return codes.op == "call_function" and not graph.is_getitem(codes)
 
 
-def _is_same_scale(x: object, y: object) -> bool:
-    """Whether two scales are one node, or copies that a recomputation made."""
+def _is_same(x: object, y: object) -> bool:
+    """Whether two values are one node, or copies that a recomputation made."""
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
     return x.meta.get(CARRIES, x.name) == y.meta.get(CARRIES, y.name)
@@ -358,7 +358,7 @@ def _is_same_scale(x: object, y: object) -> bool:
 def _is_gathered(own: Any, scale: Any) -> bool:
     """Whether the scales of a part's rows are from the same amaxes as those of all rows."""
     scales = own.target is scale.target is fp8.scale.default
-    return not scales or _behind_gather(scale.args[0]) is own.args[0]
+    return not scales or _is_same(_behind_gather(scale.args[0]), own.args[0])
 
 
 def _behind_gather(node: fx.Node) -> fx.Node:

@@ -176,6 +176,8 @@ def _check_bits(program: Program, device: str, run: Run, outcome: Outcome) -> No
             return
         if _equal(_keeping_views(program, device), want):
             return
+        if _equal(run.steps, _multiplying_copies(program, device)):
+            return
         reference = _reference(program, device)
         ours, stock = reference.judge(run.steps), reference.judge(want)
         if stock.complaints and not ours.complaints:
@@ -234,8 +236,24 @@ def _without_recomputation(program: Program, device: str) -> list[TrainingStep]:
     such buffers themselves.
     """
 
+    return _stock_steps(program, device, _copy_what_is_written)
+
+
+def _multiplying_copies(program: Program, device: str) -> list[TrainingStep]:
+    """The steps of stock PyTorch if it copies operands of GEMMs with gaps between elements.
+
+    GEMMs add up in another order beside gaps, which what we keep does not have.
+    """
+    return _stock_steps(program, device, _copy_operands_with_gaps)
+
+
+def _stock_steps(
+    program: Program, device: str, change: Callable[[fx.Graph], None]
+) -> list[TrainingStep]:
+    """The steps of stock PyTorch after a change of joint graphs, with its simplest partition."""
+
     def partition(gm: Any, inputs: Any, *, compiler: str = "", **kwargs: Any) -> Any:
-        _copy_what_is_written(gm.graph)
+        change(gm.graph)
         return default_partition(gm, inputs, **kwargs)
 
     with contextlib.ExitStack() as patches:
@@ -243,6 +261,22 @@ def _without_recomputation(program: Program, device: str) -> list[TrainingStep]:
             name = f"{module}.min_cut_rematerialization_partition"
             patches.enter_context(patch(name, partition))
         return _run(program, device, _stock(program)).steps
+
+
+def _copy_operands_with_gaps(graph: fx.Graph) -> None:
+    """Have each GEMM of a joint graph read dense copies, with the strides in the same order."""
+    aten = torch.ops.aten
+    for gemm in graph.nodes:
+        if gemm.target not in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+            continue
+        for operand in gemm.all_input_nodes:
+            value = operand.meta["val"]
+            if torch.empty_like(value).stride() == value.stride():
+                continue
+            with graph.inserting_before(gemm):
+                copied = graph.call_function(aten.clone.default, (operand,))
+            copied.meta = {**operand.meta, "val": torch.empty_like(value)}
+            gemm.replace_input_with(operand, copied)
 
 
 def _copy_what_is_written(graph: fx.Graph) -> None:

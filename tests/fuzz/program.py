@@ -164,9 +164,7 @@ class Program:
 
     def _declarations(self) -> Iterator[str]:
         # Error rules expect what enters a norm to have no mean, as biases near 1 would give it.
-        biases = {i.parameters[1] for i in self.code if i.operator == "biased"}
-        for i in self.code:
-            biases.difference_update(i.parameters if i.operator != "biased" else i.parameters[:1])
+        biases = {i.parameters[-1] for i in self.code if i.operator in ("bias", "biased")}
         for name, p in self.parameters.items():
             size = ", ".join(map(str, p.shape))
             value = f"torch.randn({size}) / 8"

@@ -22,6 +22,7 @@ from fp8pass.testing.noise import GRIDS, Formats
 
 from .checks import Outcome, check
 from .drawing import draw
+from .found import FOUND
 from .operators import OPERATORS
 from .program import Program
 from .script import parse, save
@@ -97,6 +98,12 @@ def test_a_planted_bug_is_found_and_shrunk(tmp_path):
     again = parse(text.split('PROGRAM = """')[1].split('"""')[0].strip())
     assert again == smaller
     assert not check(again).failure  # without the bug
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_failed_once(name):
+    outcome = check(FOUND[name])
+    assert not outcome.failure, outcome.message
 
 
 def test_programs_are_the_same_for_the_same_seed():
