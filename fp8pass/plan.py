@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fp8pass.config import bytes_text
+from fp8pass.dialect.gpus import Work
 
 
 @dataclass
@@ -294,10 +295,11 @@ class Plan:
     layers that share a GEMM for the gradient of their common input; `collectives` is what ranks
     send each other; `heads` are output heads with a loss behind them; `checkpointing` says what the
     user has computed again; `simulated` is the format that linear layers compute in as if there
-    were hardware for it; `offload` is what is on the host, if anything. Where somebody observes:
-    `stock_bytes` is what PyTorch's own partitioner would keep for the same graph, `flops` counts
-    the operations of all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and
-    `kernels` has an entry for the forward and one for the backward.
+    were hardware for it; `offload` is what is on the host, if anything; `fp8_work` is what FP8
+    GEMMs compute, and the casts of their operands move. Where somebody observes: `stock_bytes` is
+    what PyTorch's own partitioner would keep for the same graph, `flops` counts the operations of
+    all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an
+    entry for the forward and one for the backward.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -306,6 +308,7 @@ class Plan:
     stock_bytes: int | None = None
     flops: float = 0.0
     fp8_flops: float = 0.0
+    fp8_work: Work = field(default_factory=Work)
     frontier: list[FrontierPoint] = field(default_factory=list)
     least_bytes: int | None = None
     point: FrontierPoint | None = None

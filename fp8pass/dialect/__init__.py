@@ -8,4 +8,5 @@ ops.py           the `fp8pass::` operators
 coded_weight.py  weights that enter a graph as codes
 row_kernel.py    the kernel that makes those
 hardware.py      which of this a device can do
+gpus.py          rates of GPUs, and the time that some work takes one
 """

@@ -19,6 +19,7 @@ from fp8pass.inspect.folding import (
 )
 from fp8pass.inspect.terminal import named, table
 from fp8pass.plan import Collective, FrontierPoint, Linear, Offload, Plan, RuleSummary
+from fp8pass.progress.gain import doubt
 
 
 def linears_table(title: str, plan: Plan) -> Table:
@@ -148,7 +149,7 @@ def _experts(linears: Sequence[Linear]) -> str:
 
 
 def remarks(explanation: ExplanationData) -> str:
-    """What is not in compiled graphs, and what is computed again; '' where there is none."""
+    """What is not compiled, what is computed again, and doubts; '' where there is none."""
     said = ""
     if explanation.parts:
         said += f"\nOnly parts of the model are compiled: {path_pattern(explanation.parts)}."
@@ -156,7 +157,15 @@ def remarks(explanation: ExplanationData) -> str:
         said += f" {mib(outside)} MiB are kept outside of compiled graphs, where nothing changes."
     elif outside < 0:
         said += f" {mib(-outside)} MiB are kept by several graphs and counted once."
-    return said + _checkpointing(explanation)
+    return said + _checkpointing(explanation) + _doubt(explanation)
+
+
+def _doubt(explanation: ExplanationData) -> str:
+    """Whether FP8 may make the model slower, where that is to be expected."""
+    runs = [(g.plan, run) for g in explanation.graphs for run in g.runs]
+    devices = (weight.device for _, run in runs for weight in run.weights.values())
+    said = doubt([plan for plan, _ in runs], next(devices, None))
+    return f"\n{said}" if said else ""
 
 
 def _checkpointing(explanation: ExplanationData) -> str:

@@ -15,6 +15,7 @@ from torch import fx
 from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.chunk_head import chunk_head
 from fp8pass.passes.context import Context
+from fp8pass.passes.count_casts import count_casts
 from fp8pass.passes.count_kernels import count_kernels
 from fp8pass.passes.fuse_launches import fuse_launches
 from fp8pass.passes.fuse_norms import fuse_norms
@@ -50,6 +51,7 @@ JOINT_PASSES: tuple[Pass, ...] = (
     merge_dgrads,  # gradients of an input that layers share -> one GEMM
     offload_saved,  # what is kept on the host -> copies there, and back before it is used
     list_collectives,  # what ranks send each other, for the plan
+    count_casts,  # what FP8 GEMMs compute and their casts move, for the plan
 )
 
 # Graphs without a backward: evaluation gives the values that training would.

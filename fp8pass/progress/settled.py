@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8pass.compilation import Compilation
 from fp8pass.plan import Plan
+from fp8pass.progress.gain import doubt
 from fp8pass.progress.spinner import is_later_rank
 
 log = logging.getLogger("fp8pass")
@@ -97,7 +98,11 @@ def _settle() -> None:
     _waiting.clear()
     for _, parameters in found.values():
         _known.update(dict.fromkeys(parameters, True))
-    _say(merged([plan for plan, _ in found.values()]))
+    plans = [plan for plan, _ in found.values()]
+    _say(merged(plans))
+    devices = (x.device for _, parameters in found.values() for x in parameters)
+    if doubtful := doubt(plans, next(devices, None)):
+        log.warning("%s", doubtful)
 
 
 def merged(plans: list[Plan]) -> Plan:

@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 import fp8pass
 from fp8pass import Config, ConfigError, compat, explain, fit
+from fp8pass.dialect.gpus import GPUS, Work
 from fp8pass.inspect.fitting.candidates import PLACES
 from fp8pass.inspect.fitting.deep import WHOLE, TracedLayers, find_layers, trace
-from fp8pass.inspect.fitting.gpu import GPUS, find_gpu
+from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.replay import KINDS, Fate
 from fp8pass.inspect.fitting.setup import Setup, config_text
 from fp8pass.inspect.fitting.step import own_loss, record_step
 from fp8pass.inspect.fitting.timing import step_seconds
 from fp8pass.inspect.fitting.traced import TracedStep
-from fp8pass.inspect.fitting.work import Work
 from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.optim import AdamW, attach
 from fp8pass.optim.weights import offload_weights

@@ -5,7 +5,7 @@
     planned.py     what a configuration makes of a graph; liveness.py its memory, work.py its work
     replay.py      the record with plans in the place of graphs: bytes alive, moment by moment
     traced.py      a step under any configuration; deep.py the same of many equal layers, by few
-    gpu.py         rates and memory of GPUs
+    gpu.py         the GPU that is meant
     setup.py       a way to train: options, as lines to paste
     parameters.py  weights, states and sums: how many bytes, on which side
     timing.py      the time of a step
@@ -19,8 +19,8 @@ traced and planned, it is.
 
 from __future__ import annotations
 
+from fp8pass.dialect.gpus import Gpu
 from fp8pass.inspect.fitting.fitting import fit
-from fp8pass.inspect.fitting.gpu import Gpu
 from fp8pass.inspect.fitting.result import Fit
 
 __all__ = ["Fit", "Gpu", "fit"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fp8pass.config import Config, ConfigError, bytes_text
-from fp8pass.inspect.fitting.gpu import Gpu
+from fp8pass.dialect.gpus import Gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.replay import KINDS, Fate, Moment
 from fp8pass.inspect.fitting.setup import Setup

@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from fp8pass.config import Config
+from fp8pass.dialect.gpus import Work
 from fp8pass.inspect.fitting.replay import KINDS, Fate, Moment
 from fp8pass.inspect.fitting.step import LossFunction, record_step
 from fp8pass.inspect.fitting.traced import TracedStep
-from fp8pass.inspect.fitting.work import Work
 from fp8pass.plan import Plan
 
 log = logging.getLogger("fp8pass")

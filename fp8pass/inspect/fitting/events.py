@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass.inspect.fitting.work import Work
+from fp8pass.dialect.gpus import Work
 from fp8pass.passes import Context
 
 

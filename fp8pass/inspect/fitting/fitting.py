@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
+from fp8pass.dialect.gpus import Gpu
 from fp8pass.inspect.fitting.candidates import Candidates
 from fp8pass.inspect.fitting.deep import trace
-from fp8pass.inspect.fitting.gpu import Gpu, find_gpu
+from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.result import Fit
 from fp8pass.inspect.fitting.step import LossFunction, own_loss

@@ -1,83 +1,15 @@
-"""The GPU that a model is to fit: its memory and its rates."""
+"""The GPU that a model is to fit: that of this machine, or one by its name or size."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from fp8pass.config import ConfigError, parse_bytes, unknown
 from fp8pass.dialect import hardware
-from fp8pass.inspect.fitting.work import Work
-
-GIB = 1 << 30
-
-# What of a datasheet's operations and bytes a second an H200 reaches in a step of training.
-FP8_SHARE = hardware.FP8_FLOPS / 1979e12
-BF16_SHARE = hardware.BF16_FLOPS / 989e12
-ATTENTION_SHARE = hardware.ATTENTION_FLOPS / 989e12
-BANDWIDTH_SHARE = hardware.BANDWIDTH / 4.8e12
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU with FP8 tensor cores.
-
-    Attributes:
-        name: of the model.
-        memory: bytes.
-        fp8_flops, bf16_flops, attention_flops: operations a second that GEMMs and attention reach.
-        bandwidth: bytes a second between its memory and its processors.
-        link: bytes a second to the host, and as many from it at the same time.
-    """
-
-    name: str
-    memory: float
-    fp8_flops: float
-    bf16_flops: float
-    attention_flops: float
-    bandwidth: float
-    link: float
-
-    def seconds(self, work: Work) -> float:
-        """The time that some work takes by the roofline."""
-        return (
-            work.fp8_flops / self.fp8_flops
-            + work.bf16_flops / self.bf16_flops
-            + work.attention_flops / self.attention_flops
-            + work.bytes / self.bandwidth
-        )
-
-
-def _gpu(
-    name: str, gib: float, fp8: float, bf16: float, terabytes: float, link: float
-) -> tuple[str, Gpu]:
-    """A GPU by its datasheet: dense TFLOP/s with FP32 sums, TB/s; GB/s of the link each way."""
-    return name, Gpu(
-        name,
-        gib * GIB,
-        fp8 * 1e12 * FP8_SHARE,
-        bf16 * 1e12 * BF16_SHARE,
-        bf16 * 1e12 * ATTENTION_SHARE,
-        terabytes * 1e12 * BANDWIDTH_SHARE,
-        link * 1e9,
-    )
-
-
-# The rates of the H200, and its link with both ways in use, are measured; those of the others are
-# the same share of theirs.
-GPUS = dict(
-    (
-        _gpu("H200", 140, 1979, 989, 4.8, 42),
-        _gpu("H100", 79, 1979, 989, 3.35, 42),
-        _gpu("L40S", 44, 733, 362, 0.864, 20),
-        _gpu("RTX 5090", 31.5, 419, 209.5, 1.79, 42),
-        _gpu("RTX 4090", 23.5, 330, 165, 1.008, 20),
-        _gpu("RTX 5060 Ti", 15.5, 95, 47.4, 0.448, 21),
-    )
-)
-REFERENCE = "H200"
+from fp8pass.dialect.gpus import GPUS, REFERENCE, Gpu, known_gpu, plain
 
 
 def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
@@ -114,17 +46,13 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
 
 
 def _named(name: str) -> Gpu:
-    same = {_plain(known): known for known in GPUS}
-    if _plain(name) not in same:
+    same = {plain(known): known for known in GPUS}
+    if plain(name) not in same:
         raise ConfigError(
             f"{unknown('gpu', name, GPUS)} Known are {', '.join(GPUS)}; a size such as '16GiB' "
             "does, too."
         )
-    return GPUS[same[_plain(name)]]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|[\s-]", "", name.lower())
+    return GPUS[same[plain(name)]]
 
 
 def _here() -> Gpu:
@@ -136,10 +64,8 @@ def _here() -> Gpu:
             "on, such as gpu='RTX 4090'."
         )
     properties = torch.cuda.get_device_properties(device)
-    known = next((g for n, g in GPUS.items() if _plain(n) in _plain(properties.name)), None)
-    return replace(
-        known or GPUS[REFERENCE], name=properties.name, memory=float(properties.total_memory)
-    )
+    rates = known_gpu(properties.name) or GPUS[REFERENCE]
+    return replace(rates, name=properties.name, memory=float(properties.total_memory))
 
 
 def _here_or_reference() -> Gpu:

@@ -10,9 +10,10 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect import ops as ops  # defines the dialect
+from fp8pass.dialect.gpus import Work
 from fp8pass.inspect.fitting.events import Region
 from fp8pass.inspect.fitting.liveness import HalfMemory, backward_memory, forward_memory
-from fp8pass.inspect.fitting.work import Work, work_of
+from fp8pass.inspect.fitting.work import work_of
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import run_passes

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.config import ConfigError, bytes_text
+from fp8pass.dialect.gpus import Gpu
 from fp8pass.inspect.fitting.candidates import Candidate
-from fp8pass.inspect.fitting.gpu import Gpu
 from fp8pass.inspect.fitting.replay import Moment
 from fp8pass.inspect.fitting.setup import config_text
 from fp8pass.inspect.fitting.tables import memory_table, ways_table

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from fp8pass.config import bytes_text
+from fp8pass.dialect.gpus import Gpu
 from fp8pass.inspect.fitting.candidates import PROCESS_BYTES, Candidate
-from fp8pass.inspect.fitting.gpu import Gpu
 
 # What each kind of memory is.
 KINDS = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8pass.inspect.fitting.gpu import Gpu
+from fp8pass.dialect.gpus import Gpu, Work
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.setup import Setup
-from fp8pass.inspect.fitting.work import Work
 
 # The CPU takes so long to launch the update of one parameter within the backward: Llama-2-7B's 291
 # take 12 ms a step on an H200 (benchmarks/results/model.json).

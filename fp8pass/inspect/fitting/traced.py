@@ -7,6 +7,7 @@ from functools import cache
 from typing import Protocol
 
 from fp8pass.config import Config
+from fp8pass.dialect.gpus import Work
 from fp8pass.inspect.fitting.events import (
     Backward,
     BackwardBegins,
@@ -18,7 +19,6 @@ from fp8pass.inspect.fitting.events import (
 from fp8pass.inspect.fitting.planned import Planned, planned
 from fp8pass.inspect.fitting.replay import Fate, Moment, replay
 from fp8pass.inspect.fitting.setup import in_list
-from fp8pass.inspect.fitting.work import Work
 from fp8pass.plan import Plan
 
 

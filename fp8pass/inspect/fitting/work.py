@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph
+from fp8pass.dialect.gpus import Work
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import CREATIONS, Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.inspect.fitting.liveness import has_buffer
 
 CAUSAL_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a GPU does.
-
-    Attributes:
-        fp8_flops, bf16_flops: operations of GEMMs.
-        attention_flops: of attention.
-        bytes: moved by generated code between memory and the GPU.
-    """
-
-    fp8_flops: float = 0.0
-    bf16_flops: float = 0.0
-    attention_flops: float = 0.0
-    bytes: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Work(*(a + b for a, b in pairs))
-
-    def times(self, count: float) -> Work:
-        """The same, `count` times."""
-        return Work(*(count * x for x in vars(self).values()))
 
 
 def work_of(g: fx.Graph) -> Work:

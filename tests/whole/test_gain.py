@@ -1,0 +1,166 @@
+"""Where FP8 makes a model hardly faster a sentence says so; where it does nothing is said."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import MLP
+
+import fp8pass
+from fp8pass import Config
+from fp8pass.dialect.gpus import GPUS, known_gpu
+from fp8pass.inspect import tables
+from fp8pass.inspect.fitting.planned import planned
+from fp8pass.inspect.fitting.step import own_loss, record_step
+from fp8pass.plan import Plan
+from fp8pass.progress import gain, settled
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+H100 = "NVIDIA H100 80GB HBM3"
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch):
+    """The device is called as the GPU that most have."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """The modules models.py, layer.py and gpt2.py of benchmarks/."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    names = ("models", "layer", "gpt2")
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+def plans(model, *args, loss_of=own_loss, config=None) -> list[Plan]:
+    """The plans of a model without memory, as of one on a GPU."""
+    step = record_step(model, ("",), (args, {}), loss_of)
+    return [planned(r, config or Config()).plan for r in step.regions if r.gm is not None]
+
+
+def autocast(run, args, kwargs):
+    with torch.autocast("cpu", torch.bfloat16):
+        return run(*args)
+
+
+@cache
+def gpt(benchmarks, layers: int = 2) -> list[Plan]:
+    """GPT-2 124M's plans, of few layers."""
+    size = benchmarks.FULL
+    with torch.device("meta"):
+        model = importlib.import_module("models").GPT(
+            layers, size.hidden, size.heads, size.vocabulary, size.seq
+        )
+        ids = torch.empty(size.batch, size.seq, dtype=torch.long)
+    return plans(model, ids, ids.clone(), loss_of=autocast)
+
+
+def decoder(benchmarks, hidden: int, heads: int, ffn: int, batch: int, seq: int) -> list[Plan]:
+    """The plans of one of Llama's decoder layers."""
+    with torch.device("meta"):
+        model = benchmarks.Stack(1, hidden, heads, ffn).bfloat16()
+        tables = (torch.empty(seq, hidden // heads, dtype=torch.bfloat16) for _ in range(2))
+        x = torch.empty(batch, seq, hidden, dtype=torch.bfloat16, requires_grad=True)
+    return plans(model, x, *tables, loss_of=lambda run, args, _: run(*args).float().sum())
+
+
+def measured(file: str, case: str | None = None) -> dict[str, float]:
+    """Milliseconds that each variant saves, compared with BF16, in a benchmark."""
+    record = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text())
+    assert "H200" in record["gpu"]
+    ms = {r["variant"]: r["ms"] for r in record["results"] if r.get("case") == case}
+    return {name: ms["bf16 compile"] - x for name, x in ms.items()}
+
+
+@pytest.mark.parametrize("name", ["h2048", "h4096"])
+def test_layers_that_win_are_silent_and_estimated_as_measured(models, name):
+    case = next(c for c in models.layer.CASES if c.name == name)
+    size = case.hidden, case.heads, case.ffn, case.batch, case.seq
+    found = decoder(models.models, *size)
+    saved = 1e3 * gain.gain(found, GPUS["H200"]).saved
+    assert saved == pytest.approx(measured("layer", name)["fp8pass coat"], rel=0.35)
+    assert not gain.doubt(found, CUDA)
+
+
+def test_gpt2_breaks_even_and_is_doubted(models):
+    found = gpt(models.gpt2)
+    saved = 1e3 * gain.gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
+    of = measured("gpt2")
+    assert of["fp8pass linear"] < saved < of["fp8pass coat"] + 1
+    said = gain.doubt(found, CUDA)
+    assert "FP8 is expected to take " in said  # on an H100, whose memory is slower
+    assert f"that 8 linear layers take in BF16 on {H100}" in said
+    assert "such as blocks.0.out (768 → 768)" in said
+
+
+def test_what_an_h200_saves(models, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.doubt(gpt(models.gpt2), CUDA)
+
+
+def test_large_layers_win_on_every_gpu(models):
+    found = decoder(models.models, 4096, 32, 11008, batch=1, seq=8192)
+    assert all(gain.gain(found, gpu).is_clear for gpu in GPUS.values())
+
+
+def test_few_rows_are_doubted(models):
+    assert gain.doubt(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
+
+
+def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
+    x = torch.empty(64, 64, dtype=dtype, device="meta", requires_grad=True)
+    model = MLP((64, 64, 64)).to("meta", dtype)
+    return plans(model, x, loss_of=lambda run, args, _: run(*args).sum(), config=config)
+
+
+def test_nothing_is_said_of_other_devices_and_gpus(monkeypatch):
+    found = small()
+    assert gain.doubt(found, CUDA)
+    assert not gain.doubt(found, torch.device("cpu"))
+    assert not gain.doubt(found, None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA of tomorrow")
+    assert not gain.doubt(found, CUDA)
+
+
+@pytest.mark.parametrize("config", [Config(skip="*"), Config.recipe("exact")])
+def test_nothing_is_said_where_nothing_is_in_fp8(config):
+    assert not gain.doubt(small(config=config), CUDA)
+
+
+def test_products_in_fp32_are_not_doubted():
+    """They would not be in BF16 without FP8."""
+    assert not gain.doubt(small(torch.float32), CUDA)
+
+
+def test_known_gpus():
+    assert known_gpu(H100) is GPUS["H100"]
+    assert known_gpu("NVIDIA GeForce RTX 4090") is GPUS["RTX 4090"]
+    assert known_gpu("Tesla T4") is None
+
+
+def as_on_a_gpu(monkeypatch, module):
+    """What is said of a model on the CPU is what would be of one on a GPU."""
+    monkeypatch.setattr(module, "doubt", lambda plans, device: gain.doubt(plans, device and CUDA))
+
+
+def test_it_is_said_once_in_training_and_by_explain(monkeypatch, caplog):
+    as_on_a_gpu(monkeypatch, settled)
+    as_on_a_gpu(monkeypatch, tables)
+    model = MLP((64, 64, 64)).bfloat16()
+    program = torch.compile(model, backend="fp8pass", options={"compiler": "eager"})
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        program(x).sum().backward()
+    texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    (said,) = [text for text in texts if "FP8 is expected to " in text]
+    text = str(fp8pass.explain(program, x))
+    assert " ".join(said.split()) in " ".join(text.split())
