@@ -32,6 +32,7 @@ from tables_kernels import (
 )
 from tables_layers import (
     ablation_table,
+    gpt2_steps_table,
     gpt2_table,
     head_table,
     layer_table,
@@ -109,6 +110,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "kernels": kernels_table,
     "ablation": ablation_table,
     "gpt2": gpt2_table,
+    "gpt2_steps": gpt2_steps_table,
     "head": head_table,
     "offload": offload_table,
     "model_8b": model_table,

@@ -10,6 +10,8 @@ from fp8pass.graph.pointwise import POINTWISE
 BASELINE = "torchao tensorwise"
 # Ends the names of variants that are replayed as CUDA graphs, which hold their memory themselves.
 GRAPHED = ", CUDA graphs"
+# In the place of a recipe: stock `torch.compile`.
+BF16 = "bf16"
 # Of fp8pass, which `ablation.py` leaves out one by one.
 ALL_PARTS = "all parts"
 
@@ -99,6 +101,31 @@ def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
                 "" if planned is None else f"{planned / 2**20:.0f}",
                 f"{r['forward_peak_bytes'] / 2**20:.0f}",
                 f"{r['backward_peak_bytes'] / 2**20:.0f}",
+            ]
+        )
+    return rows
+
+
+def gpt2_steps_table(data: dict[str, Any]) -> list[list[str]]:
+    """Training steps of GPT-2, beside BF16 in its faster mode with as many micro-batches."""
+    header = ["", "micro-batches", "ms", "× bf16", "CPU ms", "GPU busy ms", "tokens/s"]
+    rows = [[*header, "gradients differ by"]]
+    tokens = data["settings"]["batch"] * data["settings"]["seq"]
+    for r in sorted(data["results"], key=lambda r: r["micro_batches"]):
+        count = r["micro_batches"]
+        alike = [b for b in data["results"] if b["micro_batches"] == count]
+        base = min(b["ms"] for b in alike if b["recipe"] == BF16)
+        name = "bf16 compile" if r["recipe"] == BF16 else f"fp8pass {r['recipe']}"
+        rows.append(
+            [
+                name + GRAPHED * r["graphed"],
+                str(count),
+                f"{r['ms']:.2f}",
+                f"{r['ms'] / base:.3f}",
+                f"{r['cpu_ms']:.2f}",
+                f"{r['gpu_ms']:.2f}",
+                f"{count * tokens / r['ms'] * 1e3:,.0f}",
+                f"{r['gradient_error']:.1e}" if r["graphed"] else "",
             ]
         )
     return rows

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -390,3 +391,70 @@ def test_ways_to_keep_attention_s_values_are_shares_of_fp8_noise(load):
     lengths = tables.attention_lengths_table({"results": rows})
     assert lengths[0][1:] == ["share of the noise, 32 tokens", "sums off by, 32 tokens"]
     assert "FP8" not in " ".join(row[0] for row in lengths)
+
+
+def eagerly(model, backend=None, mode=None):
+    """`torch.compile` without Inductor, which would take most of the time."""
+    del mode
+    if backend is not None:
+        backend = replace(backend, config=replace(backend.config, compiler="eager"))
+    return compile_as_is(model, backend=backend or "eager")
+
+
+compile_as_is = torch.compile
+
+
+def test_whole_steps_of_gpt2_are_timed(load, monkeypatch, tmp_path):
+    module, out = load("gpt2_steps"), tmp_path / "gpt2_steps.json"
+    monkeypatch.setattr(torch, "compile", eagerly)
+    options = ["--tiny", "--recipes", "coat", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["gpt2_steps.py", *options])
+    module.main()
+    record = json.loads(out.read_text())
+    found = [(r["recipe"], r["graphed"], r["micro_batches"]) for r in record["results"]]
+    graphed = (False, True) if torch.cuda.is_available() else (False,)
+    assert found == [(r, g, n) for r in ("bf16", "coat") for g in graphed for n in (1, 4)]
+    assert all(r["ms"] > 0 for r in record["results"])
+    assert all(r["gradient_error"] < 0.01 for r in record["results"])
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_step_of_gpt2_trains_with_the_sum_of_all_micro_batches(load, monkeypatch, graphed):
+    module = load("gpt2_steps")
+    monkeypatch.setattr(torch, "compile", eagerly)
+    size, device = replace(module.TINY, layers=1), torch.device("cpu")
+    base = module.GPT(size.layers, size.hidden, size.heads, size.vocabulary, size.seq)
+    batches = module.batches_of(size, device)
+    subject = module.Subject(module.Trained(base, module.BF16, graphed), batches)
+    whole = tuple(torch.cat(x) for x in zip(*batches, strict=True))
+    alone = module.Subject(module.Trained(base, module.BF16, False), [whole])
+    assert subject.gradients() == pytest.approx(alone.gradients(), abs=2e-3)
+    before = [p.clone() for p in subject.trained.parameters]
+    for _ in range(2):
+        subject.clear()
+        subject.step()
+    for p, kept, old in zip(subject.trained.parameters, subject.sums, before, strict=True):
+        assert not torch.equal(p, old)
+        assert p.grad is kept  # which is no part of a graph's memory
+        assert kept is None or not kept.any()
+
+
+def test_steps_of_gpt2_stand_beside_bf16_in_its_faster_mode(load):
+    def result(recipe, graphed, count, ms):
+        numbers = {"ms": ms, "cpu_ms": 1.0, "gpu_ms": 2.0, "gradient_error": 1e-3}
+        return {"recipe": recipe, "graphed": graphed, "micro_batches": count, **numbers}
+
+    results = [
+        result("bf16", False, 1, 40.0),
+        result("bf16", True, 1, 32.0),
+        result("bf16", False, 4, 100.0),
+        result("coat", True, 1, 24.0),
+    ]
+    settings = {"batch": 16, "seq": 1000}
+    header, *rows = load("tables_layers").gpt2_steps_table(
+        {"settings": settings, "results": results}
+    )
+    assert [row[header.index("× bf16")] for row in rows] == ["1.250", "1.000", "0.750", "1.000"]
+    assert rows[2][0] == "fp8pass coat, CUDA graphs"
+    assert rows[2][header.index("tokens/s")] == "666,667"
+    assert [row[-1] for row in rows] == ["", "1.0e-03", "1.0e-03", ""]
