@@ -15,6 +15,7 @@ import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def torchao(model: nn.Module) -> nn.Module:
     from torchao.prototype.moe_training import fp8_grouped_mm
 
     assert isinstance(model, MoELayer)
-    model.multiply, model.multiple = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm, 16
+    multiply = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
+    model.multiply = partial(multiply, pad_token_groups_for_grouped_mm=False)
+    model.multiple = 16
     return torch.compile(model)  # type: ignore[return-value]
 
 
