@@ -8,9 +8,9 @@ The model and batch of `gpt2.py`. A step is forward and backward of each micro-b
 `zero_grad`: BF16 compile with PyTorch's fused AdamW, fp8pass with its own, both in nanoGPT's two
 groups. Variants take turns (`layer.py`). CUDA graphs are `mode="reduce-overhead"`, on GPUs only.
 
-What a graph returns is overwritten by its next replay, gradients, too: a `.grad` that is one of
-them is no sum. So where several micro-batches are added up with CUDA graphs, parameters are given a
-`.grad` beforehand, which stays: `zero_grad(set_to_none=False)`.
+What a graph returns is overwritten by its next replay, gradients, too, so that stock PyTorch cannot
+add them up to a `.grad` which is one of them. With CUDA graphs and several micro-batches BF16 is
+given a `.grad` beforehand, which stays: `zero_grad(set_to_none=False)`.
 
 Per variant: milliseconds of a step (median), until the CPU has launched it, and in which a kernel
 runs (profiler); how far the gradients of a step are from those without CUDA graphs. Compilation
@@ -108,7 +108,8 @@ class Subject:
     def __init__(self, trained: Trained, batches: list[Batch]) -> None:
         self.trained, self.batches = trained, batches
         self.inputs = batches[0]
-        self.keeps_gradients = trained.graphed and len(batches) > 1
+        of_pytorch = trained.graphed and trained.recipe == BF16
+        self.keeps_gradients = of_pytorch and len(batches) > 1
         self.sums: list[Tensor | None] = [
             torch.zeros_like(p) if self.keeps_gradients else None for p in trained.parameters
         ]

@@ -30,6 +30,7 @@ from fp8pass.passes import INFERENCE_PASSES, Context
 from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
 from fp8pass.progress.settled import told
 from fp8pass.progress.spinner import shown
+from fp8pass.weights.gradients import keeping_sums
 from fp8pass.weights.inputs import choose_codes, examples, giving_codes, with_codes
 
 
@@ -202,6 +203,8 @@ def _compiled(
         inner_compile=InnerCompile(compilation),
         config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
     )
+    if patches.get("triton.cudagraphs"):
+        compiled = keeping_sums(compiled)
     return giving_codes(compiled, codes) if codes.of else compiled
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "list_options",
     "original_of",
     "recompiled",
+    "replayed_memory",
     "static_inputs",
     "trace_structured",
     "uncached",
@@ -240,6 +241,21 @@ def fresh_compilation() -> Iterator[None]:
         dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
     ):
         yield
+
+
+def replayed_memory(device: torch.device) -> frozenset[int]:
+    """Addresses of what CUDA graphs returned and may overwrite from now on, called before a graph.
+
+    Nothing while results of a forward wait for their backward.
+    """
+    from torch._inductor import cudagraph_trees  # without CUDA graphs nobody imports it
+
+    if device.type != "cuda":
+        return frozenset()
+    manager = cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
+    if manager is None or manager.current_node is None or not manager.can_start_new_generation():
+        return frozenset()
+    return frozenset(live.data_ptr() for live in manager.current_node.path_live_weakrefs())
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -8,6 +8,10 @@ And codes of weights that are trained, beside these:
     inputs.py  as inputs of a graph
     kept.py    `same_weights`: made once for several runs
 
+Gradients of weights:
+
+    gradients.py  sums of them beside CUDA graphs
+
 Trained weights of which the device has codes alone are in `optim/weights.py` and
 `distributed/weights.py`.
 """

@@ -26,6 +26,7 @@ from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
+from fp8pass.optim import AdamW
 
 fp8 = torch.ops.fp8pass
 
@@ -180,6 +181,54 @@ def test_modes(mode):
             {},
         )
     agree(found, plain, 0.05)
+
+
+def blocks(mode) -> tuple[nn.Module, nn.Module]:
+    """Two equal blocks, compiled one by one."""
+    model = nn.ModuleList(MLP((64, 128, 64)) for _ in range(2)).cuda()
+    parts = [torch.compile(m, backend="fp8pass", mode=mode) for m in model]
+    return model, lambda x: parts[1](parts[0](x))
+
+
+def whole(mode) -> tuple[nn.Module, nn.Module]:
+    """A model that is compiled as a whole."""
+    model = MLP((64, 128, 64)).cuda()
+    return model, torch.compile(model, backend="fp8pass", mode=mode)
+
+
+def trained(make, mode, counts, *, keeps: bool = False) -> torch.Tensor:
+    """All weights after steps of so many micro-batches each, less what they were before."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, program = make(mode)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    if keeps:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+    for count in counts:
+        for _ in range(count):
+            x = torch.randn(48, 64, device="cuda")
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = (program(x) - x).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not keeps)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+
+
+# Graphs are warmed up and recorded while gradients are added up, or before.
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 1, 3, 1, 2)])
+@pytest.mark.parametrize("make", [whole, blocks])
+def test_training_with_cuda_graphs(make, counts):
+    """Replays overwrite gradients, of which sums are made all the same."""
+    want = trained(make, None, counts)
+    assert relative(trained(make, "reduce-overhead", counts), want) < 0.05
+
+
+def test_gradients_that_stay_with_cuda_graphs():
+    want = trained(whole, None, (3, 3, 3))
+    assert relative(trained(whole, "reduce-overhead", (3, 3, 3), keeps=True), want) < 0.05
 
 
 def test_exact_recipe():

@@ -1,0 +1,42 @@
+"""Sums of gradients beside CUDA graphs, which own the memory of what they return.
+
+Autograd makes the first gradient of a parameter its `.grad` as it is, without a copy. A backward
+that is a CUDA graph writes the next micro-batch's gradients to the same memory, before these are
+added: PyTorch raises an error while graphs are recorded, and adds gradients to themselves when they
+are replayed (pytorch/pytorch#169545). So before a forward begins such a `.grad` moves elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from fp8pass import compat
+
+# Parameters that graphs ran with: the first graph of a forward looks after those of all others.
+_parameters = compat.WeakIdKeyDictionary()
+
+
+def keeping_sums(program: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled `program` that leaves gradients of earlier micro-batches as they are."""
+
+    def run(*args: Any) -> Any:
+        _parameters.update(dict.fromkeys((x for x in args if isinstance(x, nn.Parameter)), True))
+        move_out()
+        return program(*args)
+
+    return run
+
+
+def move_out() -> None:
+    """Copy gradients that the next replays would overwrite."""
+    replayed = cache(compat.replayed_memory)
+    for parameter in _parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.untyped_storage().data_ptr() in replayed(gradient.device):
+            parameter.grad = gradient.detach().clone()
