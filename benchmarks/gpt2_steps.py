@@ -31,7 +31,7 @@ import torch
 from gpt2 import FULL, TINY, Size, busy_ms
 from layer import median_times, relative_error, with_own_code
 from models import GPT
-from report import environment, print_rows, use_expandable_segments, write_json
+from report import environment, print_rows, write_json
 from tables_layers import BF16, gpt2_steps_table
 from torch import Tensor, nn
 
@@ -203,7 +203,6 @@ def main() -> None:
         "--out", type=Path, default=Path(__file__).parent / "results/gpt2_steps.json"
     )
     args = parser.parse_args()
-    use_expandable_segments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not args.tiny:
         sys.exit("GPT-2 124M needs an NVIDIA GPU; --tiny runs on the CPU.")

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import MLP
+from torch import nn
+from torch.nn import functional as F
 
 import fp8pass
 from fp8pass import Config
@@ -139,6 +141,31 @@ def test_nothing_is_said_where_nothing_is_in_fp8(config):
 def test_products_in_fp32_are_not_doubted():
     """They would not be in BF16 without FP8."""
     assert not gain.doubt(small(torch.float32), CUDA)
+
+
+class Head(nn.Module):
+    """An output head with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(64, 256, bias=False)
+
+    def forward(self, x, targets):
+        return F.cross_entropy(self.lm_head(x).float(), targets)
+
+
+def test_what_runs_in_chunks_counts_as_often_as_there_are_chunks():
+    with torch.device("meta"):
+        model = Head().bfloat16()
+        x = torch.empty(512, 64, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(512, dtype=torch.long)
+    whole, chunked = (
+        plans(model, x, targets, config=Config(quantize_lm_head=True, head_chunks=count))[0]
+        for count in (1, 4)
+    )
+    assert chunked.heads[0].chunks == 4
+    assert whole.fp8_work.fp8_flops == chunked.fp8_work.fp8_flops == 3 * 2 * 512 * 64 * 256
+    assert chunked.fp8_work.bytes >= whole.fp8_work.bytes
 
 
 def test_known_gpus():
