@@ -73,6 +73,11 @@ class _Spans:
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.last = self._last_uses()
 
+    def _begin(self, node: fx.Node) -> int:
+        """Where a buffer is allocated: that of transposed codes by the kernel that quantizes."""
+        source = node.args[0] if graph.is_call(node, fp8.transpose.default) else node
+        return self.position.get(source, self.position[node])
+
     def _last_uses(self) -> dict[fx.Node, int]:
         """The last position at which a buffer is computed from each node."""
         found: dict[fx.Node, int] = {}
@@ -91,7 +96,7 @@ class _Spans:
         length = len(self.nodes)
         changes = {name: [0.0] * (length + 1) for name in ("saved", "gradients", "workspace")}
         for node in self.nodes:
-            at, end = self.position[node], min(self.last[node], length - 1)
+            at, end = self._begin(node), min(self.last[node], length - 1)
             change = changes[kinds.get(node, "workspace")]
             if node in self.inputs:
                 change[0] += graph.nbytes(node)
