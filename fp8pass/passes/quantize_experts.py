@@ -329,9 +329,10 @@ def _shared_matrix(batch: fx.Node) -> fx.Node | None:
         return None
     x: fx.Node = made.args[0]  # type: ignore[assignment]
     shape = tensor(x).shape
-    same = len(shape) in (2, 3) and [*map(str, shape[-2:])] == [*map(str, sizes)]
+    if len(shape) not in (2, 3) or [*map(str, shape[-2:])] != [*map(str, sizes)]:
+        return None
     is_one = len(shape) == 2 or (isinstance(shape[0], int) and shape[0] == 1)
-    return x if same and is_one else None
+    return x if is_one else None
 
 
 def _gathers_all_rows(node: fx.Node) -> bool:

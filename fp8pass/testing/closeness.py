@@ -6,7 +6,8 @@ than that: some, as that of a bias before a norm, are nothing but noise. Accepte
 
     2 · √(n² + s²) + 5 · p + r
 
-    n: the largest error of the fake-quantized model, over seeds (noise.py)
+    n: the largest error of the fake-quantized model, over seeds (noise.py), some in its own dtype:
+       what is rounded to it beside other values may not be what the plain model rounds
     s: for gradients, the rounding error of the format of saved values: where autograd saves x, a
        plan may keep what the gradient is multiplied by, gelu'(x) say; or the largest error through
        one value that the plan expects: of x it computes x² and x³ again, which autograd saves
@@ -38,6 +39,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
+PLAIN_SEEDS = 4  # noise of one seed in so many is that of the model in its own dtype
 Batch = Sequence[Any]
 
 
@@ -93,7 +95,11 @@ class Reference:
         """Have noise of at least so many seeds."""
         rounds = any((self.formats.forward, self.formats.saved))
         for seed in range(len(self.noisy), seeds if rounds else 0):
-            self.noisy.append(self._steps(self.wide, Noise(self.formats, seed)))
+            noise = Noise(self.formats, seed)
+            if seed % PLAIN_SEEDS == PLAIN_SEEDS - 1:
+                self.noisy.append(self._steps(None, noise, self.run))
+            else:
+                self.noisy.append(self._steps(self.wide, noise))
 
     def judge(
         self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 96

@@ -148,4 +148,74 @@ FOUND = {
         path="inductor",
         observed=True,
     ),
+    "one gradient for all results of experts": Program(
+        seed=200430,
+        inputs={"x0": Input(dims=("B", "S", 16), kind="float", grad=False, layout="contiguous")},
+        parameters={"w5556": Parameter(shape=(2, 16, 16), trained=True, buffer=False)},
+        code=(
+            Instruction(
+                name="v0", operator="experts", operands=("x0",), parameters=("w5556",), buffers=()
+            ),
+            Instruction(name="v1", operator="total", operands=("v0",), parameters=(), buffers=()),
+        ),
+        returned=("v1",),
+        batches=({"S": 1, "B": 2},),
+        dtype="float32",
+        dynamic=False,
+        recipe="coat",
+        options={},
+        compiler="eager",
+        path="inductor",
+        observed=False,
+    ),
+    "a norm of what only rounding tells apart": Program(
+        seed=604530,
+        inputs={"x0": Input(dims=("B", "S"), kind="ids", grad=False, layout="contiguous")},
+        parameters={
+            "w2331": Parameter(shape=(48, 16), trained=True, buffer=False),
+            "w4779": Parameter(shape=(16, 16), trained=True, buffer=False),
+            "w1898": Parameter(shape=(32, 16), trained=True, buffer=False),
+            "w6889": Parameter(shape=(1,), trained=True, buffer=False),
+            "b4987": Parameter(shape=(1,), trained=False, buffer=True),
+            "b9623": Parameter(shape=(1,), trained=False, buffer=True),
+        },
+        code=(
+            Instruction(
+                name="v0", operator="embedding", operands=("x0",), parameters=("w2331",), buffers=()
+            ),
+            Instruction(
+                name="v1",
+                operator="sliced_weight",
+                operands=("v0",),
+                parameters=("w4779",),
+                buffers=(),
+            ),
+            Instruction(name="v3", operator="selu", operands=("v1",), parameters=(), buffers=()),
+            Instruction(
+                name="v4", operator="linear", operands=("v3",), parameters=("w1898",), buffers=()
+            ),
+            Instruction(
+                name="v6", operator="similarity", operands=("v4", "v4"), parameters=(), buffers=()
+            ),
+            Instruction(
+                name="v7", operator="bias", operands=("v6",), parameters=("w6889",), buffers=()
+            ),
+            Instruction(
+                name="v8",
+                operator="batch_norm",
+                operands=("v7",),
+                parameters=("w6889", "w6889"),
+                buffers=("b4987", "b9623"),
+            ),
+        ),
+        returned=("v8",),
+        batches=({"S": 1, "B": 2},),
+        dtype="autocast",
+        dynamic=False,
+        recipe="coat",
+        options={},
+        compiler="eager",
+        path="inductor",
+        observed=True,
+    ),
 }

@@ -25,13 +25,14 @@ from helpers import (
 )
 from monitor_helpers import monitored
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fp8pass import Monitor, diagnose, explain, graph
 from fp8pass.config import Config
 from fp8pass.graph.classify import BATCHED
 from fp8pass.graph.nodes import aten, prims
-from fp8pass.passes.quantize_experts import quantize_experts
+from fp8pass.passes.quantize_experts import _shared_matrix, quantize_experts
 from fp8pass.passes.quantize_linears import quantize_linears
 from fp8pass.plan import Linear
 
@@ -328,6 +329,13 @@ def test_rows_repeated_otherwise_are_not_taken_for_shared():
     model, x = Batched(spelling), tokens(T, K)
     assert_close(model, step(compiled(model)[0], model, (x,)), (x,), FP8_ERROR)
     assert not rewritten(model, x).calls(fp8.as_codes.default)
+
+
+def test_one_number_for_all_is_no_shared_matrix():
+    """As the gradient of a sum is."""
+    gm = make_fx(lambda x: x.expand(E, T, N), tracing_mode="fake")(torch.tensor(1.0))
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.expand.default)
+    assert _shared_matrix(node) is None
 
 
 def test_other_values_are_named_as_without_fp8():
