@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from fp8pass import compat
 from fp8pass.compilation import Compilation
 from fp8pass.plan import Plan
 from fp8pass.progress.gain import doubt
@@ -29,18 +29,25 @@ log = logging.getLogger("fp8pass")
 ROUTINE_SHARE = 0.05
 
 
+# Where a parameter is. Not a reference to it, nor a weak one: PyTorch moves DTensors and codes to
+# another device by swapping them, which it refuses of what has weak references.
+Place = tuple[Any, Any]
+
+
 @dataclass(eq=False)
 class _Part:
     """A compiled graph.
 
     Attributes:
         plan: its plan.
-        runs: the parameters that it has run with, by their ids: equal blocks share a graph.
+        runs: the parameters that it has run with: equal blocks share a graph.
+        device: theirs.
         waits: whether nothing has been said about it.
     """
 
     plan: Plan
-    runs: dict[tuple[int, ...], list[weakref.ref[nn.Parameter]]] = field(default_factory=dict)
+    runs: dict[tuple[Place, ...], None] = field(default_factory=dict)
+    device: torch.device | None = None
     waits: bool = True
 
     def note(self, parameters: list[nn.Parameter]) -> bool:
@@ -48,23 +55,24 @@ class _Part:
 
         What has none, such as attention between graph breaks, may run in each block.
         """
-        key = tuple(map(id, parameters))
-        if key in self.runs and all(x() is not None for x in self.runs[key]):
+        places = tuple((compat.weak_storage(x), x.storage_offset()) for x in parameters)
+        if places in self.runs:
             return bool(parameters)
-        self.runs[key] = [weakref.ref(x) for x in parameters]
+        self.runs[places] = None
+        self.device = parameters[0].device if parameters else self.device
         return False
 
-    def new_runs(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of runs that are still there and that nothing was said about."""
-        for refs in self.runs.values():
-            parameters = [x for ref in refs if (x := ref()) is not None]
-            if len(parameters) == len(refs) and not (refs and all(x in _known for x in parameters)):
-                yield parameters
+    def new_runs(self) -> Iterator[tuple[Place, ...]]:
+        """Of the runs whose parameters are still there those that nothing was said about."""
+        for places in self.runs:
+            is_there = not any(storage.expired() for storage, _ in places)
+            if is_there and not (places and _known.issuperset(places)):
+                yield places
 
 
 _waiting: list[_Part] = []
 # Parameters of graphs that a line has been said about: other sizes compile these anew.
-_known = WeakIdKeyDictionary()
+_known: set[Place] = set()
 
 
 def told(program: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
@@ -89,19 +97,19 @@ def told(program: Callable[..., Any], compilation: Compilation) -> Callable[...,
 
 def _settle() -> None:
     """Say the line about all graphs that wait for it."""
-    found: dict[object, tuple[Plan, list[nn.Parameter]]] = {}
+    found: dict[tuple[object, tuple[Place, ...]], Plan] = {}
     for part in _waiting:
         part.waits = False
         layers = tuple(linear.module for linear in part.plan.linears)
-        for parameters in part.new_runs():  # of what was compiled twice the last counts
-            found[layers, tuple(map(id, parameters))] = part.plan, parameters
+        for places in part.new_runs():  # of what was compiled twice the last counts
+            found[layers, places] = part.plan
+    devices = [part.device for part in _waiting if part.device]
     _waiting.clear()
-    for _, parameters in found.values():
-        _known.update(dict.fromkeys(parameters, True))
-    plans = [plan for plan, _ in found.values()]
+    _known.difference_update([place for place in _known if place[0].expired()])
+    _known.update(place for _, places in found for place in places)
+    plans = list(found.values())
     _say(merged(plans))
-    devices = (x.device for _, parameters in found.values() for x in parameters)
-    if doubtful := doubt(plans, next(devices, None)):
+    if doubtful := doubt(plans, next(iter(devices), None)):
         log.warning("%s", doubtful)
 
 

@@ -24,7 +24,8 @@ def keeping_sums(program: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled `program` that leaves gradients of earlier micro-batches as they are."""
 
     def run(*args: Any) -> Any:
-        _parameters.update(dict.fromkeys((x for x in args if isinstance(x, nn.Parameter)), True))
+        trained = (x for x in args if isinstance(x, nn.Parameter) and x.requires_grad)
+        _parameters.update(dict.fromkeys(trained, True))
         move_out()
         return program(*args)
 

@@ -143,20 +143,27 @@ def test_coat_keeps_fewer_bytes_than_stock():
 
 
 def peak_bytes(config: Config) -> int:
-    """The most that a step of eight layers allocates."""
+    """The most that a step of eight layers allocates.
+
+    The first step may free what other tests have left, so that the second one counts.
+    """
     torch._dynamo.reset()
     model, args = layer(batch=16, seq=1024, layers=8)
     program, _ = compiled(model, config)
-    step(program, model, args)
-    for p in model.parameters():
-        p.grad = None
-    args[0].grad = None
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = requested_bytes()
-    program(*args).sum().backward()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    for _ in range(2):
+        step(program, model, args)
+        for p in model.parameters():
+            p.grad = None
+        args[0].grad = None
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = requested_bytes()
+        program(*args).sum().backward()
+        torch.cuda.synchronize()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        model.zero_grad()
+        args[0].grad = None
+    return peak - before
 
 
 def test_the_peak_falls_with_the_budget():

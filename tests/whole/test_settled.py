@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from functools import partial
 
 import pytest
@@ -60,6 +61,16 @@ class Blocks(nn.Module):
             if self.breaks:
                 torch._dynamo.graph_break()
         return x
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_parameters_may_be_swapped(steps):
+    """PyTorch moves DTensors and frozen codes so, and refuses it of what has weak references."""
+    model = Blocks()
+    train(compiled(model), steps)
+    assert not any(weakref.getweakrefcount(p) for p in model.parameters())
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
 
 
 def in_place() -> nn.Module:
