@@ -21,7 +21,7 @@ from fp8pass.compilation import (
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, codes_among, inputs_among
+from fp8pass.graph.joint import JointFacts, UnusedCodes, codes_among, inputs_among
 from fp8pass.host.bandwidth import bandwidth
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
@@ -88,21 +88,39 @@ class Backend:
         # First: the compilers then tell Dynamo about the version that runs in most steps.
         sampled = monitor and _compile_sampled(gm, example_inputs, config, monitor, patches)
         careful = sampled and _compile_careful(gm, example_inputs, config, monitor, patches)
-        codes = choose_codes(gm, example_inputs, config)
-        compilation = Compilation(
-            config,
-            Inputs.of(example_inputs, codes),
-            self.observer,
-            self.extras,
-            decided_by_name(gm, config),
-        )
-        compiled = _compiled(gm, example_inputs, compilation, patches)
+        compilation, compiled = self._compiled(gm, example_inputs, config, patches)
         compiled = (
             compilation.counted(compiled, gm) if self.observer else told(compiled, compilation)
         )
         if not (monitor and sampled):
             return compiled
         return _chosen(monitor, sampled, careful or compiled, compiled)
+
+    def _compiled(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        config: Config,
+        patches: Mapping[str, Any],
+    ) -> tuple[Compilation, Callable[..., Any]]:
+        """The version of a graph that most steps run, with the codes of weights that it takes.
+
+        A graph that has others is not finished, so that caches have none of them.
+        """
+        unused = frozenset[int]()
+        while True:
+            codes = choose_codes(gm, example_inputs, config, unused)
+            compilation = Compilation(
+                config,
+                Inputs.of(example_inputs, codes),
+                self.observer,
+                self.extras,
+                decided_by_name(gm, config),
+            )
+            try:
+                return compilation, _compiled(gm, example_inputs, compilation, patches)
+            except UnusedCodes as error:
+                unused |= error.of
 
 
 @dataclass(frozen=True)

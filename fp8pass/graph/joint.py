@@ -11,6 +11,20 @@ from torch import fx
 from fp8pass import compat
 
 
+class UnusedCodes(Exception):
+    """Codes of weights that are inputs of a graph, and that no GEMM of it takes.
+
+    Compile it without them: to be made and held they cost what others could use.
+
+    Attributes:
+        of: these weights, as indices of the Dynamo graph's inputs.
+    """
+
+    def __init__(self, of: Collection[int]) -> None:
+        super().__init__(of)
+        self.of = frozenset(of)
+
+
 @dataclass(frozen=True)
 class JointFacts:
     """How long the inputs of a joint graph live, and where its forward ends.

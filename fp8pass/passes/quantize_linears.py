@@ -20,7 +20,9 @@ them counts as another tensor.
 `einsum` writes a linear layer as a `bmm` of one matrix, which becomes an `mm` first.
 
 Where codes of a weight are inputs of the graph (`weight_codes`), the forward takes these, and the
-backward's scale is the largest of theirs. They are what the graph would make.
+backward's scale is the largest of theirs. They are what the graph would make. Which are given was
+guessed by names; if no forward takes some of them, the graph is to be compiled without
+(`UnusedCodes`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity, of_operand
 from fp8pass.dialect.ops import AMAX
+from fp8pass.graph.joint import JointFacts, UnusedCodes
 from fp8pass.graph.linear_layers import (
     Layer,
     Part,
@@ -58,6 +61,9 @@ NOT_ALONE = (
     "not only linear layers in BF16 read the weight, or it is computed from other parameters"
 )
 
+IN_CHUNKS = "the graph: its tokens are computed in chunks"
+ONE_SCALE = "the graph: its input is transposed, for which a weight has one scale"
+
 # What is not rewritten where nothing is rounded. Its operands are kept as the rules allow.
 EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
 
@@ -71,14 +77,16 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
     if ctx.config.simulate is not None:  # `simulate_format` takes its place
         return
+    in_fp8 = set[fx.Node]()
     for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
-        quantize_layers(part, ctx)
+        in_fp8 |= quantize_layers(part, ctx)
         if part.gm is not gm:
             part.gm.recompile()
+    _check_codes_are_used(ctx.facts, in_fp8)
 
 
-def quantize_layers(part: Part, ctx: Context) -> None:
-    """Rewrite the eligible ones of a graph's layers."""
+def quantize_layers(part: Part, ctx: Context) -> set[fx.Node]:
+    """Rewrite the eligible ones of a graph's layers; their weights."""
     g, eligible = part.gm.graph, dict[fx.Node, Layer]()
     for layer in part.layers:
         if layer.experts:  # `quantize_experts` has them
@@ -95,18 +103,34 @@ def quantize_layers(part: Part, ctx: Context) -> None:
         if roles and not ctx.config.quantizes_linears:
             roles, reason = [], Reason("exact formats: rewritten, not rounded", chosen=True)
         rewritten = tuple(dict.fromkeys(roles))
-        codes = _where_codes_are_from(layer, ctx) if rewritten else ""
+        codes = _where_codes_are_from(layer, part, ctx) if rewritten else ""
         ctx.plan.linears.append(layer.entry(reason, part.times, fp8=rewritten, codes=codes))
     quantizer = Quantizer(g, ctx.config, ctx.facts.codes)
     for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
             rewrite(g, node, eligible[node], quantizer)
+    return {layer.weight for layer in eligible.values()}
 
 
-def _where_codes_are_from(layer: Layer, ctx: Context) -> str:
+def _check_codes_are_used(facts: JointFacts, in_fp8: set[fx.Node]) -> None:
+    """Raise UnusedCodes if a graph has codes as inputs that none of its GEMMs takes.
+
+    It then names all weights that need none, those for whose codes there was no room, too.
+    """
+    unused = {weight for weight, (data, _) in facts.codes.items() if not data.users}
+    if unused:
+        unused |= {weight for weight in facts.uncoded if weight not in in_fp8}
+        raise UnusedCodes([i for w in unused if (i := compat.input_index(w)) is not None])
+
+
+def _where_codes_are_from(layer: Layer, part: Part, ctx: Context) -> str:
     """Where the codes of a layer's weight come from; '' if that was not asked for."""
     if not ctx.config.weight_code_bytes:
         return ""
+    if part.times:
+        return IN_CHUNKS
+    if granularity_of(layer.forward, ctx.config) is TENSOR:
+        return ONE_SCALE
     weight = graph.source(layer.weight)
     if weight in ctx.facts.codes:
         return FROM_INPUTS

@@ -4,12 +4,14 @@
     after    forward(x, W, codes, scales)      y = linear(x, W)
 
 The graph computes the same. What codes there are of `W` is said beside it (`Given`), and
-`quantize_linears` takes them in place of making them.
+`quantize_linears` takes them in place of making them. Names and users say which weights could have
+some; where the pass finds layers that do not run in FP8 after all, the choice is made again without
+their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +44,27 @@ class Given:
 NO_CODES = Given()
 
 
-def choose_codes(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Given:
-    """The weights of a Dynamo graph whose codes are to be inputs, in order, as far as they fit."""
+def choose_codes(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    unused: Collection[int] = (),
+) -> Given:
+    """The weights of a Dynamo graph whose codes are to be inputs, in order, as far as they fit.
+
+    Args:
+        gm: the graph.
+        example_inputs: its inputs.
+        config: says how much room there is.
+        unused: inputs whose codes no GEMM of the graph would take.
+    """
     room = config.weight_code_bytes
     if not room:
         return NO_CODES
     chosen, left_out = list[int](), list[tuple[int, str]]()
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for i, (node, weight) in enumerate(zip(placeholders, example_inputs, strict=True)):
-        if not _is_weight_of_linear_layers(node, weight, config):
+        if i in unused or not _is_weight_of_linear_layers(node, weight, config):
             continue
         needed = weight.numel() + 4 * weight.shape[0]  # E4M3, scales of rows in FP32
         if needed > room:

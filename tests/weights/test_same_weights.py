@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import COAT_EAGER, Spy, relative, step
+from helpers import COAT_EAGER, Spy, compiled, relative, step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import counts
@@ -14,6 +15,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, ConfigError, optim
+from fp8pass.dialect import hardware
 from fp8pass.dynamo import Backend
 from fp8pass.weights import kept
 
@@ -166,6 +168,65 @@ def test_what_the_budget_has_no_room_for_is_coded_in_the_graph(made):
     assert down.codes == (
         "the graph: its codes take 8.25 KiB, and only 0 B of weight_codes are left"
     )
+
+
+class Others(nn.Module):
+    """Layers of which names do not say that they take no codes, before those that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, 256)  # logits
+        self.mixer = nn.Linear(32, 32)  # over tokens, which are columns
+        self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x):
+        targets = x.argmax(-1)
+        x = self.mixer(x.t()).t() + self.down(nn.functional.silu(self.up(x)))
+        return nn.functional.cross_entropy(self.scores(x).float(), targets)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_only_weights_whose_layers_take_codes_have_some(trains, made):
+    """The others leave their room to those that follow."""
+    spy = Spy()
+    size = 2 * (WIDTH * 128) + 4 * (128 + WIDTH)  # of up and down alone
+    model = Others().bfloat16()
+    program = torch.compile(model, backend=Backend(config("cpu", size), spy))
+    with torch.set_grad_enabled(trains), fp8pass.same_weights():
+        loss = program(inputs()[0])
+        assert {id(model.up.weight), id(model.down.weight)} == set(kept._kept.by_weight)
+    assert made == [2]
+    assert torch.equal(loss, torch.compile(model, backend=Backend(COAT_EAGER))(inputs()[0]))
+    assert {y.module: (y.codes, bool(y.fp8)) for y in spy.plan.linears} == {
+        "mixer": ("the graph: its input is transposed, for which a weight has one scale", True),
+        "up": ("inputs", True),
+        "down": ("inputs", True),
+        "scores": ("", False),
+    }
+
+
+def test_a_head_in_chunks_has_no_codes(made):
+    model = nn.Sequential(nn.Linear(WIDTH, 128), nn.Linear(128, 256)).bfloat16()
+
+    def loss(x, targets):
+        return nn.functional.cross_entropy(model(x).float(), targets)
+
+    several = replace(config("cpu", "1MiB"), quantize_lm_head=True, head_chunks=2)
+    program, spy = compiled(loss, several)
+    program(inputs()[0], torch.arange(32)).backward()
+    assert made == [1]
+    assert [(y.codes, bool(y.fp8)) for y in spy.plan.linears] == [
+        ("inputs", True),
+        ("the graph: its tokens are computed in chunks", True),
+    ]
+
+
+def test_nothing_has_codes_where_nothing_runs_in_fp8(made, monkeypatch):
+    monkeypatch.setattr(hardware, "why_no_fp8_gemm", lambda device: "no tensor cores")
+    program, spy = compiled(Model().bfloat16(), config("cpu", "1MiB"))
+    program(inputs()[0]).backward()
+    assert made == []
+    assert not any(y.codes for y in spy.plan.linears)
 
 
 @pytest.mark.parametrize("size", [-1, True, 0.5, "much"])
