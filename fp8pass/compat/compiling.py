@@ -51,6 +51,7 @@ __all__ = [
     "original_of",
     "recompiled",
     "replayed_memory",
+    "running_backward",
     "static_inputs",
     "trace_structured",
     "uncached",
@@ -258,6 +259,30 @@ def replayed_memory(device: torch.device) -> frozenset[int]:
     return frozenset(live.data_ptr() for live in manager.current_node.path_live_weakrefs())
 
 
-def after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that is running has ended, on its caller's stream."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+def running_backward() -> int:
+    """The number of the backward that is running, of the innermost where one runs in another."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Call a function when the backward that is running has ended, on its caller's stream.
+
+    If that ends with an error `otherwise` is called, on any stream.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_Ending(function, otherwise))
+
+
+class _Ending:
+    """What autograd calls at the end of a backward; of one that fails it only lets go."""
+
+    def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        self._function, self._otherwise = function, otherwise
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._function()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._otherwise()

@@ -137,9 +137,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self.update(group, [p for p in group["params"] if p.grad is not None])
-        self.join()
+        try:
+            for group in self.param_groups:
+                self.update(group, [p for p in group["params"] if p.grad is not None])
+        finally:
+            self.join()
         return loss
 
     @torch.no_grad()
@@ -191,15 +193,15 @@ class AdamW(torch.optim.Optimizer):
             elsewhere = Elsewhere(self._arena_of(device), self._staging_of(device))
         return Accumulated(format, elsewhere, self._number(parameter))
 
-    @property
-    def streams(self) -> bool:
-        """Whether something runs on streams of its own."""
-        return bool(self._staging)
-
     def join(self) -> None:
         """Have what is launched from now on wait for all updates so far."""
         for staging in self._staging.values():
             staging.join()
+
+    def abandon(self) -> None:
+        """Wait for all updates so far, on whichever stream this is, and let go of gradients."""
+        for staging in self._staging.values():
+            staging.abandon()
 
     def prepare_again(self) -> None:
         """Follow states that were written to: an update that is prepared has copies of steps."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8pass import compat
 from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import AdamW
+from fp8pass.optim.endings import Endings
 from fp8pass.optim.host import is_offloaded
 from fp8pass.optim.shards import like_parameter, local_gradient
 from fp8pass.optim.state_formats import moment_format
@@ -112,12 +112,13 @@ def attach(
     accumulated: dict[Tensor, Accumulated] = {}
     if accumulate > 1:
         accumulated |= {p: optimizer.new_sum(groups[p], p, format) for p in trained.values()}
+    endings = Endings(ref(optimizer), len(trained), list(accumulated.values()))
     handles = []
     for parameter in trained.values():
-        hook: Callable[..., None] = partial(_step, ref(optimizer), groups[parameter])
+        take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
         if accumulate > 1:
-            sum_ = accumulated[parameter]
-            hook = partial(_accumulate, ref(optimizer), groups[parameter], sum_, accumulate)
+            take = partial(_accumulate, groups[parameter], accumulated[parameter], accumulate)
+        hook = partial(_take, endings, take)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
     attached = Attached(optimizer, frozenset(trained.values()), accumulated, handles)
     for module in model.modules():
@@ -163,37 +164,40 @@ def _check_nothing_is_attached(trained: Mapping[str, Tensor]) -> None:
         )
 
 
-def _step(reference: ref[AdamW], group: int, parameter: Tensor) -> None:
-    optimizer = _alive(reference)
-    optimizer.update(optimizer.param_groups[group], [parameter])
-    kept.forget()
-    parameter.grad = None
-    if optimizer.streams:  # what follows this backward uses the new weights
-        compat.after_backward(optimizer.join)
+def _take(endings: Endings, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
+    """Take a final gradient, which is gone even if that fails: the next would be added to it."""
+    optimizer = _alive(endings.optimizer)
+    backward = endings.note()
+    try:
+        backward.updates += take(optimizer, parameter)
+    finally:
+        parameter.grad = None
+
+
+def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
+    """Update a parameter by its gradient; returns that it did."""
+    try:
+        optimizer.update(optimizer.param_groups[group], [parameter])
+    finally:
+        kept.forget()
+    return True
 
 
 @torch.no_grad()
 def _accumulate(
-    reference: ref[AdamW],
-    group: int,
-    accumulated: Accumulated,
-    backwards: int,
-    parameter: Tensor,
-) -> None:
-    optimizer = _alive(reference)
+    group: int, accumulated: Accumulated, backwards: int, optimizer: AdamW, parameter: Tensor
+) -> bool:
+    """Add a gradient to its sum, and update by the sum if it is complete; returns whether it is."""
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
         accumulated.add(gradient, options["seed"], optimizer.step_of(parameter))
-        parameter.grad = None
-        if optimizer.streams:  # no one reads the sum but what is added to it next
-            compat.after_backward(optimizer.let_go)
-        return
+        return False
     accumulated.move_to(gradient)
     if not is_offloaded(options, "states", parameter):
         optimizer.join()
     parameter.grad = like_parameter(gradient, parameter)
-    _step(reference, group, parameter)
+    return _step(group, optimizer, parameter)
 
 
 def _alive(reference: ref[AdamW]) -> AdamW:

@@ -138,6 +138,12 @@ class Staging:
             torch.cuda.current_stream(self.device).wait_stream(self._compute)
             self.let_go()
 
+    def abandon(self) -> None:
+        """Wait until all that was begun is done, and hold on to nothing; from any stream."""
+        for stream in (self._into, self._compute, self._out) if self._compute is not None else ():
+            stream.synchronize()
+        self._held.clear()
+
     def synchronize(self) -> None:
         """Wait until everything has arrived on the host."""
         if self._out is not None:

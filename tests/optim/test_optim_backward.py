@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from optim_helpers import EXACT_STATES, all_parameters, same_state, single_proce
 from torch import nn
 
 import fp8pass
-from fp8pass.optim import AdamW, attach
+from fp8pass.optim import AdamW, attach, host
+from fp8pass.optim.staging import Staging
+from fp8pass.optim.sums import Accumulated
 
 
 def small_model(dtype=torch.float32) -> nn.Module:
@@ -173,6 +176,138 @@ def test_what_is_attached_to_may_be_a_wrapper():
     before = model.weight.detach().clone()
     model(torch.ones(2, 4)).sum().backward()
     assert not torch.equal(model.weight, before)
+
+
+# --- backwards that fail ------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """A backward that fails if it is told to."""
+
+    told = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Fails.told:
+            raise ValueError("in the middle")
+        return gradient
+
+
+def model_that_fails(dtype=torch.bfloat16) -> nn.Module:
+    """Of the last layer there are gradients before the backward fails."""
+    torch.manual_seed(0)
+
+    class Middle(nn.Module):
+        def forward(self, x):
+            return Fails.apply(x)
+
+    layers = nn.Linear(40, 40), nn.Tanh(), Middle(), nn.Linear(40, 40), nn.Linear(40, 40)
+    return nn.Sequential(*layers).to(dtype)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Have backwards fail in a context."""
+
+    @contextmanager
+    def context():
+        monkeypatch.setattr(Fails, "told", True)
+        with pytest.raises(ValueError, match="in the middle"):
+            yield
+        monkeypatch.setattr(Fails, "told", False)
+
+    return context
+
+
+def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
+    """As if the optimizer had then stepped with the gradients that there are."""
+    model, plain = model_that_fails(), model_that_fails()
+    optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
+    attach(model, optimizer)
+    for number, both in enumerate(zip(losses(model, 3), losses(plain, 3), strict=True)):
+        for loss in both:
+            with failing() if number == 1 else nullcontext():
+                loss.backward()
+        after.step()
+        after.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    same_state(optimizer, after)
+    (message,) = (r.getMessage() for r in caplog.records)
+    assert "failed after 4 of 6 gradients: 4 parameters have been updated" in message
+    assert "Sums" not in message
+
+
+@pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
+    failed, offload, failing, caplog, monkeypatch
+):
+    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    model = model_that_fails()
+    optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
+    attached = attach(model, optimizer, accumulate=3)
+    for loss in losses(model, failed):
+        loss.backward()
+    with failing():
+        next(losses(model, 1)).backward()
+    assert {sum_.count for sum_ in attached.accumulated.values()} == {0}
+    assert "the next backward is the first of new ones" in caplog.text
+    resumed = model_that_fails()
+    resumed.load_state_dict(model.state_dict())
+    again = AdamW(resumed.parameters(), lr=0.01, offload=offload)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    attach(resumed, again, accumulate=3)
+    for trained in (model, resumed):
+        for loss in losses(trained, 4):
+            loss.backward()
+    same_state(again, optimizer)
+
+
+def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
+    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    waited = []
+    monkeypatch.setattr(Staging, "abandon", lambda self: waited.append("abandon"))
+    monkeypatch.setattr(Staging, "join", lambda self: waited.append("join"))
+    model = model_that_fails()
+    attach(model, AdamW(model.parameters(), offload=("states",)))
+    for number, loss in enumerate(losses(model, 3)):
+        with failing() if number == 1 else nullcontext():
+            loss.backward()
+    assert waited == ["join", "abandon", "join"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, caplog):
+    """To which the next one would be added."""
+    model = model_that_fails()
+    attach(model, AdamW(model.parameters()), accumulate=accumulate)
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamW, "update", fail)
+        patch.setattr(Accumulated, "add", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            next(losses(model, 1)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert "failed after 1 of 6 gradients: 0 parameters have been updated" in caplog.text
+
+
+def test_a_step_that_fails_is_waited_for(monkeypatch):
+    joined = []
+    monkeypatch.setattr(AdamW, "join", lambda self: joined.append(self))
+    model = small_model()
+    optimizer = AdamW([{"params": [p]} for p in model.parameters()])
+    next(losses(model, 1)).backward()
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()
+    assert joined == [optimizer]
 
 
 def test_parameters_that_outlive_their_optimizer_say_so():
