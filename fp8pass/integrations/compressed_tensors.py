@@ -3,7 +3,8 @@
 The layout is that of compressed-tensors' format `float-quantized`: for each linear layer
 `NAME.weight`, float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1], whose product is the
 weight; inputs get a scale for each token when the layer runs. These are the codes that recipes with
-scales by row multiply in the forward, so that the served model is the one that was trained.
+scales by row multiply in the forward, so that the served model is the one that was trained. Weights
+in FP32 are rounded to BF16 before, as autocast does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ fp8 = torch.ops.fp8pass
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
     """Write a model of transformers with its linear layers in FP8, for serving.
 
-    Output heads, layers in `skip`, and those whose sizes are not multiples of 16 stay as they are.
+    Output heads, layers in `skip`, and those whose sizes are not multiples of 16 stay as they are,
+    and in their dtype. Weights in FP32 get the codes that the forward has under autocast to BF16.
     The model is not changed.
 
     Args:
@@ -98,6 +100,8 @@ def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
 def coded(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of a weight [M, K], float8_e4m3fn, and a scale for each row, fp32 [M, 1].
 
+    Those of FP32 are of what autocast to BF16 makes of it.
+
     Raises:
         ConfigError: it is sharded.
         ValueError: it is not finite.
@@ -107,6 +111,8 @@ def coded(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
             f"{name} is sharded: export on one rank what get_model_state_dict(..., options="
             "StateDictOptions(full_state_dict=True)) gathers, loaded into a model of its own."
         )
+    if weight.dtype is torch.float32:
+        weight = weight.bfloat16()
     amax = fp8.row_amax(weight)
     if not amax.isfinite().all():
         raise ValueError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
-from helpers import gpt2, llama, relative, tokens
+from helpers import COAT_EAGER, gpt2, llama, relative, tokens
 from torch import nn
 
 import fp8pass
+from fp8pass.dynamo import Backend
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file
@@ -70,14 +72,50 @@ def test_codes_are_those_that_training_multiplies(trained, tmp_path):
     assert torch.equal(found[f"{name}_scale"], scale)
 
 
-def test_transformers_loads_it(trained, tmp_path):
+@pytest.fixture
+def in_fp32():
+    """Weights in FP32, trained under autocast."""
+    return llama()
+
+
+@pytest.mark.parametrize("weights", ["trained", "in_fp32"])
+def test_what_is_served_computes_what_training_does(weights, request, tmp_path):
+    """The forward of a compiled model makes the same codes of a weight and of its decoded ones."""
+    model = request.getfixturevalue(weights)
+    layers = fp8pass.export(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    served = copy.deepcopy(model)
+    for layer in layers:
+        codes, scales = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
+        weight = served.get_submodule(layer).weight
+        assert not torch.equal(codes.float() * scales, weight.float())
+        weight.data = (codes.float() * scales).to(weight.dtype)
+    logits = []
+    for each in (model, served):
+        program = torch.compile(each, backend=Backend(COAT_EAGER))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits.append(program(tokens()).logits)
+    assert torch.equal(*logits)
+
+
+def test_what_stays_keeps_its_dtype(in_fp32, tmp_path):
+    layers = fp8pass.export(in_fp32, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    others = [x for name, x in found.items() if name.removesuffix(".weight") not in layers]
+    assert {x.dtype for x in others} == {torch.float32}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("weights", ["trained", "in_fp32"])
+def test_transformers_loads_it(weights, request, tmp_path):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
+    trained = request.getfixturevalue(weights)
     layers = fp8pass.export(trained, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     ids = tokens()
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         error = relative(loaded(ids).logits.float(), trained(ids).logits.float())
     assert 0.001 < error < 0.1  # rounded, and by no more than FP8 rounds
     found = load_file(tmp_path / "model.safetensors")
