@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp8pass.config import ConfigError
 from fp8pass.guard import callbacks
 from fp8pass.guard.events import Event, Signal, Suspect
+from fp8pass.guard.loss_scale import LossScale
 from fp8pass.guard.norms import Norms
 from fp8pass.guard.readings import Reading, Readings
 from fp8pass.guard.responses import ROLL_BACK, Responses
@@ -110,6 +111,7 @@ class Guard:
         self._responses = Responses(actions, factor, hold, quiet, monitor)
         self._readings = Readings()
         self._norms: Norms | None = None
+        self._loss_scale: LossScale | None = None
         self._signals = Signals()
         self._noticed: list[tuple[int, Signal]] = []
         self._alarm: Alarm | None = None
@@ -132,6 +134,8 @@ class Guard:
         self.model = model
         self._responses.bind(model, optimizer)
         self._norms = Norms(model)
+        self._leave()
+        self._loss_scale = LossScale(optimizer)
         self._needs_gradients = not steps_in_backward(optimizer)
 
     def step(
@@ -142,7 +146,9 @@ class Guard:
         Args:
             loss: of the step, one number; of several micro-batches their mean. It may be missing.
             gradient_norm: what `clip_grad_norm_` returned, the norm before clipping. Without it the
-                norm is measured in every `every`-th step, as the optimizer saw the gradients.
+                norm is measured in every `every`-th step, as the optimizer saw the gradients. With
+                `torch.amp.GradScaler` that of unscaled ones, as after `scaler.unscale_(optimizer)`;
+                what is measured is unscaled.
 
         Raises:
             ConfigError: the guard has no optimizer.
@@ -153,7 +159,7 @@ class Guard:
         self.steps += 1
         self._readings.add(loss, gradient_norm)
         if self.steps % self.every == 0:
-            self._readings.send(self.steps, self._norms.measure())
+            self._readings.send(self.steps, self._measured(self._norms))
             self._check_gradients(self._norms)
         for reading in self._readings.arrived():
             self._judge(reading, self._norms)
@@ -173,6 +179,7 @@ class Guard:
     def close(self) -> None:
         """End all actions, and leave the optimizer alone."""
         self._responses.close()
+        self._leave()
 
     def hugging_face(self) -> Any:
         """A callback for `transformers.Trainer`, in place of calls to `step()`.
@@ -228,6 +235,17 @@ class Guard:
         self._noticed = [(step, Signal(**signal)) for step, signal in state["noticed"]]
         self._signals.load_state_dict(state["signals"])
         self._responses.load_state_dict(state["responses"])
+
+    def _measured(self, norms: Norms) -> Tensor:
+        weights, gradients, changes = norms.measure()
+        if self._loss_scale is not None:
+            gradients = self._loss_scale.unscaled(gradients)
+        return torch.stack([weights, gradients, changes])
+
+    def _leave(self) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.close()
+            self._loss_scale = None
 
     def _judge(self, reading: Reading, norms: Norms) -> None:
         found = [*self._signals.read(reading, norms.names), *self._of_monitor()]

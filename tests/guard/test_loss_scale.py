@@ -1,0 +1,109 @@
+"""`Guard` with `torch.amp.GradScaler`, whose factor is in some gradients when it looks at them."""
+
+import pytest
+import torch
+from guard_helpers import network
+from torch import nn
+
+from fp8pass import Guard
+from fp8pass.optim import AdamW
+
+
+def fused(parameters, lr):
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def plain(parameters, lr):
+    return torch.optim.AdamW(parameters, lr=lr, foreach=True)
+
+
+class Scaled:
+    """A regression with a guard that reads every step, with a GradScaler or without."""
+
+    def __init__(self, make_optimizer, scaler=None):
+        self.model = network()
+        self.optimizer = make_optimizer(self.model.parameters(), lr=1e-3)
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.guard = Guard(None, self.optimizer, model=self.model, every=1)
+        self.measured = []
+        self.guard._signals.read = self.read  # type: ignore[method-assign]
+
+    def read(self, reading, names):
+        self.measured.append(torch.tensor(reading.norms[1]))
+        return []
+
+    def run(self, steps, *, updates_first=False, clips=False):
+        for step in range(steps):
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+            loss = (self.model(x) - x.roll(1, dims=1).tanh()).square().mean()
+            self.scaler.scale(loss).backward()
+            if clips:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1e3)
+            self.scaler.step(self.optimizer)
+            if updates_first:
+                self.scaler.update()
+            self.guard.step(loss)
+            if not updates_first:
+                self.scaler.update()
+            self.optimizer.zero_grad()
+        return torch.stack(self.measured)
+
+
+def scaler(**options):
+    return torch.amp.GradScaler("cpu", init_scale=2.0**12, **options)
+
+
+@pytest.mark.parametrize("make_optimizer", [AdamW, fused, plain])
+@pytest.mark.parametrize("order", [{}, {"updates_first": True}, {"clips": True}], ids=str)
+def test_gradients_are_measured_without_the_scale(make_optimizer, order):
+    """However it grows: here in every other step."""
+    want = Scaled(make_optimizer).run(6)
+    got = Scaled(make_optimizer, scaler(growth_interval=2)).run(6, **order)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+
+
+def test_what_has_no_gradient_has_none_with_a_scale():
+    training = Scaled(AdamW, scaler())
+    training.model[0].requires_grad_(False)  # the guard still asks for it
+    assert (training.run(1)[0, :2] == -1).all()
+
+
+@pytest.mark.parametrize("make_optimizer", [AdamW, fused])
+def test_gradients_of_a_step_that_is_skipped_are_not_there(make_optimizer):
+    """Those that are finite have the scale."""
+    training = Scaled(make_optimizer, scaler())
+    training.model[0].weight.register_hook(lambda gradient: gradient / 0)
+    assert (training.run(1) == -1).all()
+
+
+@pytest.mark.parametrize("make_optimizer", [AdamW, fused, plain])
+def test_a_step_that_is_skipped_raises_no_alarm(make_optimizer):
+    """The scale begins where FP32 overflows, and is halved until it does not."""
+    model = network()
+    optimizer = make_optimizer(model.parameters(), lr=1e-3)
+    guard = Guard(None, optimizer, model=model, every=1)
+    growing = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=25)
+    skipped = 0
+    for step in range(120):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = 1e4 * (model(x) - x.roll(1, dims=1).tanh()).square().mean()
+        growing.scale(loss).backward()
+        growing.step(optimizer)
+        guard.step(loss)
+        before = growing.get_scale()
+        growing.update()
+        skipped += growing.get_scale() < before
+        optimizer.zero_grad()
+    assert skipped > 5
+    assert not guard.events
+
+
+def test_a_closed_guard_leaves_the_optimizer_alone():
+    model = network()
+    optimizer = plain(model.parameters(), lr=1e-3)
+    guard = Guard(None, optimizer, model=model)
+    guard.watch(model, optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    guard.close()
+    assert not optimizer._optimizer_step_pre_hooks
