@@ -134,7 +134,7 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
     """Whether a condition holds of sizes; None if there are no such sizes."""
     try:
         return bool(condition.xreplace(sizes))
-    except (AssertionError, TypeError):  # sizes below zero
+    except (AssertionError, TypeError, ZeroDivisionError):  # sizes below zero, or remainders by 0
         return None
 
 

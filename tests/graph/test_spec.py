@@ -9,8 +9,9 @@ import torch
 from helpers import COAT_EAGER, FFN, JointGraph, Spy, capture_joint, relative
 from kernel_helpers import interpret_halves
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph import spec
@@ -236,3 +237,15 @@ def test_strides_that_vary_are_compared_by_any_pointwise_operator(monkeypatch):
     for rows, columns in ((4, 48), (6, 80)):
         x = torch.randn(rows, columns)[::2, :16]
         assert relative(program(x).detach(), layer(x).detach()) < 0.1
+
+
+def test_conditions_that_have_no_answer_for_some_sizes():
+    """A remainder by zero, here of 40 elements, is no reason to fail."""
+
+    def function(x):
+        size = x.shape[0]
+        return x + 1 if size % (size - 40) == 5000 else x * size
+
+    gm = make_fx(function, tracing_mode="symbolic")(torch.randn(37))
+    assert compat.guard_count(gm.graph) == 1
+    assert compat.restrictions(gm.graph, 0) == []
