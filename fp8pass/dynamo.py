@@ -61,6 +61,7 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Compile one graph captured by Dynamo."""
+        compat.rename_self(gm)
         config = self.config
         inductor_options = dict(_mode_options(mode))
         if options:

@@ -49,6 +49,7 @@ from fp8pass.compat.fakes import (  # noqa: E402
     WeakIdKeyDictionary,
     fake_tensors,
 )
+from fp8pass.compat.frames import rename_self  # noqa: E402
 from fp8pass.compat.joint import (  # noqa: E402
     copy_region,
     extract_forward_backward,
@@ -166,6 +167,7 @@ __all__ = [
     "real_tensors",
     "recompiled",
     "recompute_always",
+    "rename_self",
     "replayed_memory",
     "restrictions",
     "running_backward",

@@ -209,6 +209,7 @@ def _recording(config: Config, records: list[Record], module: nn.Module) -> Call
     copies = is_sharded(module)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        compat.rename_self(gm)
         recorder, runs = Recorder(), Runs(records, copies=copies)
         compilation = Compilation(config, Inputs.of(example_inputs))
 

@@ -6,12 +6,14 @@ from functools import wraps
 
 import pytest
 import torch
-from helpers import MLP, compiled, llama, tokens
+from helpers import MLP, Spy, compiled, llama, tokens
 from monitor_helpers import monitored
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8pass
 from fp8pass import Config, Monitor
+from fp8pass.dynamo import Backend
 from fp8pass.graph.names import clean_path
 
 SIZES = (64, 128, 64)
@@ -80,6 +82,53 @@ def with_autocast() -> nn.Module:
 
     model.forward = forward.__get__(model)
     return model
+
+
+class Terse(nn.Module):
+    """Calls itself something else, and has a graph break in its forward."""
+
+    def __init__(this) -> None:
+        super().__init__()
+        this.s, this.mlp = nn.Linear(64, 64), MLP(SIZES)
+
+    def forward(s, x):
+        x = s.s(x)
+        torch._dynamo.graph_break()
+        return s.mlp(x)
+
+
+@pytest.mark.filterwarnings("ignore:skip pattern")  # of the graph before the break
+@pytest.mark.parametrize("how", ["whole", "in place", "own forward"])
+def test_the_module_may_call_itself_anything(how):
+    model = Terse()
+    if how == "own forward":
+        model.forward = Terse.forward.__get__(model)
+    spy = Spy()
+    backend = Backend(Config(skip=("mlp.up",), compiler="eager"), spy)
+    program = model if how == "in place" else torch.compile(model, backend=backend)
+    if how == "in place":
+        model.compile(backend=backend)
+    program(torch.randn(4, 64))
+    assert [y.module for plan in spy.plans for y in plan.linears] == ["s", "mlp.up", "mlp.down"]
+    assert {s.module for plan in spy.plans for s in plan.saved} <= dict(
+        model.named_modules()
+    ).keys()
+
+
+def test_the_module_may_call_itself_anything_in_other_tools():
+    model, batch = Terse(), torch.randn(32, 64)
+    diagnosed = fp8pass.diagnose(model, lambda m, b: m(b).square().mean(), batch)
+    names = {name for name, _ in model.named_modules()}
+    assert {"s", "mlp.up", "mlp.down"} <= {y.module for y in diagnosed.layers} <= names
+
+
+def test_arguments_of_functions_keep_their_names():
+    def function(model, x):
+        return model(x)
+
+    program, spy = compiled(function)
+    program(MLP(SIZES), torch.randn(4, 64))
+    assert [y.module for y in spy.plan.linears] == ["model.up", "model.down"]
 
 
 MODELS = {

@@ -236,6 +236,7 @@ def _new(like: Any) -> Any:
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Region:
     """The joint graph of what Dynamo captured."""
+    compat.rename_self(gm)
     results = compat.tree_leaves(gm(*example_inputs))
     outputs = [(_described(x), isinstance(x, Tensor) and x.requires_grad) for x in results]
     region = Region(path, outputs)

@@ -1,0 +1,50 @@
+"""The function that Dynamo is tracing, and what it calls the module whose method it is."""
+
+from __future__ import annotations
+
+from types import CodeType
+
+from torch import fx, nn
+from torch._dynamo.resume_execution import ContinueExecutionCache
+from torch._dynamo.symbolic_convert import tls
+
+__all__ = ["rename_self"]
+
+
+def rename_self(gm: fx.GraphModule) -> None:
+    """Have the module whose method Dynamo traced be `self` in the paths of a graph's modules."""
+    name = _name_of_self()
+    if name in (None, "self"):
+        return
+    begin = f"L['{name}']"
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    for node in (n for g in graphs for n in g.nodes):
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {
+                key: (f"L['self']{path[len(begin) :]}" if path.startswith(begin) else path, *rest)
+                for key, (path, *rest) in stack.items()
+            }
+
+
+def _name_of_self() -> str | None:
+    """The first argument of the function that is traced, if that is a method of a module."""
+    current = getattr(tls, "current_tx", None)
+    if current is None:
+        return None
+    frame = current.output.root_tx
+    code = frame.f_code
+    resumed = ContinueExecutionCache.generated_code_metadata.get(code)
+    if resumed is not None:  # what follows a graph break
+        code = resumed.code
+    if not code.co_argcount:
+        return None
+    name = code.co_varnames[0]
+    module = frame.f_locals.get(name)
+    return name if isinstance(module, nn.Module) and _is_method(code, module) else None
+
+
+def _is_method(code: CodeType, module: nn.Module) -> bool:
+    """Whether this is the code of a function that a module, or a class of it, has."""
+    owners = module, *type(module).__mro__
+    attributes = (x for owner in owners for x in vars(owner).values())
+    return any(getattr(x, "__code__", None) is code for x in attributes)
