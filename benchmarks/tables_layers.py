@@ -26,22 +26,22 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
         for r in results:
             graphed = GRAPHED * r["variant"].endswith(GRAPHED)
             base = next(b for b in results if b["variant"] == BASELINE + graphed)
-            kept = ["", ""]
-            if r["activation_bytes"]:
-                share = r["activation_bytes"] / base["activation_bytes"]
-                kept = [f"{r['activation_bytes'] / 2**20:.0f}", f"{share:.3f}"]
-            rows.append(
-                [
-                    r["variant"],
-                    f"{r['ms']:.2f}",
-                    f"{r['ms'] / base['ms']:.3f}",
-                    f"{r['cpu_ms']:.2f}",
-                    *kept,
-                    f"{r['x_grad_error']:.4f}",
-                    f"{r['worst_weight_grad_error']:.4f}",
-                ]
-            )
+            rows.append(_beside(r, base))
     return rows
+
+
+def _beside(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """A variant's time, memory and errors, beside time and memory of another one."""
+    held, of = r["activation_bytes"], base["activation_bytes"]
+    return [
+        r["variant"],
+        f"{r['ms']:.2f}",
+        f"{r['ms'] / base['ms']:.3f}",
+        f"{r['cpu_ms']:.2f}",
+        *([f"{held / 2**20:.0f}", f"{held / of:.3f}"] if held else ["", ""]),
+        f"{r['x_grad_error']:.4f}",
+        f"{r['worst_weight_grad_error']:.4f}",
+    ]
 
 
 def moe_table(data: dict[str, Any]) -> list[list[str]]:
@@ -53,20 +53,8 @@ def moe_table(data: dict[str, Any]) -> list[list[str]]:
         rows.append([f"**{case}**, {results[0]['rounds']} rounds", *[""] * 8])
         base = next(r for r in results if r["variant"] == "bf16 compile")
         for r in results:
-            held, of = r["activation_bytes"], base["activation_bytes"]
             share = r["fp8_share"]
-            rows.append(
-                [
-                    r["variant"],
-                    f"{r['ms']:.2f}",
-                    f"{r['ms'] / base['ms']:.3f}",
-                    f"{r['cpu_ms']:.2f}",
-                    *([f"{held / 2**20:.0f}", f"{held / of:.3f}"] if held else ["", ""]),
-                    f"{r['x_grad_error']:.4f}",
-                    f"{r['worst_weight_grad_error']:.4f}",
-                    "" if share is None else f"{share:.1%}",
-                ]
-            )
+            rows.append([*_beside(r, base), "" if share is None else f"{share:.1%}"])
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fp8pass.monitor.callbacks import first_of
+from fp8pass.monitor.callbacks import first_of, lightning_steps
 
 
 class Watcher(Protocol):
@@ -81,21 +81,14 @@ def lightning(guard: Watcher) -> Any:
     Raises:
         ImportError: neither is installed.
     """
-    library = first_of("lightning.pytorch", "pytorch_lightning")
 
-    class LightningGuardCallback(library.Callback):  # type: ignore[name-defined]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.seen = trainer.global_step
-            guard.watch(pl_module, trainer.optimizers[0])
-            guard.resume(self.seen)
+    class LightningGuardCallback(lightning_steps()):  # type: ignore[misc]
+        def begin(self, trainer: Any, module: Any, steps: int) -> None:
+            guard.watch(module, trainer.optimizers[0])
+            guard.resume(steps)
 
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            # With gradient accumulation only the last batch ends a step.
-            if trainer.global_step != self.seen:
-                self.seen = trainer.global_step
-                guard.step(_loss(outputs))
+        def end_step(self, outputs: Any) -> None:
+            guard.step(_loss(outputs))
 
         def state_dict(self) -> dict[str, Any]:
             return guard.state_dict()

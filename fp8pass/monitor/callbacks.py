@@ -44,20 +44,47 @@ def lightning(monitor: StepCounter) -> Any:
     Raises:
         ImportError: neither is installed.
     """
+
+    class LightningMonitorCallback(lightning_steps()):  # type: ignore[misc]
+        def begin(self, trainer: Any, module: Any, steps: int) -> None:
+            _begin(monitor, module, steps)
+
+        def end_step(self, outputs: Any) -> None:
+            monitor.step()
+
+    return LightningMonitorCallback()
+
+
+def lightning_steps() -> Any:
+    """A class of Lightning's callbacks that follow optimizer steps: `begin` and `end_step`.
+
+    Raises:
+        ImportError: neither `lightning` nor `pytorch_lightning` is installed.
+    """
     library = first_of("lightning.pytorch", "pytorch_lightning")
 
-    class LightningMonitorCallback(library.Callback):  # type: ignore[name-defined]
+    class LightningSteps(library.Callback):  # type: ignore[name-defined]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.seen = trainer.global_step
-            _begin(monitor, pl_module, self.seen)
+            self.begin(trainer, pl_module, self.seen)
 
-        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
+        ) -> None:
             # With gradient accumulation only the last batch ends a step.
             if trainer.global_step != self.seen:
                 self.seen = trainer.global_step
-                monitor.step()
+                self.end_step(outputs)
 
-    return LightningMonitorCallback()
+        def begin(self, trainer: Any, module: Any, steps: int) -> None:
+            """The training of a module begins after so many steps."""
+            raise NotImplementedError
+
+        def end_step(self, outputs: Any) -> None:
+            """An optimizer step has ended; `outputs` are those of its last batch."""
+            raise NotImplementedError
+
+    return LightningSteps
 
 
 def _begin(monitor: StepCounter, model: Any, steps: int) -> None:

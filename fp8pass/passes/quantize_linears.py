@@ -356,8 +356,6 @@ def rewrite(g: fx.Graph, gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> N
         dtype = tensor(gemm).dtype
         product = emit(g, fp8.scaled_mm.default, *operands, bias, dtype, like=gemm)
         result = _flipped(g, product, gemm) if flipped else product
-        if flipped:
-            product.meta[TURNED] = True
     take_place(product, gemm)
     product.meta[ROLE] = gemm.meta[ROLE]
     gemm.replace_all_uses_with(result)
@@ -400,6 +398,7 @@ def _only_matrix(batch: fx.Node, like: fx.Node, backward: set[fx.Node]) -> fx.No
 
 def _flipped(g: fx.Graph, product: fx.Node, gemm: fx.Node) -> fx.Node:
     """The transpose of a product, in the layout of `gemm` unless that is only transposed again."""
+    product.meta[TURNED] = True
     result = emit(g, aten.permute.default, product, [1, 0], like=gemm)
     if all(graph.untransposed(user)[0] is not user for user in gemm.users):
         return result

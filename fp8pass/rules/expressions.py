@@ -139,9 +139,7 @@ def _define(node: fx.Node, found: Expressions) -> None:
     else:
         formula = FORMULAS.get(node.target)
         if formula is None:
-            raise Underivable(
-                f"no rule bounds how errors grow in the operator {graph.operator_name(node)}"
-            )
+            raise _unbounded(node)
         operands = [_operand(a, found) for a in node.args]
         value = formula(*operands, **{k: _operand(v, found) for k, v in node.kwargs.items()})
         _add_pointwise(node, sympy.sympify(value), found)
@@ -194,13 +192,15 @@ def _is_over_rows(node: fx.Node) -> bool:
     return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
 
 
+def _unbounded(node: fx.Node) -> Underivable:
+    return Underivable(f"no rule bounds errors in the operator {graph.operator_name(node)}")
+
+
 def _define_result(node: fx.Node, found: Expressions) -> None:
     """A result of var_mean: the variance, or the mean."""
     parent = graph.operator_of(node)
     if parent.target is not aten.var_mean.correction:
-        raise Underivable(
-            f"no rule bounds how errors grow in the operator {graph.operator_name(parent)}"
-        )
+        raise _unbounded(parent)
     if node.args[1] == 0:
         _define_variance(node, parent, found)
         return
