@@ -14,7 +14,8 @@ origins.py         which values depend on the data, which on parameters or const
 output_heads.py    which layers compute logits, and which are routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          parts that run on some rows after others
-by_rows.py         such a part, written for any number of rows
+by_rows.py         such a part, written for any number of rows, operator by operator
+row_values.py      what has rows in it, its inputs, and shifts of rows
 multiples.py       which gradients are multiples of the one that a backward starts from
 flops.py           floating point operations
 spec.py            what a well-formed graph is

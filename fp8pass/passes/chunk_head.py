@@ -29,13 +29,14 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.by_rows import FROM_TANGENTS, NotByRows, RowWriter
+from fp8pass.graph.by_rows import RowWriter
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.multiples import is_multiple
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.order import ancestors
 from fp8pass.graph.output_heads import logits
+from fp8pass.graph.row_values import FROM_TANGENTS, NotByRows
 from fp8pass.passes.context import Context
 from fp8pass.plan import Head
 

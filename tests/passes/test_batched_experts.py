@@ -3,144 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from expert_helpers import ALL, SPELLINGS, Batched, E, Experts, K, N, Spelling, T, rewritten, tokens
 from helpers import (
     COAT_EAGER,
     EXACT_EAGER,
-    JointGraph,
     assert_same_step,
-    capture_joint,
     compiled,
     kept_tensors,
     pad_gemms,
     planned_tensors,
     relative,
     step,
-    stock_eager,
 )
 from monitor_helpers import monitored
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
 from fp8pass import Monitor, diagnose, explain, graph
 from fp8pass.config import Config
-from fp8pass.graph.classify import BATCHED
 from fp8pass.graph.nodes import aten, prims
-from fp8pass.passes.quantize_experts import _shared_matrix, quantize_experts
-from fp8pass.passes.quantize_linears import quantize_linears
-from fp8pass.plan import Linear
+from fp8pass.passes.quantize_experts import _shared_matrix
 
 fp8 = torch.ops.fp8pass
-ALL = ("forward", "dgrad", "wgrad")
-E, T, K, N = 4, 24, 32, 48
 # Two operands of 2.6% each, and a result that is rounded to BF16.
 FP8_ERROR = 0.045
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """A way to write products of experts: a function of a weight and tokens, and their shapes."""
-
-    function: Callable[..., Tensor]
-    weight: tuple[int, ...]
-    tokens: tuple[int, ...]
-    rows: int = E * T
-
-
-SPELLINGS = {
-    "bmm": Spelling(lambda w, x: torch.bmm(x, w), (E, K, N), (E, T, K)),
-    "matmul": Spelling(lambda w, x: x @ w, (E, K, N), (E, T, K)),
-    "transposed": Spelling(lambda w, x: x @ w.mT, (E, N, K), (E, T, K)),
-    "in front": Spelling(lambda w, x: w @ x, (E, N, K), (E, K, T)),
-    "in front, transposed": Spelling(lambda w, x: (w.mT @ x.mT).mT, (E, K, N), (E, T, K)),
-    "einsum": Spelling(lambda w, x: torch.einsum("etk,ekn->etn", x, w), (E, K, N), (E, T, K)),
-    "einsum, transposed": Spelling(
-        lambda w, x: torch.einsum("etk,enk->etn", x, w), (E, N, K), (E, T, K)
-    ),
-    "tokens first": Spelling(
-        lambda w, x: torch.einsum("tek,ekn->ten", x, w), (E, K, N), (T, E, K)
-    ),
-    "capacity": Spelling(
-        lambda w, x: torch.einsum("beck,ekn->becn", x, w), (E, K, N), (2, E, T, K), 2 * E * T
-    ),
-    "cast": Spelling(lambda w, x: torch.bmm(x.half(), w.half()).float(), (E, K, N), (E, T, K)),
-    "expanded": Spelling(lambda w, x: torch.bmm(x.expand(E, -1, -1), w), (E, K, N), (T, K)),
-    "repeated": Spelling(
-        lambda w, x: torch.bmm(x.repeat(E, 1).view(E, -1, K), w), (E, K, N), (T, K)
-    ),
-    "gradient expanded": Spelling(lambda w, x: torch.bmm(x, w).sum(0), (E, K, N), (E, T, K)),
-    "odd number of tokens": Spelling(
-        lambda w, x: torch.bmm(x, w), (E, K, N), (E, 7, K), 7 * E
-    ),
-    "groups of a matrix": Spelling(
-        lambda w, x: torch.bmm(x, w.view(E, N, K).mT), (E * N, K), (E, T, K)
-    ),
-}  # fmt: skip
-
-
-class Batched(nn.Module):
-    """Experts written in one of these ways, behind an operator."""
-
-    def __init__(self, spelling: Spelling, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = spelling.function
-        self.weight = nn.Parameter((torch.randn(spelling.weight) / K**0.5).to(dtype))
-
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.function(self.weight, x.sin(), *others)
-
-
-class Experts(nn.Module):
-    """SwiGLU as Llama 4 writes it, without chunks: of all tokens in each expert."""
-
-    def __init__(self, experts: int = 4, hidden: int = 32, ffn: int = 64) -> None:
-        super().__init__()
-        torch.manual_seed(experts)
-        for name, sizes in {
-            "gate": (hidden, ffn),
-            "up": (hidden, ffn),
-            "down": (ffn, hidden),
-        }.items():
-            weight = torch.randn(experts, *sizes) / sizes[0] ** 0.5
-            setattr(self, name, nn.Parameter(weight.bfloat16()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)
-
-
-def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
-    torch.manual_seed(sum(shape))
-    return torch.randn(shape).to(dtype).requires_grad_(grad)
-
-
-def rewritten(model: nn.Module, *args: Tensor, config: Config = COAT_EAGER) -> JointGraph:
-    """The joint graph after the passes that quantize layers."""
-    joint = capture_joint(model, *args, config=config)
-    quantize_linears(joint.gm, joint.ctx)
-    quantize_experts(joint.gm, joint.ctx)
-    joint.gm.graph.eliminate_dead_code()
-    joint.gm.graph.lint()
-    return joint
-
-
-def only_layer(
-    function: Callable[..., Tensor], weight: tuple[int, ...], *args: Tensor, **options: Any
-) -> Linear:
-    """The only layer of a function of a weight and `args`; batched GEMMs are left or gone."""
-    model = Batched(Spelling(function, weight, ()), options.pop("dtype", torch.bfloat16))
-    joint = rewritten(model, *args, **options)
-    (layer,) = joint.ctx.plan.linears
-    assert bool(layer.fp8) == (not layer.reason)
-    left = any(n.target in BATCHED for n in joint.gm.graph.nodes)
-    assert left == bool(layer.reason)
-    return layer
 
 
 def assert_close(model: nn.Module, got: Any, batch: tuple[Tensor, ...], error: float) -> None:
@@ -357,132 +247,6 @@ def test_results_are_kept_exactly_by_the_name_of_their_gemm():
     program(tokens(E, T, K)).float().sum().backward()
     reasons = [s.reason for s in spy.plan.saved]
     assert reasons.count(f"matches keep_exact pattern {name!r}") == 1
-
-
-# --- what stays as it was -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bmm", "matmul", "tokens first"])
-def test_recipe_exact(name):
-    spelling = SPELLINGS[name]
-    model, x = Batched(spelling), tokens(*spelling.tokens)
-    joint = capture_joint(model, x, config=EXACT_EAGER)
-    before = joint.code
-    quantize_linears(joint.gm, joint.ctx)
-    quantize_experts(joint.gm, joint.ctx)
-    assert joint.code == before
-    assert joint.ctx.plan.linears[0].reason == "exact formats: not rewritten"
-    torch._dynamo.reset()
-    want = step(torch.compile(model, backend=stock_eager), model, (x,))
-    torch._dynamo.reset()
-    assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (x,)), want)
-
-
-def test_a_batch_of_one_in_recipe_exact():
-    x = tokens(T, K)
-    function = lambda w, x: torch.einsum("tk,ekn->ten", x, w)  # noqa: E731
-    layer = only_layer(function, (E, K, N), x, config=EXACT_EAGER)
-    assert layer.reason == "exact formats: not rewritten"
-
-
-def test_attention_is_left_alone():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(E, K, K).bfloat16())
-
-        def forward(self, x: Tensor) -> Tensor:
-            scores = torch.bmm(torch.bmm(x, self.weight), x.mT)
-            return torch.bmm(scores.softmax(-1), x)
-
-    joint = rewritten(Attention(), tokens(E, T, K))
-    (layer,) = joint.ctx.plan.linears
-    assert layer.fp8 == ALL
-    assert len(joint.calls(aten.bmm.default)) == 6
-
-
-REASONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
-    "one matrix for all": (
-        lambda w, x: torch.bmm(x, w.expand(E, -1, -1)),
-        (K, N),
-        "its weight is computed by aten.expand from fewer parameters than it has elements",
-    ),
-    "a batch of batches": (
-        lambda w, x: x.expand(2, -1, -1, -1) @ w,
-        (E, K, N),
-        "its weight is computed by aten.expand from fewer parameters than it has elements",
-    ),
-    "odd sizes": (
-        torch.Tensor.__rmatmul__,
-        (E, K, 40),
-        "weights 4×32×40: both sizes of each must be multiples of 16",
-    ),
-    "factors": (
-        lambda w, x: torch.baddbmm(x, x, w, alpha=0.5),
-        (E, K, K),
-        "aten.baddbmm.default with factors: only plain sums and products run in FP8",
-    ),
-    "a head": (
-        lambda w, x: torch.bmm(x, w).log_softmax(-1),
-        (E, K, N),
-        "an output head, which stays exact unless quantize_lm_head=True",
-    ),
-    "a router": (
-        lambda w, x: torch.bmm(x, w).topk(2, -1).values,
-        (E, K, N),
-        "router: a small error may send a token to another expert",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_reasons(name):
-    function, shape, reason = REASONS[name]
-    assert only_layer(function, shape, tokens(E, T, K)).reason == reason
-
-
-def test_more_experts_than_pytorch_takes():
-    layer = only_layer(lambda w, x: torch.bmm(x, w), (1024, 16, 16), tokens(1024, 1, 16))
-    assert layer.reason == "1024 experts: PyTorch's FP8 GEMMs take 1023 at most"
-
-
-def test_other_formats():
-    config = Config(gradient_format="e5m2")
-    layer = only_layer(SPELLINGS["bmm"].function, (E, K, N), tokens(E, T, K), config=config)
-    assert layer.reason == "PyTorch has FP8 GEMMs of experts for e4m3 only"
-
-
-def test_skipped():
-    model = nn.Sequential(Experts(), Experts())
-    joint = rewritten(model, tokens(E, T, K), config=Config(skip=("0",)))
-    reasons = [y.reason for y in joint.ctx.plan.linears]
-    assert reasons == ["matches skip pattern '0'"] * 3 + [""] * 3
-    assert len(joint.calls(aten.bmm.default)) == 9
-
-
-def test_double_precision():
-    layer = only_layer(
-        SPELLINGS["bmm"].function,
-        (E, K, N),
-        tokens(E, T, K, dtype=torch.float64),
-        dtype=torch.float64,
-    )
-    assert layer.reason == "float64 operands"
-
-
-def test_buffers():
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.randn(E, K, N).bfloat16())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.bmm(x, self.table)
-
-    joint = rewritten(Mixed(), tokens(E, T, K))
-    assert [y.reason for y in joint.ctx.plan.linears] == [
-        "its weight is a buffer or constant: only parameters run in FP8"
-    ]
 
 
 # --- what else there is -------------------------------------------------------------------------

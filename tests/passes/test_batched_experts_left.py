@@ -1,0 +1,158 @@
+"""Batched GEMMs that stay as they are, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from expert_helpers import (
+    ALL,
+    SPELLINGS,
+    Batched,
+    E,
+    Experts,
+    K,
+    N,
+    T,
+    only_layer,
+    rewritten,
+    tokens,
+)
+from helpers import (
+    EXACT_EAGER,
+    assert_same_step,
+    capture_joint,
+    compiled,
+    step,
+    stock_eager,
+)
+from torch import Tensor, nn
+
+from fp8pass.config import Config
+from fp8pass.graph.nodes import aten
+from fp8pass.passes.quantize_experts import quantize_experts
+from fp8pass.passes.quantize_linears import quantize_linears
+
+
+@pytest.mark.parametrize("name", ["bmm", "matmul", "tokens first"])
+def test_recipe_exact(name):
+    spelling = SPELLINGS[name]
+    model, x = Batched(spelling), tokens(*spelling.tokens)
+    joint = capture_joint(model, x, config=EXACT_EAGER)
+    before = joint.code
+    quantize_linears(joint.gm, joint.ctx)
+    quantize_experts(joint.gm, joint.ctx)
+    assert joint.code == before
+    assert joint.ctx.plan.linears[0].reason == "exact formats: not rewritten"
+    torch._dynamo.reset()
+    want = step(torch.compile(model, backend=stock_eager), model, (x,))
+    torch._dynamo.reset()
+    assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (x,)), want)
+
+
+def test_a_batch_of_one_in_recipe_exact():
+    x = tokens(T, K)
+    function = lambda w, x: torch.einsum("tk,ekn->ten", x, w)  # noqa: E731
+    layer = only_layer(function, (E, K, N), x, config=EXACT_EAGER)
+    assert layer.reason == "exact formats: not rewritten"
+
+
+def test_attention_is_left_alone():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(E, K, K).bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = torch.bmm(torch.bmm(x, self.weight), x.mT)
+            return torch.bmm(scores.softmax(-1), x)
+
+    joint = rewritten(Attention(), tokens(E, T, K))
+    (layer,) = joint.ctx.plan.linears
+    assert layer.fp8 == ALL
+    assert len(joint.calls(aten.bmm.default)) == 6
+
+
+REASONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
+    "one matrix for all": (
+        lambda w, x: torch.bmm(x, w.expand(E, -1, -1)),
+        (K, N),
+        "its weight is computed by aten.expand from fewer parameters than it has elements",
+    ),
+    "a batch of batches": (
+        lambda w, x: x.expand(2, -1, -1, -1) @ w,
+        (E, K, N),
+        "its weight is computed by aten.expand from fewer parameters than it has elements",
+    ),
+    "odd sizes": (
+        torch.Tensor.__rmatmul__,
+        (E, K, 40),
+        "weights 4×32×40: both sizes of each must be multiples of 16",
+    ),
+    "factors": (
+        lambda w, x: torch.baddbmm(x, x, w, alpha=0.5),
+        (E, K, K),
+        "aten.baddbmm.default with factors: only plain sums and products run in FP8",
+    ),
+    "a head": (
+        lambda w, x: torch.bmm(x, w).log_softmax(-1),
+        (E, K, N),
+        "an output head, which stays exact unless quantize_lm_head=True",
+    ),
+    "a router": (
+        lambda w, x: torch.bmm(x, w).topk(2, -1).values,
+        (E, K, N),
+        "router: a small error may send a token to another expert",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons(name):
+    function, shape, reason = REASONS[name]
+    assert only_layer(function, shape, tokens(E, T, K)).reason == reason
+
+
+def test_more_experts_than_pytorch_takes():
+    layer = only_layer(lambda w, x: torch.bmm(x, w), (1024, 16, 16), tokens(1024, 1, 16))
+    assert layer.reason == "1024 experts: PyTorch's FP8 GEMMs take 1023 at most"
+
+
+def test_other_formats():
+    config = Config(gradient_format="e5m2")
+    layer = only_layer(SPELLINGS["bmm"].function, (E, K, N), tokens(E, T, K), config=config)
+    assert layer.reason == "PyTorch has FP8 GEMMs of experts for e4m3 only"
+
+
+def test_skipped():
+    model = nn.Sequential(Experts(), Experts())
+    joint = rewritten(model, tokens(E, T, K), config=Config(skip=("0",)))
+    reasons = [y.reason for y in joint.ctx.plan.linears]
+    assert reasons == ["matches skip pattern '0'"] * 3 + [""] * 3
+    assert len(joint.calls(aten.bmm.default)) == 9
+
+
+def test_double_precision():
+    layer = only_layer(
+        SPELLINGS["bmm"].function,
+        (E, K, N),
+        tokens(E, T, K, dtype=torch.float64),
+        dtype=torch.float64,
+    )
+    assert layer.reason == "float64 operands"
+
+
+def test_buffers():
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(E, K, N).bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(x, self.table)
+
+    joint = rewritten(Mixed(), tokens(E, T, K))
+    assert [y.reason for y in joint.ctx.plan.linears] == [
+        "its weight is a buffer or constant: only parameters run in FP8"
+    ]
