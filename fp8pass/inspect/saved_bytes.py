@@ -23,6 +23,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
+    @torch.compiler.disable  # hooks of FSDP2 have it traced, where keys of memory are but shells
     def pack(tensor: Tensor) -> None:
         if sharded:  # what FSDP2 gathers takes the parameters' places for a while
             own.update(map(compat.weak_storage, model.parameters()))
