@@ -81,7 +81,7 @@ def weights_by_path(
 ) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
     """A function of a Dynamo graph's arguments: the parameters, by the paths of their modules."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    paths = [(i, path) for i, n in enumerate(inputs) if (path := graph.module_path(n))]
+    paths = [(i, graph.module_path(n)) for i, n in enumerate(inputs)]
     return lambda args: {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}
 
 

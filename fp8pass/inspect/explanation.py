@@ -21,6 +21,7 @@ from fp8pass.inspect.running import (
     checked_configuration,
     compiled_as,
     compiled_parts,
+    linears_that_run,
     owners_of,
     unchanged,
 )
@@ -170,8 +171,11 @@ def explain(
             compat.uncompiled(module),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),  # parts may be compiled in functions
+            linears_that_run(module) as linears,
         ):
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
+        explanation.linears = linears
+        explanation.owners |= linears
         with compiled_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

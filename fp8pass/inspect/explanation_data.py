@@ -27,6 +27,7 @@ class ExplanationData:
         eager_bytes: the same without a compiler.
         graphs: the compiled graphs, in order.
         owners: the path of the module that has a parameter, by the parameter's id.
+        linears: the same of the linear layers that a forward runs.
     """
 
     config: Config
@@ -36,11 +37,19 @@ class ExplanationData:
     eager_bytes: int = 0
     graphs: list[CompiledGraph] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)
+    linears: dict[int, str] = field(default_factory=dict)
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
         """Paths of the modules that a graph ran in, where its own paths start; '' is the top."""
         found = (module_of_run(run.weights, self.owners) for run in compiled.runs)
         return list(dict.fromkeys(found))
+
+    @property
+    def outside_linears(self) -> list[str]:
+        """Paths of linear layers that run outside of compiled graphs."""
+        weights = (w for g in self.graphs for run in g.runs for w in run.weights.values())
+        inside = {self.linears.get(id(w)) for w in weights}
+        return [path for path in dict.fromkeys(self.linears.values()) if path not in inside]
 
     @property
     def outside_bytes(self) -> int:
@@ -62,6 +71,7 @@ class ExplanationData:
             "eager_bytes": self.eager_bytes,
             "outside_bytes": self.outside_bytes,
             "parts": list(self.parts),
+            "outside_linears": self.outside_linears,
             "graphs": [
                 g.plan.to_dict()
                 | {"runs": len(g.runs), "modules": self.modules_of(g)}

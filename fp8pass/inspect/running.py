@@ -118,6 +118,31 @@ def owners_of(model: nn.Module) -> dict[int, str]:
     }
 
 
+@contextmanager
+def linears_that_run(model: nn.Module) -> Iterator[dict[int, str]]:
+    """The paths of `nn.Linear`s that run meanwhile, by the ids of parameters that they run with.
+
+    With FSDP2 those are what it gathers, not the parameters of the model. Layers that compute their
+    weight are left out.
+    """
+    found: dict[int, str] = {}
+
+    def noting(path: str) -> Callable[..., None]:
+        def note(layer: nn.Module, args: Any) -> None:
+            if "weight" in layer._parameters:
+                found.update((id(p), path) for p in layer.parameters(recurse=False))
+
+        return note
+
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_pre_hook(noting(graph.clean_path(n))) for n, m in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
     """Path of the module that a graph ran in, where the graph's own paths start; '' is the top.
 
@@ -127,11 +152,12 @@ def module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> s
         weights: parameters that the graph ran with, by the paths of their modules in the graph.
         owners: the paths of their modules in the model, see `owners_of`.
     """
-    pairs = ((owners.get(id(w), ""), path) for path, w in weights.items())
+    named_first = sorted(weights.items(), key=lambda item: not item[0])
+    pairs = ((owners.get(id(w), ""), path) for path, w in named_first)
     above = (
         owner.removesuffix(path).rstrip(".")
         for owner, path in pairs
-        if f".{owner}".endswith(f".{path}")
+        if not path or f".{owner}".endswith(f".{path}")
     )
     return next(above, "")
 

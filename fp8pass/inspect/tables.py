@@ -153,6 +153,14 @@ def remarks(explanation: ExplanationData) -> str:
     said = ""
     if explanation.parts:
         said += f"\nOnly parts of the model are compiled: {path_pattern(explanation.parts)}."
+    if outside_linears := explanation.outside_linears:
+        count = len(outside_linears)
+        said += (
+            f"\n{count} linear {'layers run' if count > 1 else 'layer runs'} outside of compiled "
+            f"graphs, in high precision: {path_pattern(outside_linears)}."
+        )
+        if not explanation.parts:
+            said += " PyTorch compiled only some of the model; TORCH_LOGS=graph_breaks says why."
     if (outside := explanation.outside_bytes) > 0:
         said += f" {mib(outside)} MiB are kept outside of compiled graphs, where nothing changes."
     elif outside < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -102,3 +103,24 @@ def explained(device: str) -> None:
 
 def test_explain_counts_no_gathered_weights(two):
     two(explained)
+
+
+def explained_as_a_whole(device: str) -> None:
+    """A model compiled around FSDP2's blocks, whose hooks Dynamo traces."""
+    from torch.distributed.fsdp import fully_shard
+
+    blocks, unraisable = [MLP((64, 128, 64)) for _ in range(2)], []
+    model = nn.Sequential(nn.Linear(64, 64), *blocks, nn.Linear(64, 64)).to(device)
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model).compile(backend="fp8pass", options={"compiler": "eager"})
+    with patch.object(sys, "unraisablehook", unraisable.append):
+        text = str(fp8pass.explain(model, torch.ones(32, 64, device=device)))
+        gc.collect()
+    assert not unraisable, unraisable[0].exc_value
+    assert "graph 0 of 1, 2 (runs 2×)" in text or "graph 0 of * (runs 2×)" in text, text
+    assert "2 linear layers run outside of compiled graphs, in high precision: *." in text, text
+
+
+def test_explain_of_a_whole_is_clean(two):
+    two(explained_as_a_whole)

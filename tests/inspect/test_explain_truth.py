@@ -126,6 +126,9 @@ CASES = {
 }
 
 
+WITHOUT_HEAD = ("blocks, 2", "blocks, 8", "checkpointed blocks")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_total_is_what_autograd_saves(name):
     case = CASES[name]
@@ -140,11 +143,35 @@ def test_the_total_is_what_autograd_saves(name):
     plans = [g.plan for g in got.graphs for _ in g.runs]
     assert sum(len(plan.linears) for plan in plans) == case.linears
     assert bool(got.outside_bytes) == bool(got.parts) == (not case.whole)
+    assert got.outside_linears == (["lm_head"] if name in WITHOUT_HEAD else [])
     names = {name.replace("_orig_mod.", "") for name, _ in model.named_modules()}
     for compiled in got.graphs:
         paths = {y.module for y in compiled.plan.linears}
         for module in got.modules_of(compiled):
-            assert {f"{module}.{path}".lstrip(".") for path in paths} <= names
+            assert {f"{module}.{path}".strip(".") for path in paths} <= names
+
+
+def test_layers_that_pytorch_left_out_are_named():
+    """Dynamo runs a forward as it is whose loop has a graph break in it, layers behind it, too."""
+
+    class Headed(Stack):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.first, self.lm_head = nn.Linear(64, 64), nn.Linear(64, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.lm_head(x)
+
+    explanation = explain(compiled_in_place(Headed()), torch.randn(4, 32, 64))
+    assert explanation.outside_linears == ["first", "lm_head"]
+    text = " ".join(str(explanation).split())
+    assert (
+        "2 linear layers run outside of compiled graphs, in high precision: first, lm_head. "
+        "PyTorch compiled only some of the model; TORCH_LOGS=graph_breaks says why." in text
+    )
 
 
 def test_paths_of_blocks_are_said_once():
