@@ -162,12 +162,14 @@ class Rules:
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
         """How much an error that `node` inherits is amplified, use by use.
 
-        The amplifications of a region's inputs include what the region does with its members.
+        The amplifications of a region's inputs include what the region does with its members, and
+        the errors of those that others use.
         """
         if self._are_off:
             return []
-        uses = self._uses(node) if node not in self._members else self._uses_outside(node)
-        return [x for x in uses if isinstance(x, Amplification)]
+        inside = node in self._members
+        uses = self._uses_outside(node) if inside else self._uses(node)
+        return [x for x in uses if isinstance(x, Amplification) and not (inside and x is UNITY)]
 
     def allows(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may have the rounding error of `format`."""

@@ -41,5 +41,6 @@ def _with_uses(decision: Decision, largest: Amplification) -> Decision:
     error = largest.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:
         return decision
-    reason = f"{decision.reason}, and {largest.bound:.1f}× in what is computed again from it"
+    amplified = f", and {largest.bound:.1f}× in what is computed again from it"
+    reason = decision.reason + (amplified if largest.bound > 1 else "")
     return replace(decision, reason=reason, expected_error=error)
