@@ -7,9 +7,9 @@
 Every measurement is a process of its own with a cache folder of its own: the first run of a
 variant is cold, the second finds what the first one left. Seconds are those of the first forward
 and backward, imports not counted; `passes` is fp8pass's share of it. Depths are measured in CPU
-time of the process and the compilers it starts, one at a time, and without that of a second forward
-and backward: it does not depend on who else uses the machine. Those that would take longer than is
-left of `--limit` seconds, in proportion to the last one, are left out.
+time of the process and the compilers it starts, without that of a second forward and backward: it
+depends little on who else uses the machine, so that `--jobs` run at once, deepest first. What has
+not ended after `--limit` seconds is left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,26 @@ def _cpu_seconds() -> float:
 
 
 def measure(
-    variant: str, layers: int, hidden: int, cache: Path, **variables: str
+    variant: str,
+    layers: int,
+    hidden: int,
+    cache: Path,
+    timeout: float | None = None,
+    **variables: str,
 ) -> dict[str, Any]:
-    """Run `child` in a process that uses `cache`, with some more environment variables."""
+    """Run `child` in a process that uses `cache`, with some more environment variables.
+
+    Raises `subprocess.TimeoutExpired` after `timeout` seconds.
+    """
     command = [sys.executable, __file__, "--child", variant, str(layers), str(hidden)]
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         **variables,
     }
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, cwd=HERE, check=False, timeout=timeout
+    )
     if done.returncode:
         raise RuntimeError(f"{variant} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -108,22 +119,27 @@ def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
     return results
 
 
-def by_depth(depths: Sequence[int], limit: float) -> list[dict[str, Any]]:
-    """Every variant cold for each number of layers, from few to many, as far as time allows."""
-    results, end = [], time.perf_counter() + limit
-    took = dict.fromkeys(DEEP_VARIANTS, 0.0)  # of a process, for one layer
-    for layers in sorted(depths):
-        for variant in DEEP_VARIANTS:
-            start = time.perf_counter()
-            if start + took[variant] * layers > end:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-                found = measure(variant, layers, DEEP_HIDDEN, Path(folder), **alone)
-            took[variant] = (time.perf_counter() - start) / layers
-            results.append({"layers": layers, "variant": variant, **found})
-            print(results[-1], file=sys.stderr, flush=True)
-    return results
+def by_depth(depths: Sequence[int], limit: float, jobs: int) -> list[dict[str, Any]]:
+    """Every variant cold for each number of layers, as far as `limit` seconds allow."""
+    end = time.perf_counter() + limit
+    cases = [(layers, variant) for layers in sorted(depths) for variant in DEEP_VARIANTS]
+
+    def cold(case: tuple[int, str]) -> dict[str, Any] | None:
+        layers, variant = case
+        alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        left = max(end - time.perf_counter(), 0.0)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = measure(variant, layers, DEEP_HIDDEN, Path(folder), left, **alone)
+            except subprocess.TimeoutExpired:
+                return None
+        result = {"layers": layers, "variant": variant, **found}
+        print(result, file=sys.stderr, flush=True)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(cold, reversed(cases)))
+    return [result for result in reversed(results) if result]
 
 
 def passes_alone() -> list[dict[str, Any]]:
@@ -153,6 +169,7 @@ def main() -> None:
     parser.add_argument("--passes", action="store_true", help="only the passes")
     parser.add_argument("--depths", type=int, nargs="*", help=f"default: {DEPTHS}")
     parser.add_argument("--limit", type=float, default=180, help="seconds for all depths")
+    parser.add_argument("--jobs", type=int, default=1, help="depths measured at once")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -162,7 +179,7 @@ def main() -> None:
         print(json.dumps(child(args.child[0], int(args.child[1]), int(args.child[2]))))
         return
     if args.depths is not None:
-        name, results = "depths", by_depth(args.depths or DEPTHS, args.limit)
+        name, results = "depths", by_depth(args.depths or DEPTHS, args.limit, args.jobs)
     elif args.passes:
         name, results = "passes", passes_alone()
     else:
