@@ -50,19 +50,24 @@ def _lowers(target: Callable[..., Any]) -> Callable[[Lowering], Lowering]:
 
 
 def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
+    """Replace every fp8pass:: operator of a module's graph, or `only` one of them."""
+    lower_graph(gm.graph, only)
+    gm.recompile()
+
+
+def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
     """Replace every fp8pass:: operator of a graph, or `only` one of them, by aten operators."""
     changed = False
-    for node in list(gm.graph.nodes):
+    for node in list(g.nodes):
         lowering = LOWERINGS.get(node.target) if node.op == "call_function" else None
         if lowering is None or only not in (None, node.target):
             continue
-        with gm.graph.inserting_before(node):
+        with g.inserting_before(node):
             node.replace_all_uses_with(lowering(Emitter(node), *node.args))
-        gm.graph.erase_node(node)
+        g.erase_node(node)
         changed = True
     if changed:
-        remove_unused(gm.graph)
-        gm.recompile()
+        remove_unused(g)
 
 
 @_lowers(fp8.amax.default)

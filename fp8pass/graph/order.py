@@ -97,8 +97,7 @@ def sort_topologically(g: fx.Graph) -> None:
             previous.append(node)
 
 
-def settle(gm: fx.GraphModule) -> None:
+def settle(g: fx.Graph) -> None:
     """Bring a graph in order after nodes were put in place of others."""
-    sort_topologically(gm.graph)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
+    sort_topologically(g)
+    g.eliminate_dead_code()

@@ -19,12 +19,8 @@ from fp8pass.passes.context import Context
 
 def buffer_residual_sums(gm: fx.GraphModule, ctx: Context) -> None:
     """Give the sums of residual streams, and of their gradients, buffers."""
-    changed = False
     for node in list(gm.graph.nodes):
         val = graph.value(node)
         if val is None or not val.is_floating_point() or not graph.is_residual_sum(node):
             continue
         hold(node)
-        changed = True
-    if changed:
-        gm.recompile()

@@ -72,7 +72,7 @@ def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
     except NotByRows as reason:
         return whole(str(reason))
     finally:
-        graph.settle(gm)  # what was begun in vain goes, too
+        graph.settle(gm.graph)  # what was begun in vain goes, too
     return about(graph.nbytes(head) // count, count, "")
 
 

@@ -39,7 +39,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
         if node.op == "call_function" and node.users and is_residual_sum(node):
             changed |= fuse(node)
     if changed:
-        graph.settle(gm)
+        graph.settle(gm.graph)
 
 
 def fuse(node: fx.Node) -> bool:

@@ -41,7 +41,7 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
         if graph.is_call(node, fp8.quantize.default) and node.users:
             changed |= fuse(node)
     if changed:
-        graph.settle(gm)
+        graph.settle(gm.graph)
 
 
 def fuse(codes: fx.Node) -> bool:

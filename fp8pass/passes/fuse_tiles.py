@@ -138,7 +138,7 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
             fuse([group])
         changed |= bool(matrices)
     if changed:
-        graph.settle(gm)
+        graph.settle(gm.graph)
 
 
 def matrix_behind_codes(codes: fx.Node) -> Matrix | None:

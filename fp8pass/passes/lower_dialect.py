@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from fp8pass.codegen.lowering import lower
+from fp8pass.codegen.lowering import lower_graph
 from fp8pass.passes.context import Context
 
 
 def lower_dialect(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace every fp8pass:: operator of a graph."""
-    lower(gm)
+    lower_graph(gm.graph)

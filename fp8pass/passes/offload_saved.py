@@ -65,7 +65,6 @@ def offload_saved(gm: fx.GraphModule, ctx: Context) -> None:
     ]
     ctx.plan.offload = schedule.offload()
     _say_what_is_waited_for(ctx.plan.offload)
-    gm.recompile()
 
 
 def _check_room(needed: int) -> None:

@@ -26,8 +26,6 @@ def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
     computed = [n for n in bases if n is not None and _is_fused(n)]
     for node in computed:
         hold(node)
-    if computed:
-        gm.recompile()
 
 
 def _base(operand: object) -> fx.Node | None:

@@ -116,6 +116,7 @@ def run_passes(
         _trace(number, entry)
         if folder:
             _dump(Path(folder), number, index, entry)
+    gm.recompile()  # once: its code is only for those who call it
     return records
 
 

@@ -38,7 +38,6 @@ def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
     if calls:
         gm.graph.eliminate_dead_code()
         gm.delete_all_unused_submodules()
-        gm.recompile()
 
 
 class Unrolled:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import networkx as nx
 from torch import fx
@@ -219,9 +221,6 @@ def _relevant(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[
     return [n for n in values if n in found]
 
 
-_SOURCE, _SINK = "source", "sink"
-
-
 def min_cut(
     component: list[fx.Node],
     needed: set[fx.Node],
@@ -238,35 +237,59 @@ def min_cut(
     if not needed:
         return Cut(set(), set(), 0)
     component = _relevant(component, needed, price)
-    network = _network(component, needed, keep_price, price)
+    index = {node: i for i, node in enumerate(component)}
+    values = tuple(
+        _Value(
+            keep_price(node),
+            price(node),
+            node in needed,
+            tuple(index[n] for n in node.all_input_nodes if n in index),
+        )
+        for node in component
+    )
+    kept, recomputed, cost = _solved(values, early)
+    return Cut({component[i] for i in kept}, {component[i] for i in recomputed}, cost)
+
+
+class _Value(NamedTuple):
+    """A node of a component: its prices, whether it is needed, and its operands, by index."""
+
+    keep_price: float
+    recompute_price: float
+    needed: bool
+    operands: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)  # the layers of a model ask for the same
+def _solved(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int], float]:
+    """Which values are kept and which recomputed, by index, and the cost."""
+    network = _network(values)
     flow = nx.algorithms.flow.boykov_kolmogorov
     ends = (network.reverse(), _SINK, _SOURCE) if early else (network, _SOURCE, _SINK)
     try:
         cost, sides = nx.minimum_cut(*ends, flow_func=flow)
     except nx.NetworkXUnbounded:
-        return Cut(set(), set(), math.inf)
+        return set(), set(), math.inf
     sink_side = sides[0] if early else sides[1]
-    recomputed = {n for n in component if (n, "in") in sink_side}
-    kept = {n for n in component if (n, "out") in sink_side} - recomputed
-    return Cut(kept, recomputed, cost)
+    recomputed = {i for i in range(len(values)) if (i, "in") in sink_side}
+    kept = {i for i in range(len(values)) if (i, "out") in sink_side} - recomputed
+    return kept, recomputed, cost
 
 
-def _network(
-    component: list[fx.Node], needed: set[fx.Node], keep_price: Cost, price: Cost
-) -> nx.DiGraph:
+_SOURCE, _SINK = "source", "sink"
+
+
+def _network(values: tuple[_Value, ...]) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
-    members = set(component)
-    for node in component:
-        recompute = price(node)
-        _arc(network, _SOURCE, (node, "in"), recompute)
-        _arc(network, (node, "in"), (node, "out"), keep_price(node))
-        if node in needed:
-            _arc(network, (node, "out"), _SINK, math.inf)
-        if math.isfinite(recompute):
-            for operand in node.all_input_nodes:
-                if operand in members:
-                    _arc(network, (operand, "out"), (node, "in"), math.inf)
+    for i, value in enumerate(values):
+        _arc(network, _SOURCE, (i, "in"), value.recompute_price)
+        _arc(network, (i, "in"), (i, "out"), value.keep_price)
+        if value.needed:
+            _arc(network, (i, "out"), _SINK, math.inf)
+        if math.isfinite(value.recompute_price):
+            for operand in value.operands:
+                _arc(network, (operand, "out"), (i, "in"), math.inf)
     return network
 
 
