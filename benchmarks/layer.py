@@ -140,6 +140,10 @@ def torchao(recipe: str, **how: Any) -> Variant:
     return make
 
 
+# The option that `mode="reduce-overhead"` stands for; PyTorch takes no mode beside options.
+CUDA_GRAPHS = {"triton.cudagraphs": True}
+
+
 def with_fp8pass(**options: Any) -> Variant:
     """fp8pass with options."""
     return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]

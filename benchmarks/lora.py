@@ -32,12 +32,13 @@ from typing import Any
 
 import convergence
 import torch
-from layer import with_fp8pass
+from layer import CUDA_GRAPHS, with_fp8pass
 from model import (
     MODELS,
     TIMED,
     TINY,
     WARM_UP,
+    Compile,
     LossOnly,
     Size,
     compile_blocks,
@@ -67,6 +68,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     FP8: {},
     FROZEN: {},
+    f"{BASELINE}, CUDA graphs": CUDA_GRAPHS,
+    f"{FROZEN}, CUDA graphs": CUDA_GRAPHS,
     **{f"{FROZEN}, budget {share}": {"memory_budget": share} for share in BUDGETS},
 }
 STEPS, PEAK_LR = 1500, 1e-3
@@ -123,10 +126,13 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
         fp8pass.freeze(llama)
     weight_bytes = sum(map(bytes_of, llama.parameters()))
     model: Any
-    if variant == BASELINE:
-        model = compile_blocks(llama, torch.compile)  # type: ignore[arg-type]
+    if variant.startswith(BASELINE):
+        in_bf16: Compile = partial(torch.compile, options=options or None)  # type: ignore[assignment]
+        model = compile_blocks(llama, in_bf16)
     else:
-        model = LossOnly(llama, with_fp8pass(**options), with_fp8pass(head_chunks=HEAD_CHUNKS))
+        graphed = {name: options[name] for name in CUDA_GRAPHS if name in options}
+        head = with_fp8pass(head_chunks=HEAD_CHUNKS, **graphed)
+        model = LossOnly(llama, with_fp8pass(**options), head)
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
     return {**train(model, optimizer, ids), "weight_bytes": weight_bytes}

@@ -211,7 +211,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.detach().clone())  # CUDA graphs write the next one to the same memory
 
     (first,) = step_seconds(step, 1, ids.device)
     step_seconds(step, WARM_UP - 1, ids.device)

@@ -80,7 +80,7 @@ class Backend:
             _check_cpp_compiler()
         if compat.is_checkpointing() and not self.observer:
             warn_about_checkpointing()
-        if config.offload and patches.get("triton.cudagraphs"):
+        if config.offload and compat.uses_cuda_graphs(patches):
             raise ConfigError(
                 "offload=True runs without CUDA graphs, whose memory is theirs from one replay to "
                 "the next: leave out mode='reduce-overhead' (or triton.cudagraphs), or offload."
@@ -215,16 +215,16 @@ def _compiled(
     patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """A graph compiled as `compilation` says."""
-    codes = compilation.inputs.codes
+    codes, graphed = compilation.inputs.codes, compat.uses_cuda_graphs(patches)
     compiled: Any = compat.compile_fx(
-        with_codes(gm, codes) if codes.of else gm,
+        with_codes(gm, codes, in_place=graphed) if codes.of else gm,
         examples(example_inputs, codes),
         inner_compile=InnerCompile(compilation),
         config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
     )
-    if patches.get("triton.cudagraphs"):
+    if graphed:
         compiled = keeping_sums(compiled)
-    return giving_codes(compiled, codes) if codes.of else compiled
+    return giving_codes(compiled, codes, in_place=graphed) if codes.of else compiled
 
 
 def _chosen(

@@ -63,9 +63,9 @@ class Partitioner(compat.CustomPartitionerFn):
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
         # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
-        static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        parameters = inputs_among(primals, static)
         inputs = self.compilation.inputs
+        static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+        parameters = inputs_among(primals, static - inputs.codes.inputs)
         facts = JointFacts(
             parameters=parameters,
             weights=inputs_among(parameters, inputs.weights),

@@ -41,6 +41,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     trace_structured,
     uncached,
     uncompiled,
+    uses_cuda_graphs,
     without_source,
 )
 from fp8pass.compat.fakes import (  # noqa: E402
@@ -85,6 +86,7 @@ from fp8pass.compat.randomness import (  # noqa: E402
 from fp8pass.compat.symbols import (  # noqa: E402
     FLEX_ATTENTION,
     FakeTensor,
+    StorageWeakRef,
     arg_tree_leaves,
     fake_mode_of,
     foreach_norm,
@@ -115,6 +117,7 @@ __all__ = [
     "OperatorObserver",
     "PipelineAction",
     "RealPositions",
+    "StorageWeakRef",
     "WeakIdKeyDictionary",
     "activation_quantization_is_on",
     "after_backward",
@@ -186,6 +189,7 @@ __all__ = [
     "tree_map_only",
     "uncached",
     "uncompiled",
+    "uses_cuda_graphs",
     "version_of",
     "weak_storage",
     "without_source",

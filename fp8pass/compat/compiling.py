@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,9 +210,19 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def without_source(node: fx.Node) -> None:
-    """Have AOTAutograd take an input that Dynamo knows nothing of."""
+def without_source(node: fx.Node, *, in_place: bool) -> None:
+    """Have AOTAutograd take an input that Dynamo knows nothing of.
+
+    With `in_place` it is always in the same memory, as parameters are.
+    """
     node._dynamo_source = None
+    if in_place:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
+    """Whether Inductor is to make CUDA graphs, with these options of a compilation."""
+    return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 def input_like(other: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -40,6 +40,11 @@ class Given:
     of: tuple[tuple[int, int, int], ...] = ()
     left_out: tuple[tuple[int, str], ...] = ()
 
+    @property
+    def inputs(self) -> frozenset[int]:
+        """Those that are codes or scales."""
+        return frozenset(i for _, *made in self.of for i in made)
+
 
 NO_CODES = Given()
 
@@ -109,14 +114,18 @@ def _is_quantized_linear(user: fx.Node, weight: fx.Node, config: Config) -> bool
     return not is_head and matching_pattern(path, config.skip) is None
 
 
-def with_codes(gm: fx.GraphModule, given: Given) -> fx.GraphModule:
-    """A copy of a Dynamo graph with the given codes as inputs."""
+def with_codes(gm: fx.GraphModule, given: Given, *, in_place: bool) -> fx.GraphModule:
+    """A copy of a Dynamo graph with the given codes as inputs.
+
+    With `in_place` these are always in the same memory, so that CUDA graphs need not copy them.
+    """
     copy = compat.copy_captured(gm)
     last = [n for n in copy.graph.nodes if n.op == "placeholder"][-1]
     with copy.graph.inserting_after(last):
         for weight, *_ in reversed(given.of):
             for kind in ("scales", "codes"):
-                compat.without_source(copy.graph.placeholder(f"{kind}_of_input_{weight}"))
+                node = copy.graph.placeholder(f"{kind}_of_input_{weight}")
+                compat.without_source(node, in_place=in_place)
     copy.recompile()
     return copy
 
@@ -131,11 +140,13 @@ def examples(example_inputs: Sequence[Any], given: Given) -> list[Any]:
     return found
 
 
-def giving_codes(compiled: Callable[..., Any], given: Given) -> Callable[..., Any]:
+def giving_codes(
+    compiled: Callable[..., Any], given: Given, *, in_place: bool
+) -> Callable[..., Any]:
     """A compiled graph that gets the codes of its weights besides its inputs."""
     weights = [i for i, *_ in given.of]
 
     def run(*args: Any) -> Any:
-        return compiled(*args, *codes_of([args[i] for i in weights]))
+        return compiled(*args, *codes_of([args[i] for i in weights], in_place=in_place))
 
     return run

@@ -25,10 +25,19 @@ from fp8pass import compat
 from fp8pass.dialect.coded_weight import coded
 
 
+class Trace(NamedTuple):
+    """What is another after any change of a weight that leaves a trace."""
+
+    memory: compat.StorageWeakRef
+    version: int
+    dtype: torch.dtype
+    layout: Hashable
+
+
 class Kept(NamedTuple):
     """Codes [M, K] and scales [M, 1] of a weight, and what tells whether they are still its."""
 
-    trace: Hashable
+    trace: Trace
     codes: Tensor
     scales: Tensor
 
@@ -39,10 +48,12 @@ class _Kept:
 
     Attributes:
         contexts: how many are open that say that weights stay the same.
+        in_place: what was last written where CUDA graphs read a weight's codes.
     """
 
     contexts: int = 0
     by_weight: dict[int, Kept] = field(default_factory=dict)
+    in_place: dict[int, Kept] = field(default_factory=dict)
 
 
 _kept = _Kept()
@@ -61,7 +72,8 @@ def same_weights() -> Iterator[None]:
         optimizer.zero_grad()
 
     The forwards and backwards in it take the same codes, in all graphs that are compiled with the
-    option `weight_codes`; no number changes by that. At its end they are freed. Outside of it codes
+    option `weight_codes`; no number changes by that. At its end they are freed, but for those that
+    CUDA graphs read (`mode="reduce-overhead"`), which need them in one place. Outside of it codes
     are made in every run of a graph.
 
     Weights that change all the same are coded anew if PyTorch can know: by in-place operators
@@ -83,14 +95,20 @@ def same_weights() -> Iterator[None]:
 def forget(*_: Any) -> None:
     """Have codes made anew: weights have changed, which may have left no trace in these."""
     _kept.by_weight.clear()
+    gone = [i for i, kept in _kept.in_place.items() if kept.trace.memory.expired()]
+    for i in gone:
+        del _kept.in_place[i]
 
 
-def codes_of(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Codes and scales of weights, one after the other; those that are not kept made at once."""
+def codes_of(weights: Sequence[Tensor], *, in_place: bool = False) -> list[Tensor]:
+    """Codes and scales of weights, one after the other; those that are not kept made at once.
+
+    With `in_place` those of a weight are always in the same memory.
+    """
     found = [_still_kept(w) for w in weights]
     missing = [i for i, kept in enumerate(found) if kept is None]
     for i, kept in zip(missing, _new([weights[i] for i in missing]), strict=True):
-        found[i] = kept
+        found[i] = kept = _written_in_place(weights[i], kept) if in_place else kept
         if _kept.contexts:
             _kept.by_weight[id(weights[i])] = kept
     return [x for kept in found if kept for x in (kept.codes, kept.scales)]
@@ -101,11 +119,9 @@ def _still_kept(weight: Tensor) -> Kept | None:
     return kept if kept and kept.trace == _trace(weight) else None
 
 
-def _trace(weight: Tensor) -> Hashable:
-    """What is another after any change that leaves a trace."""
-    memory = compat.weak_storage(weight)
+def _trace(weight: Tensor) -> Trace:
     layout = weight.storage_offset(), weight.shape, weight.stride()
-    return memory, compat.version_of(weight), weight.dtype, *layout
+    return Trace(compat.weak_storage(weight), compat.version_of(weight), weight.dtype, layout)
 
 
 def _new(weights: Sequence[Tensor]) -> list[Kept]:
@@ -120,3 +136,17 @@ def _new(weights: Sequence[Tensor]) -> list[Kept]:
             for i, (codes, scales) in zip(some, parts, strict=True):
                 found[i] = Kept(_trace(weights[i]), codes, scales)
     return [found[i] for i in range(len(weights))]
+
+
+def _written_in_place(weight: Tensor, new: Kept) -> Kept:
+    """New codes of a weight, where its codes were before."""
+    old = _kept.in_place.get(id(weight))
+    if old is None or (old.codes.shape, old.codes.device) != (new.codes.shape, new.codes.device):
+        _kept.in_place[id(weight)] = new
+        return new
+    for place, data in ((old.codes, new.codes), (old.scales, new.scales)):
+        # A backward that waits for codes of the same weights may go on; one that waits for codes of
+        # others is told, as it is where PyTorch keeps a weight.
+        (place.data if old.trace == new.trace else place).copy_(data)
+    _kept.in_place[id(weight)] = kept = Kept(new.trace, old.codes, old.scales)
+    return kept

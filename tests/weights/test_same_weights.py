@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ import fp8pass
 from fp8pass import Config, ConfigError, optim
 from fp8pass.dialect import hardware
 from fp8pass.dynamo import Backend
+from fp8pass.partition import Partitioner
 from fp8pass.weights import kept
 
 DEVICES = [
@@ -246,10 +248,11 @@ def test_recipes_without_scales_of_rows_have_none():
 class Trained:
     """A model with programs with and without codes as inputs, and what may change its weights."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", mode: str | None = None) -> None:
         torch._dynamo.reset()
         self.model = Model().bfloat16().to(device)
-        self.with_codes = torch.compile(self.model, backend=Backend(config(device, "1MiB")))
+        backend = Backend(config(device, "1MiB"))
+        self.with_codes = torch.compile(self.model, backend=backend, mode=mode)
         self.plain = torch.compile(self.model, backend=Backend(config(device, 0)))
         self.others = copy.deepcopy(self.model)
         self.x = inputs(device)[0]
@@ -321,9 +324,12 @@ CHANGES = [
 ]
 
 
-@pytest.fixture
-def trained() -> Trained:
-    return Trained()
+MODES = [None, "reduce-overhead"]  # CUDA graphs read codes where they always are
+
+
+@pytest.fixture(params=MODES)
+def trained(request) -> Trained:
+    return Trained(mode=request.param)
 
 
 @settings(
@@ -348,9 +354,10 @@ def test_codes_are_never_stale_whatever_the_order(trained, changes):
         context.__exit__(None, None, None)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_change_is_noticed(device):
-    trained = Trained(device)
+def test_each_change_is_noticed(device, mode):
+    trained = Trained(device, mode)
     for how in [*CHANGES, "another parameter"]:
         trained.start_again()
         with fp8pass.same_weights():
@@ -363,15 +370,68 @@ def test_each_change_is_noticed(device):
                 assert same == (how == "nothing"), how
 
 
+def test_cuda_graphs_read_codes_in_one_place():
+    """New weights, new contexts and none at all: their graphs need not copy what stays there."""
+    trained = Trained(mode="reduce-overhead")
+    model, weights = trained.model, [trained.model.up.weight, trained.model.down.weight]
+    places = []
+    for how in ("nothing", "SGD", "load", "other memory"):
+        with fp8pass.same_weights():
+            trained.with_codes(trained.x)
+        trained.change(how)
+        trained.with_codes(trained.x)
+        places.append([kept._kept.in_place[id(w)].codes.data_ptr() for w in weights])
+    assert places == places[:1] * len(places)
+    del trained, model, weights
+    torch._dynamo.reset()
+    gc.collect()
+    kept.forget()
+    assert not kept._kept.in_place
+
+
+def test_backwards_wait_for_codes_of_the_same_weights_alone():
+    """As they do for weights in PyTorch, which it says are modified by an in-place operation."""
+    trained = Trained(mode="reduce-overhead")
+    first, second = trained.with_codes(trained.x), trained.with_codes(trained.x)
+    first.backward()
+    second.backward()
+    waiting = trained.with_codes(trained.x)
+    with torch.no_grad():
+        trained.model.down.weight.mul_(2)
+    trained.with_codes(trained.x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        waiting.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_know_of_codes_that_stay_in_one_place(mode, monkeypatch):
+    """To Inductor they are as parameters are; to the passes they are not."""
+    found: list[int] = []
+    partitioner = Partitioner.context
+
+    def context(self, gm, **kwargs):
+        static = frozenset(kwargs["static_lifetime_input_indices"])
+        found.append(len(static & self.compilation.inputs.codes.inputs))
+        ctx = partitioner(self, gm, **kwargs)
+        assert not ctx.facts.parameters & {x for pair in ctx.facts.codes.values() for x in pair}
+        return ctx
+
+    monkeypatch.setattr(Partitioner, "context", context)
+    trained = Trained(mode=mode)
+    trained.with_codes(trained.x)
+    assert found == [4 if mode else 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_updates_within_the_backward(device):
+def test_updates_within_the_backward(device, mode):
     """`attach`, of which nobody calls the optimizer's step."""
     losses = []
     for size in (0, "1MiB"):
         torch._dynamo.reset()
         model = Model().bfloat16().to(device)
         optim.attach(model, optim.AdamW(model.parameters(), lr=0.01), accumulate=2)
-        program = torch.compile(model, backend=Backend(config(device, size)))
+        program = torch.compile(model, backend=Backend(config(device, size)), mode=mode)
         with fp8pass.same_weights():
             for x in inputs(device, 6):
                 losses.append(program(x))
