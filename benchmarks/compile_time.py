@@ -9,7 +9,8 @@ variant is cold, the second finds what the first one left. Seconds are those of 
 and backward, imports not counted; `passes` is fp8pass's share of it. Depths are measured in CPU
 time of the process and the compilers it starts, without that of a second forward and backward: it
 depends little on who else uses the machine, so that `--jobs` run at once, deepest first. What has
-not ended after `--limit` seconds is left out.
+not ended after `--limit` seconds is left out. On the CPU kernels are written and not compiled: the
+C++ compiler would take most of the time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     from layer import Subject
     from layer import variants as make_variants
     from models import Stack, init_weights, rope_tables
+    from torch._inductor.async_compile import AsyncCompile
 
     from fp8pass import compilation, dynamo, partition
     from fp8pass.passes import runner
@@ -57,6 +59,8 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
     for module in (compilation, dynamo, partition):
         module.run_passes = recorded  # type: ignore[attr-defined]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        AsyncCompile.cpp_pybinding = lambda *_: lambda *_: None  # type: ignore[method-assign]
     heads, ffn, seq = hidden // 128, hidden * 43 // 16, 1024
     model = Stack(layers, hidden, heads, ffn).to(device, torch.bfloat16)
     init_weights(model)
@@ -119,10 +123,12 @@ def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
     return results
 
 
-def by_depth(depths: Sequence[int], limit: float, jobs: int) -> list[dict[str, Any]]:
-    """Every variant cold for each number of layers, as far as `limit` seconds allow."""
+def by_depth(
+    depths: Sequence[int], variants: Sequence[str], limit: float, jobs: int
+) -> list[dict[str, Any]]:
+    """Variants cold for each number of layers, as far as `limit` seconds allow."""
     end = time.perf_counter() + limit
-    cases = [(layers, variant) for layers in sorted(depths) for variant in DEEP_VARIANTS]
+    cases = [(layers, variant) for layers in sorted(depths) for variant in variants]
 
     def cold(case: tuple[int, str]) -> dict[str, Any] | None:
         layers, variant = case
@@ -168,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--passes", action="store_true", help="only the passes")
     parser.add_argument("--depths", type=int, nargs="*", help=f"default: {DEPTHS}")
+    parser.add_argument("--variants", nargs="+", default=DEEP_VARIANTS, choices=DEEP_VARIANTS)
     parser.add_argument("--limit", type=float, default=180, help="seconds for all depths")
     parser.add_argument("--jobs", type=int, default=1, help="depths measured at once")
     parser.add_argument("--layers", type=int, default=4)
@@ -179,7 +186,10 @@ def main() -> None:
         print(json.dumps(child(args.child[0], int(args.child[1]), int(args.child[2]))))
         return
     if args.depths is not None:
-        name, results = "depths", by_depth(args.depths or DEPTHS, args.limit, args.jobs)
+        name, results = (
+            "depths",
+            by_depth(args.depths or DEPTHS, args.variants, args.limit, args.jobs),
+        )
     elif args.passes:
         name, results = "passes", passes_alone()
     else:

@@ -211,7 +211,7 @@ def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
         return {"cpu_seconds": 1.0 * layers, "passes": 0.0 if variant == "bf16 compile" else 0.1}
 
     monkeypatch.setattr(module, "measure", measure)
-    results = module.by_depth((20, 10), limit=100.0, jobs=3)
+    results = module.by_depth((20, 10), module.DEEP_VARIANTS, limit=100.0, jobs=3)
     found = [(r["layers"], r["variant"]) for r in results]
     assert found == [
         *((10, variant) for variant in module.DEEP_VARIANTS),
