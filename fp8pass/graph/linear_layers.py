@@ -47,6 +47,8 @@ from fp8pass.plan import Linear
 
 # A weight that its user could make a parameter.
 NO_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
+# Of a narrow weight: its smaller side, and how many times as long the larger one is.
+MOST_NARROW, LEAST_RATIO = 64, 16
 # GEMMs that add their product to their first operand.
 ADDING = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
 
@@ -336,6 +338,16 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
     """The layer that a backward GEMM belongs to, where several share its operand."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
+
+
+def is_narrow(out_features: Any, in_features: Any) -> bool:
+    """Whether products with a weight of these sizes gain nothing by FP8, as an adapter of rank 16.
+
+    They do about as many operations for each byte that they move as the smaller side is long, where
+    a GPU could do several hundred; and every cast is one more launch.
+    """
+    smaller, larger = sorted(map(compat.size_hint, (out_features, in_features)))
+    return smaller <= MOST_NARROW and larger >= LEAST_RATIO * smaller
 
 
 def is_multiple_of_16(length: Any) -> bool:

@@ -45,6 +45,7 @@ from fp8pass.graph.linear_layers import (
     Reason,
     emit_operand,
     is_multiple_of_16,
+    is_narrow,
     operands_of,
     parts_with_layers,
 )
@@ -176,6 +177,9 @@ def why_not(layer: Layer, config: Config) -> Reason:
         )
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight", routine=True)
+    if is_narrow(*weight):
+        sizes = "×".join(map(str, weight))
+        return Reason(f"weight {sizes}: too narrow to gain by FP8", routine=True)
     if (reason := why_not_these_rows(layer)).text:
         return reason
     device = tensor(gemm).device

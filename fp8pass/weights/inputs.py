@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
 from fp8pass.config import Config, bytes_text
-from fp8pass.graph.linear_layers import is_multiple_of_16
+from fp8pass.graph.linear_layers import is_multiple_of_16, is_narrow
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.weights.kept import codes_of
@@ -93,6 +93,8 @@ def _is_weight_of_linear_layers(node: fx.Node, weight: Any, config: Config) -> b
     if weight.is_inference():  # which counts no versions
         return False
     if not all(isinstance(n, int) and n and is_multiple_of_16(n) for n in weight.shape):
+        return False
+    if is_narrow(*weight.shape):
         return False
     if not weight.is_contiguous() or not _computes_in_bf16(weight):
         return False

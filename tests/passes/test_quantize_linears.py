@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from helpers import COAT_EAGER, MLP, JointGraph, capture_joint, gpt2, llama, sqnr, tokens
+from helpers import (
+    COAT_EAGER,
+    MLP,
+    JointGraph,
+    capture_joint,
+    compiled,
+    gpt2,
+    llama,
+    sqnr,
+    tokens,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.graph.linear_layers import is_narrow
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.quantize_linears import quantize_linears
@@ -471,3 +484,51 @@ def test_devices_without_fp8_gemms_say_so(monkeypatch, device_reason):
     torch._dynamo.reset()
     exact = rewritten(linear(), rows(), config=Config.recipe("exact"))
     assert len(exact.calls(fp8.scaled_mm.default)) == 3  # rewrites them without any hardware
+
+
+# --- narrow layers ------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank beside it."""
+
+    def __init__(self, width=256, rank=16):
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        x = nn.functional.silu(self.base(x))
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_of_low_rank_gain_nothing():
+    assert reasons(rewritten(Adapted(), rows(features=256))) == {
+        "base": "",
+        "down": "weight 16×256: too narrow to gain by FP8",
+        "up": "weight 256×16: too narrow to gain by FP8",
+    }
+    assert not any(reasons(rewritten(Adapted(128), rows(features=128))).values())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "narrow"),
+    [((64, 1024), True), ((4096, 16), True), ((64, 1023), False), ((65, 4096), False)],
+)
+def test_narrow_sizes(sizes, narrow):
+    assert is_narrow(*sizes) == narrow == is_narrow(*reversed(sizes))
+
+
+def test_what_narrow_layers_read_is_kept_in_low_bits():
+    """As what layers in FP8 read: nobody asked for these to be exact."""
+    torch._dynamo.reset()
+    model, x = Adapted().bfloat16(), rows(features=256, dtype=torch.bfloat16)
+    program, spy = compiled(model, COAT_EAGER)
+    program(x).sum().backward()
+    (large,) = [s for s in spy.plan.saved if s.bytes >= 32 * 256]
+    assert large.bytes < 1.1 * 32 * 256  # of E4M3 and scales
+    want = copy.deepcopy(model).double()
+    want(x.detach().double()).sum().backward()
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or sqnr(p.grad.double(), q.grad) > 25
