@@ -105,7 +105,7 @@ def codes_of(weights: Sequence[Tensor], *, in_place: bool = False) -> list[Tenso
 
     With `in_place` those of a weight are always in the same memory.
     """
-    found = [_still_kept(w) for w in weights]
+    found = [_still_kept(w, in_place=in_place) for w in weights]
     missing = [i for i, kept in enumerate(found) if kept is None]
     for i, kept in zip(missing, _new([weights[i] for i in missing]), strict=True):
         found[i] = kept = _written_in_place(weights[i], kept) if in_place else kept
@@ -114,8 +114,10 @@ def codes_of(weights: Sequence[Tensor], *, in_place: bool = False) -> list[Tenso
     return [x for kept in found if kept for x in (kept.codes, kept.scales)]
 
 
-def _still_kept(weight: Tensor) -> Kept | None:
+def _still_kept(weight: Tensor, *, in_place: bool) -> Kept | None:
     kept = _kept.by_weight.get(id(weight))
+    if in_place and kept is not _kept.in_place.get(id(weight)):
+        return None  # a graph that takes them anywhere had them made
     return kept if kept and kept.trace == _trace(weight) else None
 
 

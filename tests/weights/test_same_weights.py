@@ -389,6 +389,23 @@ def test_cuda_graphs_read_codes_in_one_place():
     assert not kept._kept.in_place
 
 
+def test_graphs_of_both_kinds_share_a_weight():
+    """Those that read codes in one place do so, whoever made some before."""
+    trained = Trained(mode="reduce-overhead")
+    anywhere = torch.compile(trained.model, backend=Backend(config("cpu", "1MiB")))
+    weight, places = trained.model.up.weight, set()
+    for programs in ((trained.with_codes, anywhere), (anywhere, trained.with_codes)) * 2:
+        with fp8pass.same_weights():
+            for program in programs:
+                program(trained.x)
+            made = kept._kept.in_place[id(weight)]
+            assert kept._kept.by_weight[id(weight)] is made
+            places.add(made.codes.data_ptr())
+            trained.check()
+        trained.change("SGD")
+    assert len(places) == 1
+
+
 def test_backwards_wait_for_codes_of_the_same_weights_alone():
     """As they do for weights in PyTorch, which it says are modified by an in-place operation."""
     trained = Trained(mode="reduce-overhead")
