@@ -7,10 +7,10 @@
 Every measurement is a process of its own with a cache folder of its own: the first run of a
 variant is cold, the second finds what the first one left. Seconds are those of the first forward
 and backward, imports not counted; `passes` is fp8pass's share of it. Depths are measured in CPU
-time of the process and the compilers it starts, without that of a second forward and backward: it
-depends little on who else uses the machine, so that `--jobs` run at once, deepest first. What has
-not ended after `--limit` seconds is left out. On the CPU kernels are written and not compiled: the
-C++ compiler would take most of the time.
+time of the process and the compilers it starts, without that of a second forward and backward,
+`--jobs` of them at a time: with many on one machine each takes up to a third longer. What has not
+ended after `--limit` seconds is left out. On the CPU kernels are written and not compiled: the C++
+compiler would take most of the time.
 """
 
 from __future__ import annotations
@@ -133,19 +133,20 @@ def by_depth(
     def cold(case: tuple[int, str]) -> dict[str, Any] | None:
         layers, variant = case
         alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        left = max(end - time.perf_counter(), 0.0)
+        left = end - time.perf_counter()
+        if left <= 0:
+            return None
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = measure(variant, layers, DEEP_HIDDEN, Path(folder), left, **alone)
             except subprocess.TimeoutExpired:
                 return None
-        result = {"layers": layers, "variant": variant, **found}
+        result = {"layers": layers, "variant": variant, "jobs": jobs, **found}
         print(result, file=sys.stderr, flush=True)
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(cold, reversed(cases)))
-    return [result for result in reversed(results) if result]
+        return [result for result in pool.map(cold, cases) if result]
 
 
 def passes_alone() -> list[dict[str, Any]]:

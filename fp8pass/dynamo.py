@@ -154,8 +154,9 @@ def rewrite_inference(
     if compat.captures_backward():
         return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    static = frozenset(placeholders[i] for i in parameters)
     given = compilation.inputs.codes
+    static = frozenset(placeholders[i] for i in parameters)
+    static -= inputs_among(placeholders, given.made)
     facts = JointFacts(
         static,
         inputs_among(static, compilation.inputs.weights),

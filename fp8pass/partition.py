@@ -65,7 +65,7 @@ class Partitioner(compat.CustomPartitionerFn):
         # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        parameters = inputs_among(primals, static - inputs.codes.inputs)
+        parameters = inputs_among(primals, static - inputs.codes.made)
         facts = JointFacts(
             parameters=parameters,
             weights=inputs_among(parameters, inputs.weights),

@@ -210,14 +210,14 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def without_source(node: fx.Node, *, in_place: bool) -> None:
-    """Have AOTAutograd take an input that Dynamo knows nothing of.
-
-    With `in_place` it is always in the same memory, as parameters are.
-    """
+def without_source(node: fx.Node) -> None:
+    """Have AOTAutograd take an input that Dynamo knows nothing of."""
     node._dynamo_source = None
-    if in_place:
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def mark_static(node: fx.Node) -> None:
+    """Say of an input that it stays in the same memory, as parameters do."""
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fp8pass.compat.fsdp import Gathered, fsdp_has_run, gathered_parameters, shard_of
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.distributed.collectives import Traffic
-from fp8pass.graph.linear_layers import is_multiple_of_16
+from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
@@ -124,7 +124,7 @@ def _may_be_coded(each: Gathered) -> bool:
 
 def _is_shared_out_in_rows(weight: Tensor) -> bool:
     """Whether several ranks have as many rows each of a matrix that can run in FP8."""
-    if not isinstance(weight, DTensor) or not all(map(is_multiple_of_16, weight.shape)):
+    if not isinstance(weight, DTensor) or why_not_of_this_size(*weight.shape):
         return False
     *replicas, shard = weight.placements
     ranks = weight.device_mesh.size(-1)

@@ -340,6 +340,16 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
     return next((y for y in layers if y.module == path), layers[0])
 
 
+def why_not_of_this_size(out_features: Any, in_features: Any) -> str:
+    """Why no product with a weight of these sizes runs in FP8, or should; '' where it may."""
+    weight = f"weight {out_features}×{in_features}"
+    if not (is_multiple_of_16(out_features) and is_multiple_of_16(in_features)):
+        return f"{weight}: both sizes must be multiples of 16"
+    if is_narrow(out_features, in_features):
+        return f"{weight}: too narrow to gain by FP8"
+    return ""
+
+
 def is_narrow(out_features: Any, in_features: Any) -> bool:
     """Whether products with a weight of these sizes gain nothing by FP8, as an adapter of rank 16.
 
@@ -347,7 +357,7 @@ def is_narrow(out_features: Any, in_features: Any) -> bool:
     a GPU could do several hundred; and every cast is one more launch.
     """
     smaller, larger = sorted(map(compat.size_hint, (out_features, in_features)))
-    return smaller <= MOST_NARROW and larger >= LEAST_RATIO * smaller
+    return 0 < smaller <= MOST_NARROW and larger >= LEAST_RATIO * smaller
 
 
 def is_multiple_of_16(length: Any) -> bool:

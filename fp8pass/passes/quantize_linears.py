@@ -48,6 +48,7 @@ from fp8pass.graph.linear_layers import (
     is_narrow,
     operands_of,
     parts_with_layers,
+    why_not_of_this_size,
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, emit, tensor
@@ -167,19 +168,15 @@ def why_not(layer: Layer, config: Config) -> Reason:
     biased = gemm.target is aten.addmm.default
     if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")
-    if not all(is_multiple_of_16(size) for size in weight):
-        sizes = "×".join(map(str, weight))
-        narrow = any(compat.size_hint(size) < WORTH_PADDING for size in weight)
-        return Reason(f"weight {sizes}: both sizes must be multiples of 16", routine=narrow)
+    if why := why_not_of_this_size(*weight):
+        small = any(compat.size_hint(size) < WORTH_PADDING for size in weight)
+        return Reason(why, routine=small or is_narrow(*weight))
     if biased and not has_columns_for_tensor_cores(gemm):
         return Reason(
             "its bias has an element for each token, and their number is no multiple of 16"
         )
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight", routine=True)
-    if is_narrow(*weight):
-        sizes = "×".join(map(str, weight))
-        return Reason(f"weight {sizes}: too narrow to gain by FP8", routine=True)
     if (reason := why_not_these_rows(layer)).text:
         return reason
     device = tensor(gemm).device

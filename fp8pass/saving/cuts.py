@@ -221,6 +221,9 @@ def _relevant(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[
     return [n for n in values if n in found]
 
 
+_SOURCE, _SINK = "source", "sink"
+
+
 def min_cut(
     component: list[fx.Node],
     needed: set[fx.Node],
@@ -274,9 +277,6 @@ def _solved(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int]
     recomputed = {i for i in range(len(values)) if (i, "in") in sink_side}
     kept = {i for i in range(len(values)) if (i, "out") in sink_side} - recomputed
     return kept, recomputed, cost
-
-
-_SOURCE, _SINK = "source", "sink"
 
 
 def _network(values: tuple[_Value, ...]) -> nx.DiGraph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from fp8pass.graph.linear_layers import is_multiple_of_16
+from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
@@ -61,6 +61,4 @@ def choose(
 def _why_no_weight_like_it(weight: Tensor) -> str:
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}, not a plain parameter"
-    if not all(map(is_multiple_of_16, weight.shape)) or not weight.numel():
-        return f"FP8 GEMMs take multiples of 16, and it is {tuple(weight.shape)}"
-    return ""
+    return why_not_of_this_size(*weight.shape) if weight.numel() else "it is empty"

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
 from fp8pass.config import Config, bytes_text
-from fp8pass.graph.linear_layers import is_multiple_of_16, is_narrow
+from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.weights.kept import codes_of
@@ -41,7 +41,7 @@ class Given:
     left_out: tuple[tuple[int, str], ...] = ()
 
     @property
-    def inputs(self) -> frozenset[int]:
+    def made(self) -> frozenset[int]:
         """Those that are codes or scales."""
         return frozenset(i for _, *made in self.of for i in made)
 
@@ -92,9 +92,9 @@ def _is_weight_of_linear_layers(node: fx.Node, weight: Any, config: Config) -> b
         return False
     if weight.is_inference():  # which counts no versions
         return False
-    if not all(isinstance(n, int) and n and is_multiple_of_16(n) for n in weight.shape):
+    if not all(isinstance(n, int) and n for n in weight.shape):
         return False
-    if is_narrow(*weight.shape):
+    if why_not_of_this_size(*weight.shape):
         return False
     if not weight.is_contiguous() or not _computes_in_bf16(weight):
         return False
@@ -127,7 +127,9 @@ def with_codes(gm: fx.GraphModule, given: Given, *, in_place: bool) -> fx.GraphM
         for weight, *_ in reversed(given.of):
             for kind in ("scales", "codes"):
                 node = copy.graph.placeholder(f"{kind}_of_input_{weight}")
-                compat.without_source(node, in_place=in_place)
+                compat.without_source(node)
+                if in_place:
+                    compat.mark_static(node)
     copy.recompile()
     return copy
 

@@ -95,9 +95,6 @@ def same_weights() -> Iterator[None]:
 def forget(*_: Any) -> None:
     """Have codes made anew: weights have changed, which may have left no trace in these."""
     _kept.by_weight.clear()
-    gone = [i for i, kept in _kept.in_place.items() if kept.trace.memory.expired()]
-    for i in gone:
-        del _kept.in_place[i]
 
 
 def codes_of(weights: Sequence[Tensor], *, in_place: bool = False) -> list[Tensor]:
@@ -107,10 +104,10 @@ def codes_of(weights: Sequence[Tensor], *, in_place: bool = False) -> list[Tenso
     """
     found = [_still_kept(w, in_place=in_place) for w in weights]
     missing = [i for i, kept in enumerate(found) if kept is None]
-    for i, kept in zip(missing, _new([weights[i] for i in missing]), strict=True):
-        found[i] = kept = _written_in_place(weights[i], kept) if in_place else kept
+    for i, new in zip(missing, _new([weights[i] for i in missing]), strict=True):
+        found[i] = made = _written_in_place(weights[i], new) if in_place else new
         if _kept.contexts:
-            _kept.by_weight[id(weights[i])] = kept
+            _kept.by_weight[id(weights[i])] = made
     return [x for kept in found if kept for x in (kept.codes, kept.scales)]
 
 
@@ -142,13 +139,28 @@ def _new(weights: Sequence[Tensor]) -> list[Kept]:
 
 def _written_in_place(weight: Tensor, new: Kept) -> Kept:
     """New codes of a weight, where its codes were before."""
-    old = _kept.in_place.get(id(weight))
-    if old is None or (old.codes.shape, old.codes.device) != (new.codes.shape, new.codes.device):
-        _kept.in_place[id(weight)] = new
-        return new
-    for place, data in ((old.codes, new.codes), (old.scales, new.scales)):
-        # A backward that waits for codes of the same weights may go on; one that waits for codes of
-        # others is told, as it is where PyTorch keeps a weight.
-        (place.data if old.trace == new.trace else place).copy_(data)
-    _kept.in_place[id(weight)] = kept = Kept(new.trace, old.codes, old.scales)
-    return kept
+    place = _kept.in_place.get(id(weight))
+    if place is None or _differ(place.codes, new.codes):
+        written = _in_own_memory(new)
+    else:
+        same = place.trace == new.trace
+        for old, data in ((place.codes, new.codes), (place.scales, new.scales)):
+            # A backward that waits for codes of the same weights may go on; one that waits for
+            # codes of others is told, as it is where PyTorch keeps a weight.
+            (old.data if same else old).copy_(data)
+        written = Kept(new.trace, place.codes, place.scales)
+    _kept.in_place[id(weight)] = written
+    return written
+
+
+def _differ(codes: Tensor, others: Tensor) -> bool:
+    return (codes.shape, codes.device) != (others.shape, others.device)
+
+
+def _in_own_memory(new: Kept) -> Kept:
+    """A copy of what one launch wrote beside others' codes, which count their versions together."""
+    for i, kept in [*_kept.in_place.items()]:
+        if kept.trace.memory.expired():  # of a weight that is no more
+            del _kept.in_place[i]
+    with torch.inference_mode(False):  # it outlives it
+        return Kept(new.trace, new.codes.clone(), new.scales.clone())

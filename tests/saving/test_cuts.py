@@ -34,6 +34,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.plan import Plan
 from fp8pass.rules import expressions
+from fp8pass.saving import cuts
 from fp8pass.saving.cuts import Cut, components, min_cut
 from fp8pass.testing.strategies import programs
 
@@ -122,6 +123,21 @@ def test_regions_can_be_solved_one_by_one(problem):
         for part in parts
     )
     assert total == whole.cost
+
+
+def test_equal_regions_are_solved_once():
+    """As those of a model's layers are; another price is another problem."""
+
+    def region(price: int) -> Cut:
+        g = fx.Graph()
+        x = g.placeholder("x")
+        y = g.call_function(operator.neg, (x,))
+        sizes, prices = {x: 10, y: 7}, {x: math.inf, y: price}
+        return min_cut([x, y], {y}, sizes.__getitem__, prices.__getitem__)
+
+    cuts._solved.cache_clear()
+    assert [region(price).cost for price in (1, 1, 1, 3, 3)] == [7, 7, 7, 7, 7]
+    assert cuts._solved.cache_info().misses == 2
 
 
 # --- what the plan respects ---------------------------------------------------------------------

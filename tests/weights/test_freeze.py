@@ -101,9 +101,18 @@ def test_frozen_linear_layers_are_in_codes(device, caplog):
     (said,) = caplog.messages
     assert said == (
         "freeze: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd stays: "
-        "FP8 GEMMs take multiples of 16, and it is (24, 64); lm_head stays: it is an output head, "
+        "weight 24×64: both sizes must be multiples of 16; lm_head stays: it is an output head, "
         "or skipped"
     )
+
+
+def test_narrow_layers_stay_as_they_are(caplog):
+    """No GEMM of theirs would take the codes."""
+    model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 1024), nn.Linear(1024, 1024))
+    with caplog.at_level(logging.INFO, "fp8pass"):
+        fp8pass.freeze(model.bfloat16().requires_grad_(False))
+    assert stored(model).keys() == {"2.weight"}
+    assert "0 stays: weight 64×1024: too narrow to gain by FP8; 1 stays: " in caplog.text
 
 
 def test_what_is_frozen_later_is_in_codes_after_another_call():
@@ -154,7 +163,7 @@ def test_errors_say_what_to_do():
     with pytest.raises(ConfigError, match=r"is frozen: model.requires_grad_\(False\) comes"):
         fp8pass.freeze(nn.Sequential(nn.Linear(64, 64)))
     frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 7)).half().requires_grad_(False)
-    with pytest.raises(ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: FP"):
+    with pytest.raises(ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: weight 7"):
         fp8pass.freeze(frozen)
 
 

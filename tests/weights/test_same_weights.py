@@ -15,10 +15,10 @@ from kernel_helpers import counts
 from torch import nn
 
 import fp8pass
-from fp8pass import Config, ConfigError, optim
+from fp8pass import Config, ConfigError, compat, optim
 from fp8pass.dialect import hardware
 from fp8pass.dynamo import Backend
-from fp8pass.partition import Partitioner
+from fp8pass.passes import Context, runner
 from fp8pass.weights import kept
 
 DEVICES = [
@@ -373,7 +373,7 @@ def test_each_change_is_noticed(device, mode):
 def test_cuda_graphs_read_codes_in_one_place():
     """New weights, new contexts and none at all: their graphs need not copy what stays there."""
     trained = Trained(mode="reduce-overhead")
-    model, weights = trained.model, [trained.model.up.weight, trained.model.down.weight]
+    weights = trained.model.up.weight, trained.model.down.weight
     places = []
     for how in ("nothing", "SGD", "load", "other memory"):
         with fp8pass.same_weights():
@@ -382,11 +382,49 @@ def test_cuda_graphs_read_codes_in_one_place():
         trained.with_codes(trained.x)
         places.append([kept._kept.in_place[id(w)].codes.data_ptr() for w in weights])
     assert places == places[:1] * len(places)
-    del trained, model, weights
-    torch._dynamo.reset()
-    gc.collect()
-    kept.forget()
-    assert not kept._kept.in_place
+
+
+def test_places_of_dead_weights_are_given_up(monkeypatch):
+    """With the next new place, in no context at all."""
+    monkeypatch.setattr(kept, "_kept", kept._Kept())
+    for _ in range(3):
+        weight = nn.Parameter(torch.randn(16, 32, dtype=torch.bfloat16))
+        kept.codes_of([weight], in_place=True)
+        del weight
+        gc.collect()
+    assert len(kept._kept.in_place) == 1
+
+
+def test_places_count_their_versions_alone(monkeypatch):
+    """Though one launch writes codes of several weights to one buffer."""
+    monkeypatch.setattr(kept, "_kept", kept._Kept())
+    separate = kept.coded
+
+    def side_by_side(matrices, dtype):
+        found = separate(matrices, dtype)
+        codes = torch.cat([x.view(torch.uint8).flatten() for x, _ in found])
+        parts = codes.view(torch.float8_e4m3fn).split([x.numel() for x, _ in found])
+        return [
+            (part.view(x.shape), scales) for part, (x, scales) in zip(parts, found, strict=True)
+        ]
+
+    monkeypatch.setattr(kept, "coded", side_by_side)
+    weights = [nn.Parameter(torch.randn(16, 32, dtype=torch.bfloat16)) for _ in range(2)]
+    places = kept.codes_of(weights, in_place=True)
+    with torch.no_grad():
+        weights[0].mul_(2)
+    again = kept.codes_of(weights, in_place=True)
+    assert [x.data_ptr() for x in again] == [x.data_ptr() for x in places]
+    assert [x._version for x in places] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_places_outlive_evaluation(mode, monkeypatch):
+    monkeypatch.setattr(kept, "_kept", kept._Kept())
+    weight = nn.Parameter(torch.randn(16, 32, dtype=torch.bfloat16))
+    with mode():
+        made = kept.codes_of([weight], in_place=True)
+    assert not any(x.is_inference() for x in made)
 
 
 def test_graphs_of_both_kinds_share_a_weight():
@@ -421,22 +459,36 @@ def test_backwards_wait_for_codes_of_the_same_weights_alone():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_graphs_know_of_codes_that_stay_in_one_place(mode, monkeypatch):
+@pytest.mark.parametrize("trains", [True, False])
+def test_graphs_know_of_codes_that_stay_in_one_place(trains, mode, monkeypatch):
     """To Inductor they are as parameters are; to the passes they are not."""
-    found: list[int] = []
-    partitioner = Partitioner.context
+    found: list[Context] = []
+    static: list[int] = []
+    run = Trained(mode=mode).with_codes
+    frontend = compat.compile_fx
 
-    def context(self, gm, **kwargs):
-        static = frozenset(kwargs["static_lifetime_input_indices"])
-        found.append(len(static & self.compilation.inputs.codes.inputs))
-        ctx = partitioner(self, gm, **kwargs)
-        assert not ctx.facts.parameters & {x for pair in ctx.facts.codes.values() for x in pair}
-        return ctx
+    def compile_fx(gm, inputs, **kwargs):
+        static.append(sum("tensor_dict" in n.meta for n in placeholders_of_codes(gm)))
+        return frontend(gm, inputs, **kwargs)
 
-    monkeypatch.setattr(Partitioner, "context", context)
-    trained = Trained(mode=mode)
-    trained.with_codes(trained.x)
-    assert found == [4 if mode else 0]
+    def recorded(passes, gm, ctx, **kwargs):
+        found.append(ctx)
+        return runner.run_passes(passes, gm, ctx, **kwargs)
+
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    for module in ("fp8pass.partition", "fp8pass.dynamo"):
+        monkeypatch.setattr(f"{module}.run_passes", recorded)
+    with torch.set_grad_enabled(trains):
+        run(inputs()[0])
+    assert static == [4 if mode else 0]
+    codes = {x for pair in found[0].facts.codes.values() for x in pair}
+    assert len(codes) == 4
+    assert not found[0].facts.parameters & codes
+
+
+def placeholders_of_codes(gm):
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [n for n in nodes if n.name.startswith(("codes_of_input", "scales_of_input"))]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,6 +28,7 @@ from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.optim import AdamW
+from fp8pass.weights import kept
 
 fp8 = torch.ops.fp8pass
 
@@ -209,7 +210,13 @@ def with_codes(mode) -> tuple[nn.Module, nn.Module]:
     model = nn.ModuleList(MLP((64, 128, 64)) for _ in range(2)).cuda()
     backend = fp8pass.backend(Config(weight_codes="1MiB"))
     parts = [torch.compile(m, backend=backend, mode=mode) for m in model]
-    return model, lambda x: parts[1](parts[0](x))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = parts[1](parts[0](x))
+        assert len(kept._kept.by_weight) == 4
+        return y
+
+    return model, run
 
 
 def trained(make, mode, counts, *, keeps: bool = False) -> torch.Tensor:
