@@ -163,7 +163,9 @@ def test_errors_say_what_to_do():
     with pytest.raises(ConfigError, match=r"is frozen: model.requires_grad_\(False\) comes"):
         fp8pass.freeze(nn.Sequential(nn.Linear(64, 64)))
     frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 7)).half().requires_grad_(False)
-    with pytest.raises(ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: weight 7"):
+    with pytest.raises(
+        ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: weight 7"
+    ):
         fp8pass.freeze(frozen)
 
 
