@@ -360,12 +360,12 @@ def parts_that_run_alone_are_coded(device: str) -> None:
 
 
 def what_cannot_be_in_codes(device: str) -> None:
-    """Weights that FSDP2 does not gather, or in FP32, integers, computed ones; shared ones once."""
+    """Weights that FSDP2 does not gather, in FP32, integers, computed, narrow; shared ones once."""
     compress = fp8pass.distributed.compress
     assert not compress(distributed("fsdp blocks", device, "exact")).layers
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(48, 64))
-    model.append(nn.Linear(64, 48))
+    model.extend([nn.Linear(64, 48), nn.Linear(1024, 32)])
     model.to(device)
     takes_integers = torch.__version__ >= "2.13"  # does FSDP2
     if takes_integers:
