@@ -36,9 +36,9 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(100, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 1536), nn.Linear(1536, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 960), nn.Linear(960, WIDTH, bias=False)
         self.odd = nn.Linear(WIDTH, 24, bias=False)
-        self.again = nn.Linear(WIDTH, 1536)
+        self.again = nn.Linear(WIDTH, 960)
         self.again.weight = self.up.weight
         self.lm_head = nn.Linear(WIDTH, 100, bias=False)
         self.lm_head.weight = self.embedding.weight
