@@ -21,17 +21,16 @@ loss on every tenth file of that.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import convergence
 import torch
+from alone import measure_each, print_result
 from layer import CUDA_GRAPHS, with_fp8pass
 from model import (
     MODELS,
@@ -45,7 +44,7 @@ from model import (
     new_llama,
     train,
 )
-from report import merge, print_rows, resume, use_expandable_segments, write_json
+from report import merge, print_rows, resume, write_json
 from tables_models import lora_table
 from tables_runs import lora_losses_table
 from torch import Tensor, nn
@@ -102,21 +101,8 @@ def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
 # --- speed and memory ---------------------------------------------------------------------------
 
 
-@dataclass
-class Result:
-    """One variant; see the module's docstring."""
-
-    variant: str
-    first_step_s: float | None = None
-    tokens_per_second: float | None = None
-    peak_bytes: int | None = None
-    weight_bytes: int | None = None
-    loss: float | None = None
-    error: str | None = None
-
-
 def measure(variant: str, size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
-    """Train adapters in this process; what a `Result` says of it."""
+    """Train adapters in this process; what a result says of it."""
     torch.manual_seed(0)
     llama = new_llama(size, device)
     trained = add_lora(llama, llama.model.layers)
@@ -144,46 +130,21 @@ def bytes_of(weight: Tensor) -> int:
     return sum(x.nbytes for x in parts)
 
 
-def child(variant: str, size: Size, options: dict[str, Any]) -> Result:
-    """A result, or the error in its place."""
-    use_expandable_segments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return Result(variant, **measure(variant, size, device, **options))
-    except Exception as error:  # out of memory: the others go on
-        return Result(variant, error=f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-def attempt(variant: str, *, tiny: bool) -> Result:
-    """The result of a process of its own."""
-    options = ["--child", variant, *(["--tiny"] if tiny else [])]
-    command = [sys.executable, __file__, "speed", *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return Result(variant, error=f"ended with code {done.returncode}")
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
-
-
 def speed(args: argparse.Namespace) -> None:
     """Time and memory of every variant."""
     size = replace(TINY["7B"], batch=1) if args.tiny else LLAMA
     if args.child:
         # A budget for large layers is too small for what these cannot do without.
         options = {} if args.tiny else VARIANTS[args.child]
-        print(json.dumps(asdict(child(args.child, size, options))))
+        print_result(partial(measure, args.child, size, **options))
         return
     if not torch.cuda.is_available() and not args.tiny:
         sys.exit("A model of 7B needs an NVIDIA GPU; --tiny runs on the CPU.")
     settings = {"model": asdict(size), "rank": RANK, "warm_up": WARM_UP, "timed": TIMED}
     path = args.out or Path(__file__).parent / "results/lora.json"
     record = resume(path, settings, again=args.again)
-    done = {r["variant"] for r in record["results"] if not r["error"]}
-    for variant in args.variants or VARIANTS:
-        if variant not in done:
-            result = attempt(variant, tiny=args.tiny)
-            print(result, file=sys.stderr, flush=True)
-            merge(record, asdict(result), ("variant",))
-            write_json(path, record)
+    command = [__file__, "speed", *(["--tiny"] if args.tiny else [])]
+    measure_each(record, path, args.variants or VARIANTS, command)
     print_rows("LoRA, 7B", lora_table(record))
 
 

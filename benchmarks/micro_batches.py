@@ -14,18 +14,18 @@ micro-batch.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from alone import measure_each, print_result
 from layer import CUDA_GRAPHS, with_fp8pass
 from model import LEARNING_RATE, MODELS, TINY, LossOnly, Size, new_llama, step_seconds
-from report import merge, print_rows, resume, use_expandable_segments, write_json
+from report import print_rows, resume
 from tables_models import micro_batches_table
 from torch import Tensor
 
@@ -44,19 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Result:
-    """One variant; see the module's docstring."""
-
-    variant: str
-    tokens_per_second: float | None = None
-    peak_bytes: int | None = None
-    loss: float | None = None
-    error: str | None = None
-
-
 def measure(size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
-    """Train in this process; what a `Result` says of it."""
+    """Train in this process; what a result says of it."""
     torch.manual_seed(0)
     llama = new_llama(size, device)
     graphed = {name: options[name] for name in CUDA_GRAPHS if name in options}
@@ -84,25 +73,6 @@ def measure(size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
     }
 
 
-def child(variant: str, size: Size) -> Result:
-    """A result, or the error in its place."""
-    use_expandable_segments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return Result(variant, **measure(size, device, **VARIANTS[variant]))
-    except Exception as error:  # out of memory: the other goes on
-        return Result(variant, error=f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-def attempt(variant: str, *, tiny: bool) -> Result:
-    """The result of a process of its own."""
-    command = [sys.executable, __file__, "--child", variant, *(["--tiny"] if tiny else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return Result(variant, error=f"ended with code {done.returncode}")
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -115,20 +85,15 @@ def main() -> None:
     args = parser.parse_args()
     size = replace(TINY["7B"], batch=1) if args.tiny else LLAMA
     if args.child:
-        print(json.dumps(asdict(child(args.child, size))))
+        print_result(partial(measure, size, **VARIANTS[args.child]))
         return
     if not torch.cuda.is_available() and not args.tiny:
         sys.exit("A model of 7B needs an NVIDIA GPU; --tiny runs on the CPU.")
     record = resume(
         args.out, {"model": asdict(size), "count": COUNT, "timed": TIMED}, again=args.again
     )
-    done = {r["variant"] for r in record["results"] if not r["error"]}
-    for variant in args.variants:
-        if variant not in done:
-            result = attempt(variant, tiny=args.tiny)
-            print(result, file=sys.stderr, flush=True)
-            merge(record, asdict(result), ("variant",))
-            write_json(args.out, record)
+    command = [__file__, *(["--tiny"] if args.tiny else [])]
+    measure_each(record, args.out, args.variants, command)
     print_rows("micro-batches", micro_batches_table(record))
 
 

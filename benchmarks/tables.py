@@ -47,6 +47,7 @@ from tables_models import (
     attention_lengths_table,
     attention_storage_table,
     balance_table,
+    checkpointing_table,
     compile_time_table,
     depths_table,
     distributed_table,
@@ -77,7 +78,7 @@ DOCUMENTS = (
         HERE.parent / "docs" / f"{name}.md"
         for name in (
             *("results", "formats", "optimizer", "distributed", "stability", "memory"),
-            *("supported", "weights"),
+            *("supported", "weights", "frameworks"),
         )
     ),
 )
@@ -118,6 +119,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "lora": lora_table,
     "lora_losses": lora_losses_table,
     "micro_batches": micro_batches_table,
+    "checkpointing": checkpointing_table,
     "fit": fit_table,
     "sweeps": sweeps_table,
     "merged": merged_table,

@@ -189,13 +189,22 @@ def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
 
 def micro_batches_table(data: dict[str, Any]) -> list[list[str]]:
     """Accumulated steps: speed, memory and loss, beside those of the first variant."""
-    rows = [["", "tokens/s", "× without", "peak GiB", "loss"]]
-    base = data["results"][0]
-    for r in data["results"]:
+    return _speeds(data["results"], "× without", data["results"][0]["variant"])
+
+
+def checkpointing_table(data: dict[str, Any]) -> list[list[str]]:
+    """Checkpointing and budgets: speed, memory and loss, beside fp8pass without either."""
+    return _speeds(data["results"], "× fp8pass", "fp8pass")
+
+
+def _speeds(results: list[dict[str, Any]], title: str, base: str) -> list[list[str]]:
+    rows = [["", "tokens/s", title, "peak GiB", "loss"]]
+    beside = next((r for r in results if r["variant"] == base and not r["error"]), {})
+    for r in results:
         if r["error"]:
             rows.append([r["variant"], r["error"].split(".")[0], *[""] * 3])
             continue
-        speed = f"{r['tokens_per_second']:,.0f}", _share(r, base, "tokens_per_second")
+        speed = f"{r['tokens_per_second']:,.0f}", _share(r, beside, "tokens_per_second")
         peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
         rows.append([r["variant"], *speed, peak, f"{r['loss']:.4f}"])
     return rows

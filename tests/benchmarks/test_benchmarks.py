@@ -373,6 +373,48 @@ def test_table_of_micro_batches(load):
     ]
 
 
+def test_table_of_checkpointing_is_beside_fp8pass_without_it(load):
+    def result(variant, speed):
+        found = {"variant": variant, "tokens_per_second": speed, "peak_bytes": 40 << 30}
+        return {**found, "loss": 0.5, "error": None}
+
+    results = [result("BF16", 800), result("fp8pass", 1000), result("fp8pass, budget 0.5", 900)]
+    rows = load("tables").checkpointing_table({"results": results})
+    assert [row[2] for row in rows] == ["× fp8pass", "0.800", "1.000", "0.900"]
+
+
+def test_a_variant_that_fails_leaves_its_error_and_is_tried_again(load, tmp_path, capfd):
+    alone = load("alone")
+    script, path = tmp_path / "script.py", tmp_path / "results.json"
+    benchmarks = Path(alone.__file__).parent
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(benchmarks)!r})\n"
+        "from pathlib import Path\n"
+        "from alone import print_result\n"
+        "def measure(device):\n"
+        "    print('something else')\n"
+        "    if sys.argv[-1] == 'bad' and not Path(__file__).with_name('mended').exists():\n"
+        "        raise RuntimeError('no room')\n"
+        "    return {'loss': 1.0}\n"
+        "assert sys.argv[-2] == '--child'\n"
+        "if sys.argv[-1] == 'gone': sys.exit(3)\n"
+        "print_result(measure)\n"
+    )
+    record = {"results": []}
+    alone.measure_each(record, path, ["good", "bad", "gone"], [str(script)])
+    good = {"variant": "good", "loss": 1.0, "error": None}
+    assert record["results"] == [
+        good,
+        {"variant": "bad", "error": "RuntimeError: no room"},
+        {"variant": "gone", "error": "ended with code 3"},
+    ]
+    assert json.loads(path.read_text()) == record
+    (tmp_path / "mended").touch()
+    alone.measure_each(record, path, ["good", "bad"], [str(script)])
+    assert {"variant": "bad", "loss": 1.0, "error": None} in record["results"]
+    assert "gone" not in capfd.readouterr().err.splitlines()[-1]
+
+
 def test_formats_of_attention_s_values_are_those_of_the_dialect(load):
     storage = load("attention_storage")
     x = torch.randn(4, 64)

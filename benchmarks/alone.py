@@ -1,0 +1,56 @@
+"""Variants of a training, each in a process of its own: none finds what another has left.
+
+A script calls itself with `--child VARIANT`, where it calls `print_result`; as the parent it calls
+`measure_each`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import merge, use_expandable_segments, write_json
+
+
+def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:
+    """In the child: print what is found, or the error in its place."""
+    use_expandable_segments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found: dict[str, Any] = measure(device) | {"error": None}
+    except Exception as error:  # out of memory: the others go on
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    print(json.dumps(found))
+
+
+def measure_each(
+    record: dict[str, Any], path: Path, variants: Iterable[str], command: list[str]
+) -> None:
+    """Add those of `variants` that a record lacks, each written as it ends.
+
+    Args:
+        record: what `resume` gives; results are added to it.
+        path: the file to write it to.
+        variants: names, which the script knows.
+        command: the script and its options; `--child` is added.
+    """
+    done = {r["variant"] for r in record["results"] if not r["error"]}
+    for variant in variants:
+        if variant in done:
+            continue
+        result = {"variant": variant, **_child([*command, "--child", variant])}
+        print(result, file=sys.stderr, flush=True)
+        merge(record, result, ("variant",))
+        write_json(path, record)
+
+
+def _child(command: list[str]) -> dict[str, Any]:
+    ended = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    if ended.returncode:
+        return {"error": f"ended with code {ended.returncode}"}
+    return json.loads(ended.stdout.splitlines()[-1])
