@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py                     all runs that are not in the results yet
     python benchmarks/convergence.py --variants bf16 coat --seeds 0
+    python benchmarks/convergence.py --experts --variants bf16 coat --seeds 0 1 2
     python benchmarks/convergence.py --tiny --out x.json  seconds on a CPU
 
 The text is the source of Python's standard library, every tenth file held out. Weights and AdamW's
@@ -11,6 +12,9 @@ training loss in means of 20 steps; the final loss on all held-out text, by the 
 forward; tokens per second and peak memory of the steps after the first five; whether any loss was
 not finite. Each run is written to the results as soon as it ends. Compare with `bf16` of the same
 seed; how far two seeds of one variant lie apart says what a difference means.
+
+`--experts` trains a mixture of experts of 98M parameters instead: eight experts in a layer, two of
+them for each token, with Switch's loss that balances them, which is no part of the final loss.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import MoEDecoder
 from report import merge, print_rows, resume, write_json
 from tables_runs import convergence_table
 from torch import Tensor, nn
@@ -45,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "uniform4": {"recipe": "agoq", "tolerance": float("inf")},
 }
 MODEL = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
+EXPERTS = Size(512, 8, 8, 8, 896, seq=1024, batch=12, steps=1500, peak_lr=1e-3)
 TINY = Size(128, 2, 2, 2, 256, seq=64, batch=4, steps=40, peak_lr=2e-3)
 HELD_OUT_EVERY = 10
 FIRST_STEPS = 5
@@ -79,11 +85,11 @@ def tokens(files: Iterable[Path], device: torch.device) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8).to(device)
 
 
-def run(variant: str, seed: int, size: Size, data: Data) -> Result:
-    """Train one variant from scratch and validate it."""
+def run(kind: type[Decoder], variant: str, seed: int, size: Size, data: Data) -> Result:
+    """Train one variant of a kind of model from scratch and validate it."""
     device = data.train.device
     torch.manual_seed(seed)
-    model = Decoder(size).to(device)
+    model = kind(size).to(device)
     options = VARIANTS[variant]
     compiled: Any = (
         torch.compile(model)
@@ -170,14 +176,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
-    parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
+    parser.add_argument("--experts", action="store_true", help="train a mixture of experts")
+    parser.add_argument("--steps", type=int, help="instead of the model's own")
     parser.add_argument("--again", action="store_true", help="start the results anew")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    default = Path(__file__).parent / "results/convergence.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    parser.add_argument("--out", type=Path, help="results to add to")
     args = parser.parse_args()
+    kind, name, size = Decoder, "convergence", MODEL
+    if args.experts:
+        kind, name, size = MoEDecoder, "moe_convergence", EXPERTS
+    args.out = args.out or Path(__file__).parent / f"results/{name}.json"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = TINY if args.tiny else MODEL
+    size = TINY if args.tiny else size
     size = replace(size, steps=args.steps or size.steps)
     data = corpus(device)
     record = resume(
@@ -191,11 +201,11 @@ def main() -> None:
         if (variant, seed) in done:
             continue
         free_memory()
-        result = asdict(run(variant, seed, size, data))
+        result = asdict(run(kind, variant, seed, size, data))
         merge(record, result, ("variant", "seed"))
         write_json(args.out, record)
         print({**result, "losses": "..."}, file=sys.stderr, flush=True)
-    print_rows("training a byte-level Llama", convergence_table(record))
+    print_rows("training a byte-level model", convergence_table(record))
 
 
 if __name__ == "__main__":

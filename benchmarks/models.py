@@ -1,10 +1,16 @@
-"""The models that the benchmarks measure, in plain PyTorch: Llama's decoder layer, and GPT-2."""
+"""The models that the benchmarks measure, in plain PyTorch.
+
+Llama's decoder layer, GPT-2, and the demo's model with a mixture of experts.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fp8pass.demo.model import Decoder
+from fp8pass.demo.sizes import Size
 
 
 class RMSNorm(nn.Module):
@@ -119,3 +125,57 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Experts(nn.Module):
+    """Eight SwiGLU networks, two for each token, as torchtitan writes them.
+
+    Attributes:
+        imbalance: Switch's loss of the last forward, 1 where experts are used alike.
+    """
+
+    COUNT, TOP = 8, 2
+    imbalance: Tensor
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.dim, self.COUNT, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(self.COUNT, 2 * size.ffn, size.dim))
+        self.down = nn.Parameter(torch.empty(self.COUNT, size.dim, size.ffn))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        shares = self.router(flat).float().softmax(-1)
+        weights, chosen = shares.topk(self.TOP)
+        order = chosen.flatten().argsort(stable=True)
+        counts = F.one_hot(chosen.flatten(), self.COUNT).sum(0)
+        used = counts / counts.sum()
+        self.imbalance = self.COUNT * (used * shares.mean(0)).sum()
+        y = self._products(flat[order // self.TOP], counts.cumsum(0, dtype=torch.int32))
+        y = y * (weights / weights.sum(-1, keepdim=True)).flatten()[order].unsqueeze(-1)
+        return torch.zeros_like(y)[: len(flat)].index_add(0, order // self.TOP, y).view_as(x)
+
+    def _products(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        gate_up, down = (w.bfloat16().transpose(-2, -1) for w in (self.gate_up, self.down))
+        gate, up = torch._grouped_mm(tokens.bfloat16(), gate_up, offs=ends).chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
+
+
+class MoEDecoder(Decoder):
+    """The demo's model with experts in each layer; returns the loss.
+
+    Its gradient is that of the loss and a hundredth of the experts' imbalance.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.experts = [Experts(size) for _ in self.layers]
+        for layer, experts in zip(self.layers, self.experts, strict=True):
+            layer.mlp = experts
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(tokens, targets)
+        imbalance = torch.stack([experts.imbalance for experts in self.experts]).sum()
+        return loss + 0.01 * (imbalance - imbalance.detach())

@@ -99,6 +99,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,
+    "moe_convergence": convergence_table,
     "stability": stability_table,
     "stability_ranks": stability_ranks,
     "guard": guard_table,

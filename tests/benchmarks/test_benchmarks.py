@@ -373,6 +373,23 @@ def test_table_of_micro_batches(load):
     ]
 
 
+def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
+    models, size = load("models"), load("convergence").TINY
+    model = models.MoEDecoder(size)
+    tokens = torch.randint(256, (2, size.batch, size.seq)).unbind()
+    loss = model(*tokens)
+    torch.testing.assert_close(loss, models.Decoder.forward(model, *tokens))
+    loss.backward()
+    router = model.experts[0].router.weight
+    found, router.grad = router.grad, None
+    models.Decoder.forward(model, *tokens).backward()
+    plain, router.grad = router.grad, None
+    models.Decoder.forward(model, *tokens)
+    (0.01 * model.experts[0].imbalance + 0.01 * model.experts[1].imbalance).backward()
+    torch.testing.assert_close(found, plain + router.grad)
+    assert router.grad.norm() > 1e-3 * plain.norm()
+
+
 def test_table_of_checkpointing_is_beside_fp8pass_without_it(load):
     def result(variant, speed):
         found = {"variant": variant, "tokens_per_second": speed, "peak_bytes": 40 << 30}
