@@ -13,7 +13,7 @@ forward; tokens per second and peak memory of the steps after the first five; wh
 not finite. Each run is written to the results as soon as it ends. Compare with `bf16` of the same
 seed; how far two seeds of one variant lie apart says what a difference means.
 
-`--experts` trains a mixture of experts of 98M parameters instead: eight experts in a layer, two of
+`--experts` trains a mixture of experts of 97M parameters instead: eight experts in a layer, two of
 them for each token, with Switch's loss that balances them, which is no part of the final loss.
 """
 
