@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,16 +110,19 @@ def operands(program: Program, rows: int, columns: int, device: str, scale: floa
     inputs: list[torch.Tensor] = []
     shapes = {"full": (rows, columns), "row": (rows, 1), "column": (columns,), "scalar": ()}
     for load in program.loads:
+        width = load.width or columns
         if load.operand == "groups":
-            codes = (torch.randn(rows, columns) * 100).clamp(-448, 448).to(F8)
+            codes = (torch.randn(rows, width) * 100).clamp(-448, 448).to(F8)
             if load.in_nibbles:
                 codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
-            scales = torch.rand(rows, columns // load.group_size) * scale / 50 + 1e-3
+            scales = torch.rand(rows, width // load.group_size) * scale / 50 + 1e-3
             inputs += [codes, scales.bfloat16()]
         elif load.operand == "scalar":
             inputs.append(torch.rand(()) * scale / 50 + 1e-3)
         elif load.operand == "row":
             inputs.append(torch.rand(shapes["row"]) + 0.5)
+        elif load.width:
+            inputs.append((torch.randn(rows, width) * scale).bfloat16())
         else:
             inputs.append((torch.randn(shapes[load.operand]) * scale).bfloat16())
     return [x.to(device) for x in inputs]
@@ -235,6 +239,13 @@ def swiglu(group: int, saved: str = "e4m3") -> Program:
             store,
         ),
     )
+
+
+def in_parts(program: Program, columns: int, gap: int) -> Program:
+    """A program whose matrices each follow `gap` other columns, and are followed by as many."""
+    wider = {"columns": columns, "width": columns + 2 * gap, "offset": gap}
+    loads = (replace(x, **wider) if x.operand in ("full", "groups") else x for x in program.loads)
+    return replace(program, loads=tuple(loads))
 
 
 def norm_backward(columns: int, saved: str = "e4m3") -> Program:

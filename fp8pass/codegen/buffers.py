@@ -9,6 +9,9 @@ residual stream consists of such operators: each block would add up its sum agai
 before it, which would all be held in memory until then, gradients in fp32 because their casts would
 be inlined, too.
 
+`fp8pass_codegen::side_by_side(parts, dim)` is `cat`, with each part computed for itself and stored
+in its place.
+
 `fp8pass_codegen::after(x, done)` is a copy of `x` that is made when there is all of `done`: no
 kernel that reads it runs earlier, and none that computes one of `done` can wait for later ones.
 """
@@ -32,6 +35,12 @@ def _buffer(x: Tensor, order: list[int]) -> Tensor:
 library.impl("buffer", _buffer, "CompositeExplicitAutograd")
 buffer = torch.ops.fp8pass_codegen.buffer.default
 compat.lower_to_buffer(buffer)
+
+
+library.define("side_by_side(Tensor[] parts, int dim) -> Tensor")
+library.impl("side_by_side", torch.cat, "CompositeExplicitAutograd")
+side_by_side = torch.ops.fp8pass_codegen.side_by_side.default
+compat.lower_to_parts(side_by_side)
 
 
 library.define("after(Tensor x, Tensor[] done) -> Tensor")

@@ -70,6 +70,7 @@ from fp8pass.compat.launching import (  # noqa: E402
     ceil_div,
     load_source,
     lower_to_buffer,
+    lower_to_parts,
     lower_to_triton,
 )
 from fp8pass.compat.pipelining import (  # noqa: E402
@@ -161,6 +162,7 @@ __all__ = [
     "list_options",
     "load_source",
     "lower_to_buffer",
+    "lower_to_parts",
     "lower_to_triton",
     "mark_static",
     "must_recompute",

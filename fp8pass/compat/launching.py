@@ -35,6 +35,16 @@ def lower_to_buffer(op: Any) -> None:
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
+def lower_to_parts(op: Any) -> None:
+    """Have Inductor store each of `op(parts, dim)` in its place in one buffer."""
+
+    def lowering(parts: Sequence[Any], dim: int) -> Any:
+        dim %= len(parts[0].get_size())
+        return inductor_ir.TensorBox(inductor_ir.ConcatKernel.create(parts, dim))
+
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
 def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
     """Have Inductor run `op(inputs, programs)` on a GPU as the launches that `prepare` gives."""
     fallback = fallback_handler(op, add_to_fallback_set=False)

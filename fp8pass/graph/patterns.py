@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import fx
 
-from fp8pass.graph.nodes import aten, is_call, prims, shape_text, tensor, value
+from fp8pass.graph.nodes import aten, is_call, is_getitem, prims, shape_text, tensor, value
 
 fp8 = torch.ops.fp8pass
 
@@ -32,6 +36,59 @@ def root(node: fx.Node) -> fx.Node:
     while _is_reshape(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some columns of each row of a matrix that is contiguous.
+
+    Attributes:
+        whole: the matrix, of `width` columns.
+        offset: the first of the `columns`.
+    """
+
+    whole: fx.Node
+    width: int
+    offset: int
+    columns: int
+
+
+def part_of_rows(node: fx.Node) -> Part | None:
+    """Which columns of which matrix a slice of the last dimension is; None for other nodes."""
+    made: Any = node.args[0] if is_getitem(node) else node
+    if value(node) is None or made.target not in _FIRST_COLUMNS or made.kwargs:
+        return None
+    whole = made.args[0]
+    val, columns = tensor(whole), tensor(node).shape[-1]
+    if not val.is_contiguous() or not isinstance(columns, int):
+        return None
+    width, (what, *rest) = val.shape[-1], made.args[1:]
+    first = _FIRST_COLUMNS[made.target]
+    offset = first(node, val.ndim - 1, what, *rest)
+    if not isinstance(offset, int) or not isinstance(width, int):
+        return None
+    return Part(whole, width, offset + width if offset < 0 else min(offset, width), columns)
+
+
+def _of_slice(
+    node: fx.Node, last: int, dim: Any, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    return (start or 0) if dim in (-1, last) and step == 1 else None
+
+
+def _of_split(node: fx.Node, last: int, sizes: Any, dim: Any = 0) -> Any:
+    number: Any = node.args[1]
+    before = [sizes] * number if isinstance(sizes, int) else sizes[:number]
+    known = dim in (-1, last) and all(isinstance(size, int) for size in before)
+    return sum(before) if known else None
+
+
+# The first column of a part, None if it is one of other dimensions, or if that varies.
+_FIRST_COLUMNS: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _of_slice,
+    aten.split.Tensor: _of_split,
+    aten.split_with_sizes.default: _of_split,
+}
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:

@@ -34,6 +34,7 @@ from fp8pass.passes.plan_saved_values import plan_saved_values
 from fp8pass.passes.quantize_experts import quantize_experts
 from fp8pass.passes.quantize_linears import quantize_linears
 from fp8pass.passes.simulate_format import simulate_format
+from fp8pass.passes.split_cats import split_cats
 from fp8pass.passes.unroll_chunks import unroll_chunks
 
 Pass = Callable[[fx.GraphModule, Context], None]
@@ -74,6 +75,7 @@ HALF_PASSES: tuple[Pass, ...] = (
     fuse_launches,  # kernels that can run together -> one launch
     count_kernels,  # how matrices are quantized, for the plan
     lower_dialect,  # the rest of the dialect -> aten
+    split_cats,  # concatenations of computed parts -> each part stored in its place
     buffer_residual_sums,  # sums of the residual stream -> memory
     pin_layouts,  # operands of grouped GEMMs -> memory, in the strides they were traced with
 )

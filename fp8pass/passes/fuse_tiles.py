@@ -29,13 +29,11 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import buffer
 from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
 from fp8pass.codegen.kernels.tiles import tiles
 from fp8pass.codegen.program.emit import emit_kernel
 from fp8pass.codegen.program.ir import NotAMatrix, Store
-from fp8pass.codegen.program.reader import Reader
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.codegen.program.reader import Reader, is_in_memory
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends, settle_around
 from fp8pass.graph.patterns import transposes
@@ -182,16 +180,9 @@ def matrix_behind_amax(x: fx.Node) -> Matrix | None:
     except NotAMatrix:
         return None
     operands = {load.operand for load in reader.loads.values()}
-    if not reader.large_loads or ("groups" not in operands and not is_in_memory_already(x)):
+    if not reader.large_loads or ("groups" not in operands and not is_in_memory(x)):
         return None
     return Matrix(reader, Store(reader.names[x], ()), amaxes=amaxes)
-
-
-def is_in_memory_already(x: fx.Node) -> bool:
-    """Whether a matrix is an input, or computed by something else than a generated kernel."""
-    while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
-        x = x.args[0]  # type: ignore[assignment]
-    return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
 def matrices_by_kernel(matrices: Iterable[Matrix]) -> list[list[Matrix]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kernel_helpers import (
     both_devices,
     by_row,
     check,
+    in_parts,
     norm,
     norm_backward,
     operands,
@@ -64,6 +66,21 @@ def test_gated_activation(device, reading, columns, group):
     program = swiglu(group)
     inputs = operands(program, 19, columns, device)
     check(row_kernel, program, inputs)
+
+
+@both_devices
+@pytest.mark.parametrize(("columns", "group"), [(384, 128), (352, 32)])
+def test_parts_of_wider_matrices(device, reading, columns, group):
+    for whole in (swiglu(group), swiglu_of_groups(group)):
+        program = in_parts(whole, columns, gap=2 * group)
+        check(row_kernel, program, operands(program, 19, columns, device))
+
+
+def swiglu_of_groups(group):
+    """Gate and up decoded; their product, quantized by row."""
+    loads = tuple(Load(name, "groups", group, "e4m3") for name in "gu")
+    whole = swiglu(group)
+    return replace(whole, loads=loads, stores=tuple(s for s in whole.stores if not s.group_size))
 
 
 @both_devices

@@ -80,6 +80,22 @@ MALFORMED = {
         program(loads=(S, R, Load("x", "full", 16))),
         "load x (full): has groups of 16",
     ),
+    "a part of nothing": (
+        program(loads=(S, R, Load("x", "full", columns=64))),
+        "load x (full): is a part, but has no width",
+    ),
+    "a part that ends outside": (
+        program(loads=(S, R, Load("x", "full", columns=64, width=96, offset=48))),
+        "load x (full): lies outside of 96 columns",
+    ),
+    "a part of a row's number": (
+        program(loads=(S, replace(R, columns=1, width=2), X)),
+        "load r (row): is a part, which only a matrix",
+    ),
+    "half a group": (
+        program(loads=(S, R, Load("x", "groups", 32, "e4m3", columns=64, width=128, offset=16))),
+        "load x (groups): cuts groups of 32",
+    ),
     "no matrix": (
         program(loads=(S, R), steps=(), stores=(Store("r", ("row",), dtype="float32"),)),
         "the program: reads no matrix",
@@ -209,6 +225,10 @@ def test_malformed(case):
         (swiglu(48), "store of g (groups): groups of 48 do not divide 64 columns"),
         (norm_backward(64), "load x (groups): groups of 128 do not divide 64 columns"),
         (program(stores=(replace(CODES, layouts=("rows",), width=96, offset=48),)), "do not fit"),
+        (
+            program(loads=(S, R, X, Load("p", "full", columns=32, width=64))),
+            "load p (full): has 32 columns, and others 64",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(well_formed, problem):

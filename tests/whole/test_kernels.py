@@ -15,6 +15,7 @@ from kernel_helpers import Layers, counts, interpret_halves
 from torch import nn
 
 from fp8pass import backend as make_backend
+from fp8pass.codegen.kernels.rows import rows
 from fp8pass.codegen.kernels.tiles import tiles
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.config import Config, ConfigError
@@ -168,6 +169,37 @@ def test_any_activation_gets_the_kernels(activation, graphs, monkeypatch):
         for program in Batch.parse(node.args[1]).programs
     ]
     assert ["columns"] * 3 + ["rows"] * 2 in layouts
+
+
+class GatedByOne(nn.Module):
+    """A gated unit whose gate and up are the halves of one product, as Phi-3's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def test_kernels_read_the_halves_of_a_product(graphs, monkeypatch):
+    """The forward's rows and the backward's tiles; neither half is copied, nor their product."""
+    model, x = GatedByOne().bfloat16(), torch.randn(2, 32, 64).bfloat16()
+    want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
+    graphs.clear()
+    got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
+    for parameter, gradient in want.gradients.items():
+        assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
+    parts = [
+        {(x.operand, x.width, x.offset) for x in program.loads if x.width}
+        for g in graphs
+        for node in g.nodes
+        if node.target in (tiles, rows)
+        for program in Batch.parse(node.args[1]).programs
+    ]
+    assert {("full", 256, 0), ("full", 256, 128)} in parts
+    assert {("groups", 256, 0), ("groups", 256, 128)} in parts
 
 
 class Made(nn.Module):

@@ -39,7 +39,7 @@ for row in range(index.to(tl.int64), M, PROGRAMS):
 """
 
 _LOADS = {
-    "full": "tl.load({0} + first + {column}{or_zero})",
+    "full": "tl.load({0} + {first} + {column}{or_zero})",
     "column": "tl.load({0} + {column}{or_zero})",
     "row": "tl.load({0} + row)",
     "scalar": "tl.load({0})",
@@ -47,7 +47,8 @@ _LOADS = {
 # A scale is loaded once for a few neighbours, so that no thread loads the same one several times.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
-    "{v}_scales = tl.load({1} + row * ({N} // {size}) + {v}_few // {size}{few_or_zero})",
+    "{v}_scales = tl.load({1} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
+    "{few_or_zero})",
 ]
 _OF_GROUPS = (
     "tl.reshape(tl.reshape({codes}, ({chunk} // {few}, {few})) "
@@ -324,7 +325,8 @@ class RowWriter:
             return
         kind = "full" if load.operand == "groups" else load.operand
         or_zero = self._if_there(i, f"there_{i}, other=0.0")
-        read = _LOADS[kind].format(*where, column=f"column_{i}", or_zero=or_zero)
+        places = {"first": _first(load), "column": f"column_{i}", "or_zero": or_zero}
+        read = _LOADS[kind].format(*where, **places)
         if load.in_nibbles:
             place = f"row * ({self.shape.columns} // 2) + {byte_of(f'column_{i}', load.group_size)}"
             read = f"tl.load({where[0]} + {place}{self._if_there(i, f'there_{i}, other=0')})"
@@ -333,6 +335,7 @@ class RowWriter:
         if load.operand == "groups":
             few_or_zero = self._if_there(i, f"{name}_few < {self.shape.columns}, other=0.0")
             names = {**self._names(name, i), **_groups(load), "few_or_zero": few_or_zero}
+            names |= {"width": load.width or self.shape.columns, "offset": load.offset}
             self.lines += [line.format(*where, **names) for line in _GROUP_SCALES]
 
     def _write_load(self, load: Load, i: int) -> None:
@@ -404,6 +407,11 @@ STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "full": RowWriter._store_full,
     "sums": RowWriter._store_sums,
 }
+
+
+def _first(load: Load) -> str:
+    """Where the row of a matrix begins."""
+    return f"row * {load.width} + {load.offset}" if load.width else "first"
 
 
 def _groups(load: Load) -> dict[str, int]:

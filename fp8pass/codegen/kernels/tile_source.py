@@ -47,7 +47,7 @@ place_there = column_there[:, None] & (FULL | (in_column < M_PADDED // {word}))[
 """
 
 _LOADS = {
-    "full": "tl.load({0} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)",
+    "full": "tl.load({0} + {place}, there_{i}, other=0.0).to(tl.float32)",
     "row": "tl.load({0} + row_{i}, row_there_{i}, other=0.0).to(tl.float32)[:, None]",
     "column": "tl.load({0} + column, column_there, other=0.0).to(tl.float32)[None, :]",
     "scalar": "tl.load({0}).to(tl.float32)",
@@ -103,11 +103,12 @@ class TileWriter:
         name = f"{load.name}_{i}"
         if load.operand == "groups":
             return self._load_groups(load, where, name, i)
-        return [f"{name} = {_LOADS[load.operand].format(*where, i=i)}"]
+        return [f"{name} = {_LOADS[load.operand].format(*where, i=i, place=_place(load, i))}"]
 
     def _load_groups(self, load: Load, where: list[str], name: str, i: int) -> list[str]:
         (codes, scales), size = where, load.group_size
-        first = f"{scales} + row_{i}.to(tl.int64) * (N // {size})"
+        row = f"row_{i}.to(tl.int64) * ({load.width or 'N'} // {size})"
+        first = f"{scales} + {row} + {load.offset // size}"
         return [
             # Where a tile lies within one group, each row has one scale.
             f"if {size} % N_TILE == 0:",
@@ -122,7 +123,8 @@ class TileWriter:
     def _codes(self, load: Load, codes: str, i: int) -> str:
         """The values of codes, without their scale."""
         if not load.in_nibbles:
-            return f"tl.load({codes} + first + full_{i}, there_{i}, other=0.0).to(tl.float32)"
+            place = _place(load, i)
+            return f"tl.load({codes} + {place}, there_{i}, other=0.0).to(tl.float32)"
         row = f"row_{i}.to(tl.int64)[:, None] * (N // 2)"
         place = f"{row} + ({byte_of('column', load.group_size)})[None, :]"
         bytes_ = f"tl.load({codes} + {place}, there_{i}, other=0)"
@@ -173,6 +175,14 @@ class TileWriter:
         place = f"in_row[:, None] * {width} + in_column[None, :]"
         where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
         yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"
+
+
+def _place(load: Load, i: int) -> str:
+    """The places of a tile's elements in a matrix."""
+    if not load.width:
+        return f"first + full_{i}"
+    first = f"(row_tile * M_TILE).to(tl.int64) * {load.width} + first_column + {load.offset}"
+    return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
 # How each layout is stored, at a pointer.

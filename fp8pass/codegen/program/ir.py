@@ -42,13 +42,17 @@ class NotAMatrix(Exception):
 class Load:
     """Reads the value `name`, which is one of `OPERANDS`.
 
-    Only `groups` have a `group_size`, and the `format` of their codes.
+    Only `groups` have a `group_size`, and the `format` of their codes. A matrix may be a *part* of
+    a wider one in memory: `columns` of its `width` columns, from `offset` on.
     """
 
     name: str
     operand: str
     group_size: int = 0
     format: str = ""
+    columns: int = 0
+    width: int = 0
+    offset: int = 0
 
     @property
     def in_nibbles(self) -> bool:
@@ -153,7 +157,7 @@ class Program:
         matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
         i, load = next(matrices)
         *leading, columns = shapes[i]
-        return math.prod(leading), columns * (2 if load.in_nibbles else 1)
+        return math.prod(leading), load.columns or columns * (2 if load.in_nibbles else 1)
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialized results."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.codegen.buffers import buffer
 from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS
+from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum
+from fp8pass.graph.patterns import CASTS, RESHAPES, Part, is_residual_sum
 from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
+
+# Elements that a thread reads at once, at most: 16 bytes.
+VECTOR = 16
 
 # Operators that change how a value lies in memory or is shaped, but not the value.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
@@ -56,7 +61,7 @@ class Reader:
     @property
     def bytes_read(self) -> int:
         """Bytes of the loaded tensors that are as large as the matrix."""
-        return sum(graph.nbytes(next(tensors_of(n, self.loads[n]))) for n in self.large_loads)
+        return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
         """Add `node` and everything that it is computed from; raises NotAMatrix."""
@@ -66,11 +71,16 @@ class Reader:
     def load(self, node: fx.Node) -> None:
         """Read `node` from memory; raises NotAMatrix where a kernel cannot."""
         val = graph.value(node)
-        if val is None or not val.is_floating_point() or not val.is_contiguous():
+        if val is None or not val.is_floating_point():
             raise NotAMatrix
         if val.device != tensor(self.matrix).device:  # numbers may be tensors on the CPU
             raise NotAMatrix
-        self.loads[node] = Load(node.name, self.operand(node))
+        load, part = Load(node.name, self.operand(node)), graph.part_of_rows(node)
+        if load.operand == "full" and part is not None and _is_readable(part):
+            load = _part(load, part)
+        elif not val.is_contiguous():
+            raise NotAMatrix
+        self.loads[node] = load
         self.names[node] = node.name
 
     def operand(self, node: fx.Node) -> str:
@@ -98,7 +108,11 @@ class Reader:
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
             return False
         if node.target is fp8.dequantize_groups.default:
-            return self._load_groups(node)
+            return self._load_groups(node, node)
+        part = graph.part_of_rows(node)
+        if part is not None:
+            coded = _decoded(part.whole)
+            return coded is not None and self._load_groups(node, coded, part)
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
@@ -119,14 +133,19 @@ class Reader:
         """Whether nodes that both readers load are broadcast to both matrices in the same way."""
         return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
-    def _load_groups(self, node: fx.Node) -> bool:
-        format, size = FORMATS[str(node.args[2])], node.args[3]
+    def _load_groups(self, node: fx.Node, coded: fx.Node, part: Part | None = None) -> bool:
+        format, size = FORMATS[str(coded.args[2])], coded.args[3]
         assert isinstance(size, int)
         if format.lossless or (format.emulated and not format.in_nibbles):
             return False
         if self.operand(node) != "full":
             return False
-        self.loads[node] = Load(node.name, "groups", size, format.name)
+        load = Load(node.name, "groups", size, format.name)
+        if part is not None:
+            if format.in_nibbles or part.offset % size or part.columns % size:
+                return False
+            load = _part(load, part)
+        self.loads[node] = load
         self.names[node] = node.name
         return True
 
@@ -236,11 +255,44 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
     return dims in ([-1], [last]) and keeps is True
 
 
+def is_in_memory(x: fx.Node) -> bool:
+    """Whether a matrix is an input, or computed by something else than a generated kernel."""
+    while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
+        x = x.args[0]  # type: ignore[assignment]
+    return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
+
+
+def _is_readable(part: Part) -> bool:
+    """Whether a part is in memory, and a thread can read its elements together."""
+    return part.offset % VECTOR == part.width % VECTOR == 0 and is_in_memory(part.whole)
+
+
+def _part(load: Load, part: Part) -> Load:
+    return replace(load, columns=part.columns, width=part.width, offset=part.offset)
+
+
+def _decoded(x: fx.Node) -> fx.Node | None:
+    """The `dequantize_groups` that a matrix is, in the same rows; None for others."""
+    decoded = graph.root(x)
+    if not graph.is_call(decoded, fp8.dequantize_groups.default):
+        return None
+    return decoded if tensor(decoded).shape[-1] == tensor(x).shape[-1] else None
+
+
+def _bytes_of(node: fx.Node, load: Load) -> Any:
+    """Bytes that a load of a matrix reads, but for the scales of groups."""
+    whole = graph.nbytes(next(tensors_of(node, load)))
+    return whole * load.columns // load.width if load.width else whole
+
+
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
     """The nodes whose tensors a load reads."""
+    whole = node
+    if load.width:
+        whole = graph.part_of_rows(node).whole  # type: ignore[union-attr]
     if load.operand == "groups":
-        planes, scales = node.args[:2]
+        planes, scales = graph.root(whole).args[:2]
         yield planes[0]  # type: ignore[index,misc]
         yield scales  # type: ignore[misc]
     else:
-        yield node
+        yield whole

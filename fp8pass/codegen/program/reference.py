@@ -93,14 +93,15 @@ def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[st
     values = {}
     tensors = iter(inputs)
     for load in program.loads:
-        x = next(tensors)
+        x, width = next(tensors), load.width or columns
         if load.operand == "groups":
-            codes = x.reshape(-1, columns // 2 if load.in_nibbles else columns)
+            codes = x.reshape(-1, width // 2 if load.in_nibbles else width)
             scales = next(tensors).reshape(codes.shape[0], -1)
-            values[load.name] = dequantize_groups(
-                [codes], scales, load.format, load.group_size, torch.float32
-            )
+            value = dequantize_groups([codes], scales, load.format, load.group_size, torch.float32)
         else:
-            shape = {"full": (-1, columns), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
-            values[load.name] = x.float().reshape(shape[load.operand])
+            shape = {"full": (-1, width), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
+            value = x.float().reshape(shape[load.operand])
+        if load.width:
+            value = value[:, load.offset : load.offset + load.columns]
+        values[load.name] = value
     return values

@@ -43,7 +43,7 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     """Raise MalformedProgram unless a program is well formed.
 
     - Every value has one definition, which comes before its uses.
-    - It reads a matrix, and operands lie in it in one of `OPERANDS`.
+    - It reads a matrix, and operands lie in it in one of `OPERANDS`. Parts lie within theirs.
     - Kernels can compute every step. Reductions take one value.
     - Stores have known layouts, and exactly the fields that these need. There is at least one.
     - Values stored as `row`, and scales of codes, do not vary along a row.
@@ -87,6 +87,20 @@ def _verify_load(load: Load) -> None:
         _verify_format(load, load.format)
     else:
         _require(not load.format, load, "has a format, which only groups have")
+    if load.width:
+        _verify_part(load)
+    else:
+        _require(not load.columns and not load.offset, load, "is a part, but has no width")
+
+
+def _verify_part(load: Load) -> None:
+    is_matrix = load.operand in ("full", "groups") and not load.in_nibbles
+    _require(is_matrix, load, "is a part, which only a matrix with an element a byte can be")
+    inside = 0 <= load.offset <= load.offset + load.columns <= load.width and load.columns > 0
+    _require(inside, load, f"lies outside of {load.width} columns")
+    size = load.group_size or 1
+    whole = load.offset % size == load.width % size == 0
+    _require(whole, load, f"cuts groups of {size}")
 
 
 def _verify_step(step: Step, defined: set[str]) -> list[str]:
@@ -171,6 +185,9 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
     for x in grouped:
         divides = not x.group_size or columns % x.group_size == 0
         _require(divides, x, f"groups of {x.group_size} do not divide {columns} columns")
+    for load in program.loads:
+        fits = load.columns in (0, columns)
+        _require(fits, load, f"has {load.columns} columns, and others {columns}")
     for store in program.stores:
         fits = store.layouts != ("rows",) or store.offset + columns <= (store.width or columns)
         _require(fits, store, f"{columns} columns do not fit beside others")

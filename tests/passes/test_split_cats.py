@@ -1,0 +1,79 @@
+"""Concatenations of computed parts are stored part by part, others are left to Inductor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from fp8pass import compilation
+from fp8pass.codegen.buffers import side_by_side
+from fp8pass.config import Config
+from fp8pass.passes import HALF_PASSES, Context
+from fp8pass.passes.split_cats import split_cats
+
+
+def stored(function, *args) -> list[torch.fx.Node]:
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    want = gm(*args)
+    split_cats(gm, Context(Config()))
+    gm.graph.lint()
+    gm.recompile()
+    assert torch.equal(gm(*args), want)
+    return [n for n in gm.graph.nodes if n.target is side_by_side]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(32, 16)
+
+
+def test_computed_parts_are_stored_for_themselves(x):
+    (node,) = stored(lambda x: torch.cat([x.sin(), x.cos()], -1) @ torch.ones(32, 4), x)
+    assert node.meta["val"].shape == (32, 32)
+    assert stored(lambda x: torch.cat([x.sin().t(), x.cos().t()]), x)
+
+
+def test_parts_in_memory_and_pointwise_users_are_inductor_s(x):
+    assert not stored(lambda x: torch.cat([x, x.cos()], -1) @ torch.ones(32, 4), x)
+    assert not stored(lambda x: torch.cat([x @ x.t(), x], -1), x)
+    assert not stored(lambda x: torch.cat([x.sin(), x.cos()], -1).exp(), x)
+
+
+def test_parts_of_several_dtypes_are_inductor_s(x):
+    assert not stored(
+        lambda x: torch.cat([x.sin(), x.cos().double()], -1) @ torch.ones(32, 4).double(), x
+    )
+
+
+class FusedMLP(nn.Module):
+    """A SwiGLU whose gate and up are one GEMM, as Phi-3's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(128, 512, bias=False)
+        self.down = nn.Linear(256, 128, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(monkeypatch):
+    seen = []
+
+    def recorded(gm, ctx):
+        split_cats(gm, ctx)
+        seen.extend(n for n in gm.graph.nodes if n.target is side_by_side)
+
+    changed = tuple(recorded if p is split_cats else p for p in HALF_PASSES)
+    monkeypatch.setattr(compilation, "HALF_PASSES", changed)
+    torch.manual_seed(0)
+    model, x = FusedMLP().bfloat16(), torch.randn(64, 128).bfloat16().requires_grad_()
+    model(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    torch.compile(model, backend="fp8pass")(x).square().sum().backward()
+    assert F.cosine_similarity(x.grad.float().flatten(), want.float().flatten(), 0) > 0.99
+    assert len(seen) == 1
