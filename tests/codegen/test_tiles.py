@@ -61,11 +61,9 @@ def test_what_is_tiny_huge_or_not_finite(device, scale):
 def test_several_matrices_out_of_groups(device, saved, group, rows):
     program = swiglu_backward(group, saved)
     wider = [] if saved == "e2m1" else [in_parts(program, 3 * group, gap=2 * group)]
-    for program in (program, *wider):
-        inputs = operands(program, rows, 3 * group, device)
-        for got, want in zip(
-            run(tile_kernel, program, inputs), reference(program, inputs), strict=True
-        ):
+    for each in (program, *wider):
+        inputs = operands(each, rows, 3 * group, device)
+        for got, want in zip(run(tile_kernel, each, inputs), reference(each, inputs), strict=True):
             assert_same(got, want, exact=False)
 
 
