@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "e8m5": {"simulate": "e8m5"},
     "e8m4": {"simulate": "e8m4"},
     "e8m3": {"simulate": "e8m3"},
+    "e8m2": {"simulate": "e8m2"},
+    "e8m1": {"simulate": "e8m1"},
     "e8m3, first blocks exact": {"simulate": "e8m3", "skip": ("layers.0", "layers.1")},
     "e8m3, head exact": {"simulate": "e8m3", "skip": ("lm_head",)},
 }
