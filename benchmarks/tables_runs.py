@@ -38,12 +38,12 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
     header = ["", *(f"{rate:g}" for rate in rates), "highest that holds", "sensitivity"]
-    rows = [[*header, "sharpness before", "at divergence", "ms a step"]]
+    rows = [[*header, "sharpness where it holds", "before divergence", "at it", "ms a step"]]
     bf16 = [r for r in results if r["variant"] == "bf16"]
     lowest: dict[int, float] = {}
     for r in bf16:
         lowest[r["seed"]] = min(lowest.get(r["seed"], math.inf), _final_loss(r))
-    limit = {seed: loss + data["settings"]["rise"] for seed, loss in lowest.items()}
+    limit = {seed: loss + data["settings"]["holds"] for seed, loss in lowest.items()}
     for variant in dict.fromkeys(r["variant"] for r in results):
         mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
         cells, highest = [], ""
@@ -54,15 +54,15 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
             shown = f"{loss:.3f}" if math.isfinite(loss) else "not finite"
             cells.append(f"{shown} ({held} of {len(runs)})" if runs else "")
             highest = f"{rate:g}" if runs and held == len(runs) else highest
-        excess = [
-            min(_final_loss(r), math.log(VOCABULARY)) - limit[r["seed"]] + data["settings"]["rise"]
-            for r in mine
-        ]
+        excess = [min(_final_loss(r), math.log(VOCABULARY)) - lowest[r["seed"]] for r in mine]
         sensitivity = f"{mean(excess):.3f}" if excess else ""
         before, at = _sharpness_around_divergence(mine)
+        held = (r for r in mine if _final_loss(r) <= limit[r["seed"]])
+        ends = [corner for r in held for _, corner, _ in r["sharpness"][-1:] if corner is not None]
+        held_at = f"{median(ends):.3g}%" if ends else ""
         ms = sorted(r["ms_per_step"] for r in mine)
         speed = f"{ms[len(ms) // 2]:.2f}" if ms else ""
-        rows.append([variant, *cells, highest or "none", sensitivity, before, at, speed])
+        rows.append([variant, *cells, highest or "none", sensitivity, held_at, before, at, speed])
     return rows
 
 
