@@ -107,7 +107,7 @@ def projection(data: dict[str, Any]) -> Figure:
 
 
 def stability(data: dict[str, Any]) -> Figure:
-    """Final loss by learning rate, and sharpness over steps at the highest rate of all."""
+    """Final loss by learning rate, and sharpness over steps at the lowest rate of all."""
     figure, (final, sharp) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     rates = sorted({r["rate"] for r in data["results"]})
     for number, variant in enumerate(dict.fromkeys(r["variant"] for r in data["results"])):
@@ -117,13 +117,13 @@ def stability(data: dict[str, Any]) -> Figure:
             final.plot([rate] * len(losses), losses, ".", color=color)
         means = [sum(x) / len(x) if x else float("nan") for x in runs]
         final.plot(rates, means, color=color, label=variant)
-        steepest = [r for r in mine if r["rate"] == rates[-1]]
-        for i, r in enumerate(steepest):
+        slowest = [r for r in mine if r["rate"] == rates[0]]
+        for i, r in enumerate(slowest):
             steps, corners = [s for s, *_ in r["sharpness"]], [c for _, c, _ in r["sharpness"]]
             label = variant if i == 0 else None
             sharp.plot(steps, [_or_nan(c) for c in corners], color=color, label=label)
     final.set(xlabel="learning rate", ylabel="final loss, nats per byte", xscale="log")
-    sharp.set(xlabel="step", ylabel=f"sharpness at {rates[-1]:g}, %", yscale="log")
+    sharp.set(xlabel="step", ylabel=f"sharpness at {rates[0]:g}, %", yscale="log")
     final.legend()
     return figure
 
