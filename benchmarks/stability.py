@@ -13,9 +13,10 @@ batches. `bf16` is stock torch.compile, which computes in E8M7.
 A run's final loss is that of its last 20 steps; it *holds* if that is within a tenth of a nat of
 the lowest of bf16 with the same seed. It *diverges* where the loss of 20 steps is half a nat above
 the lowest before, or not finite. Sharpness is measured every tenth of a run on held-out sequences,
-in the corner of the box alone, and for the first seed with the search, too. A format has one compiled
-model, whose weights are set anew for each run. Each run is written to the results as soon as it
-ends; those of one seed and learning rate come together, so that a cut leaves whole comparisons.
+in the corner of the box alone, and for the first seed with the search, too. A format has one
+compiled model, whose weights are set anew for each run. Each run is written to the results as soon
+as it ends; those of one seed and learning rate come together, so that a cut leaves whole
+comparisons.
 """
 
 from __future__ import annotations

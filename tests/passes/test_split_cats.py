@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_helpers import both_devices
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -61,7 +62,9 @@ class FusedMLP(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(monkeypatch):
+@both_devices
+def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(device, monkeypatch):
+    torch._dynamo.reset()
     seen = []
 
     def recorded(gm, ctx):
@@ -71,7 +74,8 @@ def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(monkeypatch):
     changed = tuple(recorded if p is split_cats else p for p in HALF_PASSES)
     monkeypatch.setattr(compilation, "HALF_PASSES", changed)
     torch.manual_seed(0)
-    model, x = FusedMLP().bfloat16(), torch.randn(64, 128).bfloat16().requires_grad_()
+    model = FusedMLP().bfloat16().to(device)
+    x = torch.randn(64, 128, device=device).bfloat16().requires_grad_()
     model(x).square().sum().backward()
     want, x.grad = x.grad, None
     torch.compile(model, backend="fp8pass")(x).square().sum().backward()
