@@ -122,7 +122,11 @@ def stability(data: dict[str, Any]) -> Figure:
             steps, corners = [s for s, *_ in r["sharpness"]], [c for _, c, _ in r["sharpness"]]
             label = variant if i == 0 else None
             sharp.plot(steps, [_or_nan(c) for c in corners], color=color, label=label)
+    lowest = min(loss for r in data["results"] for loss in r["losses"] if loss is not None)
+    # What learns nothing lies above.
+    limits = {"bottom": lowest - 0.05, "top": lowest + 1.25}
     final.set(xlabel="learning rate", ylabel="final loss, nats per byte", xscale="log")
+    final.set_ylim(**limits)
     sharp.set(xlabel="step", ylabel=f"sharpness at {rates[0]:g}, %", yscale="log")
     final.legend()
     return figure
