@@ -62,16 +62,15 @@ def part_of_rows(node: fx.Node) -> Part | None:
     val, columns = tensor(whole), tensor(node).shape[-1]
     if not val.is_contiguous() or not isinstance(columns, int):
         return None
-    width, (what, *rest) = val.shape[-1], made.args[1:]
-    first = _FIRST_COLUMNS[made.target]
-    offset = first(node, val.ndim - 1, what, *rest)
-    if not isinstance(offset, int) or not isinstance(width, int):
+    width, first = val.shape[-1], _FIRST_COLUMNS[made.target]
+    offset = first(node, val.ndim - 1, *made.args[1:])
+    if not isinstance(offset, int) or not isinstance(width, int) or not columns:
         return None
-    return Part(whole, width, offset + width if offset < 0 else min(offset, width), columns)
+    return Part(whole, width, max(offset + width, 0) if offset < 0 else offset, columns)
 
 
 def _of_slice(
-    node: fx.Node, last: int, dim: Any, start: Any = None, end: Any = None, step: Any = 1
+    node: fx.Node, last: int, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
     return (start or 0) if dim in (-1, last) and step == 1 else None
 

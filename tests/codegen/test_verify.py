@@ -241,6 +241,17 @@ def test_sizes_that_do_not_fit(well_formed, problem):
         verify(well_formed, inputs[1:])
 
 
+@pytest.mark.parametrize("operand", ["full", "groups"])
+def test_a_part_of_another_matrix(operand):
+    grouped = {"group_size": 16, "format": "e4m3"} if operand == "groups" else {}
+    part = program(loads=(S, R, Load("x", operand, columns=64, width=96, offset=16, **grouped)))
+    inputs = operands(part, 4, 64, "cpu")
+    verify(part, inputs)
+    inputs[-1] = inputs[-1][:, :-1]
+    with pytest.raises(MalformedProgram, match=r"is a part of \d+ columns, and its tensor has"):
+        verify(part, inputs)
+
+
 def test_programs_are_verified_when_they_are_emitted():
     gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.randn(32, 64))
     x, y, _ = gm.graph.nodes

@@ -15,6 +15,8 @@ PARTS = {
     "slice": (lambda x: x[..., 8:24], (64, 8, 16)),
     "slice from the end": (lambda x: x[..., -24:], (64, 40, 24)),
     "slice beyond the end": (lambda x: x[..., 48:100], (64, 48, 16)),
+    "slice from before the beginning": (lambda x: x[..., -80:-32], (64, 0, 32)),
+    "everything": (lambda x: aten.slice.Tensor(x, 2), (64, 0, 64)),
     "beginning": (lambda x: x[..., :16], (64, 0, 16)),
     "of a view": (lambda x: x.view(-1, 64)[:, 16:32], (64, 16, 16)),
 }
@@ -24,6 +26,8 @@ NO_PARTS = {
     "every other column": lambda x: x[..., ::2],
     "of a transpose": lambda x: x.transpose(1, 2)[..., 2:6],
     "one column": lambda x: x[..., 3],
+    "no columns": lambda x: x[..., 64:],
+    "all rows": lambda x: aten.slice.Tensor(x),
     "computed": lambda x: x + 1,
 }
 

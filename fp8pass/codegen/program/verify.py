@@ -185,12 +185,23 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
     for x in grouped:
         divides = not x.group_size or columns % x.group_size == 0
         _require(divides, x, f"groups of {x.group_size} do not divide {columns} columns")
+    tensors = iter(inputs)
     for load in program.loads:
         fits = load.columns in (0, columns)
         _require(fits, load, f"has {load.columns} columns, and others {columns}")
+        _verify_width(load, next(tensors), load.width)
+        if load.operand == "groups":
+            _verify_width(load, next(tensors), load.width // load.group_size)
     for store in program.stores:
         fits = store.layouts != ("rows",) or store.offset + columns <= (store.width or columns)
         _require(fits, store, f"{columns} columns do not fit beside others")
+
+
+def _verify_width(load: Load, x: Tensor, width: int) -> None:
+    """Check the columns of what a part is one of."""
+    if load.width:
+        there = x.shape[-1]
+        _require(there == width, load, f"is a part of {width} columns, and its tensor has {there}")
 
 
 def _require(condition: bool, where: Load | Step | Store | str, problem: str) -> None:
