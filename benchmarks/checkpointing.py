@@ -3,7 +3,8 @@
     python benchmarks/checkpointing.py                       all that is not in the results yet
     python benchmarks/checkpointing.py --tiny --out x.json   small models, on the CPU too
 
-Whole steps with `fp8pass.optim.AdamW`, layers compiled one by one, as in `model.py`. Checkpointing
+Whole steps with `fp8pass.optim.AdamW`, layers compiled one by one, as in `model.py`, with head and
+loss by fp8pass for all: what differs is what layers keep. Checkpointing
 is Hugging Face's `gradient_checkpointing_enable`, of each decoder layer; a budget is the share of
 what a layer would keep in low bits. Every variant is a process of its own. Measured: tokens a
 second by the median of the steps after the first few; the peak of memory in these; the loss of the
@@ -29,7 +30,6 @@ from model import (
     WARM_UP,
     LossOnly,
     Size,
-    compile_blocks,
     fp8pass_adamw,
     new_llama,
     train,
@@ -56,11 +56,10 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
     llama = new_llama(size, device)
     if variant.endswith(CHECKPOINTED):
         llama.gradient_checkpointing_enable({"use_reentrant": False})
-    model: Any
-    if variant.startswith(BF16):
-        model = compile_blocks(llama, torch.compile)  # type: ignore[arg-type]
-    else:
-        model = LossOnly(llama, with_fp8pass(**options), with_fp8pass())
+    head = with_fp8pass()  # the same for all
+    in_bf16: Any = torch.compile
+    layers = in_bf16 if variant.startswith(BF16) else with_fp8pass(**options)
+    model = LossOnly(llama, layers, head)
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
     return train(model, fp8pass_adamw(model), ids)
 

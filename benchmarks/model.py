@@ -238,11 +238,6 @@ def step_seconds(step: Callable[[], None], count: int, device: torch.device) -> 
     return [end - start for start, end in pairwise(marks)]
 
 
-def peak_with_graphs(device: torch.device) -> int | None:
-    """Bytes of a process that runs CUDA graphs: theirs are reserved, and count as free."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-
-
 def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()

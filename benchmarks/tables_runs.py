@@ -44,7 +44,10 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
     for r in bf16:
         lowest[r["seed"]] = min(lowest.get(r["seed"], math.inf), _final_loss(r))
     limit = {seed: loss + data["settings"]["holds"] for seed, loss in lowest.items()}
-    for variant in dict.fromkeys(r["variant"] for r in results):
+    variants = list(dict.fromkeys(r["variant"] for r in results))
+    pairs = [{(r["rate"], r["seed"]) for r in results if r["variant"] == v} for v in variants]
+    of_all = set.intersection(*pairs)  # sensitivities are of the same runs
+    for variant in variants:
         mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
         cells, highest = [], ""
         for rate in rates:
@@ -54,7 +57,11 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
             shown = f"{loss:.3f}" if math.isfinite(loss) else "not finite"
             cells.append(f"{shown} ({held} of {len(runs)})" if runs else "")
             highest = f"{rate:g}" if runs and held == len(runs) else highest
-        excess = [min(_final_loss(r), math.log(VOCABULARY)) - lowest[r["seed"]] for r in mine]
+        excess = [
+            min(_final_loss(r), math.log(VOCABULARY)) - lowest[r["seed"]]
+            for r in mine
+            if (r["rate"], r["seed"]) in of_all
+        ]
         sensitivity = f"{mean(excess):.3f}" if excess else ""
         before, at = _sharpness_around_divergence(mine)
         held = (r for r in mine if _final_loss(r) <= limit[r["seed"]])

@@ -10,7 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass import backend as make_backend
+from fp8pass.codegen.kernels.rows import rows
+from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.program.reader import VECTOR
 from fp8pass.config import Config
+from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
@@ -53,9 +57,10 @@ def test_parts_of_a_product(
     torch.manual_seed(0)
     first, second = first * unit, second * unit
     width = max(first, second) + columns + more * 16
-    width += -width % 16
+    width += -width % CONTRACTION_MULTIPLE  # which FP8 takes
     model = Parts(width, columns, first, second, activation, bias).bfloat16()
     x = torch.randn(shape).bfloat16()
+    graphs.clear()
     found = []
     for passes in ("fuse_rows,fuse_norms,fuse_tiles", ""):
         torch._dynamo.reset()
@@ -65,3 +70,20 @@ def test_parts_of_a_product(
     want, got = found
     for parameter, gradient in want.gradients.items():
         assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
+    in_place = first % VECTOR == second % VECTOR == 0
+    if width > columns and recipe != "linear":  # which has one scale for all rows
+        assert (_offsets_read(graphs) >= {first, second}) == in_place
+
+
+def _offsets_read(graphs) -> set[int]:
+    """Where the parts in BF16 begin that row kernels read."""
+    programs = (
+        program
+        for g in graphs
+        for node in g.nodes
+        if node.target is rows
+        for program in Batch.parse(node.args[1]).programs
+    )
+    return {
+        load.offset for p in programs for load in p.loads if load.operand == "full" and load.width
+    }
