@@ -35,6 +35,25 @@ FOUND = {
         path="inductor",
         observed=True,
     ),
+    "an operand of equal rows": Program(
+        seed=708532,
+        inputs={"x0": Input(dims=("S", 16), kind="float", grad=False, layout="expanded")},
+        parameters={"w7856": Parameter(shape=(16, 16), trained=True, buffer=False)},
+        code=(
+            Instruction(
+                name="v3", operator="matmul", operands=("x0",), parameters=("w7856",), buffers=()
+            ),
+        ),
+        returned=("v3",),
+        batches=({"S": 16},),
+        dtype="float16",
+        dynamic=False,
+        recipe="exact",
+        options={},
+        compiler="eager",
+        path="inductor",
+        observed=True,
+    ),
     "attention of one value over few tokens": Program(
         seed=947547,
         inputs={"x0": Input(dims=("B", "S", 16), kind="float", grad=False, layout="contiguous")},
