@@ -123,7 +123,7 @@ def stability(data: dict[str, Any]) -> Figure:
             label = variant if i == 0 else None
             sharp.plot(steps, [_or_nan(c) for c in corners], color=color, label=label)
     lowest = min(loss for r in data["results"] for loss in r["losses"] if loss is not None)
-    # What learns nothing lies above.
+    # What diverges lies above.
     limits = {"bottom": lowest - 0.05, "top": lowest + 1.25}
     final.set(xlabel="learning rate", ylabel="final loss, nats per byte", xscale="log")
     final.set_ylim(**limits)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fp8pass import backend as make_backend
 from fp8pass.codegen.kernels.rows import rows
 from fp8pass.codegen.program.batch import Batch
-from fp8pass.codegen.program.reader import VECTOR
+from fp8pass.codegen.program.reader import ALIGNED
 from fp8pass.config import Config
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 
@@ -70,7 +70,7 @@ def test_parts_of_a_product(
     want, got = found
     for parameter, gradient in want.gradients.items():
         assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
-    in_place = first % VECTOR == second % VECTOR == 0
+    in_place = first % ALIGNED == second % ALIGNED == 0
     if width > columns and recipe != "linear":  # which has one scale for all rows
         assert (_offsets_read(graphs) >= {first, second}) == in_place
 

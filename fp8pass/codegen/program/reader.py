@@ -21,8 +21,8 @@ from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
 
-# Elements that a thread reads at once, at most: 16 bytes.
-VECTOR = 16
+# Elements that places and widths of parts are multiples of, for loads of 16 bytes of any dtype.
+ALIGNED = 16
 
 # Operators that change how a value lies in memory or is shaped, but not the value.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
@@ -264,7 +264,7 @@ def is_in_memory(x: fx.Node) -> bool:
 
 def _is_readable(part: Part) -> bool:
     """Whether a part is in memory, and a thread can read its elements together."""
-    return part.offset % VECTOR == part.width % VECTOR == 0 and is_in_memory(part.whole)
+    return part.offset % ALIGNED == part.width % ALIGNED == 0 and is_in_memory(part.whole)
 
 
 def _part(load: Load, part: Part) -> Load:

@@ -95,7 +95,7 @@ def _verify_load(load: Load) -> None:
 
 def _verify_part(load: Load) -> None:
     is_matrix = load.operand in ("full", "groups") and not load.in_nibbles
-    _require(is_matrix, load, "is a part, which only a matrix with an element a byte can be")
+    _require(is_matrix, load, "is a part, which only a matrix without nibbles can be")
     inside = 0 <= load.offset <= load.offset + load.columns <= load.width and load.columns > 0
     _require(inside, load, f"lies outside of {load.width} columns")
     size = load.group_size or 1
