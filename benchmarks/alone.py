@@ -6,6 +6,7 @@ A script calls itself with `--child VARIANT`, where it calls `print_result`; as 
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +16,19 @@ from typing import Any
 
 import torch
 from report import merge, use_expandable_segments, write_json
+
+
+def arguments(doc: str | None, variants: Iterable[str], name: str) -> argparse.Namespace:
+    """The command line of a script: its variants, and `results/<name>.json` to add to."""
+    names = list(variants)
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--variants", nargs="+", default=names, choices=names)
+    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
+    parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
+    default = Path(__file__).parent / f"results/{name}.json"
+    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    return parser.parse_args()
 
 
 def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:

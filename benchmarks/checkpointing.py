@@ -13,15 +13,13 @@ last one.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from alone import measure_each, print_result
+from alone import arguments, measure_each, print_result
 from layer import with_fp8pass
 from model import (
     MODELS,
@@ -66,14 +64,7 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--again", action="store_true", help="start the results anew")
-    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
-    default = Path(__file__).parent / "results/checkpointing.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
-    args = parser.parse_args()
+    args = arguments(__doc__, VARIANTS, "checkpointing")
     size = TINY["7B"] if args.tiny else SIZE
     if args.child:
         # A budget for large layers is too small for what these cannot do without.

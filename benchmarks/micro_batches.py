@@ -13,16 +13,14 @@ the loss of the last micro-batch.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from alone import measure_each, print_result
+from alone import arguments, measure_each, print_result
 from layer import CUDA_GRAPHS, with_fp8pass
 from model import (
     LEARNING_RATE,
@@ -84,14 +82,7 @@ def measure(size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--again", action="store_true", help="start the results anew")
-    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
-    default = Path(__file__).parent / "results/micro_batches.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
-    args = parser.parse_args()
+    args = arguments(__doc__, VARIANTS, "micro_batches")
     size = replace(TINY["7B"], batch=1) if args.tiny else LLAMA
     if args.child:
         print_result(partial(measure, size, **VARIANTS[args.child]))

@@ -3,7 +3,6 @@
 Of those that only a GPU can run: that they find what they are to measure.
 """
 
-import importlib
 import json
 import sys
 import weakref
@@ -22,13 +21,6 @@ from fp8pass.optim.options import PRESETS, Storage
 
 OURS = "fp8pass coat + fp8pass attach"
 PEERS = "torchao tensorwise + torchao AdamW8bit"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of benchmarks/."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -226,81 +218,7 @@ def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
     assert twenty[1:] == ["20.0 (1.00)", "20.0 (1.00)", "", "5"]
 
 
-# --- stability ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stability(load, monkeypatch):
-    """The module benchmarks/stability.py, without Inductor."""
-    module = load("stability")
-    compile_ = torch.compile
-
-    def eager(model, backend="eager", options=None):
-        return compile_(
-            model, backend=backend, options=options and {**options, "compiler": "eager"}
-        )
-
-    monkeypatch.setattr(torch, "compile", eager)
-    return module
-
-
-def stability_run(variant, rate, seed, loss, diverged_at=None, sharpness=()):
-    return {
-        "variant": variant,
-        "rate": rate,
-        "seed": seed,
-        "losses": [5.0, loss],
-        "diverged_at": diverged_at,
-        "sharpness": list(sharpness),
-        "ms_per_step": 2.0,
-    }
-
-
-def test_runs_of_simulated_formats_are_measured(stability, monkeypatch, tmp_path):
-    out = tmp_path / "stability.json"
-    options = ["--variants", "bf16", "e8m3", "--rates", "1e-2", "--seeds", "0", "--steps", "20"]
-    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--out", str(out), *options])
-    stability.main()
-    stability.main()  # nothing is left to do
-    bf16, e8m3 = json.loads(out.read_text())["results"]
-    assert (bf16["variant"], e8m3["variant"]) == ("bf16", "e8m3")
-    assert bf16["losses"] != e8m3["losses"]
-    for result in (bf16, e8m3):
-        assert len(result["sharpness"]) == 10
-        for _, corner, searched in result["sharpness"]:
-            assert corner == pytest.approx(searched, rel=0.02)
-
-
-def test_a_run_diverges_where_its_loss_has_risen(stability):
-    assert stability.diverged_at([3.0, 2.5, 2.9]) is None
-    assert stability.diverged_at([3.0, 2.5, 3.1, 2.0]) == 60
-    assert stability.diverged_at([3.0, None]) == 40
-
-
-def test_table_of_stability(load):
-    tables = load("tables")
-    at_divergence = [(10, 0.2, 0.2), (20, 1.5, 1.4)]
-    data = {
-        "settings": {"rise": 0.5, "holds": 0.5},
-        "results": [
-            stability_run("bf16", 0.01, 0, 2.0, sharpness=[(10, 0.1, 0.1)]),
-            stability_run("bf16", 0.1, 0, 2.4),
-            stability_run("e8m3", 0.01, 0, 2.2),
-            stability_run("e8m3", 0.1, 0, None, 20, at_divergence),
-        ],
-    }
-    header, bf16, e8m3 = tables.stability_table(data)
-    column = header.index("sensitivity")
-    assert bf16.pop(column) == "0.200"  # 0 and 0.4 above the best
-    assert e8m3.pop(column) == "1.873"  # 0.2, and log 256 - 2
-    assert header[1:4] == ["0.01", "0.1", "highest that holds"]
-    assert bf16[:4] == ["bf16", "2.000 (1 of 1)", "2.400 (1 of 1)", "0.1"]
-    held = "0.01", ""
-    ends = "0.2%", "1.5%", "2.00"
-    assert e8m3 == ["e8m3", "2.200 (1 of 1)", "not finite (0 of 1)", *held, *ends]
-    assert bf16[4] == "0.1%"
-    assert tables.stability_ranks(data)[1] == ["3", "1.0000", "7.14%"]
-    load("plots").stability(data)
+# --- memory, predicted ----------------------------------------------------------------------------
 
 
 def test_fit_predicts_beside_what_was_measured(load):
