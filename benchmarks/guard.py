@@ -15,7 +15,8 @@ actions allowed. What goes wrong:
 - `poison`: more and more sequences of a batch have random targets, for some steps.
 - `weights`: the weights of one layer are multiplied by 100.
 
-The loss *has doubled* when the median of ten steps is twice that before. A run has *recovered* if
+The loss *has doubled* when the median of ten steps is twice that before; such a run diverges, where
+models recover by themselves from some of the scaled layers. A run has *recovered* if
 its loss on held-out text, computed without fp8pass, is within 2% of the quiet run's. Thresholds of
 the guard were set with seeds from 100; from 0 are those that are reported. The overhead is the time
 that the calls of `guard.step` take, beside that of a plain training step of the same model.
@@ -83,6 +84,10 @@ CASES = (
             "layers.0.mlp.gate_proj",
         )
     ),
+    # In the place of the scaled layers that models with norms recover from.
+    Case("lr", "1.10"),
+    Case("format", "e2m3"),
+    Case("poison", "1.0 200"),
 )
 
 

@@ -148,11 +148,14 @@ def guard_table(data: dict[str, Any]) -> list[list[str]]:
     calm = [r for r in warned if r["doubled"] is None]
     planted = [r for r in watched.values() if r["kind"] == "weights"]
     named = [r for r in planted if r["suspects"] and r["suspects"][0].split(" ")[0] == r["detail"]]
-    within = [
-        r
+    within = {
+        case
         for case, r in acting.items()
         if r["loss"] is not None and case in quiet and r["loss"] <= RECOVERED * quiet[case]["loss"]
-    ]
+    }
+    diverged = {case for case, r in watched.items() if r["doubled"] is not None}
+    recovered = f"{len(within & diverged)} of {len(acting.keys() & diverged)}"
+    others = f"{len(within - diverged)} of {len(acting.keys() - diverged)} others"
     early_of = f"{len(early)} of {len(doubled)}; {len(calm)} more whose loss never doubled"
     rows = [
         ["", "measured", "wanted"],
@@ -164,7 +167,7 @@ def guard_table(data: dict[str, Any]) -> list[list[str]]:
             f"{sum(r['alarms'] for r in quiet.values())} in {len(quiet)}",
             "1 in 12",
         ],
-        ["within 2% of the quiet run's loss, acting", f"{len(within)} of {len(acting)}", "8 of 12"],
+        ["within 2% of the quiet run's loss, acting", f"{recovered}; {others}", "8 of 12"],
     ]
     if took := data.get("overhead"):
         for key, name, wanted in (

@@ -78,19 +78,23 @@ def folder(tmp_path):
     return tmp_path
 
 
-def losses(folder, backend: str) -> list[float]:
-    """What its trainer prints with a backend, Llama 3's debug model on one GPU."""
+def losses(folder, backend: str, ranks: int, *options: str) -> list[float]:
+    """What its trainer prints with a backend, Llama 3's debug model."""
     new = metadata.version("torchtitan") >= "0.3"
     model = ["--module", "llama3", "--config", "llama3_debugmodel"]
     if not new:
         model = ["--model.name", "llama3", "--model.flavor", "debugmodel_flex_attn"]
         model += ["--training.dataset", "c4_test", "--metrics.log_freq", "1"]
         model += ["--model.hf_assets_path", "tests/assets/tokenizer"]
-    launched = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", NAME]
-    options = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
-    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    command = [*launched, *model, "--compile.enable", *given]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc_per_node", str(ranks), "--local-ranks-filter", "0", "-m", NAME]
+    given = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
+    given["lr_scheduler.warmup_steps"] = 2
+    settings = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    command = [*launch, *model, "--compile.enable", *settings, *options]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
     output = re.sub(r"\x1b\[\d+m", "", done.stdout + done.stderr)
     assert done.returncode == 0, output[-3000:]
     if backend == "fp8pass":
@@ -98,12 +102,29 @@ def losses(folder, backend: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss:\s+([\d.]+)", output)]
 
 
+TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not util.find_spec("torchtitan"), reason="needs torchtitan")
-def test_its_own_trainer_on_a_gpu(folder):
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(1, (), id="one GPU"),
+        pytest.param(1, ("--activation_checkpoint.mode", "none"), id="nothing checkpointed"),
+        pytest.param(2, (), id="FSDP2"),
+        pytest.param(2, TENSOR_PARALLEL, id="TP"),
+        pytest.param(
+            2, (*TENSOR_PARALLEL, "--parallelism.enable_async_tensor_parallel"), id="async TP"
+        ),
+    ],
+)
+def test_its_own_trainer_on_gpus(folder, ranks, options):
     if metadata.version("torchtitan") >= "0.3" and not hasattr(torch.distributed, "set_timeout"):
         pytest.skip("torchtitan 0.3 needs PyTorch 2.14's torch.distributed.set_timeout")
-    want, got = losses(folder, "inductor"), losses(folder, "fp8pass")
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("needs two GPUs")
+    want, got = (losses(folder, name, ranks, *options) for name in ("inductor", "fp8pass"))
     assert len(got) == len(want) == STEPS
     for a, b in zip(got, want, strict=True):
         assert a == pytest.approx(b, rel=0.02)
