@@ -12,20 +12,24 @@ this changes nothing.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 from collections.abc import Callable
 from functools import wraps
+from importlib import util
 from typing import Any
 
-import torchtitan.distributed.compile as torchtitan_compile
-
 NAME = "fp8pass"
+MODULE = "torchtitan.distributed.compile"  # before 0.3 there is none
 CHECK = "_maybe_regional_inductor_backend"
 
 
 def register() -> None:
     """Let torchtitan compile FlexAttention with fp8pass; once is enough."""
-    check: Callable[[Any, Any], Any] | None = getattr(torchtitan_compile, CHECK, None)
+    if util.find_spec(MODULE) is None:
+        return
+    module = importlib.import_module(MODULE)
+    check: Callable[[Any, Any], Any] | None = getattr(module, CHECK, None)
     if check is None or hasattr(check, "__wrapped__"):
         return
 
@@ -33,7 +37,7 @@ def register() -> None:
     def checked(model: Any, backend: Any) -> Any:
         return backend if backend == NAME else check(model, backend)
 
-    setattr(torchtitan_compile, CHECK, checked)
+    setattr(module, CHECK, checked)
 
 
 register()

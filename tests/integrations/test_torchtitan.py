@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata, util
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -29,7 +30,10 @@ def titan(monkeypatch):
     """A module with torchtitan's check in torchtitan's place."""
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     for name in ("torchtitan", "torchtitan.distributed", "torchtitan.distributed.compile"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
     module = sys.modules["torchtitan.distributed.compile"]
     monkeypatch.setattr(sys.modules["torchtitan"], "distributed", ModuleType(""), raising=False)
     monkeypatch.setattr(sys.modules["torchtitan"].distributed, "compile", module, raising=False)
@@ -51,6 +55,12 @@ def test_a_torchtitan_without_the_check_stays_as_it_is(titan):
     before = dict(vars(titan))
     importlib.import_module(NAME)
     assert vars(titan) == before
+
+
+def test_a_torchtitan_without_the_module_is_left_alone(titan, monkeypatch):
+    monkeypatch.delitem(sys.modules, titan.__name__)
+    importlib.import_module(NAME).register()
+    assert titan.__name__ not in sys.modules
 
 
 # --- its own trainer ----------------------------------------------------------------------------
