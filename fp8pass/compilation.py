@@ -35,15 +35,22 @@ class Inputs:
         activations: other inputs that require a gradient: outputs of other graphs, which nobody
             may be holding but us.
         codes: which are codes of others.
+        moving: parameters that CUDA graphs find elsewhere in every step.
     """
 
     weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
     codes: Given = NO_CODES
+    moving: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, example_inputs: Sequence[object], codes: Given = NO_CODES) -> Inputs:
+    def of(
+        cls,
+        example_inputs: Sequence[object],
+        codes: Given = NO_CODES,
+        moving: frozenset[int] = frozenset(),
+    ) -> Inputs:
         """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
         differentiable = {
             i: x.is_leaf
@@ -56,6 +63,7 @@ class Inputs:
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
             codes=codes,
+            moving=moving,
         )
 
 

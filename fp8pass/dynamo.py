@@ -32,6 +32,7 @@ from fp8pass.progress.settled import told
 from fp8pass.progress.spinner import shown
 from fp8pass.weights.gradients import keeping_sums
 from fp8pass.weights.inputs import choose_codes, examples, giving_codes, with_codes
+from fp8pass.weights.moving import compile_for_moving, moving_weights
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,13 @@ class Backend:
         A graph that has others is not finished, so that caches have none of them.
         """
         unused = frozenset[int]()
+        graphed = compat.uses_cuda_graphs(patches)
+        moving = moving_weights(gm, example_inputs) if graphed else frozenset[int]()
         while True:
             codes = choose_codes(gm, example_inputs, config, unused)
             compilation = Compilation(
                 config,
-                Inputs.of(example_inputs, codes),
+                Inputs.of(example_inputs, codes, moving),
                 self.observer,
                 self.extras,
                 decided_by_name(gm, config),
@@ -141,6 +144,8 @@ class InnerCompile:
             return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
         with shown(f"Inductor compiles the {half}, {len(gm.graph.nodes):,} operators"):
+            if moving := self.compilation.inputs.moving:
+                return compile_for_moving(gm, inputs, moving, **kwargs)
             return compat.compile_fx_inner(gm, inputs, **kwargs)
 
 

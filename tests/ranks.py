@@ -26,7 +26,7 @@ class Ranks:
     """Runs functions on all ranks at once, with the type of their device as first argument."""
 
     def __init__(self, tasks: list[Any], results: Any, device: str) -> None:
-        self._tasks, self._results, self._device = tasks, results, device
+        self._tasks, self._results, self.device = tasks, results, device
         self.broken = ""
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -37,7 +37,7 @@ class Ranks:
         """
         assert not self.broken, f"an earlier function broke the process group: {self.broken}"
         for tasks in self._tasks:
-            tasks.put((function, (self._device, *args)))
+            tasks.put((function, (self.device, *args)))
         found: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while len(found) + len(errors) < len(self._tasks):

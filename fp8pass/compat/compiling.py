@@ -46,6 +46,7 @@ __all__ = [
     "input_like",
     "interpret",
     "is_checkpointing",
+    "is_of_fsdp",
     "list_mode_options",
     "list_options",
     "original_of",
@@ -218,6 +219,12 @@ def without_source(node: fx.Node) -> None:
 def mark_static(node: fx.Node) -> None:
     """Say of an input that it stays in the same memory, as parameters do."""
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def is_of_fsdp(node: fx.Node) -> bool:
+    """Whether Dynamo found an input of its graph in a module that FSDP manages."""
+    source = getattr(node, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_fsdp_module()
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
