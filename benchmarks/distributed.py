@@ -74,6 +74,7 @@ class Variant:
         compress: arguments of `fp8pass.distributed.compress`; None: it is not called.
         optimizer: `fused`, PyTorch's, or `fp8pass`.
         without: a pass that is left out.
+        graphs: whether layers are replayed as CUDA graphs.
     """
 
     way: str = "fsdp"
@@ -82,6 +83,7 @@ class Variant:
     compress: tuple[str, str] | None = None
     optimizer: str = "fused"
     without: str = ""
+    graphs: bool = False
 
 
 BASELINE = "torchao, FP8 gather"
@@ -96,9 +98,19 @@ VARIANTS = {
     "… with its AdamW": Variant(
         compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass"
     ),
+    "bf16 compile, CUDA graphs": Variant(graphs=True),
+    "fp8pass coat, CUDA graphs": Variant(compiler="fp8pass", graphs=True),
+    "fp8pass coat, compressed, CUDA graphs": Variant(
+        compiler="fp8pass", compress=("groups", "row"), graphs=True
+    ),
+    "… gradients alone, CUDA graphs": Variant(
+        compiler="fp8pass", compress=("groups", "none"), graphs=True
+    ),
     "bf16 compile, sequence": Variant("sequence"),
     "fp8pass coat, sequence": Variant("sequence", "fp8pass"),
     "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_codes"),
+    "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
+    "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
 }
 
 
@@ -132,7 +144,8 @@ def _convert(llama: nn.Module, gather: bool) -> None:
 
 
 def _backend(variant: Variant) -> dict[str, Any]:
-    return {"backend": "fp8pass"} if variant.compiler == "fp8pass" else {}
+    options = {"options": {"triton.cudagraphs": True}} if variant.graphs else {}
+    return {"backend": "fp8pass" if variant.compiler == "fp8pass" else "inductor", **options}
 
 
 def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) -> Any:
@@ -256,6 +269,7 @@ def _sequence_step(
         y = stack(x, *tables)
         y.backward(torch.ones_like(y))
         stack.zero_grad()
+        x.grad = None
 
     return step, None, size.batch * size.seq
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 
@@ -39,5 +40,6 @@ def move_out() -> None:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.untyped_storage().data_ptr() in replayed(gradient.device):
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if part.untyped_storage().data_ptr() in replayed(part.device):
             parameter.grad = gradient.detach().clone()
