@@ -9,10 +9,10 @@ are replayed (pytorch/pytorch#169545). So before a forward begins such a `.grad`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
@@ -27,19 +27,21 @@ def keeping_sums(program: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         trained = (x for x in args if isinstance(x, nn.Parameter) and x.requires_grad)
         _parameters.update(dict.fromkeys(trained, True))
-        move_out()
+        for device in {x.device for x in args if isinstance(x, Tensor)}:
+            move_out(device)
         return program(*args)
 
     return run
 
 
-def move_out() -> None:
-    """Copy gradients that the next replays would overwrite."""
-    replayed = cache(compat.replayed_memory)
-    for parameter in _parameters:
+def move_out(device: torch.device) -> None:
+    """Copy gradients that the next replays on a device would overwrite."""
+    replayed = compat.replayed_memory(device)
+    # All graphs of a forward but the first find nothing, and need not look at every parameter.
+    for parameter in _parameters if replayed else ():
         gradient = parameter.grad
         if gradient is None:
             continue
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if part.untyped_storage().data_ptr() in replayed(part.device):
+        if part.untyped_storage().data_ptr() in replayed:
             parameter.grad = gradient.detach().clone()

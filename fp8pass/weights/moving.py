@@ -48,7 +48,9 @@ def compile_for_moving(
     results = next(iter(reversed(gm.graph.nodes))).args[0]
     handed_on = [(i, moved[x]) for i, x in enumerate(results) if x in moved]
     static = compat.static_inputs(kwargs) - set(moved.values())
-    compiled = compat.compile_fx_inner(gm, inputs, **{**kwargs, "static_input_idxs": sorted(static)})
+    compiled = compat.compile_fx_inner(
+        gm, inputs, **{**kwargs, "static_input_idxs": sorted(static)}
+    )
     return handing_on(compiled, handed_on) if handed_on else compiled
 
 
