@@ -2,6 +2,8 @@
 
     python benchmarks/distributed.py                    every variant over both links (two GPUs)
     python benchmarks/distributed.py --links host --models 7B --variants "fp8pass coat, compressed"
+    python benchmarks/distributed.py --models 1B --out benchmarks/results/distributed_graphs.json \\
+        --variants "fp8pass coat" "fp8pass coat, CUDA graphs"
     python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
 
 `fsdp` is the 1B Llama of `model.py`, or the first eight layers of its 7B, which keep a GPU busy for

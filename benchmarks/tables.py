@@ -94,6 +94,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moe": moe_table,
     "model": model_table,
     "distributed": distributed_table,
+    "distributed_graphs": distributed_table,
     "balance": balance_table,
     "projection": projection_table,
     "compile_time": compile_time_table,
