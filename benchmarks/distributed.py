@@ -192,8 +192,7 @@ class Run:
         step_seconds(self.step, 1, device)
         _, peak = meter.read()
         # What a CUDA graph uses inside is not counted when it is replayed.
-        is_known = peak is not None and not self.variant.graphs
-        self.peak_bytes = peak - others if is_known else None
+        self.peak_bytes = None if peak is None or self.variant.graphs else peak - others
 
     def take_turn(self) -> None:
         """Some more steps."""
