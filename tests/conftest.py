@@ -26,7 +26,7 @@ if not torch.cuda.is_available():  # the kernels' tests run them in Triton's int
 # Fixtures of the tests of the command line, and of what kernels take over.
 from cli_helpers import here as here
 from cli_helpers import run as run
-from interpreter import round_to_nearest_even
+from interpreter import convert_as_gpus_do
 from kernel_helpers import graphs as graphs
 from kernel_helpers import interpreted as interpreted
 from kernel_helpers import kernels_on_cpu as kernels_on_cpu
@@ -35,7 +35,7 @@ from fp8pass import compat
 from fp8pass.compilation import Compilation
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    round_to_nearest_even()
+    convert_as_gpus_do()
 
 # A compilation makes objects by the million and keeps most of them: looking for garbage among them
 # as often as Python does by itself takes an eighth of the time.

@@ -1,4 +1,7 @@
-"""Triton's interpreter, made to round and saturate where it narrows floats, as GPUs do."""
+"""Triton's interpreter, made to convert floats as GPUs do.
+
+By itself it neither rounds nor saturates where it narrows them, and takes codes of NaN for numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,18 @@ import torch
 NARROW = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": torch.bfloat16}
 
 
-def round_to_nearest_even() -> None:
-    """Have the interpreter narrow fp32 as PyTorch does, and as GPUs do."""
+def convert_as_gpus_do() -> None:
+    """Have the interpreter convert from and to fp32 as PyTorch does, and as GPUs do."""
     from triton.runtime import interpreter
 
     original = interpreter._convert_float
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        narrow_source = NARROW.get(str(source))
+        if narrow_source is not None and str(target) == "fp32":
+            bits = torch.from_numpy(np.ascontiguousarray(values).copy())
+            wide = bits.view(narrow_source).float().numpy()
+            return wide.view(np.uint32).reshape(values.shape)
         dtype = NARROW.get(str(target))
         if dtype is None or str(source) != "fp32":
             return original(values, source, target, rounding)

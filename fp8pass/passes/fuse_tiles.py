@@ -11,6 +11,11 @@ pointwise operators that compute it from tensors that are in memory anyway. Matr
 the same tensors share a kernel, so that each tensor is read once. Operators with other users stay
 in the graph as well: computing them twice costs less than writing and reading them.
 
+Codes that other ranks made are transposed by the same kernel:
+
+    before   c = transpose(as_codes(all_gather(b)))
+    after    c = tiles([as_codes(all_gather(b))], program)
+
 Codes that `joined` concatenates are stored side by side, each by its own kernel:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
@@ -30,7 +35,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
-from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.kernels.tiles import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader, is_in_memory
@@ -120,7 +125,7 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # recipe exact has amaxes, too, and stays as it is
         return
     changed = False
-    for find_matrix in (matrix_behind_codes, matrix_behind_amax):
+    for find_matrix in (matrix_behind_codes, matrix_of_codes, matrix_behind_amax):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
         groups = dict(enumerate(matrices_by_kernel(matrices)))
         stored_by = {n: i for i, group in groups.items() for m in group for n in m.results}
@@ -163,6 +168,22 @@ def matrix_behind_codes(codes: fx.Node) -> Matrix | None:
     names = reader.names
     store = Store(names[x], (), scale=names[scale], format=str(format))
     return Matrix(reader, store, by_layout)
+
+
+def matrix_of_codes(codes: fx.Node) -> Matrix | None:
+    """The matrix of codes that a node is, if they are in memory and needed transposed."""
+    if not graph.is_call(codes, fp8.as_codes.default) or not transposes(codes):
+        return None
+    format = str(codes.args[1])
+    if format not in FORMATS_BY_LAYOUT["columns"] or why_not_a_matrix(codes):
+        return None
+    reader = Reader(codes)
+    try:
+        reader.load(codes)
+    except NotAMatrix:
+        return None
+    store = Store(reader.names[codes], (), format=format)
+    return Matrix(reader, store, {"columns": transposes(codes)})
 
 
 def matrix_behind_amax(x: fx.Node) -> Matrix | None:

@@ -43,6 +43,19 @@ def test_codes_in_both_layouts(device, rows, columns):
 
 
 @both_devices
+@given(rows=st.integers(1, 150), columns=st.integers(1, 10).map(lambda n: 16 * n))
+def test_codes_that_are_there(device, rows, columns):
+    """They are transposed as they are, with zeros of both signs, subnormal numbers and NaN."""
+    program = Program((Load("x", "full"),), (), (Store("x", ("columns",), format="e4m3"),))
+    codes = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    inputs = [codes.to(device)]
+    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    assert_same(got, want, exact=True)
+    assert torch.equal(got.float().signbit(), want.float().signbit())
+    assert_same(got[:, :rows].t(), inputs[0], exact=True)
+
+
+@both_devices
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_what_is_tiny_huge_or_not_finite(device, scale):
     _, x = operands(CAST, 70, 48, device, scale)

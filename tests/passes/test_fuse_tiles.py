@@ -62,6 +62,36 @@ def test_one_operand_stored_side_by_side(monkeypatch):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("rows", [32, 40])
+def test_codes_that_are_there_are_transposed(rows, monkeypatch):
+    """Bit by bit, with what GEMMs want behind them; NaN stays NaN."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+    def function(data):
+        codes = fp8.as_codes(data, "e4m3")
+        return fp8.as_bytes(fp8.transpose(codes)), fp8.as_bytes(codes)
+
+    data = torch.arange(rows * 64).view(rows, 64).to(torch.uint8)
+    gm = make_fx(function, tracing_mode="fake")(data)
+    fuse_tiles(gm, Context(Config()))
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    spec.verify(gm.graph)
+    assert fp8.transpose.default not in {n.target for n in gm.graph.nodes}
+    for got, want in zip(gm(data), function(data), strict=True):
+        is_nan = (want & 0x7F) == 0x7F
+        assert torch.equal(got[~is_nan], want[~is_nan])
+        assert ((got[is_nan] & 0x7F) == 0x7F).all()
+
+
+def test_codes_of_other_formats_are_left(monkeypatch):
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    data = torch.zeros(32, 64, dtype=torch.uint8)
+    gm = make_fx(lambda x: fp8.transpose(fp8.as_codes(x, "e5m2")), tracing_mode="fake")(data)
+    fuse_tiles(gm, Context(Config()))
+    assert fp8.transpose.default in {n.target for n in gm.graph.nodes}
+
+
 def heads(x):
     return x.view(2, 16, 4, 16).transpose(1, 2)
 

@@ -9,7 +9,6 @@ import torch
 from helpers import (
     COAT_EAGER,
     MLP,
-    JointGraph,
     capture_joint,
     compiled,
     gpt2,
@@ -17,11 +16,10 @@ from helpers import (
     sqnr,
     tokens,
 )
+from linear_helpers import linear, reasons, rewritten, rows
 from torch import nn
-from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.dynamo import Backend
 from fp8pass.graph.linear_layers import is_narrow
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten
@@ -29,27 +27,6 @@ from fp8pass.passes.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 ALL = ("forward", "dgrad", "wgrad")
-
-
-def rewritten(model, *args, config=COAT_EAGER, **options) -> JointGraph:
-    """The joint graph after the pass."""
-    joint = capture_joint(model, *args, config=config, **options)
-    quantize_linears(joint.gm, joint.ctx)
-    joint.gm.graph.eliminate_dead_code()
-    joint.gm.graph.lint()
-    return joint
-
-
-def reasons(joint: JointGraph) -> dict[str, str]:
-    return {y.module: y.reason for y in joint.ctx.plan.linears}
-
-
-def rows(count=32, features=64, grad=True, dtype=torch.float32):
-    return torch.randn(count, features).to(dtype).requires_grad_(grad)
-
-
-def linear(inputs=64, outputs=128, bias=False, dtype=torch.float32):
-    return nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype))
 
 
 # --- the rewrite --------------------------------------------------------------------------------
@@ -236,178 +213,6 @@ def test_skip_patterns():
 )
 def test_patterns(path, pattern, matches):
     assert (matching_pattern(path, (pattern,)) == pattern) is matches
-
-
-class Named(nn.Module):
-    def __init__(self, name):
-        super().__init__()
-        self.body = nn.Linear(64, 64, bias=False)
-        self.add_module(name, nn.Linear(64, 96, bias=False))
-        self.name = name
-
-    def forward(self, x):
-        return getattr(self, self.name)(self.body(x))
-
-
-@pytest.mark.parametrize("name", ["lm_head", "embed_out", "output"])
-def test_output_head_by_name(name):
-    assert reasons(rewritten(Named(name), rows())) == {
-        "body": "",
-        name: "an output head, which stays exact unless quantize_lm_head=True",
-    }
-    torch._dynamo.reset()
-    joint = rewritten(Named(name), rows(), config=Config(quantize_lm_head=True))
-    assert reasons(joint) == {"body": "", name: ""}
-
-
-def test_output_below_the_top_is_no_head():
-    """BERT calls a layer of each block `output`."""
-    model = nn.Sequential(Named("output"))
-    assert reasons(rewritten(model, rows())) == {"0.body": "", "0.output": ""}
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(96, 64)
-        self.body = nn.Linear(64, 64)
-
-    def forward(self, ids):
-        return F.linear(self.body(self.embedding(ids)), self.embedding.weight)
-
-
-def test_output_head_by_its_tied_embedding():
-    found = [y.reason for y in rewritten(Tied(), tokens()).ctx.plan.linears]
-    assert found == ["", "an output head, which stays exact unless quantize_lm_head=True"]
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "chunked", "logsumexp"])
-def test_output_head_by_the_log_softmax_it_feeds(loss):
-    model, ids = Named("classify"), torch.randint(96, (32,))
-
-    def run(x):
-        logits = model(x).float()
-        if loss == "cross_entropy":
-            return F.cross_entropy(logits, ids)
-        if loss == "chunked":
-            return sum(F.cross_entropy(a, b) for a, b in zip(logits.chunk(2), ids.chunk(2)))  # noqa: B905
-        return (logits.logsumexp(-1) - logits[:, 0]).mean()
-
-    found = [y.reason for y in rewritten(run, rows()).ctx.plan.linears]
-    assert found == ["", "an output head, which stays exact unless quantize_lm_head=True"]
-
-
-class Stream(nn.Module):
-    """A residual stream of two blocks that ends in a log-softmax, with or without a head."""
-
-    def __init__(self, head, norm_last=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(MLP((64, 128, 64)) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
-        self.gain = nn.Parameter(torch.ones(64))
-        self.norm_last = norm_last
-        self.classify = nn.Linear(64, 96) if head else nn.Identity()
-
-    def forward(self, x):
-        for block, norm in zip(self.blocks, self.norms, strict=True):
-            x = norm(x + block(x)) if self.norm_last else 0.5 * x + self.gain * block(norm(x))
-        return self.classify(x).log_softmax(-1)
-
-
-def test_rows_of_a_length_that_varies_share_a_scale():
-    """They are filled up with zeros where they are transposed, whose rows are others."""
-    layer = nn.Linear(32, 32).bfloat16()
-
-    def model(x):
-        y = x.unflatten(-1, (2, -1)).transpose(-2, -3)
-        return layer(y.transpose(-2, -3).flatten(-2))
-
-    program = torch.compile(model, backend=Backend(COAT_EAGER), dynamic=True)
-    x = torch.randn(1, 1, 32).bfloat16()
-    assert sqnr(program(x), model(x)) > 20
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_tokens_are_no_columns_of_a_product_that_tensor_cores_do_not_take(dynamic):
-    """The gradient of a transposed input comes as W dYᵀ, with a column for each token."""
-    joint = rewritten(linear(), torch.randn(64, 17).t().requires_grad_(), dynamic=dynamic)
-    products = joint.calls(fp8.scaled_mm.default)
-    assert len(products) == 3
-    assert all(n.meta["val"].shape[1] % 16 == 0 for n in products)
-
-
-def test_sizes_that_a_guard_has_fixed_are_known():
-    """The gradient of the weight has 2 · (n // 2) columns, which must be as many as the weight."""
-    layer = nn.Linear(16, 16, bias=False)
-
-    def model(x):
-        heads = x.unflatten(-1, (2, -1)).transpose(-2, -3)
-        y = F.scaled_dot_product_attention(heads, heads, heads).transpose(-2, -3).flatten(-2)
-        return y + layer(y)
-
-    program = torch.compile(model, backend=Backend(COAT_EAGER), dynamic=True)
-    x = torch.randn(2, 16)
-    (got,) = torch.autograd.grad(program(x).square().sum(), layer.weight)
-    (want,) = torch.autograd.grad(model(x).square().sum(), layer.weight)
-    assert sqnr(got, want) > 20
-
-
-def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
-    """`roll` adds to a size."""
-    layer = nn.Linear(16, 16)
-    program = torch.compile(
-        lambda x: layer(x).roll(1, 0).log_softmax(-1), backend=Backend(COAT_EAGER), dynamic=True
-    )
-    assert program(torch.randn(24, 16)).isfinite().all()
-
-
-@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
-@pytest.mark.parametrize("norm_last", [False, True])
-def test_a_stream_that_ends_in_log_softmax_without_a_head_has_none(norm_last, shape):
-    found = reasons(rewritten(Stream(False, norm_last), torch.randn(shape)))
-    assert len(found) == 4
-    assert not any(found.values())
-
-
-def test_the_head_of_a_stream_is_its_only_one():
-    found = reasons(rewritten(Stream(True), rows()))
-    heads = [name for name, reason in found.items() if "output head" in reason]
-    assert (len(found), heads) == (5, ["classify"])
-
-
-def test_a_parallel_branch_makes_no_head():
-    """As in GPT-J: attention and MLP read the same normed stream, and are added in turn."""
-
-    class Parallel(Stream):
-        def forward(self, x):
-            y = self.norms[0](x)
-            return (x + self.blocks[0](y) + self.blocks[1](y)).log_softmax(-1)
-
-    assert not any(reasons(rewritten(Parallel(False), rows())).values())
-
-
-def test_logits_that_are_a_sum_of_several_layers_have_several_heads():
-    """As with an adapter beside the head, a mask, and noise."""
-
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(64, 64)
-            self.base = nn.Linear(64, 96)
-            self.down, self.up = nn.Linear(64, 16), nn.Linear(16, 96)
-
-        def forward(self, x, mask):
-            x = nn.functional.gelu(self.body(x))
-            y = self.base(x) + self.up(self.down(x)) + mask
-            return (y + torch.rand_like(y)).log_softmax(-1)
-
-    found = reasons(rewritten(Adapted(), rows(), torch.zeros(32, 96)))
-    assert {name for name, reason in found.items() if reason} == {"base", "up"}
-
-
-def test_softmax_inside_attention_makes_no_head():
-    joint = rewritten(llama("eager"), tokens())
-    assert [y.module for y in joint.ctx.plan.linears if not y.fp8] == ["lm_head"]
 
 
 def test_fp64():

@@ -139,7 +139,7 @@ class TileWriter:
         return expression(replace(step, args=args))
 
     def _store(self, store: Store, where: list[str]) -> Iterator[str]:
-        if store.scale:
+        if store.format:
             yield from self._code(store)
         for layout, pointer in zip(store.layouts, where, strict=True):
             yield from STORES[layout](self, store, pointer)
@@ -147,7 +147,9 @@ class TileWriter:
     def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
             # Padding must be zero, whatever the steps compute from it.
-            codes = coded(f"{store.name}_{i}", f"{store.scale}_{i}")
+            codes = f"{store.name}_{i}"
+            if store.scale:
+                codes = coded(codes, f"{store.scale}_{i}")
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:

@@ -77,7 +77,8 @@ class Store:
     """Stores the value `name`, in one tensor for each of `layouts`.
 
     `rows`     codes [M, N], with a `scale` for all or one for each row
-    `columns`  their transpose [N, M'], where M' is M padded with zeros to a length that GEMMs take
+    `columns`  their transpose [N, M'], where M' is M padded with zeros to a length that GEMMs take;
+               alone it needs no scale: then the values are those of codes already
     `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
     `groups`   codes [M, N], or [M, N / 2] where two share a byte, and bf16 scales [M, N / G] of
                groups: two tensors

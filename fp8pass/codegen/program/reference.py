@@ -77,7 +77,8 @@ def _stored(
     if layout == "groups":
         scales = group_scale(value, store.format, store.group_size)
         return [quantize_groups(value, scales, store.format, store.group_size), scales]
-    codes = encode(value * values[store.scale].reciprocal(), FORMATS[store.format]).contiguous()
+    scaled = value * values[store.scale].reciprocal() if store.scale else value
+    codes = encode(scaled, FORMATS[store.format]).contiguous()
     return [codes if layout == "rows" else transpose(codes)]
 
 

@@ -21,13 +21,15 @@ from fp8pass.graph.pointwise import triton_template
 # The fields that a store of each layout has, besides the place of codes among others.
 _FIELDS: dict[str, frozenset[str]] = {
     "rows": frozenset({"scale", "format"}),
-    "columns": frozenset({"scale", "format"}),
+    "columns": frozenset({"format"}),
     "groups": frozenset({"format", "group_size"}),
     "full": frozenset({"dtype"}),
     "row": frozenset({"dtype"}),
     "sums": frozenset(),
     "amax": frozenset(),
 }
+# What it may have, too: codes that are there already have no scale.
+_MAY_HAVE: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
 # Layouts of codes with a scale for all or for each row; one store may have both.
 _CODES = frozenset({"rows", "columns"})
 
@@ -150,11 +152,12 @@ def _verify_store(store: Store, defined: set[str], varying: set[str]) -> None:
 
 def _verify_fields(store: Store) -> None:
     layout = store.layouts[0]
+    needed = frozenset[str]().union(*(_FIELDS[x] for x in store.layouts))
+    allowed = needed | _MAY_HAVE.get(layout, frozenset())
     for name in ("scale", "format", "group_size", "dtype"):
-        needs = name in _FIELDS[layout]
         has = bool(getattr(store, name))
-        _require(has or not needs, store, f"has no {name}")
-        _require(needs or not has, store, f"has a {name}, which {layout} do not take")
+        _require(has or name not in needed, store, f"has no {name}")
+        _require(not has or name in allowed, store, f"has a {name}, which {layout} do not take")
     if not store.width:
         _require(not store.offset, store, "has an offset, but no width")
         return
