@@ -49,6 +49,7 @@ __all__ = [
     "is_of_fsdp",
     "list_mode_options",
     "list_options",
+    "multiplies_bf16_on_cpu",
     "original_of",
     "recompiled",
     "replayed_memory",
@@ -80,6 +81,11 @@ def has_cpp_compiler() -> bool:
     except InvalidCxxCompiler:
         return False
     return True
+
+
+def multiplies_bf16_on_cpu() -> bool:
+    """Whether products in BF16 have instructions of their own on this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_checkpointing() -> bool:

@@ -70,9 +70,10 @@ def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) ->
 def summary(model: Decoder, size: Size) -> str:
     """The model, the training and the device, in a line."""
     parameters = sum(p.numel() for p in model.parameters())
-    device = model.lm_head.weight.device
+    weight = model.lm_head.weight
+    device, dtype = weight.device, "BF16" if weight.dtype is torch.bfloat16 else "FP32"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     return (
-        f"{parameters / 1e6:,.1f}M parameters, {size.steps} steps of "
+        f"{parameters / 1e6:,.1f}M parameters in {dtype}, {size.steps} steps of "
         f"{size.batch}×{size.seq} bytes, on {name}"
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fp8pass import compat
 from fp8pass.demo.sizes import Size
 
 VOCABULARY = 256
@@ -101,6 +102,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
-    """A model in BF16 with random weights from `seed`."""
+    """A model with random weights from `seed`, in the dtype that suits its device."""
     torch.manual_seed(seed)
-    return Decoder(size).to(device, torch.bfloat16)
+    return Decoder(size).to(device, dtype_for(device))
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    """BF16; FP32 on a CPU without instructions for BF16, where products take twenty times as long.
+
+    Most of those of laptops and desktops have none.
+    """
+    if device.type == "cpu" and not compat.multiplies_bf16_on_cpu():
+        return torch.float32
+    return torch.bfloat16

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import fp8pass
+from fp8pass import compat
 from fp8pass.demo import data as text
 from fp8pass.demo.__main__ import main
+from fp8pass.demo.compare import summary
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import new_model
 from fp8pass.demo.show import write_plot
@@ -43,6 +45,15 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     ):
         stock, ours = main(["--device", "cpu", "--size", "tiny", "--out", str(folder)])
     return Outcome(stock, ours, folder, printed.getvalue())
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_weights_are_in_what_a_cpu_multiplies(has_bf16, monkeypatch) -> None:
+    monkeypatch.setattr(compat, "multiplies_bf16_on_cpu", lambda: has_bf16)
+    model = new_model(TINY, 0, CPU)
+    dtype = torch.bfloat16 if has_bf16 else torch.float32
+    assert all(p.dtype is dtype for p in model.parameters())
+    assert (" in BF16, " if has_bf16 else " in FP32, ") in summary(model, TINY)
 
 
 def test_both_losses_fall(outcome: Outcome) -> None:
