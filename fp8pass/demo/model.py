@@ -108,7 +108,7 @@ def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
-    """BF16; FP32 on a CPU without instructions for BF16, where products take twenty times as long.
+    """BF16; FP32 on a CPU without instructions for BF16, where a step takes twenty times as long.
 
     Most of those of laptops and desktops have none.
     """

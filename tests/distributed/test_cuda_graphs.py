@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from parallel import WAYS, Decoder, batch, full, loss_of, no_sync
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fp8pass
 from fp8pass import compat
 from fp8pass.dynamo import Backend
-from fp8pass.weights.moving import handing_on, moving_weights
+from fp8pass.weights.moving import compile_for_moving, handing_on, moving_weights
 
 STEPS = 6
 HALVES = 2  # equal blocks share a forward and a backward
@@ -144,6 +144,29 @@ def test_a_half_hands_on_what_it_was_given():
     assert not arguments
     assert results[1] is given
     assert results[2] is not other
+
+
+def test_a_saved_weight_is_the_one_that_was_given(monkeypatch):
+    """Of a forward that returns a weight and an activation, compiled as if for CUDA graphs."""
+    g = fx.Graph()
+    weight, x = g.placeholder("weight"), g.placeholder("x")
+    g.output((g.call_function(torch.add, (x, weight)), x, weight))
+    told = {}
+
+    def compile_with_copies(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        told.update(kwargs)
+        return lambda arguments: gm(*(a.clone() for a in arguments))
+
+    monkeypatch.setattr(compat, "input_index", lambda node: ["weight", "x"].index(node.name))
+    monkeypatch.setattr(compat, "compile_fx_inner", compile_with_copies)
+    half = compile_for_moving(
+        fx.GraphModule(nn.Module(), g), [], frozenset({0}), static_input_idxs=[0, 1]
+    )
+    given = [torch.ones(2), torch.zeros(2)]
+    _, activation, saved = half(list(given))
+    assert told["static_input_idxs"] == [1]
+    assert saved is given[0]
+    assert activation is not given[1]
 
 
 def test_models_on_one_device_have_no_weights_that_move():
