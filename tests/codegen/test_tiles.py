@@ -51,7 +51,8 @@ def test_codes_that_are_there(device, rows, columns):
     inputs = [codes.to(device)]
     (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
     assert_same(got, want, exact=True)
-    assert torch.equal(got.float().signbit(), want.float().signbit())
+    numbers = ~want.float().isnan()  # the sign of NaN is nobody's
+    assert torch.equal(got.float()[numbers].signbit(), want.float()[numbers].signbit())
     assert_same(got[:, :rows].t(), inputs[0], exact=True)
 
 
