@@ -130,6 +130,7 @@ VARIANTS: dict[str, Variant] = {
     "torchao rowwise": torchao,
     "fp8pass coat": with_fp8pass(),
     "fp8pass agoq": with_fp8pass(recipe="agoq"),
+    "fp8pass linear": with_fp8pass(recipe="linear"),
 }
 
 

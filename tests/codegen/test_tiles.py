@@ -67,6 +67,7 @@ def test_what_is_tiny_huge_or_not_finite(device, scale):
             assert_same(got, want, exact=True)
 
 
+@pytest.mark.long
 @both_devices
 @pytest.mark.parametrize(
     ("saved", "group"), [*(("e4m3", n) for n in (16, 48, 128, 256)), ("e2m1", 16), ("e2m1", 128)]

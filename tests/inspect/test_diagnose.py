@@ -61,6 +61,7 @@ def errors_of(config: Config, trained: bool) -> list[LayerError]:
     return fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "trained"),
     [(Config(), False), (Config(), True), (Config.recipe("agoq"), True), (UNIFORM, True)],

@@ -129,6 +129,7 @@ CASES = {
 WITHOUT_HEAD = ("blocks, 2", "blocks, 8", "checkpointed blocks")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_total_is_what_autograd_saves(name):
     case = CASES[name]

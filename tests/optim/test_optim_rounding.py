@@ -145,6 +145,7 @@ def test_what_is_not_finite_stays_and_nothing_becomes_it(name, signed, seed):
     assert torch.equal(decode(encode(zeros, format, bits_of(seed, (1, 128))), format), zeros)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDED)
 def test_second_moments_follow_gradients_that_shrink(name):
     """Rounded to nearest they would stay five times too large: 0.1% of them is no step."""
@@ -161,6 +162,7 @@ def test_second_moments_follow_gradients_that_shrink(name):
     assert (exact / found).sqrt().mean().item() == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDED)
 def test_first_moments_follow_gradients_that_shrink(name):
     """A slow one decays by 0.1%, too; and with expansion what rounding to nearest makes too large
