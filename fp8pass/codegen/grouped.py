@@ -15,7 +15,7 @@ from torch import fx
 
 from fp8pass.codegen.coding import encode
 from fp8pass.codegen.emitter import Emitter
-from fp8pass.codegen.kernels.segments import segments
+from fp8pass.codegen.segments import segments
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.nodes import aten, prims, tensor

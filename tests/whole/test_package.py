@@ -42,6 +42,35 @@ def test_the_script_is_declared():
     assert declared == {"fp8pass": "fp8pass.cli:main"}
 
 
+# PyTorch for CPUs comes without Triton, which the suite has for its interpreter.
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+
+import torch
+from torch import nn
+import fp8pass.cli
+import fp8pass.demo.compare
+from expert_helpers import Experts
+
+model = nn.Sequential(Experts(), nn.Linear(32, 32)).bfloat16()
+fp8pass.optim.attach(model, fp8pass.optim.AdamW(model.parameters(), lr=1e-3), accumulate=2)
+run = torch.compile(model, backend="fp8pass")
+for _ in range(2):
+    run(torch.randn(4, 24, 32).bfloat16()).float().sum().backward()
+print(fp8pass.explain(run, torch.randn(4, 24, 32).bfloat16()))
+"""
+
+
+def test_all_works_without_triton():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        cwd=ROOT / "tests", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "in FP8" in done.stdout
+
+
 # --- wheel and sdist ----------------------------------------------------------------------------
 
 

@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.codegen.buffers import library
 from fp8pass.config import BUG
-from fp8pass.dialect import ops
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.segments import padded_length
@@ -77,17 +75,3 @@ def transpose_segments(
             SPAN=SPAN, num_warps=8,
         )  # fmt: skip
     return codes
-
-
-library.define(
-    "transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format, Tensor? rows=None) "
-    "-> Tensor"
-)
-library.impl("transpose_segments", transpose_segments, "CUDA")
-library.impl("transpose_segments", ops.transpose_segments, "CPU")
-torch.library.register_fake(
-    "fp8pass_codegen::transpose_segments",
-    ops.OPERATORS[torch.ops.fp8pass.transpose_segments.default].fake,
-    lib=library,
-)
-segments = torch.ops.fp8pass_codegen.transpose_segments.default
