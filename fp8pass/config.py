@@ -209,7 +209,7 @@ class Config:
                 f"group_size must be a positive multiple of 16, such as 128, got {size!r}."
             )
         for field, of in PATTERNS.items():
-            object.__setattr__(self, field, _checked_patterns(field, of, getattr(self, field)))
+            object.__setattr__(self, field, checked_patterns(field, getattr(self, field), of))
         for field in SWITCHES:
             if not isinstance(value := getattr(self, field), bool):
                 raise ConfigError(f"{field} must be a bool, True or False, got {value!r}.")
@@ -388,7 +388,12 @@ def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
     )
 
 
-def _checked_patterns(field: str, of: str, given: object) -> tuple[str, ...]:
+def checked_patterns(field: str, given: object, of: str = "module path") -> tuple[str, ...]:
+    """A pattern, or several of them, that an option was given, as a tuple.
+
+    Raises:
+        ConfigError: it is neither; the message names the option and says of what they are patterns.
+    """
     if isinstance(given, str):
         return (given,)
     if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):

@@ -62,6 +62,10 @@ class CodedWeight(Tensor):
     def data(self, values: Tensor) -> None:
         self.change(values)
 
+    def __setitem__(self, index: Any, values: Any) -> None:
+        """Raise RuntimeError: only the whole weight can be changed, and a part would be a copy."""
+        raise RuntimeError(_cannot("Assignment to a part"))
+
     def decoded(self) -> Tensor:
         """The values, in a plain tensor."""
         return fp8.dequantize.default(self.codes, self.scales, self.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass.config import ConfigError, unknown
+from fp8pass.config import ConfigError, checked_patterns, unknown
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import GroupSums, Sums, Traffic
 from fp8pass.distributed.scaled_sums import ScaledSums
@@ -51,7 +51,7 @@ def compress(
     model: nn.Module,
     gradients: str = "groups",
     weights: str = "row",
-    skip: Iterable[str] = (),
+    skip: str | Sequence[str] = (),
     monitor: Monitor | None = None,
 ) -> Compression:
     """Have the ranks that train `model` send each other gradients and weights in 8 bits.
@@ -98,7 +98,7 @@ def compress(
         raise ConfigError(f"Weights cannot be compressed: {reason}")
     if monitor is not None and not isinstance(monitor, Monitor):
         raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    skip = checked_patterns("skip", skip)
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
     for path in modules:  # before weights: PyTorch may refuse

@@ -180,7 +180,7 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     interpreter = LocalErrorInterpreter(
         record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules)
     )
-    interpreter.run(*record.arguments)
+    record.run(interpreter)
     for node, (mean_absolute, relative) in interpreter.errors.items():
         expected = predicted.get(original_name(node), 0.0)
         if not relative and not expected:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
@@ -82,15 +83,24 @@ class Record:
         """The path of a node's module in the model."""
         return ".".join(filter(None, (self.module, graph.module_path(graph.source(node)))))
 
-    @property
-    def arguments(self) -> list[Any]:
-        """The arguments of the joint graphs."""
-        return [self.inputs[name] for name in _input_names(self.exact)]
+    def run(self, interpreter: fx.Interpreter) -> None:
+        """Run one of the joint graphs on the inputs, always with the same random numbers.
+
+        Buffers that the step writes to, which the inputs are, stay as they are.
+        """
+        written = {
+            node.args[0].name
+            for node in self.exact.graph.find_nodes(op="call_function", target=aten.copy_.default)
+        }
+        names = _input_names(self.exact)
+        given = [self.inputs[n].clone() if n in written else self.inputs[n] for n in names]
+        with torch.random.fork_rng():
+            interpreter.run(*given)
 
     def exact_values(self) -> dict[str, Any]:
         """The value of every node before the passes, by name."""
         interpreter = ValueRecorder(self.exact)
-        interpreter.run(*self.arguments)
+        self.run(interpreter)
         return interpreter.values
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import ConfigError, checked_patterns
 from fp8pass.monitor import callbacks
 from fp8pass.monitor.findings import Findings, Measured
 from fp8pass.monitor.statistics import (
@@ -76,7 +76,7 @@ class Monitor:
         tensorboard: Any = None,
         sharpness: Callable[[], float] | None = None,
         model: nn.Module | None = None,
-        fallback: Iterable[str] = (),
+        fallback: str | Sequence[str] = (),
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError(f"every must be a whole number of steps, at least 1, got {every!r}.")
@@ -91,7 +91,7 @@ class Monitor:
         self.model = model
         self.steps = 0
         self.sampling = True
-        self.fallback = Config(skip=fallback).skip  # type: ignore[arg-type]
+        self.fallback = checked_patterns("fallback", fallback)
         self.falls_back = False
         self.latest: list[Row] = []
         self._writers: list[CsvWriter | TensorBoardWriter] = []

@@ -87,6 +87,8 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        if isinstance(offload, Iterable) and not isinstance(offload, str):
+            offload = tuple(offload)
         given = {"first_moment": first_moment, "second_moment": second_moment, "weights": weights}
         defaults = {
             "lr": lr,
@@ -98,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
             "differentiable": differentiable,
             "seed": seed,
             "group_size": group_size,
-            "offload": offload if isinstance(offload, str) else tuple(offload),
+            "offload": offload,
             **preset_options(preset, given),
         }
         self._staging: dict[torch.device, Staging] = {}
@@ -114,11 +116,14 @@ class AdamW(torch.optim.Optimizer):
         self._prepared: dict[tuple[int, ...], tuple[Any, FusedUpdate | StreamedUpdate]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own.
+        """Add parameters with options of their own, of which `preset` stands for several.
 
         Raises:
             ConfigError: an option has an invalid value, or a parameter cannot be optimized.
         """
+        if "preset" in param_group:
+            param_group = preset_options(param_group["preset"], param_group)
+            del param_group["preset"]
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])

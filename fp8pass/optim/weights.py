@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError
+from fp8pass.config import ConfigError, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.host.arena import Arena
 from fp8pass.optim.host import SMALLEST
@@ -29,7 +29,7 @@ LARGEST_PIECE = STAGED_BYTES // 16
 
 
 def offload_weights(
-    model: nn.Module, device: torch.device | str, *, skip: Sequence[str] = ()
+    model: nn.Module, device: torch.device | str, *, skip: str | Sequence[str] = ()
 ) -> nn.Module:
     """Move a model to a device, where its linear layers have their weights in codes.
 
@@ -56,7 +56,7 @@ def offload_weights(
         ConfigError: no layer's weight can be in codes.
     """
     device = torch.empty(0, device=device).device  # with its number
-    layers = layers_to_code(model, tuple(skip))
+    layers = layers_to_code(model, checked_patterns("skip", skip))
     arena, moved = Arena(device), []
     while layers:  # one weight after the other is freed where it was
         weight, users = layers.popitem()

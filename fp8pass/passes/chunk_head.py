@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,30 +49,49 @@ FEWEST, MOST = 4, 8
 
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
     """Put one operator in the place of each output head and the loss behind it."""
-    heads = sorted(logits(gm.graph)) if ctx.config.head_chunks != 1 else []
-    for head in heads:
-        if head.target in (aten.mm.default, aten.addmm.default):
-            ctx.plan.heads.append(_chunk(gm, head, ctx))
+    found = logits(gm.graph) if ctx.config.head_chunks != 1 else []
+    heads = sorted(head for head in found if head.target in (aten.mm.default, aten.addmm.default))
+    while heads:
+        done = _chunk(gm, heads, ctx)
+        ctx.plan.heads += done.values()
+        heads = [head for head in heads if head not in done]
 
 
-def _chunk(gm: fx.GraphModule, head: fx.Node, ctx: Context) -> Head:
-    """Rewrite one head where that is possible and worth it; what became of it, for the plan."""
+def _chunk(gm: fx.GraphModule, heads: Sequence[fx.Node], ctx: Context) -> dict[fx.Node, Head]:
+    """Rewrite the first of some heads where that is possible and worth it.
+
+    Returns what became of it, for the plan, and of those that went with it: heads whose losses
+    share what is as large as logits, as the mask of labels that both take.
+    """
+    head = heads[0]
     rows, hidden = tensor(head.args[-2]).shape  # type: ignore[arg-type]
-    about = partial(Head, graph.module_path(head), graph.shape_text(tensor(head)))
-    whole = partial(about, graph.nbytes(head), 1)
     if compat.has_unbacked(rows):
-        return whole("the number of tokens depends on data")
+        return {head: _whole(head, "the number of tokens depends on data")}
     hints = compat.size_hint(rows), compat.size_hint(hidden)
     count = ctx.config.head_chunks or rule_of_chunks(*hints)
     if count == 1 or rows < 2 * count:  # a guard, where the number of tokens varies
-        return whole("there are too few tokens or features for chunks to pay")
+        return {head: _whole(head, "there are too few tokens or features for chunks to pay")}
     try:
-        Chunking(gm, head, find_part(head), count).run()
+        part = find_part(head)
+        Chunking(gm, head, part, count).run()
     except NotByRows as reason:
-        return whole(str(reason))
+        return {head: _whole(head, str(reason))}
     finally:
         graph.settle(gm.graph)  # what was begun in vain goes, too
-    return about(graph.nbytes(head) // count, count, "")
+    return {
+        each: Head(graph.module_path(each), _shape(each), graph.nbytes(each) // count, count, "")
+        for each in heads
+        if each in part
+    }
+
+
+def _whole(head: fx.Node, reason: str) -> Head:
+    """A head that stays as it is."""
+    return Head(graph.module_path(head), _shape(head), graph.nbytes(head), 1, reason)
+
+
+def _shape(head: fx.Node) -> str:
+    return graph.shape_text(tensor(head))
 
 
 def rule_of_chunks(rows: int, hidden: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError, bytes_text
+from fp8pass.config import ConfigError, bytes_text, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.weights.choice import choose
 
@@ -30,7 +30,7 @@ LISTED = 3
 
 
 @torch.no_grad()
-def freeze(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
+def freeze(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
     """Keep the frozen weights of linear layers in FP8 codes, and nothing else of them.
 
         model.requires_grad_(False)
@@ -62,7 +62,7 @@ def freeze(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
     Raises:
         ConfigError: no linear layer is frozen, or none that is can have its weight in codes.
     """
-    choice = choose(model, tuple(skip), _why_not_in_codes, _is_frozen)
+    choice = choose(model, checked_patterns("skip", skip), _why_not_in_codes, _is_frozen)
     frozen = sum(map(len, choice.layers.values())) + len(choice.reasons)
     if not choice.layers and not any(map(_is_done, model.modules())):
         raise ConfigError(_why_nothing(frozen, choice.reasons))

@@ -124,6 +124,20 @@ def test_nothing_changes():
         assert torch.equal(p.grad, before[name][1])
 
 
+@pytest.mark.parametrize("tool", [fp8pass.diagnose, fp8pass.calibrate, fp8pass.bisect])
+@pytest.mark.parametrize("beside", [nn.BatchNorm1d(64), nn.Dropout(0.5)], ids=["norm", "dropout"])
+def test_buffers_and_random_numbers_stay(tool, beside):
+    """The recorded graph, which is run again, writes to buffers and draws numbers, too."""
+    model = nn.Sequential(nn.Linear(64, 64), beside, nn.Linear(64, 64))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    x = torch.randn(32, 64)
+    state = torch.get_rng_state()
+    tool(model, lambda model, x: model(x).square().mean(), x)
+    assert torch.equal(state, torch.get_rng_state())
+    for name, buffer in model.state_dict().items():
+        assert torch.equal(buffer, before[name]), name
+
+
 def test_an_outlier_is_flagged_with_a_skip_entry():
     """A weight whose large entries leave the rest to a few codes."""
     torch.manual_seed(0)

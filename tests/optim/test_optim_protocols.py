@@ -46,6 +46,23 @@ def test_parameter_groups_have_options_of_their_own():
     assert len(optimizer.param_groups) == 3
 
 
+def test_a_group_has_a_preset_of_its_own():
+    params = parameters(((128,), (128,), (128,)))
+    mixed = {"params": params[1:2], "preset": "fp8-lm", "first_moment": "bf16"}
+    optimizer = AdamW([{"params": params[:1], "preset": "fp8-lm"}, mixed, {"params": params[2:]}])
+    run(params, optimizer, range(2))
+    names = ("first_moment", "second_moment", "weights")
+    assert [tuple(group[name] for name in names) for group in optimizer.param_groups] == [
+        ("e4m3", "fp16", "fp16"),
+        ("bf16", "fp16", "fp16"),
+        ("e4m3+expand", "e4m3+expand", "stochastic"),
+    ]
+    assert optimizer.state[params[0]]["exp_avg_sq"].dtype is torch.float16
+    with pytest.raises(fp8pass.ConfigError, match="Did you mean 'fp8-lm'"):
+        optimizer.add_param_group({"params": parameters(((3,),)), "preset": "fp8lm"})
+    assert len(optimizer.param_groups) == 3
+
+
 def test_schedulers_change_the_rate():
     params, same = parameters(), parameters()
     ours, theirs = AdamW(params, **EXACT_STATES), torch.optim.AdamW(same)
@@ -168,6 +185,7 @@ def test_training_with_hugging_face(tmp_path):
         ({"weights": "stochastik"}, "Did you mean 'stochastic'"),
         ({"group_size": 100}, "power of two from 16"),
         ({"seed": 0.5}, "seed must be an int"),
+        ({"offload": True}, 'offload takes names, such as offload=\\("states",\\), got True'),
     ],
 )
 def test_wrong_options_say_what_to_do(options, message):

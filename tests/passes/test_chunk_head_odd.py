@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,3 +206,38 @@ def test_two_losses_whose_sum_is_returned():
     got = run(model, batch(), 3)
     assert_same(got, run(model, batch(), 1))
     assert got[2].plan.heads[0].chunks == 3
+
+
+class TwoUses(Model):
+    """A head that is used twice, or two heads, for the same labels: an early exit, a teacher."""
+
+    def __init__(self, *, of_one_head: bool) -> None:
+        super().__init__()
+        self.other = self.lm_head if of_one_head else copy.deepcopy(self.lm_head)
+
+    def forward(self, ids, targets):
+        x = self.embedding(ids)
+        y = x + torch.tanh(self.block(x))
+        return plain(self.lm_head(y), targets) + 0.3 * plain(self.other(x), targets)
+
+
+@pytest.mark.parametrize("of_one_head", [True, False])
+def test_heads_with_the_same_labels_go_together(of_one_head):
+    """Both read one mask of the labels, as large as logits: the one lies in the other's part."""
+    model = TwoUses(of_one_head=of_one_head)
+    got = run(model, batch(), 3)
+    assert [head.chunks for head in got[2].plan.heads] == [3, 3]
+    assert_same(got, run(model, batch(), 1))
+
+
+def test_a_head_behind_a_teacher():
+    class Taught(TwoUses):
+        def forward(self, ids, targets):
+            x = self.embedding(ids)
+            student = self.lm_head(x + torch.tanh(self.block(x))).flatten(0, 1).log_softmax(-1)
+            taught = self.other(x).detach().flatten(0, 1).softmax(-1)
+            return F.kl_div(student, taught, reduction="batchmean")
+
+    got = run(Taught(of_one_head=False), batch(), 3)
+    assert [head.chunks for head in got[2].plan.heads] == [3, 3]
+    assert_same(got, run(Taught(of_one_head=False), batch(), 1))
