@@ -87,6 +87,10 @@ class RowWriter(RowGraph):
         self._shared.add(created)
         return created
 
+    def _random(self, node: fx.Node) -> fx.Node:
+        """One seed would give all parts of the rows the same numbers."""
+        raise NotByRows(f"{named(node)} draws the numbers of all tokens at once")
+
     def _reshape(self, node: fx.Node) -> fx.Node:
         form, _, rest = self._split(node)
         operand = node.args[0]
@@ -225,6 +229,7 @@ class RowWriter(RowGraph):
 _WRITERS: dict[Any, Callable[[RowWriter, fx.Node], fx.Node]] = {
     **dict.fromkeys(graph.RESHAPES, RowWriter._reshape),
     **dict.fromkeys(SCATTERS, RowWriter._scatter),
+    **dict.fromkeys(compat.seeded_random_ops(), RowWriter._random),
     operator.getitem: RowWriter._getitem,
     aten.expand.default: RowWriter._expand,
     aten.slice.Tensor: RowWriter._slice,

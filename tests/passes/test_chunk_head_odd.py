@@ -201,6 +201,15 @@ def test_a_head_stays_whole_and_says_why(loss, reason):
     assert reason in _whole_because(loss)
 
 
+def test_dropout_of_logits_leaves_their_head_whole(caplog):
+    program, spy = in_parts(Model(lambda logits, y: plain(F.dropout(logits, 0.3), y)), 3)
+    program(*batch()).backward()
+    (head,) = spy.plan.heads
+    assert head.chunks == 1
+    assert "draws the numbers of all tokens at once" in head.reason
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_two_losses_whose_sum_is_returned():
     model = Model(lambda logits, y: plain(logits, y) + 0.5 * by_hand(logits, y))
     got = run(model, batch(), 3)
