@@ -62,6 +62,7 @@ def graphs(kernels_on_cpu, interpreted) -> list[fx.Graph]:
 @pytest.fixture
 def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
     """Kernels work on the CPU; the graphs after they took what they take."""
+    pytest.importorskip("triton")
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     found: list[fx.Graph] = []
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 
 from fp8pass.cli.parsing import Failure, UsageError
+from fp8pass.config import ConfigError
 
 
 @contextmanager
@@ -18,6 +19,7 @@ def task(doing: str, fix: str) -> Iterator[None]:
         fix: a sentence that says how to fix a failure of it.
 
     Raises:
+        UsageError: fp8pass cannot do it with these options, as its ConfigError says.
         Failure: the task failed; the message names the cause and ends in `fix`.
     """
     from rich.console import Console
@@ -31,11 +33,18 @@ def task(doing: str, fix: str) -> Iterator[None]:
     except (UsageError, Failure):
         raise
     except Exception as error:
+        if isinstance(found := unwrapped(error), ConfigError):
+            raise UsageError(str(found)) from error
         raise Failure(f"{doing} failed: {cause(error)} {fix}") from error
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """The error of a backend that Dynamo has wrapped, or the error itself."""
+    return getattr(error, "inner_exception", error)
 
 
 def cause(error: BaseException) -> str:
     """The type of an error and the first line of its message, as a sentence."""
-    error = getattr(error, "inner_exception", error)  # Dynamo wraps errors of backends
+    error = unwrapped(error)
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]]).rstrip(".") + "."

@@ -131,6 +131,10 @@ class Guard:
             raise ConfigError(
                 "Guard needs the module that is trained: Guard(monitor, optimizer, model=model)."
             )
+        if not hasattr(optimizer, "param_groups"):  # wrappers are no Optimizer
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            )
         self.model = model
         self._responses.bind(model, optimizer)
         self._norms = Norms(model)

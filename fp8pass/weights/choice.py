@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from fp8pass.config import ConfigError
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
@@ -38,7 +39,12 @@ def choose(
         skip: paths of layers, or parts of them with *, that stay.
         why_not: why a weight cannot be in codes, beyond what holds for all; '' if it can.
         considers: whether a weight is asked about at all.
+
+    Raises:
+        ConfigError: the model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     linears = {m: path for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
     logits = sizes_of_logits(model)

@@ -102,12 +102,29 @@ def test_failures_take_one_line(run, words, message):
 
 
 def test_failures_of_fp8pass_say_how_to_report_them(run, monkeypatch):
-    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "plan_saved_value")
+    def fail(*args, **kwargs):
+        raise RuntimeError("No cut.")
+
+    monkeypatch.setattr(fp8pass, "explain", fail)
     code, _, err = run("explain", "factories:with_args")
     assert code == 1
-    assert "fp8pass.explain failed: ConfigError: Unknown pass" in err
-    assert "'plan_saved_value'. Did you mean 'plan_saved_values'?" in err
+    assert "fp8pass.explain failed: RuntimeError: No cut. --traceback" in err
     assert "fp8pass env" in err
+
+
+def test_options_that_turn_out_wrong_are_usage(run):
+    code, _, err = run("explain", "factories:with_args", "--option", "memory_budget=1e-6")
+    assert code == 2
+    assert "cannot be met" in err
+    assert "Raise memory_budget to" in err
+
+
+def test_what_a_variable_says_is_usage(run, monkeypatch):
+    monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "plan_saved_value")
+    code, _, err = run("explain", "factories:with_args")
+    assert code == 2
+    assert "error: Unknown pass" in err
+    assert "'plan_saved_value'. Did you mean 'plan_saved_values'?" in err
 
 
 def test_traceback(run):

@@ -142,6 +142,8 @@ def test_wrong_arguments(options, message):
 
 def test_a_guard_needs_a_model_and_an_optimizer():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(ConfigError, match="optimizer must be a torch"):
+        Guard(None, "adam", model=nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="model=model"):
         Guard(None, optimizer)
     with pytest.raises(ConfigError, match="no optimizer"):

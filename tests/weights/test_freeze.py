@@ -167,6 +167,8 @@ def test_errors_say_what_to_do():
         ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: weight 7"
     ):
         fp8pass.freeze(frozen)
+    with pytest.raises(ConfigError, match=r"model must be a torch.nn.Module, got int"):
+        fp8pass.freeze(3)
     with pytest.raises(ConfigError, match="skip must be a module path pattern, or a tuple of"):
         fp8pass.freeze(new(), skip=3)
 
