@@ -66,6 +66,16 @@ class CodedWeight(Tensor):
         """Raise RuntimeError: only the whole weight can be changed, and a part would be a copy."""
         raise RuntimeError(_cannot("Assignment to a part"))
 
+    def share_memory_(self) -> CodedWeight:
+        """Move codes and scales to memory that processes share; the weight itself has none."""
+        self.codes.share_memory_()
+        self.scales.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether processes share it."""
+        return self.codes.is_shared()
+
     def decoded(self) -> Tensor:
         """The values, in a plain tensor."""
         return fp8.dequantize.default(self.codes, self.scales, self.dtype)

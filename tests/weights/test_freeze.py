@@ -276,6 +276,14 @@ def test_copies_and_pickles():
     check_same(model, torch.load(file, weights_only=False))
 
 
+def test_processes_share_codes():
+    model = fp8pass.freeze(new())
+    kept = stored(model)
+    model.share_memory()
+    assert stored(model) == kept
+    assert all(p.is_shared() for p in model.parameters())
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_moves_and_other_dtypes(swap):
     torch.__future__.set_swap_module_params_on_conversion(swap)
