@@ -166,7 +166,10 @@ class Compilation:
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
         """Run the passes on a half; they are recorded beside those on the whole graph."""
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
-        records = run_passes(HALF_PASSES, gm, ctx, of=half, record=self.observer is not None)
+        # A backward that PyTorch compiles when it first runs comes without what traced its forward:
+        # operators made of others would take sizes for numbers.
+        with compat.sizes_that_vary():
+            records = run_passes(HALF_PASSES, gm, ctx, of=half, record=self.observer is not None)
         if self.compiled:
             self.compiled.passes.extend(records)
 

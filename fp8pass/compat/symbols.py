@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher as sizes_that_vary
 from torch._dynamo.source import TensorProperty
 from torch._higher_order_ops import flex_attention, flex_attention_backward
 from torch._library.fake_class_registry import FakeScriptObject
@@ -32,6 +33,7 @@ __all__ = [
     "restrictions",
     "schema_of",
     "size_hint",
+    "sizes_that_vary",
     "statically_known_true",
     "tree_leaves",
     "tree_map_only",
@@ -107,8 +109,9 @@ def _guards(graph: torch.fx.Graph) -> list[Any]:
 
 
 def _shape_env(graph: torch.fx.Graph) -> Any:
-    """Where a graph's sizes that vary are known; None without such sizes."""
-    sizes = (n.meta.get("val") for n in graph.nodes if is_sym_node(n))
+    """Where a graph's sizes that vary are known, as sizes of tensors or as nodes; None without."""
+    values = (n.meta.get("val") for n in graph.nodes)
+    sizes = (s for x in values for s in (x.shape if isinstance(x, torch.Tensor) else (x,)))
     symbolic = next((s for s in sizes if isinstance(s, torch.SymInt)), None)
     return None if symbolic is None else symbolic.node.shape_env
 

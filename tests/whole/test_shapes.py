@@ -215,3 +215,18 @@ def test_group_size_is_used_and_small_columns_survive(group_size):
     if group_size == 16:
         assert relative(got[:, small], want[:, small]) < 0.1
     assert relative(got, want) < 0.1
+
+
+def test_jagged_tensors_of_other_lengths():
+    """PyTorch compiles the backward of such a graph when it first runs, outside of any tracing."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+    program = torch.compile(model, backend="fp8pass")
+    for lengths in ((5, 10), (3, 8), (7, 12)):
+        parts = [torch.randn(n, 64) for n in lengths]
+        program(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().sum().backward()
+        got = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        model(torch.cat(parts)).sum().backward()
+        for gradient, p in zip(got, model.parameters(), strict=True):
+            assert relative(gradient, p.grad) < 0.12
+        model.zero_grad()
