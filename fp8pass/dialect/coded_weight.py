@@ -64,7 +64,7 @@ class CodedWeight(Tensor):
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Raise RuntimeError: only the whole weight can be changed, and a part would be a copy."""
-        raise RuntimeError(_cannot("Assignment to a part"))
+        raise RuntimeError(_cannot(aten.index_put_.default))
 
     def share_memory_(self) -> CodedWeight:
         """Move codes and scales to memory that processes share; the weight itself has none."""

@@ -53,6 +53,8 @@ import fp8pass.cli
 import fp8pass.demo.compare
 from expert_helpers import Experts
 
+for name in fp8pass.__all__:
+    getattr(fp8pass, name)
 model = nn.Sequential(Experts(), nn.Linear(32, 32)).bfloat16()
 fp8pass.optim.attach(model, fp8pass.optim.AdamW(model.parameters(), lr=1e-3), accumulate=2)
 run = torch.compile(model, backend="fp8pass")
