@@ -222,6 +222,7 @@ def measure(setup: Setup, size: Size, step_tokens: int, device: torch.device) ->
         losses.append(loss.detach())
 
     (first,) = step_seconds(step, 1, device)
+    print(f"{setup.name}: the first step took {first:.1f} s", file=sys.stderr, flush=True)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = statistics.median(step_seconds(step, TIMED, device))

@@ -4,6 +4,10 @@ While one piece is computed with, the next is copied in and the one before out, 
 own: both ways of the link are in use (LLMQ 3, double buffering). A kernel that reads the host's
 memory by itself takes twice as long on an H200 (`benchmarks/small_gpu.py`).
 
+A computation gets a share of the GPU when a GEMM of the model ends, and the one behind it on its
+stream when the next GEMM does. So computations go before those of the model, and the second of a
+piece has a stream of its own: it starts beside the first of the next piece.
+
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
@@ -31,6 +35,8 @@ DEPTH = 3
 # long as the link takes for a fifth of it.
 STAGED_BYTES = 96 << 20
 ALIGNMENT = 512
+# Of the streams that copy in, compute, finish, and copy out: smaller numbers go first.
+PRIORITIES = (0, -1, -1, 0)
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # from, to
 
@@ -64,13 +70,16 @@ class Staging:
         sizes = [STAGED_BYTES] * DEPTH
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         on_gpu = device.type == "cuda"
-        streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(3)]
+        streams = [
+            torch.cuda.Stream(device, priority) if on_gpu else None for priority in PRIORITIES
+        ]
         self._into: Any
         self._compute: Any
+        self._finish: Any
         self._out: Any
-        self._into, self._compute, self._out = streams
+        self._into, self._compute, self._finish, self._out = self._streams = streams
         for buffer in self.buffers if on_gpu else ():  # they outlive what runs on these
-            for stream in (self._into, self._compute, self._out):
+            for stream in streams:
                 buffer.record_stream(stream)
         self._emptied: list[Any] = [None] * DEPTH
         self._held: deque[Held] = deque()
@@ -119,29 +128,49 @@ class Staging:
 
     def computing(self) -> AbstractContextManager[Any]:
         """What is launched within is ordered with other computations."""
-        return nullcontext() if self._compute is None else torch.cuda.stream(self._compute)
+        return _on(self._compute)
 
-    def run(self, buffer: int, into: Copies, compute: Callable[[], object], out: Copies) -> None:
-        """Copy into a buffer, compute, and copy out of it; returns when that has been launched."""
+    def run(
+        self,
+        buffer: int,
+        into: Copies,
+        compute: Callable[[], object],
+        out: Copies,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        """Copy into a buffer, compute, and copy out of it; returns when that has been launched.
+
+        `finish` is the rest of the computation, which no other piece's has to wait for.
+        """
         if self._emptied[buffer] is not None:
             self._into.wait_event(self._emptied[buffer])
         _copy(into, self._into)
-        _follow(self._compute, self._into)
-        with self.computing():
-            compute()
-        _follow(self._out, self._compute)
+        last = self._then(self._into, self._compute, compute)
+        if finish is not None:
+            last = self._then(last, self._finish, finish)
+        _follow(self._out, last)
         self._emptied[buffer] = _copy(out, self._out)
+
+    @staticmethod
+    def _then(earlier: Any, stream: Any, compute: Callable[[], object]) -> Any:
+        """Compute on a stream, behind what another has launched; that stream."""
+        _follow(stream, earlier)
+        with _on(stream):
+            compute()
+        return stream
 
     def join(self) -> None:
         """Have what is launched from now on wait for all that was begun."""
         if self._compute is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._compute)
+            for stream in (self._compute, self._finish):
+                torch.cuda.current_stream(self.device).wait_stream(stream)
             self.let_go()
 
     def abandon(self) -> None:
         """Wait until all that was begun is done, and hold on to nothing; from any stream."""
-        for stream in (self._into, self._compute, self._out) if self._compute is not None else ():
-            stream.synchronize()
+        for stream in self._streams:
+            if stream is not None:
+                stream.synchronize()
         self._held.clear()
 
     def synchronize(self) -> None:
@@ -152,10 +181,14 @@ class Staging:
 
 def _copy(pairs: Copies, stream: Any) -> Any:
     """Copy on a stream; an event for when that is done, if there are streams."""
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with _on(stream):
         for source, target in pairs:
             target.copy_(source, non_blocking=stream is not None)
     return None if stream is None else stream.record_event()
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _follow(later: Any, earlier: Any) -> None:

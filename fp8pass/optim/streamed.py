@@ -126,13 +126,15 @@ class StreamedUpdate:
         for piece, launch in zip(self.pieces, launches, strict=True):
             into = list(zip(piece.host, piece.device, strict=True))
             out = list(zip(piece.device, piece.host, strict=True))
-            self.staging.run(piece.buffer, into, partial(self._update, piece, launch), out)
+            self.staging.run(piece.buffer, into, launch, out, self._coding(piece))
 
-    def _update(self, piece: Piece, launch: Callable[[], object]) -> None:
-        launch()
-        if (weight := self.coded[piece.parameter]) is not None:
-            row = weight.shape[-1]
-            weight.code_again(piece.slot.first // row, piece.slot.parameter.view(-1, row))
+    def _coding(self, piece: Piece) -> Callable[[], object] | None:
+        """Makes codes of new weights, if the device has these alone."""
+        if (weight := self.coded[piece.parameter]) is None:
+            return None
+        row = weight.shape[-1]
+        rows = piece.slot.parameter.view(-1, row)
+        return partial(weight.code_again, piece.slot.first // row, rows)
 
     def _launches(
         self, gradients: list[Tensor], group: dict[str, Any], control: Tensor
