@@ -96,8 +96,9 @@ class Config:
             rules; they assume unit variance elsewhere.
         memory_budget: how much the backward may keep of each graph, besides parameters: a share of
             its plan without a budget (a float up to 2), or bytes (`"24GiB"`, an int). Values that
-            do not fit are computed again, GEMMs and attention included. What a larger budget leaves
-            over is spent on formats of more bits than `save_format`, up to `e4m3`.
+            do not fit are computed again, GEMMs and attention included; a graph of less than 4 KiB
+            keeps all whatever its share. What a larger budget leaves over is spent on formats of
+            more bits than `save_format`, up to `e4m3`.
         offload: whether values that do not fit may be kept in the memory of the host instead, where
             copying them there and back, beside the step, takes less time than computing them again.
             Without a budget, or within one that they fit, nothing is.

@@ -78,8 +78,8 @@ def compress(
         monitor: measures what this rank sends of gradients, in the steps that it samples.
 
     Raises:
-        ConfigError: the model is not distributed in one of these ways, is compressed already, or
-            reduces gradients in a way of its own.
+        ConfigError: the model is not distributed in one of these ways, is compressed already,
+            reduces gradients in a way of its own, or ranks say different things.
     """
     _check("gradients", gradients, GRADIENTS)
     _check("weights", weights, WEIGHTS)
@@ -99,6 +99,7 @@ def compress(
     if monitor is not None and not isinstance(monitor, Monitor):
         raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
     skip = checked_patterns("skip", skip)
+    _check_alike(reducers.values(), f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
     for path in modules:  # before weights: PyTorch may refuse
@@ -114,6 +115,30 @@ def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         listed = ", ".join(map(repr, known))
         raise ConfigError(f"{unknown(argument, value, known)} {argument} is one of {listed}.")
+
+
+def _check_alike(reducers: Iterable[nn.Module], options: str) -> None:
+    """Raise ConfigError, on all ranks, if they would wait for each other's bytes in vain."""
+    group = next((found for x in reducers if (found := _group(x)) is not None), None)
+    if group is None:
+        return
+    said = [""] * group.size()
+    dist.all_gather_object(said, options, group=group)
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise ConfigError(
+                f"Ranks disagree: compress got {said[0]} on the first of {group.size()}, and "
+                f"{other} on number {rank + 1}. Say the same on every rank."
+            )
+
+
+def _group(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks among which a module reduces gradients; None if it says nothing of them."""
+    if isinstance(module, DistributedDataParallel):
+        return module.process_group
+    sharded = (p for p in module.parameters() if isinstance(p, DTensor))
+    mesh = next((p.device_mesh for p in sharded), None)
+    return mesh.get_group(mesh.ndim - 1) if mesh is not None else None
 
 
 def _reducers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:

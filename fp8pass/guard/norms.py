@@ -71,7 +71,13 @@ def _measured(parameter: Tensor) -> Tensor:
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(compat.foreach_norm(tensors, 2, dtype=torch.float32)) if tensors else []
+    """fp32 norms; those of fp64 are computed as they are, which PyTorch insists on."""
+    if not tensors:
+        return []
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+    wide = any(x.dtype == torch.float64 for x in real)
+    dtype = torch.float64 if wide else torch.float32
+    return [x.float() for x in compat.foreach_norm(real, 2, dtype=dtype)]
 
 
 def _together(numbers: Sequence[Tensor], device: torch.device) -> Tensor:

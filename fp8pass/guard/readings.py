@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.guard.history import Numbers
+from fp8pass.optim.shards import whole
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Readings:
         """
         for value, noted in ((loss, self._losses), (gradient_norm, self._gradient_norms)):
             if isinstance(value, Tensor):
+                value = whole(value)
                 if value.numel() != 1:
                     raise ValueError(
                         "A guard takes the loss and the gradient norm of a step as one number "

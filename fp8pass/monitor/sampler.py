@@ -155,6 +155,7 @@ def _weights(g: fx.Graph) -> list[tuple[int, str]]:
     return [
         (placeholders.index(weight), module)
         for node in g.nodes
+        if node.op == "call_function"  # codes that a graph is given come from no weight in it
         for module, operand in node.meta.get(OPERAND_OF, ())
         if operand == "weight" and (weight := graph.source(_value(node))) in placeholders
     ]

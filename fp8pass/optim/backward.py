@@ -20,7 +20,7 @@ from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.endings import Endings
 from fp8pass.optim.host import is_offloaded
-from fp8pass.optim.shards import like_parameter, local_gradient
+from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import Accumulated
 from fp8pass.weights import kept
@@ -71,8 +71,10 @@ def attach(
         fp8pass.optim.attach(model, optimizer)
 
     Learning rate schedules and checkpoints work as before, and `optimizer.step()` finds nothing to
-    do. With FSDP2 a shard is updated as soon as its gradient has been reduced. Methods that need
-    all gradients at once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
+    do, but for sums of less than `accumulate` gradients: of parameters that not all backwards used,
+    or at the end of an epoch. So call it behind the last backward of a step, or never. With FSDP2 a
+    shard is updated as soon as its gradient has been reduced. Methods that need all gradients at
+    once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
 
     Args:
         model: the module to train. A parameter that it uses several times is updated once.
@@ -113,7 +115,10 @@ def attach(
     if accumulate > 1:
         accumulated |= {p: optimizer.new_sum(groups[p], p, format) for p in trained.values()}
     endings = Endings(ref(optimizer), len(trained), list(accumulated.values()))
-    handles = []
+    handles: list[RemovableHandle] = []
+    if accumulate > 1:
+        finish = partial(_update_by_sums, groups, accumulated)
+        handles.append(optimizer.register_step_pre_hook(finish))
     for parameter in trained.values():
         take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
         if accumulate > 1:
@@ -193,11 +198,34 @@ def _accumulate(
     if accumulated.count + 1 < backwards:
         accumulated.add(gradient, options["seed"], optimizer.step_of(parameter))
         return False
+    _update_by_sum(group, accumulated, optimizer, parameter, gradient)
+    return True
+
+
+def _update_by_sum(
+    group: int, accumulated: Accumulated, optimizer: AdamW, parameter: Tensor, gradient: Tensor
+) -> None:
+    """Update a parameter by its last gradient and the sum of those before."""
     accumulated.move_to(gradient)
-    if not is_offloaded(options, "states", parameter):
+    if not is_offloaded(optimizer.param_groups[group], "states", parameter):
         optimizer.join()
     parameter.grad = like_parameter(gradient, parameter)
-    return _step(group, optimizer, parameter)
+    _step(group, optimizer, parameter)
+
+
+@torch.no_grad()
+def _update_by_sums(
+    groups: Mapping[Tensor, int], sums: Mapping[Tensor, Accumulated], optimizer: AdamW, *_: Any
+) -> None:
+    """Update by sums that are not complete: no other gradients of this step will come."""
+    pending = [parameter for parameter, sum_ in sums.items() if sum_.count]
+    for parameter in pending:
+        shape = local(parameter).shape
+        nothing = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        _update_by_sum(groups[parameter], sums[parameter], optimizer, parameter, nothing)
+        parameter.grad = None
+    if pending:
+        optimizer.join()
 
 
 def _alive(reference: ref[AdamW]) -> AdamW:

@@ -81,6 +81,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def whole(x: Tensor) -> Tensor:
+    """All of a DTensor, which every rank has to ask for; other tensors as they are."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A tensor with its local shard changed, which may be on the host."""
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)

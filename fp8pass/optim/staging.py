@@ -73,13 +73,10 @@ class Staging:
         streams = [
             torch.cuda.Stream(device, priority) if on_gpu else None for priority in PRIORITIES
         ]
-        self._into: Any
-        self._compute: Any
-        self._finish: Any
-        self._out: Any
-        self._into, self._compute, self._finish, self._out = self._streams = streams
+        self._streams: list[Any] = streams
+        self._into, self._compute, self._finish, self._out = self._streams
         for buffer in self.buffers if on_gpu else ():  # they outlive what runs on these
-            for stream in streams:
+            for stream in self._streams:
                 buffer.record_stream(stream)
         self._emptied: list[Any] = [None] * DEPTH
         self._held: deque[Held] = deque()

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from fp8pass.saving.planner import Planner
 
 
+# Bytes of a graph for which a share is no matter: what a graph break leaves keeps a loss or two.
+NEGLIGIBLE = 4096
+
+
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from.
 
@@ -70,6 +74,8 @@ def _within_budget(
 ) -> Decisions:
     """The plan of the cuts; one that computes more again if it keeps too much, or has more bits."""
     most = kept_bytes(cuts, choices)
+    if most < NEGLIGIBLE and isinstance(ctx.config.memory_budget, float):
+        return cuts
     budget = ctx.config.budget_bytes(most)
     if budget < most:
         return _planner(g, cuts, needs, choices).within(budget)

@@ -39,6 +39,7 @@ LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
 
+ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used as no gradient is"
 FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
 
 
@@ -205,8 +206,8 @@ class Rules:
     def _use_by(self, user: fx.Node, node: fx.Node) -> Iterator[Amplification | str]:
         if user.op == "output" or user in self._members:
             return
-        if user in self.junctions:  # its result has the error of its operands
-            yield UNITY
+        if user in self.junctions:
+            yield ADDED_TO_GRADIENT if self._leaves_the_forward(user, node) else UNITY
         elif chosen := self._by_choice(user):
             yield chosen
         elif kind(user) in LINEAR_KINDS:
@@ -218,6 +219,14 @@ class Rules:
         elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
             name = operator_name(user)
             yield f"no rule bounds errors in the operator {name} of the backward, which reads it"
+
+    def _leaves_the_forward(self, junction: fx.Node, node: fx.Node) -> bool:
+        """Whether a forward value is added to a gradient.
+
+        The sum has the error of its operands, but may be used as no gradient is: `logcumsumexp` and
+        backwards written by hand take its exponential.
+        """
+        return junction in self.backward and node not in self.backward
 
     def _by_choice(self, user: fx.Node) -> str:
         """Why `user` needs its operands exactly: its layer stays in high precision by choice.

@@ -41,14 +41,20 @@ class Planner:
         """
         plan = self.problem.within(budget)
         if plan is None:
-            least = self.problem.least()
-            other = "" if self.link else ", or keep values on the host with offload=True"
-            raise ConfigError(
-                f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at "
-                f"least {bytes_text(least)}. Raise memory_budget to {math.ceil(least)} bytes "
-                f"or more, or allow smaller formats with recipe='agoq'{other}."
-            )
+            raise ConfigError(self._why_not(budget))
         return plan
+
+    def _why_not(self, budget: float) -> str:
+        least, config = self.problem.least(), self.choices.config
+        enough = f"{math.ceil(least)} bytes"
+        if isinstance(config.memory_budget, float):
+            enough = f"{math.ceil(1000 * least / self.most) / 1000:g}"
+        other = "" if self.link else ", or keep values on the host with offload=True"
+        return (
+            f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at least "
+            f"{bytes_text(least)}. Raise memory_budget to {enough} or more, or allow smaller "
+            f"formats with recipe='agoq'{other}."
+        )
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
         """Plans from the smallest budget that can be met up to the plan of the cuts, without one.

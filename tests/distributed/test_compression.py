@@ -273,6 +273,14 @@ def wrong_models(device: str) -> None:
         compress(again)
 
 
+def ranks_that_say_different_things(device: str, way: str) -> None:
+    model = distributed(way, device, "exact")
+    gradients = "groups" if dist.get_rank() else "none"
+    with pytest.raises(fp8pass.ConfigError, match=r"disagree.*'none'.* and .*'groups'.* number 2"):
+        fp8pass.distributed.compress(model, gradients)
+    assert fp8pass.distributed.compress(model).gradients.bytes == 0
+
+
 def mixed(device: str) -> nn.Module:
     """Blocks compiled in place, which compute in BF16 with weights that rest in FP32."""
     torch.manual_seed(0)
@@ -407,6 +415,11 @@ def test_two_ranks(two, way, claim):
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 def test_not_finite(two, way):
     two(a_gradient_that_is_not_finite_reaches_all, way)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
+def test_ranks_that_disagree(two, way):
+    two(ranks_that_say_different_things, way)
 
 
 CODED = (

@@ -64,6 +64,25 @@ def what_bisect_says(device: str, broken: bool) -> str:
         return str(wrong)
 
 
+def guarded(device: str) -> int:
+    """Alarms in some steps of which the gradient's norm is as PyTorch gives it: distributed."""
+    model, x = sharded(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    guard = fp8pass.Guard(None, optimizer, model=model, every=1)
+    for _ in range(3):
+        value = loss(model, x)
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        guard.step(value.detach(), gradient_norm=norm)
+        optimizer.zero_grad()
+    return len(guard.events)
+
+
+def test_a_guard_takes_distributed_norms(two):
+    assert two(guarded) == [0, 0]
+
+
 @pytest.mark.long
 def test_layers_are_named_by_their_block(two):
     """What FSDP2 gathers are other parameters than those of the model."""

@@ -36,6 +36,19 @@ def test_what_is_not_finite_is_named():
     assert "2 bias is not finite" in alarm.message
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_parameter_may_have_any_precision(dtype):
+    training = Training()
+    other = nn.Parameter(torch.ones(3, dtype=dtype))
+    training.model.register_parameter("other", other)
+    optimizer = torch.optim.SGD(training.model.parameters(), 0.1)
+    guard = Guard(None, optimizer, model=training.model, every=1)
+    other.grad = torch.full_like(other, 2.0)
+    guard.step(1.0)
+    guard.step(1.0)
+    assert not guard.events
+
+
 def test_warnings_are_logged(caplog):
     fed([1.0, torch.nan, 1.0, 1.0, 1.0])
     messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

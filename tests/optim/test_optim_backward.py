@@ -135,6 +135,37 @@ def test_sums_go_on_alike_after_a_checkpoint():
     same_state(again, optimizer)
 
 
+def trained_by_branches(used, offload=None):
+    """Whether a branch moved in each step of some backwards; `used` says which of them use it."""
+    torch.manual_seed(0)
+    always, branch = nn.Linear(40, 40), nn.Linear(40, 40)
+    model = nn.ModuleList([always, branch])
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.0, offload=offload or ())
+    if offload is not None:
+        attach(model, optimizer, accumulate=2, buffer="fp16")
+    moved, x = [], torch.randn(4, 40)
+    for uses in used:
+        before = branch.weight.detach().clone()
+        for use in uses:
+            (always(x) + (branch(x) if use else 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(before, branch.weight))
+    return moved, model
+
+
+@pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
+def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
+    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    used = [(True, False), (True, True), (False, True), (False, False), (True, True), (True,)]
+    moved, model = trained_by_branches(used, offload)
+    want, plain = trained_by_branches(used)
+    assert moved == want
+    assert want == [True, True, True, False, True, True]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
 def test_large_sums_are_rounded_in_pieces(monkeypatch):
     gradients = many_gradients(1.0)[:4]
     whole = sum_of_gradients(gradients, buffer="e4m3")

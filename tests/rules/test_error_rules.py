@@ -412,6 +412,12 @@ def test_an_unknown_operator_whose_result_enters_a_region_needs_exact_values():
     assert "scatter" in "".join(rules.why_exact(v) for v in nodes_of(rules))
 
 
+def test_what_is_added_to_a_gradient_stays_exact():
+    """The backward of `logcumsumexp` takes the exponential of the sum."""
+    rules = rules_of(lambda m, x: x.logcumsumexp(0))
+    assert any("adds it to a gradient" in rules.why_exact(v) for v in nodes_of(rules))
+
+
 def nodes_of(rules: Rules):
     """The nodes of the graph that has these rules."""
     return next(iter(rules.regions)).nodes[0].graph.nodes

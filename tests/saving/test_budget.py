@@ -275,6 +275,20 @@ def test_inductor_raises_the_same_error():
         program(torch.randn(32, 64) * 1)
 
 
+def test_a_share_of_next_to_nothing_is_no_matter():
+    """What follows a graph break keeps bytes that nothing can compute again."""
+    torch._dynamo.reset()
+    config = Config(compiler="eager", memory_budget=0.5)
+    run, spy = compiled(lambda x, scale: (x.exp() * scale).sum(), config)
+    run(torch.randn(128, requires_grad=True), torch.rand(128)).backward()
+    assert 0 < spy.plan.saved_bytes < 4096
+
+
+def test_a_share_that_cannot_be_met_is_answered_with_one():
+    with pytest.raises(Exception, match=r"Raise memory_budget to 0\.\d+ or more"):
+        train(partial(decoder, 1), Config(compiler="eager", memory_budget=1e-6))
+
+
 # --- memory against time ------------------------------------------------------------------------
 
 

@@ -444,3 +444,11 @@ def test_adapters_of_peft():
         assert all("base_layer" not in name for name in peft.get_peft_model_state_dict(model))
     assert len(kept[0]) == 7
     assert kept[0] == kept[1]
+
+
+def test_a_monitor_sees_what_a_frozen_model_quantizes():
+    model, monitor = fp8pass.freeze(new()), fp8pass.Monitor(every=1)
+    program = torch.compile(model, backend=fp8pass.backend(COAT_EAGER, monitor=monitor))
+    program(ids()).backward()
+    monitor.step()
+    assert {row.tensor for row in monitor.latest} >= {"input"}
