@@ -74,6 +74,10 @@ class Staging:
             torch.cuda.Stream(device, priority) if on_gpu else None for priority in PRIORITIES
         ]
         self._streams: list[Any] = streams
+        self._into: Any
+        self._compute: Any
+        self._finish: Any
+        self._out: Any
         self._into, self._compute, self._finish, self._out = self._streams
         for buffer in self.buffers if on_gpu else ():  # they outlive what runs on these
             for stream in self._streams:
