@@ -70,10 +70,9 @@ class Staging:
         sizes = [STAGED_BYTES] * DEPTH
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         on_gpu = device.type == "cuda"
-        streams = [
+        self._streams: list[Any] = [
             torch.cuda.Stream(device, priority) if on_gpu else None for priority in PRIORITIES
         ]
-        self._streams: list[Any] = streams
         self._into: Any
         self._compute: Any
         self._finish: Any
