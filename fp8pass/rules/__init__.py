@@ -7,6 +7,7 @@ factors.py        the gradient factors of a region, element by element
 amplification.py  bounds and expectations of their relative errors
 jumps.py          comparisons whose outcome matters at the threshold
 ranges.py         values that a mask may make huge in places
+scans.py          gradients that are summed over positions, where small elements may count most
 divisors.py       values that something divides by
 work.py           what a derivation takes, and when it is not tried
 derivation.py     the rule of one region, from these

@@ -33,6 +33,7 @@ from fp8pass.rules.derivation import MASKED, UNITY, Amplification, Known, Region
 from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
 from fp8pass.rules.samples import Moments
+from fp8pass.rules.scans import SCANNED, scanned
 
 # Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
@@ -67,6 +68,7 @@ class Rules:
         self.constants = splitter.constants
         self.discrete = splitter.discrete
         self._weights = self._computed_from(facts.weights)
+        self._scanned = scanned(self.regions, self.backward)
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
         self._wild: set[fx.Node] = set()
@@ -267,10 +269,11 @@ class Rules:
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]
     ) -> None:
         used = bool(region.backward or region.cached)
+        reason = rule.reason or (SCANNED if region in self._scanned else "")
         for index, node in enumerate((*region.inputs, *region.nodes)):
             found = record.setdefault(node, [])
-            if rule.reason and used and node not in self.constants:
-                found.append(rule.reason)
+            if reason and used and node not in self.constants:
+                found.append(reason)
             elif index in rule.by_index:
                 found.append(rule.by_index[index])
 
