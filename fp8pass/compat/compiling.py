@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx, nn
-from torch._dynamo import OptimizedModule, compiled_autograd, trace_rules
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo import OptimizedModule, compiled_autograd, convert_frame, trace_rules
+from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
@@ -258,13 +262,48 @@ def uncached() -> Iterator[None]:
 
 @contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Compile here whatever is cached, and however often this code was compiled before."""
+    """Compile here whatever is cached, and however often this code was compiled before.
+
+    What was compiled is forgotten in the end: Dynamo compiles a function so often and no more, and
+    none that has raised an exception when it was first compiled.
+    """
     unlimited = 1 << 20
-    with (
-        uncached(),
-        dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
-    ):
-        yield
+    codes = {id(code): code for code in _compiled_codes()}
+    # Held: what is compared by identity must not be freed and its place taken.
+    before = {id(entry.guard_manager): entry.guard_manager for entry in _versions()}
+    try:
+        with (
+            uncached(),
+            dynamo_config.patch(recompile_limit=unlimited, accumulated_recompile_limit=unlimited),
+        ):
+            yield
+    finally:
+        for code in _compiled_codes():
+            if id(code) not in codes:
+                reset_code(code)
+        for entry in _versions():
+            guards = entry.guard_manager
+            if id(guards) not in before and getattr(guards, "extra_state", None) is not None:
+                guards.extra_state.invalidate(entry, _Forgotten())
+
+
+def _compiled_codes() -> list[CodeType]:
+    """The functions that Dynamo has compiled, or tried to."""
+    codes = (reference() for reference in convert_frame.input_codes.seen)
+    return [code for code in codes if code is not None]
+
+
+def _versions() -> list[Any]:
+    """What Dynamo has made of them."""
+    return [entry for code in _compiled_codes() for entry in _debug_get_cache_entry_list(code)]
+
+
+class _Forgotten(DeletedGuardManagerWrapper):
+    """Guards of a version that is gone and does not count: it was of no object that is there."""
+
+    def __init__(self) -> None:
+        super().__init__("compiled by a tool, which has ended")
+        self.id_matched_objs = {"self": ref(type(self))}
 
 
 def replayed_memory(device: torch.device) -> frozenset[int]:

@@ -126,7 +126,8 @@ class Guard:
         Raises:
             ConfigError: there is no model, or an action is not possible.
         """
-        model = model or self.model or (self.monitor.model if self.monitor else None)
+        others = (self.model, self.monitor.model if self.monitor else None)
+        model = next((m for m in (model, *others) if m is not None), None)  # `or` would ask for len
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 "Guard needs the module that is trained: Guard(monitor, optimizer, model=model)."

@@ -89,22 +89,28 @@ def told(program: Callable[..., Any], compilation: Compilation) -> Callable[...,
 
     def run(*args: Any) -> Any:
         if part.waits and part.note([x for x in args if isinstance(x, nn.Parameter)]):
-            _settle()
+            _settle(part)
         return program(*args)
 
     return run
 
 
-def _settle() -> None:
-    """Say the line about all graphs that wait for it."""
+def _settle(again: _Part) -> None:
+    """Say the line about all graphs that wait for it, of which one runs again.
+
+    What simulates a format is no part of a model that does not, whose line would say that it does.
+    """
+    parts = [p for p in _waiting if p.plan.simulated == again.plan.simulated and p is not again]
+    parts.append(again)
     found: dict[tuple[object, tuple[Place, ...]], Plan] = {}
-    for part in _waiting:
+    for part in parts:
         part.waits = False
         layers = tuple(linear.module for linear in part.plan.linears)
-        for places in part.new_runs():  # of what was compiled twice the last counts
+        # Of what was compiled twice the last counts, but for what is known to run again.
+        for places in part.new_runs():
             found[layers, places] = part.plan
-    devices = [part.device for part in _waiting if part.device]
-    _waiting.clear()
+    devices = [part.device for part in parts if part.device]
+    _waiting[:] = [part for part in _waiting if part.waits]
     _known.difference_update([place for place in _known if place[0].expired()])
     _known.update(place for _, places in found for place in places)
     plans = list(found.values())

@@ -129,10 +129,12 @@ class _Recorder(compat.OperatorObserver):
             self._storages[x.untyped_storage()] = None
         trained = [p for p in module.parameters() if p.requires_grad]
         handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in trained]
-        with self:
-            yield
-        for handle in handles:
-            handle.remove()
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _see(self, operator: Any, arguments: Any, result: Any) -> None:
         given = {id(x.untyped_storage()) for x in _tensors(arguments)}

@@ -77,6 +77,6 @@ class TracedStep:
                     totals[begun] += work
                 case Forward(region) if region in regions:
                     totals[False] += regions[region].forward_work
-                case Backward(region):
+                case Backward(region) if region in regions:
                     totals[True] += regions[region].backward_work
         return totals[False], totals[True]
