@@ -342,6 +342,23 @@ def split_options(
     return configured(ours), theirs
 
 
+def checked_config(config: Any, argument: str = "config") -> Config:
+    """A configuration that an argument gives, the default one if it gives none.
+
+    Raises:
+        TypeError: it gives something else.
+    """
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        recipe = config if isinstance(config, str) and config in RECIPES else "coat"
+        raise TypeError(
+            f"{argument} must be a fp8pass.Config, got {type(config).__name__}. For a recipe by "
+            f"name: {argument}=fp8pass.Config.recipe({recipe!r})."
+        )
+    return config
+
+
 def configured(options: Mapping[str, Any]) -> Config:
     """The configuration of options that may name a recipe, `coat` unless they simulate a format."""
     default = "coat" if options.get("simulate") is None else "exact"

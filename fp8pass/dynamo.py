@@ -72,8 +72,9 @@ class Backend:
                     "options={...}, not both."
                 )
             config, given = split_options(options, compat.list_options())
+            _check_types(given)
             inductor_options.update(given)
-        _warn_about_activation_quantization()
+        _warn_about_activation_quantization(inductor_options)
         config = _with_bandwidth(config, example_inputs)
         patches = {**inductor_defaults(config, example_inputs), **inductor_options}
         has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
@@ -333,8 +334,19 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
     return modes[mode]
 
 
-def _warn_about_activation_quantization() -> None:
-    if compat.activation_quantization_is_on():
+def _check_types(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if Inductor would take an option's value for something else."""
+    for name, value in options.items():
+        wanted = compat.type_of_option(name)
+        if wanted is not None and not isinstance(value, wanted):
+            raise ConfigError(
+                f"{name}={value!r} is an option of torch._inductor.config, a {wanted.__name__}: "
+                f"got {type(value).__name__}."
+            )
+
+
+def _warn_about_activation_quantization(options: Mapping[str, Any]) -> None:
+    if compat.activation_quantization_is_on(options):
         warnings.warn(
             "activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass has "
             "already planned. Remove it from post_grad_fusion_options.",

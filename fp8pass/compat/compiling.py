@@ -106,9 +106,16 @@ def captures_backward() -> bool:
     return bool(compiled_autograd.in_compiled_autograd_region)
 
 
-def activation_quantization_is_on() -> bool:
-    """Whether the user also asked for PyTorch's own activation quantization."""
-    return "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
+def type_of_option(name: str) -> type | None:
+    """The type of an option of Inductor; None if that is no class, or the value may be None."""
+    found = inductor_config.get_type(name)  # type: ignore[attr-defined]
+    return found if isinstance(found, type) and found is not type(None) else None
+
+
+def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
+    """Whether the user also asked for PyTorch's own activation quantization, here or anywhere."""
+    fusions = options.get("post_grad_fusion_options", inductor_config.post_grad_fusion_options)
+    return "activation_quantization_aten_pass" in fusions
 
 
 def boxed(function: Any) -> Any:

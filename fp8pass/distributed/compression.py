@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from fp8pass.distributed.weights import gather_codes, why_too_late
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.findings import SENT
 from fp8pass.monitor.statistics import TensorName, measure
+
+log = logging.getLogger("fp8pass")
 
 SUMS: dict[str, type[Sums]] = {"groups": GroupSums, "scaled": ScaledSums}
 GRADIENTS = (*SUMS, "none")
@@ -60,11 +63,12 @@ def compress(
         fp8pass.distributed.compress(model)
 
     Call it once, on every rank, after all of the model is distributed and before the first
-    forward. Gradients are rounded to E4M3 in groups of 128 that share a scale, and added up in
-    fp32 (AGoQ 5.1), with 0.51 times the bytes of bf16. Hybrid sharding sends sums between replicas
-    as before. FSDP2 gathers the weights of linear layers in E4M3 with a scale for each row, half
-    the bytes, on the wire and on the GPU: the bits that compiled code multiplies with anyway. It
-    gathers output heads, embeddings and everything else as before.
+    forward. One rank alone sends nothing, and trains as before. Gradients are rounded to E4M3 in
+    groups of 128 that share a scale, and added up in fp32 (AGoQ 5.1), with 0.51 times the bytes of
+    bf16. Hybrid sharding sends sums between replicas as before. FSDP2 gathers the weights of linear
+    layers in E4M3 with a scale for each row, half the bytes, on the wire and on the GPU: the bits
+    that compiled code multiplies with anyway. It gathers output heads, embeddings and everything
+    else as before.
 
     Args:
         model: a DistributedDataParallel, or a module that `fully_shard` was applied to, or to whose
@@ -91,8 +95,9 @@ def compress(
             f"{done[0] or 'The model'} is compressed already: call compress once, with the "
             "outermost module."
         )
+    alone = all(_ranks(module) == 1 for module in reducers.values())
     for path, module in reducers.items():
-        if gradients != "none" and (reason := _why_not(module)):
+        if gradients != "none" and not alone and (reason := _why_not(module)):
             raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
     if weights != "none" and (reason := why_too_late(reducers.values())):
         raise ConfigError(f"Weights cannot be compressed: {reason}")
@@ -100,6 +105,9 @@ def compress(
         raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
     skip = checked_patterns("skip", skip)
     _check_alike(reducers.values(), f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
+    if alone:
+        log.info("compress: there is one rank, so nothing is sent.")
+        return Compression()
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
     for path in modules:  # before weights: PyTorch may refuse
@@ -130,6 +138,14 @@ def _check_alike(reducers: Iterable[nn.Module], options: str) -> None:
                 f"Ranks disagree: compress got {said[0]} on the first of {group.size()}, and "
                 f"{other} on number {rank + 1}. Say the same on every rank."
             )
+
+
+def _ranks(module: nn.Module) -> int:
+    """How many ranks have a copy or a part of a module; 0 if it does not say."""
+    if isinstance(module, DistributedDataParallel):
+        return module.process_group.size()
+    meshes = (p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
+    return next((mesh.size() for mesh in meshes), 0)
 
 
 def _group(module: nn.Module) -> dist.ProcessGroup | None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fp8pass import compat
 from fp8pass.compat import PipelineAction
-from fp8pass.config import MOST_SHARE, Config, ConfigError, unknown
+from fp8pass.config import MOST_SHARE, Config, ConfigError, checked_config, unknown
 from fp8pass.dialect.formats import SAVED_FORMATS
 
 # What each action adds to the micro-batches whose activations a rank holds. Of a backward in two
@@ -57,8 +57,9 @@ def configs(
     Raises:
         ConfigError: there is no such schedule, it cannot have these numbers, or `base` leaves no
             choice: no budget, and a `save_format` that is the largest already.
+        TypeError: `base` is no `Config`.
     """
-    base = Config.recipe("agoq") if base is None else base
+    base = Config.recipe("agoq") if base is None else checked_config(base, "base")
     _check_choice_left(base)
     order = _order(schedule, stages, ranks, microbatches)
     held = [_peak(actions) for actions in order]

@@ -18,6 +18,7 @@ from fp8pass.dynamo import Backend
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import path_pattern
 from fp8pass.inspect.running import (
+    check_arguments,
     checked_configuration,
     compiled_as,
     compiled_parts,
@@ -159,6 +160,7 @@ def explain(
         `.plot_frontier()`.
     """
     config = checked_configuration("explain", model, config)
+    check_arguments(explain, model, kwargs)
     parts = compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))

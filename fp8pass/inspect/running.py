@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.config import RECIPES, Config, split_options
+from fp8pass.config import FIELDS, Config, checked_config, split_options
 from fp8pass.dynamo import Backend, fp8pass
 
 
@@ -43,13 +44,29 @@ def checked_configuration(tool: str, model: Any, config: Any) -> Config:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{tool} takes a torch.nn.Module, got {type(model).__name__}.")
-    if not isinstance(config, Config | None):
-        recipe = config if config in RECIPES else "coat"
-        raise TypeError(
-            f"config must be a fp8pass.Config, got {type(config).__name__}. For a recipe by name: "
-            f"config=fp8pass.Config.recipe({recipe!r})."
-        )
-    return config or configuration_of(model)
+    return configuration_of(model) if config is None else checked_config(config)
+
+
+def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Iterable[str]) -> None:
+    """Raise TypeError if a keyword argument of the model looks like one of the tool.
+
+    A forward that takes `**kwargs`, as transformers' do, would take it, and nobody would tell.
+    """
+    forward = getattr(compat.original_of(model), "forward", model)
+    named = inspect.signature(forward).parameters
+    own = [p.name for p in inspect.signature(tool).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in given:
+        if name in named:
+            continue
+        if name in (*FIELDS, "recipe", "options"):
+            raise TypeError(
+                f"{tool.__name__} takes options as config=fp8pass.Config.recipe(...), got {name}=."
+            )
+        if nearest := difflib.get_close_matches(name, own, n=1, cutoff=0.75):
+            raise TypeError(
+                f"{tool.__name__} got {name!r}, which {type(model).__name__} does not name: did "
+                f"you mean {nearest[0]!r}?"
+            )
 
 
 def checked_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass.config import ConfigError
 from fp8pass.host.arena import Arena
 from fp8pass.optim import checkpoint, fused, host
 from fp8pass.optim.fused import FusedUpdate
@@ -121,6 +123,9 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: an option has an invalid value, or a parameter cannot be optimized.
         """
+        for name in set(param_group) - {"params", *self.defaults}:
+            if nearest := difflib.get_close_matches(str(name), list(self.defaults), 1, 0.88):
+                raise ConfigError(f"A parameter group has {name!r}: did you mean {nearest[0]!r}?")
         if "preset" in param_group:
             param_group = preset_options(param_group["preset"], param_group)
             del param_group["preset"]

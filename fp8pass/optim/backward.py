@@ -41,8 +41,8 @@ class Attached:
     """
 
     optimizer: AdamW
-    parameters: frozenset[Tensor]
-    accumulated: dict[Tensor, Accumulated]
+    parameters: frozenset[Tensor] = field(repr=False)
+    accumulated: dict[Tensor, Accumulated] = field(repr=False)
     _handles: list[RemovableHandle] = field(repr=False)
 
     def detach(self) -> None:
@@ -98,8 +98,9 @@ def attach(
     format = moment_format(buffer, signed=True)
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
-            f"attach takes an fp8pass.optim.AdamW, got {type(optimizer).__name__}: make one of the "
-            "same parameters."
+            "attach takes an fp8pass.optim.AdamW, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: make one of the same "
+            "parameters."
         )
     _check_nothing_reduces_later(model)
     # Numbers instead of the groups, which loading a checkpoint replaces.

@@ -53,9 +53,9 @@ def offload_weights(
         The model.
 
     Raises:
-        ConfigError: no layer's weight can be in codes.
+        ConfigError: no layer's weight can be in codes, or there is no such device.
     """
-    device = torch.empty(0, device=device).device  # with its number
+    device = _found(device)
     layers = layers_to_code(model, checked_patterns("skip", skip))
     arena, moved = Arena(device), []
     while layers:  # one weight after the other is freed where it was
@@ -99,6 +99,17 @@ def _why_not_in_codes(weight: Tensor) -> str:
 
 
 @torch.no_grad()
+def _found(device: torch.device | str) -> torch.device:
+    """A device with its number."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"offload_weights takes the device that the model trains on, such as 'cuda', behind "
+            f"the model, got {device!r}: {str(error).splitlines()[0]}"
+        ) from None
+
+
 def _in_codes(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
     ((codes, scales),) = coded([weight.to(device)], weight.dtype)
     found = CodedWeight(codes, scales, weight.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass import compat
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config
+from fp8pass.config import Config, checked_config
 from fp8pass.dynamo import Backend
 from fp8pass.testing.closeness import Reference
 from fp8pass.testing.kept import Kept, kept_tensors, planned_tensors
@@ -72,7 +72,7 @@ def assert_close(
     Raises:
         AssertionError: lists every tensor that is off, and by how much.
     """
-    config = replace(config or Config(), compiler="eager")
+    config = replace(checked_config(config), compiler="eager")
     got = _step(module, args, Backend(config))
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     reference = Reference(module, lambda: [copy.deepcopy(args)], Formats.of(config, dtype))
@@ -98,7 +98,7 @@ def assert_plan_is_true(module: nn.Module, *args: Any, config: Config | None = N
         AssertionError: lists what is kept but not planned, and what is planned but not kept.
     """
     graphs: list[CompiledGraph] = []
-    backend = Backend(replace(config or Config(), compiler="eager"), graphs.append)
+    backend = Backend(replace(checked_config(config), compiler="eager"), graphs.append)
     twin, inputs = copy.deepcopy((module, args))
     own = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     with _compiled(twin, backend) as program:

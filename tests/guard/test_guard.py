@@ -49,6 +49,14 @@ def test_a_parameter_may_have_any_precision(dtype):
     assert not guard.events
 
 
+def test_a_compiled_model_is_guarded():
+    """Whose truth value PyTorch asks the module's length for."""
+    model = torch.compile(nn.Linear(4, 4), backend="eager")
+    guard = Guard(None, torch.optim.SGD(model.parameters(), 0.1), model=model, every=1)
+    guard.step(1.0)
+    assert not guard.events
+
+
 def test_warnings_are_logged(caplog):
     fed([1.0, torch.nan, 1.0, 1.0, 1.0])
     messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers import MLP, relative
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
@@ -151,6 +153,7 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
     [
         ({"model": len}, "takes a torch.nn.Module, got builtin_function_or_method"),
         ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
+        ({"config": {"recipe": "agoq"}}, r"got dict.*Config.recipe\('coat'\)"),
         ({"loss_fn": lambda output: output.sum()}, "takes the model and the batch.*too many"),
         ({"loss_fn": (X,)}, "got tuple: it comes after the model"),
         ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it gave \(4, 64\)"),
@@ -160,6 +163,62 @@ def test_wrong_arguments_say_what_to_give(tool, changes, says):
     arguments = {"model": nn.ReLU(), "loss_fn": loss, "batch": X[0, :4], "config": None} | changes
     with pytest.raises(TypeError, match=says):
         tool(**arguments)
+
+
+class AnyArguments(MLP):
+    """Takes whatever it is given, as transformers' models do."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"recipe": "agoq"}, "takes options as config="),
+        ({"memory_budget": 0.5}, "takes options as config="),
+        ({"cnfig": Config()}, "did you mean 'config'"),
+    ],
+)
+def test_a_model_does_not_swallow_what_is_meant_for_a_tool(given, says):
+    with pytest.raises(TypeError, match=says):
+        fp8pass.explain(AnyArguments(), X, **given)
+    fp8pass.explain(AnyArguments(), X, use_cache=False)
+
+
+@pytest.mark.parametrize("tool", ["explain", "diagnose", "bisect", "calibrate"])
+def test_tools_leave_no_versions_of_a_model_behind(tool):
+    """Dynamo compiles a function eight times, and then leaves it as it is."""
+    torch._dynamo.reset()
+    model = MLP((64, 128, 64))
+    program = torch.compile(model, backend="fp8pass", options=OPTIONS)
+    program(X).sum().backward()
+    for _ in range(8):
+        if tool == "explain":
+            fp8pass.explain(program, X)
+        else:
+            getattr(fp8pass, tool)(program, loss, X)
+    counters.clear()
+    program(X[:3]).sum().backward()
+    program(X[0]).sum().backward()
+    assert counters["frames"]["ok"] == 2
+
+
+def test_a_function_that_raised_in_a_tool_is_compiled_by_the_next():
+    torch._dynamo.reset()
+
+    class Picky(MLP):
+        def forward(self, x: Tensor | None = None) -> Tensor:
+            if x is None:
+                raise ValueError("no input")
+            return super().forward(x)
+
+    model = Picky((64, 128, 64))
+    with pytest.raises(ValueError, match="no input"):
+        fp8pass.fit(model, gpu="16GiB")
+    found = fp8pass.explain(model, X)
+    assert len(found.graphs) == 1
+    assert len(found.graphs[0].plan.linears) == 2
 
 
 def test_nothing_to_measure_is_said_in_words():

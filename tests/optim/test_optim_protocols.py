@@ -60,7 +60,10 @@ def test_a_group_has_a_preset_of_its_own():
     assert optimizer.state[params[0]]["exp_avg_sq"].dtype is torch.float16
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'fp8-lm'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "preset": "fp8lm"})
+    with pytest.raises(fp8pass.ConfigError, match="did you mean 'first_moment'"):
+        optimizer.add_param_group({"params": parameters(((3,),)), "first_momnet": "fp32"})
     assert len(optimizer.param_groups) == 3
+    optimizer.add_param_group({"params": parameters(((3,),)), "weight_decay_multiplier": 2})
 
 
 def test_schedulers_change_the_rate():

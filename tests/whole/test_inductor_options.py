@@ -78,3 +78,19 @@ def test_an_accelerator_has_those_that_are_measured_there(recipe):
     options = inductor_defaults(Config.recipe(recipe), [3, torch.empty(2, device="meta")])
     assert options["realize_reads_threshold"] == 8
     assert ("realize_opcount_threshold" in options) == (recipe == "agoq")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_autotune", "yes"), ("shape_padding", 1), ("triton.cudagraphs", "x")]
+)
+def test_values_of_another_type_are_refused(name, value):
+    program = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options={name: value})
+    with pytest.raises(Exception, match=rf"{name}.*torch._inductor.config, a bool: got"):
+        program(torch.randn(16, 32))
+
+
+def test_pytorchs_activation_quantization_is_warned_of_wherever_it_is_asked_for():
+    options = {"post_grad_fusion_options": {"activation_quantization_aten_pass": {}}}
+    program = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options=options)
+    with pytest.warns(UserWarning, match="activation_quantization_aten_pass is on"):
+        program(torch.randn(16, 32)).sum().backward()

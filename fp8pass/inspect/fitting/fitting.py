@@ -16,7 +16,7 @@ from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.result import Fit
 from fp8pass.inspect.fitting.step import LossFunction, own_loss
-from fp8pass.inspect.running import configuration_of, is_sharded
+from fp8pass.inspect.running import check_arguments, checked_configuration, is_sharded
 from fp8pass.optim import host as host_memory
 
 # A step that waits for the link for a larger share of its time is told so.
@@ -66,8 +66,11 @@ def fit(
 
     Raises:
         ConfigError: an option has an invalid value, or names nothing.
+        TypeError: the model, its configuration or an argument is something else.
         ValueError: the model is sharded, or gives no loss.
     """
+    base = checked_configuration("fit", model, config)
+    check_arguments(fit, model, kwargs)
     module = getattr(model, "_orig_mod", model)
     if is_sharded(module):
         raise ValueError("fit looks at one GPU: give the model before fully_shard.")
@@ -77,7 +80,6 @@ def fit(
     paths = _matching(module, (blocks,) if isinstance(blocks, str) else tuple(blocks))
     traced = trace(module, paths, (args, kwargs), _loss_of(loss_fn))
     parameters = Parameters(module)
-    base = config or configuration_of(model)
     candidates = Candidates(traced, parameters, base, accumulate, target)
     blocks = _as_lists(module, paths)
     found = Fit(type(module).__name__, target, room, accumulate, blocks)

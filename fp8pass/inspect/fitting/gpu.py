@@ -11,6 +11,8 @@ from fp8pass.config import ConfigError, parse_bytes, unknown
 from fp8pass.dialect import hardware
 from fp8pass.dialect.gpus import GPUS, REFERENCE, Gpu, known_gpu, plain
 
+LEAST = 1 << 20  # bytes of a GPU; what is less is meant to be GiB
+
 
 def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
     """The GPU that is meant.
@@ -33,6 +35,8 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
             )
         return _here()
     if not isinstance(wanted, str):
+        if wanted < LEAST:
+            raise ConfigError(f"gpu={wanted!r} is a number of bytes: say '{wanted}GiB'.")
         return replace(_here_or_reference(), memory=float(wanted))
     parts = [part.strip() for part in wanted.split(",")]
     sizes = [part for part in parts if re.match(r"[\d.]+\s*[KMGT]?i?B$", part, re.IGNORECASE)]
