@@ -85,6 +85,8 @@ def compress(
         ConfigError: the model is not distributed in one of these ways, is compressed already,
             reduces gradients in a way of its own, or ranks say different things.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"compress takes a distributed module, got {type(model).__name__}.")
     _check("gradients", gradients, GRADIENTS)
     _check("weights", weights, WEIGHTS)
     reducers = dict(_reducers(model.named_modules()))

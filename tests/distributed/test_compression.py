@@ -248,6 +248,8 @@ def a_gradient_that_is_not_finite_reaches_all(device: str, way: str) -> None:
 
 def wrong_models(device: str) -> None:
     compress = fp8pass.distributed.compress
+    with pytest.raises(fp8pass.ConfigError, match="takes a distributed module, got str"):
+        compress("fsdp")
     with pytest.raises(fp8pass.ConfigError, match="No module of this Decoder reduces gradients"):
         compress(parallel.Decoder())
     model = distributed("fsdp blocks", device, "exact")
