@@ -340,8 +340,7 @@ def _check_types(options: Mapping[str, Any]) -> None:
         wanted = compat.type_of_option(name)
         if wanted is not None and not isinstance(value, wanted):
             raise ConfigError(
-                f"{name}={value!r} is an option of torch._inductor.config, a {wanted.__name__}: "
-                f"got {type(value).__name__}."
+                f"{name} must be a {wanted.__name__}, as in torch._inductor.config, got {value!r}."
             )
 
 

@@ -272,12 +272,13 @@ def fresh_compilation() -> Iterator[None]:
     """Compile here whatever is cached, and however often this code was compiled before.
 
     What was compiled is forgotten in the end: Dynamo compiles a function so often and no more, and
-    none that has raised an exception when it was first compiled.
+    none that has raised an exception when it was compiled. Of a function that had versions before,
+    empty entries are left, which count for `accumulated_recompile_limit` alone.
     """
     unlimited = 1 << 20
-    codes = {id(code): code for code in _compiled_codes()}
-    # Held: what is compared by identity must not be freed and its place taken.
-    before = {id(entry.guard_manager): entry.guard_manager for entry in _versions()}
+    # Held, codes and guards: what is compared by identity must not be freed and its place taken.
+    before = [(code, [entry.guard_manager for entry in _live(code)]) for code in _codes()]
+    kept = {id(code): {id(guards) for guards in found} for code, found in before if found}
     try:
         with (
             uncached(),
@@ -285,24 +286,31 @@ def fresh_compilation() -> Iterator[None]:
         ):
             yield
     finally:
-        for code in _compiled_codes():
-            if id(code) not in codes:
-                reset_code(code)
-        for entry in _versions():
-            guards = entry.guard_manager
-            if id(guards) not in before and getattr(guards, "extra_state", None) is not None:
-                guards.extra_state.invalidate(entry, _Forgotten())
+        with convert_frame.compile_lock:
+            for code in _codes():
+                _forget(code, kept.get(id(code), set()))
 
 
-def _compiled_codes() -> list[CodeType]:
+def _codes() -> list[CodeType]:
     """The functions that Dynamo has compiled, or tried to."""
     codes = (reference() for reference in convert_frame.input_codes.seen)
     return [code for code in codes if code is not None]
 
 
-def _versions() -> list[Any]:
-    """What Dynamo has made of them."""
-    return [entry for code in _compiled_codes() for entry in _debug_get_cache_entry_list(code)]
+def _live(code: CodeType) -> list[Any]:
+    """What Dynamo has made of a function."""
+    entries = _debug_get_cache_entry_list(code)
+    return [e for e in entries if getattr(e.guard_manager, "extra_state", None) is not None]
+
+
+def _forget(code: CodeType, kept: set[int]) -> None:
+    """Drop all versions of a function but those of which the guards' identities are given."""
+    if not kept:
+        reset_code(code)
+        return
+    for entry in _live(code):
+        if id(entry.guard_manager) not in kept:
+            entry.guard_manager.extra_state.invalidate(entry, _Forgotten())
 
 
 class _Forgotten(DeletedGuardManagerWrapper):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -129,34 +130,29 @@ def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_alike(reducers: Iterable[nn.Module], options: str) -> None:
     """Raise ConfigError, on all ranks, if they would wait for each other's bytes in vain."""
-    group = next((found for x in reducers if (found := _group(x)) is not None), None)
-    if group is None:
-        return
-    said = [""] * group.size()
-    dist.all_gather_object(said, options, group=group)
-    for rank, other in enumerate(said):
-        if other != said[0]:
-            raise ConfigError(
-                f"Ranks disagree: compress got {said[0]} on the first of {group.size()}, and "
-                f"{other} on number {rank + 1}. Say the same on every rank."
-            )
+    for group in next((found for x in reducers if (found := _groups(x))), []):
+        said = [""] * group.size()
+        dist.all_gather_object(said, options, group=group)
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise ConfigError(
+                    f"Ranks disagree: compress got {said[0]} on the first of {group.size()}, and "
+                    f"{other} on number {rank + 1}. Say the same on every rank."
+                )
 
 
 def _ranks(module: nn.Module) -> int:
     """How many ranks have a copy or a part of a module; 0 if it does not say."""
+    return math.prod(group.size() for group in _groups(module)) if _groups(module) else 0
+
+
+def _groups(module: nn.Module) -> list[dist.ProcessGroup]:
+    """The ranks that have a copy or a part of a module, by dimension of their mesh."""
     if isinstance(module, DistributedDataParallel):
-        return module.process_group.size()
+        return [module.process_group]
     meshes = (p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
-    return next((mesh.size() for mesh in meshes), 0)
-
-
-def _group(module: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks among which a module reduces gradients; None if it says nothing of them."""
-    if isinstance(module, DistributedDataParallel):
-        return module.process_group
-    sharded = (p for p in module.parameters() if isinstance(p, DTensor))
-    mesh = next((p.device_mesh for p in sharded), None)
-    return mesh.get_group(mesh.ndim - 1) if mesh is not None else None
+    mesh = next(meshes, None)
+    return [] if mesh is None else [mesh.get_group(i) for i in range(mesh.ndim)]
 
 
 def _reducers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:

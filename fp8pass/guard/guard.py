@@ -150,7 +150,8 @@ class Guard:
 
         Args:
             loss: of the step, one number; of several micro-batches their mean. It may be missing.
-            gradient_norm: what `clip_grad_norm_` returned, the norm before clipping. Without it the
+            gradient_norm: what `clip_grad_norm_` returned, the norm before clipping; under FSDP2
+                every rank has to give it, since each has a part of it. Without it the
                 norm is measured in every `every`-th step, as the optimizer saw the gradients. With
                 `torch.amp.GradScaler` that of unscaled ones, as after `scaler.unscale_(optimizer)`;
                 what is measured is unscaled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,26 +47,31 @@ def checked_configuration(tool: str, model: Any, config: Any) -> Config:
     return configuration_of(model) if config is None else checked_config(config)
 
 
-def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Iterable[str]) -> None:
+def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collection[str]) -> None:
     """Raise TypeError if a keyword argument of the model looks like one of the tool.
 
     A forward that takes `**kwargs`, as transformers' do, would take it, and nobody would tell.
     """
-    forward = getattr(compat.original_of(model), "forward", model)
-    named = inspect.signature(forward).parameters
+    named = set().union(*(_named_arguments(m) for m in model.modules())) if given else set()
     own = [p.name for p in inspect.signature(tool).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for name in given:
-        if name in named:
-            continue
+    for name in sorted(set(given) - named):
         if name in (*FIELDS, "recipe", "options"):
             raise TypeError(
                 f"{tool.__name__} takes options as config=fp8pass.Config.recipe(...), got {name}=."
             )
-        if nearest := difflib.get_close_matches(name, own, n=1, cutoff=0.75):
+        if nearest := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
             raise TypeError(
                 f"{tool.__name__} got {name!r}, which {type(model).__name__} does not name: did "
                 f"you mean {nearest[0]!r}?"
             )
+
+
+def _named_arguments(module: nn.Module) -> Collection[str]:
+    """The arguments that a forward names; none if it does not say, as compiled code in C++."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return ()
 
 
 def checked_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:

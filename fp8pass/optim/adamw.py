@@ -123,9 +123,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: an option has an invalid value, or a parameter cannot be optimized.
         """
-        for name in set(param_group) - {"params", *self.defaults}:
-            if nearest := difflib.get_close_matches(str(name), list(self.defaults), 1, 0.88):
-                raise ConfigError(f"A parameter group has {name!r}: did you mean {nearest[0]!r}?")
+        self._check_names(param_group)
         if "preset" in param_group:
             param_group = preset_options(param_group["preset"], param_group)
             del param_group["preset"]
@@ -135,6 +133,14 @@ class AdamW(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _check_names(self, param_group: dict[str, Any]) -> None:
+        """Raise ConfigError if a group has what is nearly one of the options: it does nothing."""
+        options = [*self.defaults, "preset"]
+        for name in sorted(map(str, set(param_group) - {"params", *options})):
+            nearest = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
+            if nearest and len(name) > 4:  # `eps2` may mean something to somebody
+                raise ConfigError(f"A parameter group has {name!r}: did you mean {nearest[0]!r}?")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -119,7 +119,8 @@ def attach(
     handles: list[RemovableHandle] = []
     if accumulate > 1:
         finish = partial(_update_by_sums, groups, accumulated)
-        handles.append(optimizer.register_step_pre_hook(finish))
+        # Behind the step: its closure may be the last backward of sums that are complete then.
+        handles.append(optimizer.register_step_post_hook(finish))
     for parameter in trained.values():
         take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
         if accumulate > 1:
@@ -134,7 +135,7 @@ def attach(
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is attached, so that its `step()` finds nothing to do."""
+    """Whether an optimizer is attached, so that its `step()` finds no gradients."""
     return any(x.optimizer is optimizer for found in _ATTACHED.values() for x in found)
 
 
@@ -220,13 +221,16 @@ def _update_by_sums(
 ) -> None:
     """Update by sums that are not complete: no other gradients of this step will come."""
     pending = [parameter for parameter, sum_ in sums.items() if sum_.count]
-    for parameter in pending:
-        shape = local(parameter).shape
-        nothing = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-        _update_by_sum(groups[parameter], sums[parameter], optimizer, parameter, nothing)
-        parameter.grad = None
-    if pending:
-        optimizer.join()
+    try:
+        for parameter in pending:
+            shape = local(parameter).shape
+            nothing = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            _update_by_sum(groups[parameter], sums[parameter], optimizer, parameter, nothing)
+    finally:
+        for parameter in pending:
+            parameter.grad = None
+        if pending:
+            optimizer.join()
 
 
 def _alive(reference: ref[AdamW]) -> AdamW:

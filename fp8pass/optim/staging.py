@@ -10,6 +10,7 @@ piece has a stream of its own: it starts beside the first of the next piece.
 
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
+    second kernel               | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
 Nothing waits on the CPU, which goes on to launch what gives the next gradients: the GPU would have

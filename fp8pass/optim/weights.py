@@ -98,7 +98,6 @@ def _why_not_in_codes(weight: Tensor) -> str:
     return "it is small" if weight.numel() < SMALLEST else ""
 
 
-@torch.no_grad()
 def _found(device: torch.device | str) -> torch.device:
     """A device with its number."""
     try:
@@ -110,6 +109,7 @@ def _found(device: torch.device | str) -> torch.device:
         ) from None
 
 
+@torch.no_grad()
 def _in_codes(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
     ((codes, scales),) = coded([weight.to(device)], weight.dtype)
     found = CodedWeight(codes, scales, weight.dtype)

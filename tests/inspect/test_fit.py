@@ -418,7 +418,7 @@ def test_configuration_and_loss_of_the_model():
     [
         ({"gpu": "RTX 409"}, r"Unknown gpu 'RTX 409'. Did you mean 'RTX 4090'"),
         ({"gpu": "16GiB, 8GiB"}, "a name, a size or both"),
-        ({"gpu": 16}, "a number of bytes: say '16GiB'"),
+        ({"gpu": 16}, "would be bytes: say how many GiB"),
         ({"host": "much"}, r"host must be a size such as '24GiB'"),
         ({"accumulate": 0}, "accumulate must be a positive int"),
         ({"blocks": "block"}, r"blocks='block' names no module. .*Did you mean 'blocks'"),

@@ -166,6 +166,21 @@ def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
         assert (ours - theirs).norm() < 0.1 * theirs.norm()
 
 
+def test_the_closure_of_a_step_may_be_the_last_backward_of_a_sum():
+    """As in Lightning, which runs it alone before."""
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    attached = attach(model, optimizer, accumulate=2)
+    moved = []
+    for number, loss in enumerate(losses(model, 6)):
+        before = model[0].weight.detach().clone()
+        optimizer.step(loss.backward) if number % 2 else loss.backward()
+        moved.append(not torch.equal(before, model[0].weight))
+        assert {sum_.count for sum_ in attached.accumulated.values()} == {1 - number % 2}
+    assert moved == [False, True] * 3
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
 def test_large_sums_are_rounded_in_pieces(monkeypatch):
     gradients = many_gradients(1.0)[:4]
     whole = sum_of_gradients(gradients, buffer="e4m3")

@@ -35,8 +35,8 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
             )
         return _here()
     if not isinstance(wanted, str):
-        if wanted < LEAST:
-            raise ConfigError(f"gpu={wanted!r} is a number of bytes: say '{wanted}GiB'.")
+        if isinstance(wanted, bool) or wanted < LEAST:
+            raise ConfigError(f"gpu={wanted!r} would be bytes: say how many GiB, as in '16GiB'.")
         return replace(_here_or_reference(), memory=float(wanted))
     parts = [part.strip() for part in wanted.split(",")]
     sizes = [part for part in parts if re.match(r"[\d.]+\s*[KMGT]?i?B$", part, re.IGNORECASE)]
