@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -98,7 +97,8 @@ def compress(
             f"{done[0] or 'The model'} is compressed already: call compress once, with the "
             "outermost module."
         )
-    alone = all(_ranks(module) == 1 for module in reducers.values())
+    groups = _groups(reducers.values())
+    alone = bool(groups) and all(group.size() == 1 for group in groups)
     for path, module in reducers.items():
         if gradients != "none" and not alone and (reason := _why_not(module)):
             raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
@@ -107,7 +107,7 @@ def compress(
     if monitor is not None and not isinstance(monitor, Monitor):
         raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
     skip = checked_patterns("skip", skip)
-    _check_alike(reducers.values(), f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
+    _check_alike(groups, f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
     if alone:
         log.info("compress: there is one rank, so nothing is sent.")
         return Compression()
@@ -128,31 +128,30 @@ def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{unknown(argument, value, known)} {argument} is one of {listed}.")
 
 
-def _check_alike(reducers: Iterable[nn.Module], options: str) -> None:
+def _check_alike(groups: Iterable[dist.ProcessGroup], options: str) -> None:
     """Raise ConfigError, on all ranks, if they would wait for each other's bytes in vain."""
-    for group in next((found for x in reducers if (found := _groups(x))), []):
-        said = [""] * group.size()
-        dist.all_gather_object(said, options, group=group)
-        for rank, other in enumerate(said):
-            if other != said[0]:
-                raise ConfigError(
-                    f"Ranks disagree: compress got {said[0]} on the first of {group.size()}, and "
-                    f"{other} on number {rank + 1}. Say the same on every rank."
-                )
+    said = {options}
+    for group in groups:  # each of a mesh's dimensions hears what was said in those before
+        heard: list[set[str]] = [set()] * group.size()
+        dist.all_gather_object(heard, said, group=group)
+        said = set().union(*heard)
+    if len(said) > 1:
+        raise ConfigError(
+            f"Ranks disagree about compress: {' on some, '.join(sorted(said))} on others. Say the "
+            "same on every rank."
+        )
 
 
-def _ranks(module: nn.Module) -> int:
-    """How many ranks have a copy or a part of a module; 0 if it does not say."""
-    return math.prod(group.size() for group in _groups(module)) if _groups(module) else 0
-
-
-def _groups(module: nn.Module) -> list[dist.ProcessGroup]:
-    """The ranks that have a copy or a part of a module, by dimension of their mesh."""
-    if isinstance(module, DistributedDataParallel):
-        return [module.process_group]
-    meshes = (p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
-    mesh = next(meshes, None)
-    return [] if mesh is None else [mesh.get_group(i) for i in range(mesh.ndim)]
+def _groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """The ranks that have a copy or a part of the first module that says so, by dimension."""
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            return [module.process_group]
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                return [mesh.get_group(i) for i in range(mesh.ndim)]
+    return []
 
 
 def _reducers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:

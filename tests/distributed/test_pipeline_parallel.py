@@ -322,3 +322,8 @@ def test_formats_are_those_of_the_paper_but_for_what_bytes_are_left(stages):
         formats = [s.kept_as.split()[0] for s in low for _ in range(s.bytes)]
         most_common.append(max(set(formats), key=formats.count))
     assert most_common == ["e2m1", "e2m2", "e2m3", "e4m3"]
+
+
+def test_a_recipe_is_no_configuration():
+    with pytest.raises(TypeError, match=r"base must be a fp8pass.Config.*recipe\('agoq'\)"):
+        configs("1F1B", 4, microbatches=8, base="agoq")

@@ -412,28 +412,6 @@ def test_an_unknown_operator_whose_result_enters_a_region_needs_exact_values():
     assert "scatter" in "".join(rules.why_exact(v) for v in nodes_of(rules))
 
 
-def test_what_is_added_to_a_gradient_stays_exact():
-    """The backward of `logcumsumexp` takes the exponential of the sum."""
-    rules = rules_of(lambda m, x: x.logcumsumexp(0))
-    assert any("adds it to a gradient" in rules.why_exact(v) for v in nodes_of(rules))
-
-
-def test_what_recurrences_multiply_with_stays_exact():
-    """Decays that a sum over positions is multiplied with before it and after."""
-
-    def recurrence(m, x):
-        decay = torch.nn.functional.logsigmoid(x).cumsum(0)
-        return decay.exp() * ((-decay).exp() * x).cumsum(0)
-
-    rules = rules_of(recurrence)
-    exps = [n for n in nodes_of(rules) if n.target == torch.ops.aten.exp.default]
-    kept = [
-        n for n in exps if n not in rules.backward and any(u in rules.backward for u in n.users)
-    ]
-    assert kept
-    assert all("summed over positions" in rules.why_exact(n) for n in kept)
-
-
 def nodes_of(rules: Rules):
     """The nodes of the graph that has these rules."""
     return next(iter(rules.regions)).nodes[0].graph.nodes

@@ -48,6 +48,12 @@ def test_what_is_right_passes(module, rows):
     assert_plan_is_true(module, x)
 
 
+def test_a_recipe_is_no_configuration():
+    for check in (assert_close, assert_plan_is_true):
+        with pytest.raises(TypeError, match=r"got str.*Config.recipe\('agoq'\)"):
+            check(nn.Linear(16, 16), torch.randn(4, 16), config="agoq")
+
+
 def test_modules_are_left_as_they_are():
     module, x = Broken(), batch()
     weights = {name: p.clone() for name, p in module.named_parameters()}

@@ -17,6 +17,7 @@ from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.inspect.bisection.units import Unit, options_for, units_of
 from fp8pass.inspect.running import checked_loss, compiled_as, fresh_gradients, unchanged
+from fp8pass.optim.shards import whole
 from fp8pass.passes.runner import log
 
 
@@ -82,7 +83,7 @@ def _check_gradients(exact: list[Tensor | None]) -> None:
     found = [x for x in exact if x is not None]
     if not found:
         raise ValueError("There is nothing to compare: no parameter gets a gradient.")
-    if not all(bool(_whole(x).isfinite().all()) for x in found):
+    if not all(bool(whole(x).isfinite().all()) for x in found):
         raise ValueError(
             "Gradients are not finite in recipe 'exact' either: not fp8pass makes them so, but the "
             "model or the batch."
@@ -94,16 +95,11 @@ def relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> fl
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
-            right = _whole(e).double()
-            difference += float((_whole(w).double() - right).square().sum())
+            right = whole(e).double()  # of all shards: ranks have to decide alike
+            difference += float((whole(w).double() - right).square().sum())
             norm += float(right.square().sum())
     error = math.sqrt(difference / norm if norm else difference)
     return error if math.isfinite(error) else math.inf
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    """A gradient of all shards: ranks that decide by their own would wait for each other."""
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 @contextmanager
