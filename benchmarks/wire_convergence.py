@@ -71,6 +71,8 @@ def run(variant: str, seed: int, size: Size, data: Data) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps=size.steps))
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        # Validation has no backward, behind which graphs would know that a step begins.
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device.type, torch.bfloat16):
             return model(*(x.chunk(RANKS)[rank] for x in batch))
 

@@ -204,6 +204,10 @@ def test_another_loss_says_what_to_write(loss_fn, message):
 def test_other_wrong_arguments():
     with pytest.raises(ConfigError, match="epsilon must be a positive number"):
         sharpness(Tiny(), last_loss, batch_of(), epsilon=0)
+    with pytest.raises(ConfigError, match="search must be True or False, got 'no'"):
+        sharpness(Tiny(), last_loss, batch_of(), search="no")
+    with pytest.raises(ConfigError, match="a rise over 1 \\+ loss, and loss_fn gave -1"):
+        sharpness(Tiny(), lambda m, b: last_loss(m, b) * 0 - 1, batch_of())
     with pytest.raises(ConfigError, match="no logits"):
         sharpness(lambda ids: torch.tensor(1.0), last_loss, batch_of())
     with pytest.raises(ZeroDivisionError):  # of the model's own
