@@ -7,6 +7,7 @@ tests compare the two. Only operators that survive Inductor's decompositions may
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
@@ -25,7 +26,13 @@ from fp8pass.codegen.masking import masked
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group, simulated_format
-from fp8pass.dialect.scaling import BF16_BITS, GROUP_SCALE_DTYPE, SMALLEST_SCALE
+from fp8pass.dialect.scaling import (
+    BF16_BITS,
+    EXPONENT_BITS,
+    GROUP_SCALE_DTYPE,
+    MANTISSA_BITS,
+    SMALLEST_SCALE,
+)
 from fp8pass.graph.collectives import GATHER, WAIT, remove_unused
 from fp8pass.graph.nodes import aten, prims, tensor
 
@@ -93,14 +100,24 @@ def _row_amax(emit: Emitter, x: fx.Node) -> fx.Node:
 
 @_lowers(fp8.scale.default)
 def _scale(emit: Emitter, amax: fx.Node, format: str) -> fx.Node:
-    return scale_of(emit, amax, FORMATS[format])
+    fmt = FORMATS[format]
+    quotient = quotient_of(emit, amax, fmt)
+    return quotient if fmt.lossless else power_of_two(emit, quotient)
 
 
-def scale_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
-    """`dialect.scaling.scale_of` in aten."""
+def quotient_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
+    """`dialect.scaling.quotient_of` in aten."""
     if fmt.lossless:
         return emit(aten.pow.Tensor_Scalar, amax, 0)
     return emit(aten.clamp_min.default, emit(aten.mul.Tensor, amax, 1 / fmt.max), SMALLEST_SCALE)
+
+
+def power_of_two(emit: Emitter, x: fx.Node) -> fx.Node:
+    """`dialect.scaling.power_of_two` in aten."""
+    above = emit(aten.add.Tensor, bits_of(emit, x), MANTISSA_BITS)
+    bits = emit(aten.bitwise_and.Scalar, above, EXPONENT_BITS)
+    is_finite = emit(aten.lt.Scalar, x, math.inf)
+    return emit(aten.where.self, is_finite, emit(aten.view.dtype, bits, torch.float32), x)
 
 
 def truncated(emit: Emitter, x: fx.Node) -> fx.Node:
@@ -258,7 +275,7 @@ def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.
     magnitudes = (emit(aten.abs.default, part) for part in parts)
     largest = reduce(partial(emit, aten.maximum.default), magnitudes)
     amax = emit(aten.amax.default, largest, [-1])
-    scales = scale_of(emit, emit(cast, amax, torch.float32), fmt)
+    scales = quotient_of(emit, emit(cast, amax, torch.float32), fmt)
     return emit(cast, truncated(emit, scales), GROUP_SCALE_DTYPE)
 
 

@@ -1,7 +1,7 @@
 """Number formats: how one element is coded, and the bytes that this takes.
 
 A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *granularity* (`granularity.py`)
-which elements share a scale. Everywhere `x ≈ data * scale` with `scale = amax / format.max`.
+which elements share a scale. Everywhere `x ≈ data * scale` (`scaling.py`).
 
 Nothing here waits for PyTorch, so that options can be named without loading it.
 """

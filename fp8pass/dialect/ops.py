@@ -5,9 +5,10 @@ here in plain PyTorch, in fp32, for any device. These reference kernels run when
 is interpreted (`compiler="eager"`), and generated code is tested against them. For speed,
 `codegen/lowering.py` says the same in terms that Inductor fuses.
 
-Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, fp32 per tensor or row and bf16
-per group, and no less than fp32's smallest normal number. NaN and Inf reach the output: an infinite
-amax gives an infinite scale, and whatever is multiplied by it is not finite.
+Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, no less than fp32's smallest
+normal number: rounded up to a power of two in fp32 per tensor or row, in bf16 per group. NaN and
+Inf reach the output: an infinite amax gives an infinite scale, and whatever is multiplied by it is
+not finite.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
 from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.granularity import ROW, TENSOR, group
 from fp8pass.dialect.masking import masked
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, scale_of, truncated
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, scale_of, truncated
 from fp8pass.dialect.segments import ends_of_padded, padded_length, slices_of
 
 _library = torch.library.Library("fp8pass", "DEF")
@@ -387,7 +388,7 @@ def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
     groups = x.contiguous().unflatten(-1, (-1, group_size))
     if fmt.lossless:
         return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
-    scales = scale_of(groups.abs().amax(dim=-1).float(), fmt)
+    scales = quotient_of(groups.abs().amax(dim=-1).float(), fmt)
     return truncated(scales).to(GROUP_SCALE_DTYPE)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fp8pass.dialect import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, rounded_up, scale_of
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, rounded_up
 
 fp8 = torch.ops.fp8pass
 
@@ -62,7 +62,7 @@ def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
 
 def scales_of(amax: Tensor) -> Tensor:
     """Scales, rounded up: with less than amax / 448 the largest numbers would arrive too small."""
-    scales = torch.where(amax.isfinite(), rounded_up(scale_of(amax, E4M3)), torch.nan)
+    scales = torch.where(amax.isfinite(), rounded_up(quotient_of(amax, E4M3)), torch.nan)
     return scales.to(GROUP_SCALE_DTYPE)
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.dialect.row_kernel import largest, scale_of
+from fp8pass.dialect.row_kernel import largest, quotient_of
 from fp8pass.dialect.scaling import BF16_BITS
 
 # Groups of a program: 4 kB of fp32, in registers.
@@ -38,7 +38,7 @@ def _pack(rows, codes, scales, length, sent, SIZE: tl.constexpr, GROUPS: tl.cons
     from_row = rows + row * length + first * SIZE
     values = tl.load(from_row + inside, inside < left, other=0.0).to(tl.float32)
     amax = tl.reduce(tl.abs(values), 1, largest)
-    bits = scale_of(amax).to(tl.int32, bitcast=True)
+    bits = quotient_of(amax).to(tl.int32, bitcast=True)
     scale = (bits + 0xFFFF & BITS).to(tl.float32, bitcast=True)
     scale = tl.where(amax < float("inf"), scale, float("nan"))  # for all that it stands for
     coded = (values * tl.math.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)

@@ -249,7 +249,7 @@ def _table(rows: list[Row]) -> Table:
         numbers = f"{r.amax:.3g}", *shares, f"{r.sqnr_db:.1f}", str(r.nonfinite or "")
         mu = (f"{r.mu:.3g}",) if has_mu else ()
         table.add_row(r.module, r.tensor, r.scales, r.format, *numbers, *mu)
-    table.caption = "saturated: at the largest code, where each scale puts its largest value"
+    table.caption = "saturated: at the largest code, near which each scale puts its largest value"
     if len(rows) > SHOWN:
         table.caption += f"; and {len(rows) - SHOWN} more rows in monitor.latest"
     return table

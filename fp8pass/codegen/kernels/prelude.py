@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_BITS, MANTISSA_BITS, SMALLEST_SCALE
 
 # NaN must reach the user: Triton's own reductions and comparisons drop it. Scales are as in
 # `dialect/scaling.py`.
@@ -25,8 +25,14 @@ def smallest(a, b):
 
 
 @triton.jit
-def scale_of(amax, step):
+def quotient_of(amax, step):
     return largest(amax * step, {smallest_scale!r})
+
+
+@triton.jit
+def power_of_two(x):
+    bits = x.to(tl.int32, bitcast=True) + {mantissa_bits} & {exponent_bits}
+    return tl.where(x < float("inf"), bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -139,12 +145,17 @@ def sigmoid(x):
 """
 
 
-def scale_of(amax: str, format: str) -> str:
-    """A call of the Triton function `scale_of`, which is `dialect.scaling.scale_of`."""
-    return f"scale_of({amax}, {1 / FORMATS[format].max!r})"
+def quotient_of(amax: str, format: str) -> str:
+    """A call of the Triton function `quotient_of`, which is `dialect.scaling.quotient_of`."""
+    return f"quotient_of({amax}, {1 / FORMATS[format].max!r})"
 
 
 def prelude() -> str:
     """The source that every kernel's module begins with."""
-    scaling = _PRELUDE.format(smallest_scale=SMALLEST_SCALE, bf16_bits=BF16_BITS)
+    scaling = _PRELUDE.format(
+        smallest_scale=SMALLEST_SCALE,
+        bf16_bits=BF16_BITS,
+        exponent_bits=EXPONENT_BITS,
+        mantissa_bits=MANTISSA_BITS,
+    )
     return scaling + assembled(_INSTRUCTIONS) + _SIGMOID + _NIBBLES

@@ -16,7 +16,7 @@ from typing import Any
 
 from fp8pass.codegen.kernels.launch import Function
 from fp8pass.codegen.kernels.nibbles import byte_of, nibble, of_nibbles, to_nibbles
-from fp8pass.codegen.kernels.prelude import scale_of
+from fp8pass.codegen.kernels.prelude import quotient_of
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
 from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step
 from fp8pass.dialect.formats import FORMATS
@@ -384,7 +384,7 @@ class RowWriter:
             **self._names(f"{store.name}_{i}", i),
             "value": value,
             "size": store.group_size,
-            "scale": scale_of(f"{store.name}_{i}_amax", store.format),
+            "scale": quotient_of(f"{store.name}_{i}_amax", store.format),
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
         }

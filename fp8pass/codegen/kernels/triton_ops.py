@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp8pass.codegen.kernels.prelude import scale_of
+from fp8pass.codegen.kernels.prelude import quotient_of
 from fp8pass.codegen.program.ir import Load, Program, Step
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
@@ -19,7 +19,7 @@ def expression(step: Step) -> str | None:
     """The Triton of a step that is no reduction, None where there is none."""
     if step.target == "scale":
         amax, format = step.args
-        return scale_of(amax, format)
+        return f"power_of_two({quotient_of(amax, format)})"
     template = triton_template(step.target, step.args)
     return template and template.format(*map(_literal, step.args))
 
