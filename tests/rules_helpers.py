@@ -64,12 +64,21 @@ def gradients(model: nn.Module, run: Callable[..., Tensor], *inputs: Tensor) -> 
 
 
 def gradient_cosines(
-    function: Callable[..., Tensor], save_format: str, *others: Tensor, **options: Any
+    function: Callable[..., Tensor],
+    save_format: str,
+    *others: Tensor,
+    offset: float = 0.0,
+    **options: Any,
 ) -> list[float]:
-    """The cosines of all gradients with those of eager PyTorch; lengths within a tenth."""
+    """The cosines of all gradients with those of eager PyTorch; lengths within a tenth.
+
+    The first layer adds `offset` to all that it gives.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Between(function), torch.randn(ROWS, D)
+    with torch.no_grad():
+        model.first.bias += offset
     reference = copy.deepcopy(model)
     compiled = torch.compile(model, backend=fp8pass.backend(saves_only(save_format)), **options)
     want = gradients(reference, reference, x, *others)

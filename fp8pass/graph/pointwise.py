@@ -6,6 +6,7 @@ yet lacks its Triton. All in the table are pointwise, whether PyTorch tags them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,10 @@ POINTWISE: dict[Any, Meaning] = {
     aten.sqrt.default: Meaning(of_numbers(lambda a: root(a, 1)), "tl.sqrt({0})"),
     aten.rsqrt.default: Meaning(of_numbers(lambda a: root(a, -1)), "tl.rsqrt({0})"),
     aten.exp.default: Meaning(of_numbers(sympy.exp), "exp2({0} * 1.4426950408889634)"),
+    aten.exp2.default: Meaning(of_numbers(lambda a: sympy.exp(a * math.log(2))), "exp2({0})"),
+    aten.pow.Scalar: Meaning(of_numbers(lambda b, a: sympy.Pow(b, a))),
+    aten.sinh.default: Meaning(of_numbers(lambda a: (sympy.exp(a) - sympy.exp(-a)) / 2)),
+    aten.cosh.default: Meaning(of_numbers(lambda a: (sympy.exp(a) + sympy.exp(-a)) / 2)),
     aten.expm1.default: Meaning(of_numbers(lambda a: sympy.exp(a) - 1)),
     aten.log.default: Meaning(of_numbers(logarithm), "tl.log({0})"),
     aten.log1p.default: Meaning(of_numbers(lambda a: logarithm(1 + a))),

@@ -15,6 +15,7 @@ from fp8pass.graph.symbols import Underivable
 from fp8pass.rules.amplification import Relative, Size, expected, relative_bounds
 from fp8pass.rules.divisors import DIVISOR, divisors
 from fp8pass.rules.expressions import Expressions, express
+from fp8pass.rules.growth import check_growth
 from fp8pass.rules.jumps import Jumps, find_jumps, sign_roots
 from fp8pass.rules.ranges import wild_symbols
 from fp8pass.rules.regions import Region
@@ -135,8 +136,9 @@ class Derivation:
         symbols = self.expressions.symbols
         moments = {symbols[n]: m for n, m in self.known.moments.items() if n in symbols}
         self.samples = Samples(self.expressions, moments)
-
         check_work(self.expressions, self.outputs)
+        if not moments.keys() >= set(self.expressions.values):
+            check_growth(self.expressions, self.samples, self.outputs)
 
     @cached_property
     def outputs(self) -> list[Symbol]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from fp8pass import compat, graph
@@ -34,6 +35,8 @@ from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
 from fp8pass.rules.samples import Moments
 from fp8pass.rules.scans import SCANNED, scanned
+
+aten = torch.ops.aten
 
 # Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
@@ -188,6 +191,8 @@ class Rules:
             return True
         if node in self.discrete:
             return False
+        if self._is_difference(node):
+            return False
         if self._are_off:
             return True
         if node in self.junctions or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
@@ -195,6 +200,19 @@ class Rules:
         if kind(node) is Kind.ATTENTION:
             return False
         return kind(node) not in DERIVABLE or (node in self._derived - self._compared)
+
+    def _is_difference(self, node: fx.Node) -> bool:
+        """Whether a node is the difference of two inexact tensors, which may be far larger.
+
+        Of tensors of one shape, or of a tensor and a mean for each of its rows. Means over rows, as
+        batch normalization subtracts them, are left out: AOTAutograd subtracts them twice.
+        """
+        operand = _subtracted(node)
+        if operand is None or not self.constants.isdisjoint(node.all_input_nodes):
+            return False
+        shape, other = (graph.tensor(x).shape for x in (node, operand))
+        same = len(shape) == len(other) and shape[0] == other[0]
+        return same and (shape == other or other[-1] == 1)
 
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
         yield from self._found.get(node, ())
@@ -276,6 +294,18 @@ class Rules:
                 found.append(reason)
             elif index in rule.by_index:
                 found.append(rule.by_index[index])
+
+
+def _subtracted(node: fx.Node) -> fx.Node | None:
+    """What a node subtracts from its first operand, a tensor; None if it is no such operator."""
+    if node.target not in (aten.sub.Tensor, aten.add.Tensor) or len(node.args) < 2:
+        return None
+    operand, negative = node.args[1], node.target is aten.sub.Tensor
+    if not isinstance(operand, fx.Node) or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is aten.add.Tensor:
+        negative = operand.target is aten.neg.default
+    return operand if negative else None
 
 
 def _moments_of(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:

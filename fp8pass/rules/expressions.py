@@ -21,7 +21,7 @@ from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten, prims
 from fp8pass.graph.pointwise import POINTWISE
 from fp8pass.graph.symbols import Operand, Underivable
-from fp8pass.rules.regions import Region, Role, filled_with
+from fp8pass.rules.regions import Region, Role, filled_with, is_negative
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Expressions:
         constants: symbols of exact values.
         numbers: those of them whose value the graph says.
         masks: those of them that are booleans.
+        negative: those of them that are nowhere positive.
         gradients: symbols of gradients that enter the region.
         values: symbols of forward inputs that may be inexact.
         statistics: symbols with one number for many elements.
@@ -73,6 +74,7 @@ class Expressions:
     constants: set[Symbol] = field(default_factory=set)
     numbers: dict[Symbol, float] = field(default_factory=dict)
     masks: set[Symbol] = field(default_factory=set)
+    negative: set[Symbol] = field(default_factory=set)
     gradients: list[Symbol] = field(default_factory=list)
     values: list[Symbol] = field(default_factory=list)
     statistics: set[Symbol] = field(default_factory=set)
@@ -84,6 +86,12 @@ class Expressions:
             d.length for d in self.definitions if isinstance(d, Statistic) and not d.over_rows
         ]
         return max(lengths, default=1)
+
+    @property
+    def exponentials(self) -> set[Expr]:
+        """What the definitions have of exponentials, of any base."""
+        found = (x for d in self.definitions for x in d.value.atoms(sympy.exp, sympy.Pow))
+        return {x for x in found if x.as_base_exp()[1].free_symbols}
 
     def expanded(self, expression: Expr) -> Expr:
         """`expression` in terms of inputs and statistics, among which roots keep their symbols."""
@@ -123,6 +131,8 @@ def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
         found.numbers[symbol] = filled
     elif graph.tensor(node).dtype is torch.bool:
         found.masks.add(symbol)
+    elif is_negative(node):
+        found.negative.add(symbol)
 
 
 def _define(node: fx.Node, found: Expressions) -> None:

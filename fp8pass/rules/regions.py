@@ -88,7 +88,7 @@ class Region:
         """Equal for regions of equal structure and sizes, so that repeated layers share a rule."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
-            (role, graph.shape_text(graph.tensor(n)), filled_with(n))
+            (role, graph.shape_text(graph.tensor(n)), filled_with(n), is_negative(n))
             for n, role in self.inputs.items()
         )
         members = tuple(
@@ -107,6 +107,7 @@ class Region:
 FILLS = (aten.full.default, aten.full_like.default)
 ZEROS = (aten.zeros.default, aten.zeros_like.default)
 ONES = (aten.ones.default, aten.ones_like.default)
+POSITIVE = (aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.abs.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
@@ -120,6 +121,13 @@ def filled_with(node: fx.Node) -> float | None:
     if node.target in ZEROS:
         return 0.0
     return 1.0 if node.target in ONES else None
+
+
+def is_negative(node: fx.Node) -> bool:
+    """Whether the graph says that no element of a node is positive, as of the decays of Mamba."""
+    while node.target in graph.RESHAPES or node.target in graph.CASTS:
+        node = node.all_input_nodes[0]
+    return node.target is aten.neg.default and node.all_input_nodes[0].target in POSITIVE
 
 
 def is_movement(node: fx.Node) -> bool:

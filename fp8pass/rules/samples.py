@@ -71,7 +71,8 @@ class Samples:
     def _constant(self, symbol: Symbol) -> Tensor:
         if symbol in self.expressions.masks:
             return (self.normal(ROWS, self.width) > 0).to(torch.float64)
-        number = self.expressions.numbers.get(symbol, 1.0)
+        sign = -1.0 if symbol in self.expressions.negative else 1.0
+        number = self.expressions.numbers.get(symbol, sign)
         return torch.tensor(number if abs(number) < HUGE else 1.0, **ON_CPU)
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:

@@ -41,11 +41,18 @@ def bound(model, x, **options) -> float:
 
 def test_larger_activations_have_larger_bounds():
     torch.manual_seed(0)
-    x = torch.randn(256, 64)
-    model = Exponential(size=4.0)
-    moments = fp8pass.calibrate(model, mean_square, x)
-    assert [round(std) for _, _, std in moments] == [4]
-    assert bound(model, x) < 0.6 * bound(model, x, moments=moments)
+    x, bounds = torch.randn(256, 64), []
+    for size in (1.0, 4.0):
+        model = Exponential(size)
+        moments = fp8pass.calibrate(model, mean_square, x)
+        assert round(moments[0][2]) == size
+        bounds.append(bound(model, x, moments=moments))
+    assert bounds[0] < 0.6 * bounds[1]
+
+
+def test_an_exponential_takes_exact_values_until_their_size_is_known():
+    (report,) = fp8pass.explain(Exponential(1.0), torch.randn(256, 64)).graphs
+    assert any("an exponential in it may be of any size" in s.reason for s in report.plan.saved)
 
 
 def test_moments_are_plain_data_that_options_take():

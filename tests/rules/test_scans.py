@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from rules_helpers import gradient_cosines, plan_of
 from torch.nn import functional as F
 
@@ -19,8 +22,52 @@ def in_logarithms(m, x):
     return (decay + (-F.softplus(-x) - decay).logcumsumexp(0)).exp()
 
 
+def by_a_matrix(z):
+    return torch.ones(len(z), len(z)).tril() @ z
+
+
+def one_by_one(z):
+    found = [z[0]]
+    for row in z[1:]:
+        found.append(found[-1] + row)
+    return torch.stack(found)
+
+
+def in_two_levels(z):
+    parts = z.view(4, -1, z.shape[1])
+    before = F.pad(parts.sum(1).cumsum(0), (0, 0, 1, 0))[:-1, None]
+    return (parts.cumsum(1) + before).view_as(z)
+
+
+def in_doubled_steps(z):
+    step = 1
+    while step < len(z):
+        z = z + F.pad(z, (0, 0, step, 0))[:-step]
+        step *= 2
+    return z
+
+
+def in_powers_of_two(m, x):
+    decay = by_a_matrix(F.logsigmoid(x)) / math.log(2)
+    return decay.exp2() * by_a_matrix(2.0 ** (-decay) * x)
+
+
+def spelled(scan):
+    """`gated` with a sum of another spelling."""
+
+    def function(m, x):
+        decay = scan(F.logsigmoid(x))
+        return decay.exp() * scan((-decay).exp() * x)
+
+    function.__name__ = scan.__name__
+    return function
+
+
+SPELLINGS = [spelled(f) for f in (by_a_matrix, one_by_one, in_two_levels, in_doubled_steps)]
+
+
 @pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
-@pytest.mark.parametrize("function", [gated, in_logarithms])
+@pytest.mark.parametrize("function", [gated, in_logarithms, in_powers_of_two, *SPELLINGS])
 def test_gradients_of_recurrences_are_right(function, save_format):
     assert min(gradient_cosines(function, save_format)) > 0.97
 

@@ -1,0 +1,36 @@
+"""Differences of values that nearly agree: no error of the values is small beside them."""
+
+from __future__ import annotations
+
+import pytest
+from rules_helpers import gradient_cosines, plan_of
+from torch.nn import functional as F
+
+
+def layer_norm(m, x):
+    return F.layer_norm(x, (x.shape[-1],)) * m.gain
+
+
+def layer_norm_by_hand(m, x):
+    off = x + (-x.mean(-1, keepdim=True))
+    return off * (off.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def of_neighbours(m, x):
+    step = x.diff(dim=0)
+    return F.silu(step) * step + x[1:] / 256
+
+
+FUNCTIONS = [layer_norm, layer_norm_by_hand, of_neighbours]
+
+
+@pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_are_right_whatever_the_values_have_in_common(function, save_format):
+    assert min(gradient_cosines(function, save_format, offset=30.0)) > 0.97
+
+
+def test_a_difference_is_kept_in_place_of_what_it_is_of():
+    saved = plan_of(lambda m, x: F.layer_norm(x, (x.shape[-1],)), "e4m3").saved
+    (kept,) = (s for s in saved if s.kept_as.startswith("e4m3"))
+    assert kept.op in ("aten.sub.Tensor", "aten.mul.Tensor")
