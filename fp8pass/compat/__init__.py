@@ -46,6 +46,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     uncached,
     uncompiled,
     uses_cuda_graphs,
+    without_gradient_hooks,
     without_source,
 )
 from fp8pass.compat.fakes import (  # noqa: E402
@@ -85,7 +86,7 @@ from fp8pass.compat.pipelining import (  # noqa: E402
     schedule_names,
 )
 from fp8pass.compat.randomness import (  # noqa: E402
-    draw_from_seeds,
+    run_op_by_op,
     seeded_random_ops,
 )
 from fp8pass.compat.symbols import (  # noqa: E402
@@ -139,7 +140,6 @@ __all__ = [
     "copy_captured",
     "copy_region",
     "counters",
-    "draw_from_seeds",
     "extract_forward_backward",
     "fake_mode_of",
     "fake_tensors",
@@ -183,6 +183,7 @@ __all__ = [
     "rename_self",
     "replayed_memory",
     "restrictions",
+    "run_op_by_op",
     "running_backward",
     "runs_one_stage_a_rank",
     "save_always",
@@ -204,6 +205,7 @@ __all__ = [
     "uses_cuda_graphs",
     "version_of",
     "weak_storage",
+    "without_gradient_hooks",
     "without_source",
     "wrapper",
 ]

@@ -29,7 +29,7 @@ from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8pass.compat.randomness import draw_from_seeds
+from fp8pass.compat.randomness import run_op_by_op
 
 __all__ = [
     "CustomPartitionerFn",
@@ -131,7 +131,7 @@ def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None)
     of its own, and so must we: autograd refuses to change a view in place that was made where it
     did not look, as models do with what they got before a graph break.
     """
-    draw_from_seeds(gm)
+    run_op_by_op(gm)
     run = run or make_boxed_func(gm.forward)
     results = next(iter(reversed(gm.graph.nodes))).args[0]
     given = [isinstance(x, fx.Node) and x.op == "placeholder" for x in results]
@@ -208,6 +208,21 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
     finally:
         for m, call in compiled.items():
             m._compiled_call_impl = call
+
+
+@contextmanager
+def without_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Call no hook that was registered to run when a gradient has been accumulated."""
+    # The engine reads the dict that holds them: another in its place would change nothing.
+    hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
+    registered = [dict(h) for h in hooks]
+    for h in hooks:
+        h.clear()
+    try:
+        yield
+    finally:
+        for h, there in zip(hooks, registered, strict=True):
+            h.update(there)
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:

@@ -1,4 +1,4 @@
-"""Inductor's random numbers: a function of a seed, in generated code and op by op."""
+"""What Inductor has operators of its own for, random numbers above all, run op by op."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import fx
 from torch._dynamo.utils import counters as counters
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
 
 def seeded_random_ops() -> Iterable[Any]:
     """Inductor's random numbers: a pure function of a seed, so recomputing gives the same."""
@@ -21,10 +23,12 @@ def seeded_random_ops() -> Iterable[Any]:
     )
 
 
-def draw_from_seeds(gm: fx.GraphModule) -> None:
-    """Make Inductor's random numbers a function of their seed, as they are in generated code.
+def run_op_by_op(gm: fx.GraphModule) -> None:
+    """Have a graph of Inductor's give op by op what it gives in generated code.
 
-    In their eager form they are not: a backward that draws them again would get others.
+    Its random numbers are a function of their seed; in their eager form they are not, and a
+    backward that draws them again would get others. Positions may be in dtypes that PyTorch has no
+    `arange` for.
     """
     prims = torch.ops.prims
     for node in gm.graph.nodes:
@@ -32,6 +36,8 @@ def draw_from_seeds(gm: fx.GraphModule) -> None:
             node.target = _seeded_random
         elif node.target is prims.inductor_randint.default:
             node.target = _seeded_randint
+        elif node.target is prims.iota.default and node.kwargs.get("dtype") in _UNSIGNED:
+            node.kwargs = {**node.kwargs, "dtype": torch.int64}
     gm.recompile()
 
 

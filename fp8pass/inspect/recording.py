@@ -158,7 +158,7 @@ class Recorder:
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_of(gm)
             for module in (self._exact, rewritten):
-                compat.draw_from_seeds(module)
+                compat.run_op_by_op(module)
             planned, planned_ctx, decisions = self._planned
             self.record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
 

@@ -229,13 +229,25 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
-    """The leaf tensors, whose gradients are None meanwhile; the earlier ones are put back."""
+    """The leaf tensors, whose gradients are None meanwhile; the earlier ones are put back.
+
+    Nobody is told that a gradient is there: an optimizer in the backward would train the model.
+
+    Raises:
+        ValueError: inference mode is on, in which nothing has a gradient.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "Nothing has a gradient under torch.inference_mode(): leave it before, or use "
+            "torch.no_grad() in its place."
+        )
     leaves = [*module.parameters(), *leaves_of(batch)]
     gradients = [x.grad for x in leaves]
     for x in leaves:
         x.grad = None
     try:
-        yield leaves
+        with compat.without_gradient_hooks(leaves):
+            yield leaves
     finally:
         for x, gradient in zip(leaves, gradients, strict=True):
             x.grad = gradient

@@ -66,19 +66,26 @@ def sharpness(
         φ in percent; what is not finite, where the loss is not.
 
     Raises:
-        ConfigError: `epsilon` is no positive number, `search` no bool, or `loss_fn` computes another
-            loss.
+        ConfigError: an option has an invalid value, `loss_fn` computes another loss, or inference
+            mode is on.
     """
     if not isinstance(search, bool):
         raise ConfigError(f"search must be True or False, got {search!r}.")
     if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not epsilon > 0:
         raise ConfigError(f"epsilon must be a positive number, got {epsilon!r}.")
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "Sharpness takes a gradient, and nothing has one under torch.inference_mode(): leave "
+            "it before, or use torch.no_grad() in its place."
+        )
     landscape = Landscape(model, loss_fn, batch)
     start = landscape.loss(landscape.logits)
     if not math.isfinite(start):
         return start
     if start <= -1:
-        raise ConfigError(f"Sharpness is a rise over 1 + loss, and loss_fn gave {start:g}. {_HOW_TO}")
+        raise ConfigError(
+            f"Sharpness is a rise over 1 + loss, and loss_fn gave {start:g}. {_HOW_TO}"
+        )
     half_widths = epsilon * (landscape.logits.abs() + 1)
     largest = (_searched if search else _in_corner)(landscape, half_widths)
     return 100 * (largest - start) / (1 + start)
