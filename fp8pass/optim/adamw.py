@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.config import ConfigError
+from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.host.arena import Arena
 from fp8pass.optim import checkpoint, fused, host
 from fp8pass.optim.fused import FusedUpdate
@@ -147,15 +148,22 @@ class AdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient; returns the result of `closure`.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            RuntimeError: as `update`; nothing has been updated then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        for _, parameters in groups:
+            for parameter in parameters:
+                _check_can_be_updated(parameter)
         try:
-            for group in self.param_groups:
-                self.update(group, [p for p in group["params"] if p.grad is not None])
+            for group, parameters in groups:
+                self.update(group, parameters)
         finally:
             self.join()
         return loss
@@ -167,16 +175,12 @@ class AdamW(torch.optim.Optimizer):
         Those with states on the host are updated on a stream of their own: `join` waits for it.
 
         Raises:
-            RuntimeError: a gradient is sparse, or distributed otherwise than its parameter.
+            RuntimeError: a gradient is sparse, or distributed otherwise than its parameter, or a
+                weight is in codes that are all of it.
         """
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
-            assert parameter.grad is not None
-            if parameter.grad.is_sparse:
-                raise RuntimeError(
-                    f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
-                    "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
-                )
+            _check_can_be_updated(parameter)
             device = parameter.device
             fuses = fused.why_not(device) is None and local(parameter).is_contiguous()
             streams = host.is_offloaded(group, "states", parameter)
@@ -353,3 +357,19 @@ class AdamW(torch.optim.Optimizer):
             values = self.state.pop(key)
             new = checkpoint.converted(values, key)
             self.state[key.parameter] = self._placed(new, key.group, key.parameter)
+
+
+def _check_can_be_updated(parameter: Tensor) -> None:
+    """Raise RuntimeError if an update would fail, or be lost."""
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        raise RuntimeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
+            "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
+        )
+    if isinstance(parameter, CodedWeight) and parameter.source is None:
+        raise RuntimeError(
+            f"A weight of shape {tuple(parameter.shape)} is in codes, which were made for it to "
+            "stay as it is: most updates are smaller than the distance of two codes. Name its "
+            "layer in skip= of freeze, or switch its gradient off with requires_grad_(False)."
+        )

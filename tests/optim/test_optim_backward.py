@@ -351,7 +351,14 @@ def test_a_step_that_fails_is_waited_for(monkeypatch):
     optimizer = AdamW([{"params": [p]} for p in model.parameters()])
     next(losses(model, 1)).backward()
     model[2].weight.grad = model[2].weight.grad.to_sparse()
+    before = [p.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()  # known before anything was begun
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not joined
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    monkeypatch.setattr(AdamW, "_control", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert joined == [optimizer]
 

@@ -221,3 +221,19 @@ def test_weights_change_through_the_host_alone():
     model = new("cpu")
     with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
         model.up.weight.mul_(2)
+
+
+@torch.no_grad()
+def test_codes_that_are_all_of_a_weight_are_not_updated():
+    """Most updates are smaller than the distance of two codes, and would be lost in silence."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    fp8pass.freeze(model, skip="1")
+    model.requires_grad_()
+    optimizer = AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
+    before, other = model[0].weight.codes.clone(), model[1].weight.clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    with pytest.raises(RuntimeError, match=r"64, 64\) is in codes.*skip= of freeze"):
+        optimizer.step()
+    assert torch.equal(model[0].weight.codes.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(model[1].weight, other)
