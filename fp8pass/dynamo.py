@@ -80,6 +80,8 @@ class Backend:
         has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
         if config.compiler == "inductor" and has_tensors and _on_cpu(example_inputs):
             _check_cpp_compiler()
+        if torch.is_grad_enabled():
+            _check_has_memory(example_inputs)
         if compat.is_checkpointing() and not self.observer:
             warn_about_checkpointing()
         if config.offload and compat.uses_cuda_graphs(patches):
@@ -299,6 +301,15 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
         # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.
         options["realize_opcount_threshold"] = 64
     return options
+
+
+def _check_has_memory(example_inputs: Sequence[Any]) -> None:
+    """Raise ConfigError if a graph would train on the meta device: no value there has a price."""
+    if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
+        raise ConfigError(
+            "Tensors are on the meta device, where nothing can be trained. Give a model memory "
+            "with model.to_empty(device='cuda'), or plan for it with fp8pass.fit."
+        )
 
 
 def _on_cpu(example_inputs: Sequence[Any]) -> bool:

@@ -286,7 +286,7 @@ class Guard:
         risen = self._signals.has_risen
         if risen and not alarm.confirmed:
             alarm.confirmed = True
-            self._note("confirmed", f"the loss has risen to {self._signals.loss:.4g}")
+            self._note("confirmed", self._signals.rise)
         can_roll_back = ROLL_BACK in self._responses.act and not alarm.stuck
         wait = REACTION if alarm.rollbacks else 0
         if risen and can_roll_back and self.steps >= alarm.step + wait:

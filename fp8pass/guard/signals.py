@@ -62,10 +62,11 @@ class Signals:
 
     Attributes:
         has_risen: whether the loss, in the last reading, is so high that an alarm was right.
+        rise: that in words.
     """
 
     def __init__(self) -> None:
-        self.has_risen = False
+        self.has_risen, self.rise = False, ""
         steps = {"recent": 8, "block": 20, "blocks": 10}
         readings = {"recent": 2, "block": 8, "blocks": 5}
         self._trends = {
@@ -105,11 +106,6 @@ class Signals:
         found = sorted([*self._suspects, *self._earlier], key=lambda s: -s.deviations)
         first = {(s.module, s.tensor): s for s in reversed(found)}
         return tuple(s for s in found if first[s.module, s.tensor] is s)[:LISTED]
-
-    @property
-    def loss(self) -> float:
-        """The median of recent losses."""
-        return self._trends["loss"].rise().now
 
     def freeze(self, *, frozen: bool) -> None:
         """Keep what comes out of the past, or no longer."""
@@ -157,6 +153,8 @@ class Signals:
         rise = trend.rise()
         factor = 1 + rise.difference / max(abs(rise.before), trend.floor)
         self.has_risen = wrong.size > 0 or RISEN.exceeded(rise.deviations, factor)
+        now = "is not finite" if wrong.size else f"has risen to {rise.now:.4g}"
+        self.rise = f"the loss {now}"
         text = f"loss {rise.now:.4g} after {rise.before:.4g}"
         yield from _signal("loss", rise.deviations, factor, text)
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from fp8pass import compat
 from fp8pass.compilation import Compilation
+from fp8pass.config import Config
 from fp8pass.plan import Plan
 from fp8pass.progress.gain import doubt
 from fp8pass.progress.spinner import is_later_rank
@@ -40,12 +41,14 @@ class _Part:
 
     Attributes:
         plan: its plan.
+        config: the options that it was compiled with.
         runs: the parameters that it has run with: equal blocks share a graph.
         device: theirs.
         waits: whether nothing has been said about it.
     """
 
     plan: Plan
+    config: Config
     runs: dict[tuple[Place, ...], None] = field(default_factory=dict)
     device: torch.device | None = None
     waits: bool = True
@@ -84,7 +87,7 @@ def told(program: Callable[..., Any], compilation: Compilation) -> Callable[...,
     compiled = compilation.compiled
     if compiled is None or compiled.plan.note or is_later_rank():
         return program
-    part = _Part(compiled.plan)
+    part = _Part(compiled.plan, compilation.config)
     _waiting.append(part)
 
     def run(*args: Any) -> Any:
@@ -98,9 +101,9 @@ def told(program: Callable[..., Any], compilation: Compilation) -> Callable[...,
 def _settle(again: _Part) -> None:
     """Say the line about all graphs that wait for it, of which one runs again.
 
-    What simulates a format is no part of a model that does not, whose line would say that it does.
+    What was compiled with other options is no part of the model, whose line would mix the two.
     """
-    parts = [p for p in _waiting if p.plan.simulated == again.plan.simulated and p is not again]
+    parts = [p for p in _waiting if p.config == again.config and p is not again]
     parts.append(again)
     found: dict[tuple[object, tuple[Place, ...]], Plan] = {}
     for part in parts:

@@ -49,11 +49,13 @@ class Planner:
         enough = f"{math.ceil(least)} bytes"
         if isinstance(config.memory_budget, float):
             enough = f"{math.ceil(1000 * least / self.most) / 1000:g}"
+        smaller = (
+            "" if config.save_format == "e2m1" else ", or allow smaller formats with recipe='agoq'"
+        )
         other = "" if self.link else ", or keep values on the host with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at least "
-            f"{bytes_text(least)}. Raise memory_budget to {enough} or more, or allow smaller "
-            f"formats with recipe='agoq'{other}."
+            f"{bytes_text(least)}. Raise memory_budget to {enough} or more{smaller}{other}."
         )
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:

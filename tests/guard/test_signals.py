@@ -65,6 +65,7 @@ def test_a_loss_that_is_not_finite_is_an_alarm_at_once(value):
     assert guard.events[0].step == 5
     assert guard.events[0].signals[0].strong
     assert str(value) in guard.events[0].message
+    assert guard.events[1].message == "the loss is not finite"
 
 
 def test_a_trend_does_not_follow_a_slow_rise():

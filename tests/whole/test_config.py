@@ -235,3 +235,12 @@ def test_what_goes_with_no_simulation(options, message):
 def test_recipes_that_code_go_with_no_simulation(recipe):
     with pytest.raises(ConfigError, match="leave the recipe out"):
         split_options({"recipe": recipe, "simulate": "e8m3"}, ())
+
+
+def test_training_without_memory_is_refused():
+    """On the meta device."""
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(32, 32), torch.randn(32, 32)
+    program = torch.compile(model, backend="fp8pass", options={"compiler": "eager"})
+    with pytest.raises(Exception, match="on the meta device, where nothing can be trained"):
+        program(x)

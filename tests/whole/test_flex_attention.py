@@ -118,5 +118,7 @@ def test_generated_code_on_a_gpu(recipe):
     torch._dynamo.reset()
     got = step(torch.compile(model, backend="fp8pass", options={"recipe": recipe}), model, batch)
     for name, gradient in want.gradients.items():
-        bound = 0.02 if recipe == "exact" else 0.2
+        # The gradient of a slope is a sum over all scores, most of which cancel.
+        lossy = 0.3 if name.endswith("slope") else 0.2
+        bound = 0.02 if recipe == "exact" else lossy
         assert relative(got.gradients[name], gradient) < bound, name

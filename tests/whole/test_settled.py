@@ -228,11 +228,12 @@ def test_on_stderr_unless_somebody_set_up_logging(level, monkeypatch, capsys, sa
         assert len(said()) == (level == logging.INFO)
 
 
-def test_a_model_that_simulates_a_format_is_no_part_of_another(caplog, said):
+@pytest.mark.parametrize("option", [{"simulate": "e3m1"}, {"recipe": "exact"}])
+def test_a_model_with_other_options_is_no_part_of_another(option, caplog, said):
     """One that has run once, before the other trains."""
-    options = {"compiler": "eager", "simulate": "e3m1"}
-    simulated = torch.compile(MLP((WIDTH, 96, WIDTH)), backend="fp8pass", options=options)
-    train(simulated, steps=1)
+    options = {"compiler": "eager", **option}
+    other = torch.compile(MLP((WIDTH, 96, WIDTH)), backend="fp8pass", options=options)
+    train(other, steps=1)
     train(compiled(MLP((WIDTH, 128, WIDTH))))
     assert [line[: len(ALL_OF_TWO)] for _, line in said()] == [ALL_OF_TWO]
     assert "e3m1" not in caplog.text
