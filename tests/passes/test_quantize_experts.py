@@ -344,7 +344,7 @@ def test_row_kernels_take_tokens_and_weights(graphs):
     torch._dynamo.reset()
     want = step(compiled(model, COAT_EAGER)[0], model, (x,))
     for name, gradient in want.gradients.items():
-        assert relative(got.gradients[name], gradient) < 0.06, name
+        assert relative(got.gradients[name], gradient) < 0.08, name
 
 
 @pytest.mark.gpu
