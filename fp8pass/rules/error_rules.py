@@ -41,6 +41,8 @@ aten = torch.ops.aten
 # Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
+VARIANCES = (aten.var_mean.correction, aten.var.correction)
+
 UNUSED = Amplification(0.0, 0.0, 0.0)
 
 ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used as no gradient is"
@@ -204,9 +206,13 @@ class Rules:
     def _is_difference(self, node: fx.Node) -> bool:
         """Whether a node is the difference of two inexact tensors, which may be far larger.
 
-        Of tensors of one shape, or of a tensor and a mean for each of its rows. Means over rows, as
-        batch normalization subtracts them, are left out: AOTAutograd subtracts them twice.
+        Of tensors of one shape, or of a tensor and a mean for each of its rows; the variance of a
+        row is of these, too. Means over rows, as batch normalization subtracts them, are left out:
+        AOTAutograd subtracts them twice.
         """
+        if node.target in VARIANCES:
+            rank, dims = graph.tensor(node.all_input_nodes[0]).ndim, node.args[1]
+            return isinstance(dims, (list, tuple)) and all(dim % rank for dim in dims)  # type: ignore[operator]
         operand = _subtracted(node)
         if operand is None or not self.constants.isdisjoint(node.all_input_nodes):
             return False

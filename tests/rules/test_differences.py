@@ -8,12 +8,13 @@ from torch.nn import functional as F
 
 
 def layer_norm(m, x):
-    return F.layer_norm(x, (x.shape[-1],)) * m.gain
+    """Beside another use of `x`, for which `x` itself is kept."""
+    return F.layer_norm(x, (x.shape[-1],)) * m.gain + F.silu(x) / 32
 
 
 def layer_norm_by_hand(m, x):
     off = x + (-x.mean(-1, keepdim=True))
-    return off * (off.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return off * (off.square().mean(-1, keepdim=True) + 1e-5).rsqrt() + F.silu(x) / 32
 
 
 def of_neighbours(m, x):
@@ -30,7 +31,9 @@ def test_gradients_are_right_whatever_the_values_have_in_common(function, save_f
     assert min(gradient_cosines(function, save_format, offset=30.0)) > 0.97
 
 
-def test_a_difference_is_kept_in_place_of_what_it_is_of():
-    saved = plan_of(lambda m, x: F.layer_norm(x, (x.shape[-1],)), "e4m3").saved
-    (kept,) = (s for s in saved if s.kept_as.startswith("e4m3"))
-    assert kept.op in ("aten.sub.Tensor", "aten.mul.Tensor")
+def test_a_difference_is_kept_for_itself():
+    """What a norm's backward reads is not computed again from `x`, though that is kept, too."""
+    saved = plan_of(layer_norm, "e4m3").saved
+    kept = [s.op for s in saved if s.kept_as.startswith("e4m3")]
+    assert len(kept) == 2
+    assert {"aten.sub.Tensor", "aten.mul.Tensor"} & {*kept}
