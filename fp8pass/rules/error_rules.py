@@ -211,8 +211,7 @@ class Rules:
         AOTAutograd subtracts them twice.
         """
         if node.target in VARIANCES:
-            rank, dims = graph.tensor(node.all_input_nodes[0]).ndim, node.args[1]
-            return isinstance(dims, (list, tuple)) and all(dim % rank for dim in dims)  # type: ignore[operator]
+            return _is_for_each_row(node)
         operand = _subtracted(node)
         if operand is None or not self.constants.isdisjoint(node.all_input_nodes):
             return False
@@ -312,6 +311,13 @@ def _subtracted(node: fx.Node) -> fx.Node | None:
     if node.target is aten.add.Tensor:
         negative = operand.target is aten.neg.default
     return operand if negative else None
+
+
+def _is_for_each_row(variance: fx.Node) -> bool:
+    """Whether a variance leaves the first dimension; without dimensions it is one number."""
+    rank = graph.tensor(variance.all_input_nodes[0]).ndim
+    dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
+    return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
 
 
 def _moments_of(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:

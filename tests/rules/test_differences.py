@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from rules_helpers import gradient_cosines, plan_of
 from torch.nn import functional as F
 
@@ -37,3 +38,13 @@ def test_a_difference_is_kept_for_itself():
     kept = [s.op for s in saved if s.kept_as.startswith("e4m3")]
     assert len(kept) == 2
     assert {"aten.sub.Tensor", "aten.mul.Tensor"} & {*kept}
+
+
+@pytest.mark.parametrize("dims", [(), (None,), ([],), ([0, 1],)])
+def test_the_variance_of_everything_is_no_row(dims):
+    """In whichever way a program says so; a mean of one number is subtracted from all of it."""
+
+    def standardized(m, x):
+        return F.silu((x - x.mean()) * (torch.ops.aten.var.correction(x, *dims) + 1e-5).rsqrt())
+
+    assert plan_of(standardized, "e4m3").saved
