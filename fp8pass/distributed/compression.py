@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ log = logging.getLogger("fp8pass")
 SUMS: dict[str, type[Sums]] = {"groups": GroupSums, "scaled": ScaledSums}
 GRADIENTS = (*SUMS, "none")
 WEIGHTS = ("row", "none")
+PATIENCE_S = 30
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 
@@ -87,27 +89,22 @@ def compress(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress takes a distributed module, got {type(model).__name__}.")
-    _check("gradients", gradients, GRADIENTS)
-    _check("weights", weights, WEIGHTS)
     reducers = dict(_reducers(model.named_modules()))
     if not reducers:
         raise ConfigError(_why_nothing_reduces(model))
-    if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
-        raise ConfigError(
-            f"{done[0] or 'The model'} is compressed already: call compress once, with the "
-            "outermost module."
-        )
     groups = _groups(reducers.values())
     alone = bool(groups) and all(group.size() == 1 for group in groups)
-    for path, module in reducers.items():
-        if gradients != "none" and not alone and (reason := _why_not(module)):
-            raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
-    if weights != "none" and (reason := why_too_late(reducers.values())):
-        raise ConfigError(f"Weights cannot be compressed: {reason}")
-    if monitor is not None and not isinstance(monitor, Monitor):
-        raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
-    skip = checked_patterns("skip", skip)
-    _check_alike(groups, f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
+    try:
+        _check("gradients", gradients, GRADIENTS)
+        _check("weights", weights, WEIGHTS)
+        _check_model(reducers, gradients != "none" and not alone, weights != "none")
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
+        skip = checked_patterns("skip", skip)
+    except ConfigError as error:
+        _agree(groups, f"refused: {error}")
+        raise
+    _agree(groups, f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
     if alone:
         log.info("compress: there is one rank, so nothing is sent.")
         return Compression()
@@ -128,18 +125,49 @@ def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{unknown(argument, value, known)} {argument} is one of {listed}.")
 
 
-def _check_alike(groups: Iterable[dist.ProcessGroup], options: str) -> None:
-    """Raise ConfigError, on all ranks, if they would wait for each other's bytes in vain."""
-    said = {options}
-    for group in groups:  # each of a mesh's dimensions hears what was said in those before
-        heard: list[set[str]] = [set()] * group.size()
-        dist.all_gather_object(heard, said, group=group)
-        said = set().union(*heard)
-    if len(said) > 1:
+def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
+    """Raise ConfigError if these modules cannot send gradients, or weights, in 8 bits."""
+    if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
-            f"Ranks disagree about compress: {' on some, '.join(sorted(said))} on others. Say the "
-            "same on every rank."
+            f"{done[0] or 'The model'} is compressed already: call compress once, with the "
+            "outermost module."
         )
+    for path, module in reducers.items():
+        if gradients and (reason := _why_not(module)):
+            raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
+    if weights and (reason := why_too_late(reducers.values())):
+        raise ConfigError(f"Weights cannot be compressed: {reason}")
+
+
+def _agree(groups: Iterable[dist.ProcessGroup], said: str) -> None:
+    """Raise ConfigError, on all ranks, if they would wait for each other's bytes in vain.
+
+    A rank that refuses tells the others why, who would wait for it, too.
+    """
+    all_said = {said}
+    with _said_to_wait():
+        for group in groups:  # each of a mesh's dimensions hears what was said in those before
+            heard: list[set[str]] = [set()] * group.size()
+            dist.all_gather_object(heard, all_said, group=group)
+            all_said = set().union(*heard)
+    if len(all_said) > 1:
+        raise ConfigError(
+            f"Ranks disagree about compress: {' on some, '.join(sorted(all_said))} on others. Say "
+            "the same on every rank."
+        )
+
+
+@contextmanager
+def _said_to_wait() -> Iterator[None]:
+    """One line if other ranks are long in coming: PyTorch itself waits minutes for its timeout."""
+    text = "compress has waited %d s for other ranks, all of which have to call it."
+    timer = threading.Timer(PATIENCE_S, log.warning, (text, PATIENCE_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:

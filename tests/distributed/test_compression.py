@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import parallel
@@ -280,7 +281,22 @@ def ranks_that_say_different_things(device: str, way: str) -> None:
     gradients = "groups" if dist.get_rank() else "none"
     with pytest.raises(fp8pass.ConfigError, match=r"disagree.*'groups'.* on some, .*'none'"):
         fp8pass.distributed.compress(model, gradients)
+    with pytest.raises(fp8pass.ConfigError, match=r"refused: .*Did you mean 'row'"):
+        fp8pass.distributed.compress(model, weights="row" if dist.get_rank() else "rows")
     assert fp8pass.distributed.compress(model).gradients.bytes == 0
+
+
+def a_rank_that_comes_late(device: str) -> None:
+    """The other says what it waits for."""
+    compression = sys.modules["fp8pass.distributed.compression"]
+    model, said = distributed("ddp", device, "exact"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compression, "PATIENCE_S", 0.2)
+        patch.setattr(compression.log, "warning", lambda text, seconds: said.append(text))
+        if dist.get_rank() == 1:
+            time.sleep(2)
+        fp8pass.distributed.compress(model)
+    assert len(said) == (dist.get_rank() == 0)
 
 
 def mixed(device: str) -> nn.Module:
@@ -433,6 +449,10 @@ def test_one_rank_alone(two):
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 def test_ranks_that_disagree(two, way):
     two(ranks_that_say_different_things, way)
+
+
+def test_a_rank_that_comes_late(two):
+    two(a_rank_that_comes_late)
 
 
 CODED = (
