@@ -128,6 +128,7 @@ MOVEMENTS = {
     aten.slice_scatter.default,
     aten.select_scatter.default,
     aten.flip.default,
+    prims.rev.default,  # what flip is decomposed into
     aten.roll.default,
     aten.repeat.default,
     aten.tril.default,

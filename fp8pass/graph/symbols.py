@@ -195,6 +195,8 @@ def compared(sign: int, *, or_equal: bool = False) -> Formula:
     """x > y, or with `sign` -1 x < y, as 0 or 1."""
 
     def compare(x: Operand, y: Operand | float) -> Expr:
+        if _is_infinite(y):
+            return sympy.Integer(sign * y < 0)  # type: ignore[operator]
         difference = sign * (x.symbol - number(y))
         return 1 - UnitStep(-difference) if or_equal else UnitStep(difference)
 
@@ -205,10 +207,16 @@ def clamped(sign: int) -> Formula:
     """max(x, bound), or with `sign` -1 min(x, bound)."""
 
     def clamp(x: Operand, bound: Operand | float) -> Expr:
+        if _is_infinite(bound) and sign * bound < 0:  # type: ignore[operator]
+            return x.symbol
         limit, inside = number(bound), compared(sign)(x, bound)
         return limit + sign * Magnitude(x.symbol - limit) * inside
 
     return clamp
+
+
+def _is_infinite(bound: Operand | float) -> bool:
+    return not isinstance(bound, Operand) and math.isinf(bound)
 
 
 def where(condition: Operand, a: Operand | float, b: Operand | float) -> Expr:

@@ -8,6 +8,7 @@ amplification.py  bounds and expectations of their relative errors
 jumps.py          comparisons whose outcome matters at the threshold
 ranges.py         values that a mask may make huge in places
 scans.py          gradients that are summed over positions, where small elements may count most
+signs.py          which values are nowhere positive, as the logarithms of decays
 growth.py         exponentials that nothing bounds, for which there is no rule
 divisors.py       values that something divides by
 work.py           what a derivation takes, and when it is not tried

@@ -15,7 +15,7 @@ from fp8pass.graph.symbols import Underivable
 from fp8pass.rules.amplification import Relative, Size, expected, relative_bounds
 from fp8pass.rules.divisors import DIVISOR, divisors
 from fp8pass.rules.expressions import Expressions, express
-from fp8pass.rules.growth import check_growth
+from fp8pass.rules.growth import grows
 from fp8pass.rules.jumps import Jumps, find_jumps, sign_roots
 from fp8pass.rules.ranges import wild_symbols
 from fp8pass.rules.regions import Region
@@ -33,7 +33,7 @@ class Amplification:
         spread: as `bound`, per unit error relative to the largest value of a row, however small
             the value itself is.
         needs_signs: whether these hold only for formats that round no value to zero, because the
-            backward compares with zero, as that of ReLU does.
+            backward compares with zero, as that of ReLU does, or sums up over positions.
     """
 
     bound: float
@@ -66,12 +66,14 @@ class RegionRule:
         compared: members that must not be computed from inexact values, since a comparison would
             jump.
         ungrouped: those whose elements cannot share a scale, each with the reason.
+        grows: whether an exponential that nothing but the moments of values bounds is in it.
         reason: why no rule could be derived; '' if one was.
     """
 
     by_index: dict[int, Amplification] = field(default_factory=dict)
     compared: frozenset[int] = frozenset()
     ungrouped: Mapping[int, str] = field(default_factory=dict)
+    grows: bool = False
     reason: str = ""
 
 
@@ -125,6 +127,7 @@ class Derivation:
     Attributes:
         expressions: the region in symbols.
         samples: values of its symbols.
+        grows: whether an exponential that nothing bounds is in it.
 
     Raises:
         Underivable: the region has an operator that no bound can be derived for.
@@ -137,8 +140,9 @@ class Derivation:
         moments = {symbols[n]: m for n, m in self.known.moments.items() if n in symbols}
         self.samples = Samples(self.expressions, moments)
         check_work(self.expressions, self.outputs)
-        if not moments.keys() >= set(self.expressions.values):
-            check_growth(self.expressions, self.samples, self.outputs)
+        self.grows = grows(self.expressions, self.samples, self.outputs)
+        if self.grows and not moments.keys() >= set(self.expressions.values):
+            raise Underivable("an exponential in it may be of any size")
 
     @cached_property
     def outputs(self) -> list[Symbol]:
@@ -185,6 +189,7 @@ class Derivation:
             storable,
             frozenset(first[s] for s in barriers),  # what follows are casts and views of it
             {i: reasons[symbols[n]] for i, n in enumerate(nodes) if symbols.get(n) in reasons},
+            self.grows,
         )
 
     def amplifications(self) -> dict[Symbol, Amplification]:

@@ -73,7 +73,6 @@ class Rules:
         self.constants = splitter.constants
         self.discrete = splitter.discrete
         self._weights = self._computed_from(facts.weights)
-        self._scanned = scanned(self.regions, self.backward)
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
         self._wild: set[fx.Node] = set()
@@ -133,6 +132,16 @@ class Rules:
         """Members of regions with a rule."""
         pairs = zip(self.regions, self._rules, strict=True)
         return {n for region, rule in pairs if not rule.reason for n in region.nodes}
+
+    @cached_property
+    def _scanned(self) -> tuple[set[Region], set[Region]]:
+        """The regions beside sums over positions: those whose values are exact, and the others."""
+        rules = dict(zip(self.regions, self._rules, strict=True))
+        exact, bounded = set[Region](), set[Region]()
+        for beside in scanned(self.regions, self.backward):
+            may_grow = any(rules[region].reason or rules[region].grows for region in beside)
+            (exact if may_grow else bounded).update(beside)
+        return exact, bounded - exact
 
     @cached_property
     def _found(self) -> dict[fx.Node, list[Amplification | str]]:
@@ -292,13 +301,15 @@ class Rules:
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]
     ) -> None:
         used = bool(region.backward or region.cached)
-        reason = rule.reason or (SCANNED if region in self._scanned else "")
+        exact, bounded = self._scanned
+        reason = rule.reason or (SCANNED if region in exact else "")
         for index, node in enumerate((*region.inputs, *region.nodes)):
             found = record.setdefault(node, [])
             if reason and used and node not in self.constants:
                 found.append(reason)
-            elif index in rule.by_index:
-                found.append(rule.by_index[index])
+            elif (amplification := rule.by_index.get(index)) is not None:
+                needs_signs = amplification.needs_signs or region in bounded
+                found.append(replace(amplification, needs_signs=needs_signs))
 
 
 def _subtracted(node: fx.Node) -> fx.Node | None:

@@ -21,7 +21,7 @@ from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten, prims
 from fp8pass.graph.pointwise import POINTWISE
 from fp8pass.graph.symbols import Operand, Underivable
-from fp8pass.rules.regions import Region, Role, filled_with, is_negative
+from fp8pass.rules.regions import Region, Role, filled_with
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Expressions:
         constants: symbols of exact values.
         numbers: those of them whose value the graph says.
         masks: those of them that are booleans.
-        negative: those of them that are nowhere positive.
+        nonpositive: symbols of inputs that are nowhere positive.
         gradients: symbols of gradients that enter the region.
         values: symbols of forward inputs that may be inexact.
         statistics: symbols with one number for many elements.
@@ -74,7 +74,7 @@ class Expressions:
     constants: set[Symbol] = field(default_factory=set)
     numbers: dict[Symbol, float] = field(default_factory=dict)
     masks: set[Symbol] = field(default_factory=set)
-    negative: set[Symbol] = field(default_factory=set)
+    nonpositive: set[Symbol] = field(default_factory=set)
     gradients: list[Symbol] = field(default_factory=list)
     values: list[Symbol] = field(default_factory=list)
     statistics: set[Symbol] = field(default_factory=set)
@@ -115,6 +115,8 @@ def express(region: Region) -> Expressions:
     for node, role in region.inputs.items():
         symbol = _symbol(node.name, real=True)
         found.symbols[node] = symbol
+        if node in region.nonpositive:
+            found.nonpositive.add(symbol)
         if role is Role.CONSTANT:
             _add_constant(node, symbol, found)
         else:
@@ -131,8 +133,6 @@ def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
         found.numbers[symbol] = filled
     elif graph.tensor(node).dtype is torch.bool:
         found.masks.add(symbol)
-    elif is_negative(node):
-        found.negative.add(symbol)
 
 
 def _define(node: fx.Node, found: Expressions) -> None:

@@ -26,6 +26,7 @@ from fp8pass import graph
 from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import SUMS
+from fp8pass.rules.signs import nonpositive
 
 # Kinds of nodes that a region consists of, junctions aside.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
@@ -56,12 +57,14 @@ class Region:
         inputs: nodes outside the region that members use, with their roles.
         outputs: floating point members that are used outside the region.
         backward: the members that depend on a gradient from outside.
+        nonpositive: the inputs that are nowhere positive.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
     inputs: dict[fx.Node, Role] = field(default_factory=dict)
     outputs: list[fx.Node] = field(default_factory=list)
     backward: set[fx.Node] = field(default_factory=set)
+    nonpositive: set[fx.Node] = field(default_factory=set)
 
     @property
     def values(self) -> list[fx.Node]:
@@ -88,7 +91,7 @@ class Region:
         """Equal for regions of equal structure and sizes, so that repeated layers share a rule."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
-            (role, graph.shape_text(graph.tensor(n)), filled_with(n), is_negative(n))
+            (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)
             for n, role in self.inputs.items()
         )
         members = tuple(
@@ -107,7 +110,6 @@ class Region:
 FILLS = (aten.full.default, aten.full_like.default)
 ZEROS = (aten.zeros.default, aten.zeros_like.default)
 ONES = (aten.ones.default, aten.ones_like.default)
-POSITIVE = (aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.abs.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
@@ -121,13 +123,6 @@ def filled_with(node: fx.Node) -> float | None:
     if node.target in ZEROS:
         return 0.0
     return 1.0 if node.target in ONES else None
-
-
-def is_negative(node: fx.Node) -> bool:
-    """Whether the graph says that no element of a node is positive, as of the decays of Mamba."""
-    while node.target in graph.RESHAPES or node.target in graph.CASTS:
-        node = node.all_input_nodes[0]
-    return node.target is aten.neg.default and node.all_input_nodes[0].target in POSITIVE
 
 
 def is_movement(node: fx.Node) -> bool:
@@ -168,6 +163,7 @@ class Splitter:
         self.discrete: set[fx.Node] = set()
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self._members: dict[fx.Node, None] = {}
+        self._nonpositive = nonpositive(g)
 
     def split(self) -> list[Region]:
         """The regions, in the order of their first members."""
@@ -226,6 +222,8 @@ class Splitter:
         for operand in node.all_input_nodes:
             if operand not in self._members and graph.value(operand) is not None:
                 region.inputs[operand] = self._role(operand)
+                if operand in self._nonpositive:
+                    region.nonpositive.add(operand)
         if _is_float(node) and any(u not in self._members for u in node.users):
             region.outputs.append(node)
 

@@ -63,7 +63,8 @@ class Samples:
         scales = torch.tensor(SCALES, **ON_CPU)[:, None, None]
         for symbol in expressions.values:
             given = moments.get(symbol, UNIT_VARIANCE)
-            self.inputs[symbol] = scales * (given.mean + given.std * self.normal(*size[1:]))
+            x = scales * (given.mean + given.std * self.normal(*size[1:]))
+            self.inputs[symbol] = -x.abs() if symbol in expressions.nonpositive else x
         for symbol in expressions.gradients:
             self.inputs[symbol] = self.normal(*size[1:]).expand(size)
         self.values = self.run()
@@ -71,7 +72,7 @@ class Samples:
     def _constant(self, symbol: Symbol) -> Tensor:
         if symbol in self.expressions.masks:
             return (self.normal(ROWS, self.width) > 0).to(torch.float64)
-        sign = -1.0 if symbol in self.expressions.negative else 1.0
+        sign = -1.0 if symbol in self.expressions.nonpositive else 1.0
         number = self.expressions.numbers.get(symbol, sign)
         return torch.tensor(number if abs(number) < HUGE else 1.0, **ON_CPU)
 

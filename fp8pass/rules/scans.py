@@ -3,7 +3,8 @@
 The error rules take the errors of a row's elements to count by their size. A recurrence that is
 written with `cumsum` (gated linear attention, HGRN, minGRU) multiplies by exp(c), sums, and
 multiplies by exp(-c): what is smallest in a row before the sum is largest behind it. Groups with a
-common scale would flush it to zero.
+common scale would flush it to zero. Where all exponentials beside the sum are of nothing positive,
+as in Mamba2 and gated delta rules, what is small stays small: formats of a wide range will do.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ SCANS = frozenset((aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.
 SCANNED = "its gradients are summed over positions, where the smallest may count most"
 
 
-def scanned(regions: Iterable[Region], backward: Set[fx.Node]) -> set[Region]:
-    """The regions that compute what is summed over positions in `backward`, or with such sums."""
-    scans = [n for n in backward if n.target in SCANS]
-    beside = _moved(scans, lambda n: n.all_input_nodes) | _moved(scans, lambda n: n.users)
-    return {region for region in regions if not beside.isdisjoint((*region.inputs, *region.nodes))}
+def scanned(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
+    """For each sum over positions in `backward`, the regions that compute it or read it."""
+    readers: dict[fx.Node, set[Region]] = {}
+    for region in regions:
+        for node in (*region.inputs, *region.nodes):
+            readers.setdefault(node, set()).add(region)
+    found = []
+    for scan in (n for n in backward if n.target in SCANS):
+        beside = _moved(scan, lambda n: n.all_input_nodes) | _moved(scan, lambda n: n.users)
+        found.append({region for node in beside for region in readers.get(node, ())})
+    return found
 
 
-def _moved(scans: Iterable[fx.Node], next_: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """What scans read or give, however it is moved, or added to something, in between."""
-    found, ahead = set[fx.Node](), list(scans)
+def _moved(scan: fx.Node, next_: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """What a scan reads or gives, however it is moved, or added to something, in between."""
+    found, ahead = set[fx.Node](), [scan]
     while ahead:
         for node in next_(ahead.pop()):
             if node in found:

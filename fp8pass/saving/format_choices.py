@@ -233,9 +233,7 @@ class FormatChoices:
         price = ERROR_BYTES * error * elements
         reason = f"amplifies errors at most {amplification.bound:.1f}×"
         if amplification.needs_signs and not self.coarsest.keeps_signs:
-            reason += (
-                f", and is compared with zero, to which {self.coarsest.name} rounds small values"
-            )
+            reason += f", and its small values count, which {self.coarsest.name} rounds to zero"
         if format is E4M3 and not hardware.has_fp8_casts(val.device):
             format = E4M3_BYTES
         # Reading the value once more, to store it, costs as much as recomputing it.

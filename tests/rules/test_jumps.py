@@ -17,6 +17,8 @@ CONTINUOUS = {
     "elu": lambda m, h: F.elu(h),
     "log sigmoid": lambda m, h: F.logsigmoid(h),
     "made up": lambda m, h: F.softplus(h) * torch.tanh(h) * torch.exp(-h * h),
+    "clamp of one side": lambda m, h: F.softplus(h).clamp(0.0, float("inf")),
+    "clamp of no side": lambda m, h: torch.tanh(h).clamp(float("-inf"), float("inf")) ** 2,
     "by hand": lambda m, h: torch.where(h > 0.5, h * h, h - 0.25),
 }
 JUMPING = {
