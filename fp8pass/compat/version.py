@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-SUPPORTED = ">=2.11,<2.14"
+SUPPORTED = ">=2.11,<2.15"
 
 
-_MINIMUM, _BELOW = (2, 11), (2, 14)
+_MINIMUM, _BELOW = (2, 11), (2, 15)
 
 
 def check_version(version: str) -> None:

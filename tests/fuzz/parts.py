@@ -58,6 +58,8 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    if k.shape[:-1] != v.shape[:-1]:  # which PyTorch does not check, and reads beyond their ends
+        raise ValueError("keys and values of other lengths")
     heads = [x.unflatten(-1, (2, -1)).transpose(-2, -3) for x in (q, k, v)]
     y = F.scaled_dot_product_attention(*heads, is_causal=causal)
     return y.transpose(-2, -3).flatten(-2)

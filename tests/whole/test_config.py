@@ -170,11 +170,11 @@ def test_config_and_options_exclude_each_other():
 
 
 def test_unsupported_pytorch_names_the_versions_that_work():
-    for version in ("2.10.1", "2.14.0", "3.0"):
-        with pytest.raises(ImportError, match=r"torch>=2\.11,<2\.14"):
+    for version in ("2.10.1", "2.15.0", "3.0"):
+        with pytest.raises(ImportError, match=r"torch>=2\.11,<2\.15"):
             compat.check_version(version)
     compat.check_version("2.11.0+cu130")
-    compat.check_version("2.13.1a0+git")
+    compat.check_version("2.14.1a0+git")
 
 
 def test_blocks_compiled_one_by_one_have_configurations_of_their_own():
