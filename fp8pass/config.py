@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,17 +175,17 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_simulation()
-        _check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
-        _check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
-        _check_choice("forward_scales", self.forward_scales, SCALES)
-        _check_choice("save_format", self.save_format, SAVE_FORMATS)
-        _check_choice("attention_output", self.attention_output, ATTENTION_OUTPUTS)
+        check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
+        check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
+        check_choice("forward_scales", self.forward_scales, SCALES)
+        check_choice("save_format", self.save_format, SAVE_FORMATS)
+        check_choice("attention_output", self.attention_output, ATTENTION_OUTPUTS)
         if self.attention_output != "exact" and self.save_format in ("none", "exact"):
             raise ConfigError(
                 f"attention_output={self.attention_output!r} keeps a value in low bits, which "
                 f"save_format={self.save_format!r} rules out: give one of 8 bits or less."
             )
-        _check_choice("compiler", self.compiler, COMPILERS)
+        check_choice("compiler", self.compiler, COMPILERS)
         if (self.forward_format == "exact") != (self.gradient_format == "exact"):
             raise ConfigError(
                 f"forward_format={self.forward_format!r} and "
@@ -245,7 +245,7 @@ class Config:
             fix = f": simulate_gemms=({gemms!r},)" if gemms in GEMMS else ""
             raise ConfigError(f"simulate_gemms must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
         for gemm in gemms:
-            _check_choice("simulate_gemms", gemm, GEMMS)
+            check_choice("simulate_gemms", gemm, GEMMS)
         object.__setattr__(self, "simulate_gemms", tuple(g for g in GEMMS if g in gemms))
         if self.simulate is None:
             return
@@ -262,7 +262,7 @@ class Config:
         Raises:
             ConfigError: unknown recipe or field, or a value that the field does not take.
         """
-        _check_choice("recipe", name, tuple(RECIPES))
+        check_choice("recipe", name, tuple(RECIPES))
         for field in overrides:
             _check_known(field)
         if (simulated := overrides.get("simulate")) is not None and name != "exact":
@@ -491,7 +491,8 @@ def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] 
     return f"Unknown {what} {got!r}.{hint}"
 
 
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigError, with what may have been meant, if `value` is none of `choices`."""
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
-        raise ConfigError(f"{unknown(field, value, choices)} {field} is one of {listed}.")
+        raise ConfigError(f"{unknown(name, value, choices)} {name} is one of {listed}.")

@@ -52,7 +52,9 @@ class Target:
     @property
     def module(self) -> Any:
         """The model without `torch.compile` around it."""
-        return getattr(self.model, "_orig_mod", self.model)
+        from fp8pass import compat
+
+        return compat.original_of(self.model)
 
 
 def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:

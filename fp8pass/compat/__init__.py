@@ -1,7 +1,18 @@
 """Every private PyTorch symbol that fp8pass uses, for every supported version.
 
-Nothing else in the package imports from `torch._*`, or reads what PyTorch calls private. When a
-PyTorch release moves or changes something, this folder is the only place to touch.
+Nothing else in the package imports from `torch._*`. When a PyTorch release moves or changes
+something, this folder is the first place to look.
+
+version.py     which versions are supported
+compiling.py   Dynamo, AOTAutograd and Inductor
+joint.py       joint graphs: inputs, tags, how they are cut
+symbols.py     questions about tensors, sizes and operators
+launching.py   our kernels and buffers in what Inductor generates
+randomness.py  what Inductor has operators of its own for, run op by op
+fakes.py       running a model without memory
+frames.py      the function that Dynamo traces
+fsdp.py        FSDP2
+pipelining.py  schedules of pipelines
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ formats.py       how an element is coded
 granularity.py   which elements share a scale
 scaling.py       scales from largest magnitudes
 coding.py        codes from values, and back
+masking.py       numbers masked to a format, as in simulations
+segments.py      the rows of a matrix that one expert takes
 ops.py           the `fp8pass::` operators
 coded_weight.py  weights that enter a graph as codes
 row_kernel.py    the kernel that makes those

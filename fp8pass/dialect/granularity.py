@@ -1,7 +1,7 @@
 """Granularities: which elements of a tensor share a scale (COAT section 5.2).
 
 `TENSOR` and `ROW` are for operands of GEMMs, `group(G)` is for saved values. A scale of one
-granularity has one shape, so that `granularity_of` can tell it from the scale alone.
+granularity has one shape, so that it can be told from the scale alone (`of_operand`).
 """
 
 from __future__ import annotations

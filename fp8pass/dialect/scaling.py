@@ -1,4 +1,4 @@
-"""Scales: how they follow from the largest magnitude, and how many elements share one."""
+"""Scales: how they follow from the largest magnitude of the elements that share one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass.config import ConfigError, checked_patterns, unknown
+from fp8pass.config import ConfigError, check_choice, checked_patterns
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import GroupSums, Sums, Traffic
 from fp8pass.distributed.scaled_sums import ScaledSums
@@ -95,8 +95,8 @@ def compress(
     groups = _groups(reducers.values())
     alone = bool(groups) and all(group.size() == 1 for group in groups)
     try:
-        _check("gradients", gradients, GRADIENTS)
-        _check("weights", weights, WEIGHTS)
+        check_choice("gradients", gradients, GRADIENTS)
+        check_choice("weights", weights, WEIGHTS)
         _check_model(reducers, gradients != "none" and not alone, weights != "none")
         if monitor is not None and not isinstance(monitor, Monitor):
             raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
@@ -117,12 +117,6 @@ def compress(
     compression = Compression(modules, layers, of_gradients, of_weights)
     _COMPRESSED.update(dict.fromkeys(reducers.values(), compression))
     return compression
-
-
-def _check(argument: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        listed = ", ".join(map(repr, known))
-        raise ConfigError(f"{unknown(argument, value, known)} {argument} is one of {listed}.")
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:

@@ -14,6 +14,7 @@ is computed of these is computed of all, with zeros for inputs that are missing,
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,8 @@ from fp8pass import compat, graph
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, prims, tensor
 from fp8pass.graph.row_values import NotByRows, RowGraph, named
+
+log = logging.getLogger("fp8pass")
 
 # Sums over rows add up over parts of them; other reductions of rows do not.
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
@@ -69,6 +72,7 @@ class RowWriter(RowGraph):
         except NotByRows:
             raise
         except Exception as error:  # what nobody thought of must not stop a compilation
+            log.debug("computing %s for some of the tokens failed:", node.name, exc_info=True)
             problem = f"{named(node)} cannot be computed for some of the tokens: {error}"
             raise NotByRows(problem) from error
         (self._sums if node in self.sums else self._written)[node] = written

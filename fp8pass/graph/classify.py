@@ -160,8 +160,7 @@ def kind(node: fx.Node) -> Kind:
     if compat.is_sym_node(node):
         return Kind.SYMBOL
     if target is operator.getitem:
-        parent = kind(node.args[0])  # type: ignore[arg-type]
-        return Kind.VIEW if parent is Kind.VIEW else parent
+        return kind(node.args[0])  # type: ignore[arg-type]
     for members, name in _TABLE:
         if target in members:
             return name

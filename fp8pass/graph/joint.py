@@ -14,7 +14,7 @@ from fp8pass import compat
 class UnusedCodes(Exception):
     """Codes of weights that are inputs of a graph, and that no GEMM of it takes.
 
-    Compile it without them: to be made and held they cost what others could use.
+    Compile again without them: they take time and memory for nothing.
 
     Attributes:
         of: these weights, as indices of the Dynamo graph's inputs.

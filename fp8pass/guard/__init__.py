@@ -2,6 +2,7 @@
 
 norms.py       norms of every parameter, its gradient and its change, measured on their device
 readings.py    those and each step's loss, on their way to the host without waiting
+loss_scale.py  the factor that a `GradScaler` leaves in gradients
 trend.py       how far a number has risen above its recent past, by medians
 history.py     how far each of many numbers is from its own past
 signals.py     thresholds: which numbers are a signal, which tensors are suspect

@@ -87,7 +87,7 @@ def _begin(copy: Tensor, source: Tensor, device: torch.device) -> None:
 
 
 def _let_go_of_finished() -> None:
-    """What an exception kept from being settled holds its tensors until the next copies."""
+    """Forget finished copies that an exception kept from being settled; they hold their tensors."""
     for address, entry in list(_unsettled.items()):
         if entry is not None and entry.done.query():
             _unsettled[address] = None

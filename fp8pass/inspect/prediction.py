@@ -55,12 +55,7 @@ class Predictor:
     def run(self, g: fx.Graph) -> None:
         """Fill in the errors of all nodes; those of a region once its inputs are known."""
         members = {n for region in self.rules.regions for n in region.nodes}
-        order = {n: i for i, n in enumerate(g.nodes)}
-        ready: dict[fx.Node, list[Region]] = {}
-        for region in self.rules.regions:
-            entering = [n for n in region.inputs if n not in self.rules.backward]
-            last = max(entering, key=order.__getitem__, default=region.nodes[0])
-            ready.setdefault(last, []).append(region)
+        ready = self.rules.by_last_input()
         for node in g.nodes:
             if node.op != "output" and node not in members:
                 self._predict_node(node)
@@ -156,6 +151,8 @@ class Predictor:
             if (d := self.decisions.get(n)) is not None and d.format is not None
         }
         try:
+            if reason := self.rules.reason_of(region):
+                raise Underivable(reason)
             with compat.real_tensors():
                 errors = self._region_errors(region, kept)
         except Underivable:

@@ -20,7 +20,7 @@ from fp8pass import compat
 from fp8pass.config import Config, ConfigError
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
-from fp8pass.graph.linear_layers import CONTRACTION_MULTIPLE
+from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.inspect.running import configuration_of
 
@@ -33,9 +33,9 @@ fp8 = torch.ops.fp8pass
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
     """Write a model of transformers with its linear layers in FP8, for serving.
 
-    Output heads, layers in `skip`, and those whose sizes are not multiples of 16 stay as they are,
-    and in their dtype. Weights in FP32 get the codes that the forward has under autocast to BF16.
-    The model is not changed.
+    Output heads, layers in `skip`, and those whose sizes are not multiples of 16, or too narrow to
+    gain by FP8, stay as they are, and in their dtype, as in training. Weights in FP32 get the codes
+    that the forward has under autocast to BF16. The model is not changed.
 
     Args:
         model: a `PreTrainedModel`, compiled or not.
@@ -57,7 +57,7 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
     if not chosen:
         raise ConfigError(
             f"No layer of {type(plain).__name__} can be exported in FP8: none is an nn.Linear, no "
-            f"output head and not in skip, whose sizes are multiples of {CONTRACTION_MULTIPLE}."
+            "output head and not in skip, whose sizes are multiples of 16 and not too narrow."
         )
     values = plain.state_dict()
     for name in chosen:
@@ -91,10 +91,8 @@ def _pretrained(model: nn.Module) -> PreTrainedModel:
 
 def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
     """Whether a linear layer, no output head, is exported in FP8."""
-    sizes = layer.in_features, layer.out_features
-    if any(size % CONTRACTION_MULTIPLE for size in sizes):
-        return False
-    return matching_pattern(path, config.skip) is None
+    fits = not why_not_of_this_size(layer.out_features, layer.in_features)
+    return fits and matching_pattern(path, config.skip) is None
 
 
 def coded(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@
     sums.py           sums of gradients of several backwards
     sum_kernel.py     the same as Triton kernels
     backward.py       `attach`: updates within the backward
+    endings.py        what it does when a backward ends, or fails
 
 COAT section 4, FP8-LM section 2.2, LLMQ section 3.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.config import ConfigError, unknown
+from fp8pass.config import ConfigError, check_choice
 from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
@@ -108,7 +108,7 @@ def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such preset.
     """
-    _check_choice("preset", preset, tuple(PRESETS))
+    check_choice("preset", preset, tuple(PRESETS))
     return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
 
 
@@ -124,7 +124,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             moment_format(group[name], signed=signed)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-    _check_choice("weights", group["weights"], WEIGHTS)
+    check_choice("weights", group["weights"], WEIGHTS)
     check_offload(group["offload"])
     size = group["group_size"]
     sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"
@@ -146,7 +146,7 @@ def check_offload(names: object) -> None:
     if not isinstance(names, tuple):
         raise ConfigError(f'offload takes names, such as offload=("states",), got {names!r}.')
     for name in names:
-        _check_choice("offload", name, OFFLOAD)
+        check_choice("offload", name, OFFLOAD)
 
 
 def _check_numbers(group: Mapping[str, Any]) -> None:
@@ -184,9 +184,3 @@ def _check_parameter(parameter: Tensor) -> None:
 
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ConfigError(f"{unknown(name, value, choices)} {name} is one of {listed}.")

@@ -145,7 +145,7 @@ class Carrier:
     def _coded(
         self, node: fx.Node, x: fx.Node, decision: Decision, dtype: torch.dtype, *beside: fx.Node
     ) -> fx.Node:
-        """What comes back in `dtype` of the codes of `x`, which with `beside` `node` is kept as."""
+        """Keep `node` as codes and scales of `x` and `beside`; the value decoded, in `dtype`."""
         assert decision.format is not None
         coded = (decision.format.name, decision.group_size)
         with self.graph.inserting_before(graph.behind(x)):

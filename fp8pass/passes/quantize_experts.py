@@ -298,7 +298,7 @@ class ExpertQuantizer(Quantizer):
             )
 
     def forget_rows(self) -> None:
-        """Remove what only said which rows were taken of what."""
+        """Remove reshapes that nothing uses in the end."""
         for node in self._rows.values():
             if not node.users:
                 node.graph.erase_node(node)

@@ -133,7 +133,7 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 
 def report(plan: Plan) -> None:
-    """Log one line about a graph, to debug; users see one about the model."""
+    """Log a line about a graph, for debugging: users see one about the whole model."""
     log.debug("%s", plan.summary())
 
 

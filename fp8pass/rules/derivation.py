@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from fp8pass.rules.ranges import wild_symbols
 from fp8pass.rules.regions import Region
 from fp8pass.rules.samples import Moments, Samples
 from fp8pass.rules.work import check_work
+
+log = logging.getLogger("fp8pass")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def _derive(region: Region, known: Known) -> RegionRule:
     except Underivable as error:
         return RegionRule(reason=str(error))
     except Exception as error:  # a formula met what nobody thought of: no rule is never wrong
+        log.debug("no rule was found:", exc_info=True)
         return RegionRule(reason=f"no rule was found ({type(error).__name__}: {error})")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -49,6 +49,31 @@ ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used
 FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
 
 
+@dataclass
+class _Findings:
+    """What the rules of all regions say.
+
+    Attributes:
+        rules: of each region.
+        wild: values that may be huge or infinite in a few places.
+        ungrouped: values whose elements cannot share a scale, with the reason.
+        compared: members that must not be computed from inexact values.
+    """
+
+    rules: dict[Region, RegionRule] = field(default_factory=dict)
+    wild: set[fx.Node] = field(default_factory=set)
+    ungrouped: dict[fx.Node, str] = field(default_factory=dict)
+    compared: set[fx.Node] = field(default_factory=set)
+
+    def add(self, region: Region, rule: RegionRule) -> None:
+        """Another region's."""
+        members = (*region.inputs, *region.nodes)
+        self.rules[region] = rule
+        self.ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
+        self.wild.update(members[i] for i, why in rule.ungrouped.items() if why == MASKED)
+        self.compared.update(members[i] for i in rule.compared)
+
+
 class Rules:
     """The error rules of one joint graph.
 
@@ -75,9 +100,6 @@ class Rules:
         self._weights = self._computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
-        self._wild: set[fx.Node] = set()
-        self._ungrouped: dict[fx.Node, str] = {}
-        self._compared: set[fx.Node] = set()
 
     def _coded_outputs(self) -> set[fx.Node]:
         """The outputs of attention that may be inexact because the user says so."""
@@ -94,30 +116,26 @@ class Rules:
         return found
 
     @cached_property
-    def _rules(self) -> list[RegionRule]:
+    def _findings(self) -> _Findings:
         """The rule of each region; none are derived if any error is tolerated."""
-        if math.isinf(self.tolerance):
-            return [RegionRule() for _ in self.regions]
+        if self._are_off:
+            return _Findings(rules={region: RegionRule() for region in self.regions})
         with compat.real_tensors():  # the passes run where tensors are fake
             return self._derive_in_order()
 
-    def _derive_in_order(self) -> list[RegionRule]:
+    def _derive_in_order(self) -> _Findings:
         """The rules, each once its inputs are known to be wild or not."""
-        found: dict[Region, RegionRule] = {}
-        ready = self._ready()
+        found = _Findings()
+        ready = self.by_last_input()
         for node in self.graph.nodes:
-            if node in self.junctions and not self._wild.isdisjoint(node.all_input_nodes):
-                self._wild.add(node)
-                self._ungrouped[node] = MASKED
+            if node in self.junctions and not found.wild.isdisjoint(node.all_input_nodes):
+                found.wild.add(node)
+                found.ungrouped[node] = MASKED
             for region in ready.get(node, ()):
-                found[region] = rule = derive(region, self.known_of(region))
-                members = (*region.inputs, *region.nodes)
-                self._ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
-                self._wild.update(members[i] for i, why in rule.ungrouped.items() if why == MASKED)
-                self._compared.update(members[i] for i in rule.compared)
-        return [found[region] for region in self.regions]
+                found.add(region, derive(region, self._known(region, found.wild)))
+        return found
 
-    def _ready(self) -> dict[fx.Node, list[Region]]:
+    def by_last_input(self) -> dict[fx.Node, list[Region]]:
         """The regions by the last of their forward inputs."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
@@ -130,13 +148,12 @@ class Rules:
     @cached_property
     def _derived(self) -> set[fx.Node]:
         """Members of regions with a rule."""
-        pairs = zip(self.regions, self._rules, strict=True)
-        return {n for region, rule in pairs if not rule.reason for n in region.nodes}
+        return {n for r in self.regions if not self.reason_of(r) for n in r.nodes}
 
     @cached_property
     def _scanned(self) -> tuple[set[Region], set[Region]]:
         """The regions beside sums over positions: those whose values are exact, and the others."""
-        rules = dict(zip(self.regions, self._rules, strict=True))
+        rules = self._findings.rules
         exact, bounded = set[Region](), set[Region]()
         for beside in scanned(self.regions, self.backward):
             may_grow = any(rules[region].reason or rules[region].grows for region in beside)
@@ -147,8 +164,8 @@ class Rules:
     def _found(self) -> dict[fx.Node, list[Amplification | str]]:
         """Each node's uses in regions: the amplification, or the reason why there is none."""
         found: dict[fx.Node, list[Amplification | str]] = {}
-        for region, rule in zip(self.regions, self._rules, strict=True):
-            self._record(region, rule, found)
+        for region in self.regions:
+            self._record(region, self._findings.rules[region], found)
         return found
 
     @property
@@ -158,7 +175,11 @@ class Rules:
 
     def why_ungrouped(self, node: fx.Node) -> str:
         """Why elements of `node` cannot share a scale; '' if they can, as far as is known."""
-        return self._ungrouped.get(node, "") if self._rules else ""
+        return self._findings.ungrouped.get(node, "")
+
+    def reason_of(self, region: Region) -> str:
+        """Why no rule of `region` could be derived; '' if one was."""
+        return self._findings.rules[region].reason
 
     def why_exact(self, node: fx.Node) -> str:
         """Why the backward needs `node` exactly; '' if it does not."""
@@ -210,7 +231,9 @@ class Rules:
             return self.allows(node, format)
         if kind(node) is Kind.ATTENTION:
             return False
-        return kind(node) not in DERIVABLE or (node in self._derived - self._compared)
+        return kind(node) not in DERIVABLE or (
+            node in self._derived and node not in self._findings.compared
+        )
 
     def _is_difference(self, node: fx.Node) -> bool:
         """Whether a node is the difference of two inexact tensors, which may be far larger.
@@ -294,8 +317,11 @@ class Rules:
 
     def known_of(self, region: Region) -> Known:
         """What is known of the values that enter a region."""
+        return self._known(region, self._findings.wild)
+
+    def _known(self, region: Region, wild: Set[fx.Node]) -> Known:
         moments = {n: self._moments[n] for n in region.values if n in self._moments}
-        return Known(moments, self._weights, self._wild)
+        return Known(moments, self._weights, wild)
 
     def _record(
         self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]

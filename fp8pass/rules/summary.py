@@ -49,7 +49,9 @@ def summarize_rules(rules: Rules) -> list[RuleSummary]:
             of_inputs = rules.known_of(region)
             key = region.key(), of_inputs.key(region)
             if key not in known:
-                known[key] = region, _cases(region, of_inputs)
+                reason = rules.reason_of(region)
+                cases = Cases(reason=reason) if reason else _cases(region, of_inputs)
+                known[key] = region, cases
             equal, cases = known[key]
             summaries.append(_summary(region, replace(cases, bound=_renamed(cases, equal, region))))
     return summaries

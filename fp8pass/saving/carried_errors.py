@@ -36,7 +36,7 @@ def with_carried_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Deci
 
 
 def _with_uses(decision: Decision, largest: Amplification) -> Decision:
-    """A decision to store a value, from which is computed what has the amplification `largest`."""
+    """The decision with the error of the worst value that is computed again from the stored one."""
     assert decision.format is not None
     error = largest.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:

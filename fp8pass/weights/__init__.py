@@ -12,6 +12,10 @@ Gradients of weights:
 
     gradients.py  sums of them beside CUDA graphs
 
+Weights that are elsewhere in every step, as FSDP2's:
+
+    moving.py  where CUDA graphs read them
+
 Trained weights of which the device has codes alone are in `optim/weights.py` and
 `distributed/weights.py`.
 """

@@ -124,7 +124,7 @@ def _in_codes(weight: Tensor) -> CodedWeight:
 
 
 def _give_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Have a state dict hold the values of codes: all weights at once, for which the host is."""
+    """Put decoded values into a state dict, on the host: a GPU may have no room for all of them."""
     weight = module.weight
     if isinstance(weight, CodedWeight) and f"{prefix}weight" in state:
         state[f"{prefix}weight"] = weight.decoded().cpu()

@@ -89,6 +89,7 @@ CASES = [
 ON_CPU = [("fsdp blocks", True, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "compress", "micro_batches"), CASES)
 def test_training_is_the_same_and_records_once(two, way, compress, micro_batches):
     case = way, compress, micro_batches
@@ -123,6 +124,7 @@ def told_inductor(device: str, way: str, graphs: bool) -> list[list[bool]]:
     return found
 
 
+@pytest.mark.long
 def test_only_graphs_take_weights_that_move(two):
     for found in two(told_inductor, "fsdp blocks", True):
         assert [any(half) for half in found] == [False] * HALVES

@@ -308,7 +308,7 @@ def test_rules_by_region_with_both_cases():
         assert f"Norm(%{entering.split()[0]}, 2)" in rule.bound
     gated = [r for r in report.plan.rules if len(r.inputs) == 2]
     assert len(gated) == 1
-    # Until 2.12 PyTorch's backward of SiLU divides where that of 2.13 has a sigmoid, one value less.
+    # Until 2.12 the backward of SiLU divides where that of 2.13 has a sigmoid, one value less.
     assert all(0 < r.case_1 < 4 and 0 < r.case_2 < 5 for r in gated)
     assert "error rules" in str(explanation)
     assert json.loads(explanation.to_json())["graphs"][0]["rules"][0]["case_1"] > 0

@@ -126,6 +126,15 @@ def test_transformers_loads_it(weights, request, tmp_path):
         assert relative(loaded.get_submodule(layer).weight.float(), decoded) < 0.005
 
 
+def test_layers_too_narrow_for_fp8_stay_as_they_were_trained(tmp_path):
+    model = llama()
+    narrow = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(1024, 64, bias=False))
+    model.model.layers[0].adapter = narrow
+    layers = fp8pass.export(model, tmp_path)
+    assert layers
+    assert not any("adapter" in layer for layer in layers)
+
+
 def test_what_cannot_be_exported(trained, tmp_path):
     with pytest.raises(fp8pass.ConfigError, match=r"got Sequential.*merge_and_unload"):
         fp8pass.export(nn.Sequential(nn.Linear(16, 16)), tmp_path)

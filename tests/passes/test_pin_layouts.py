@@ -68,6 +68,7 @@ class Experts(nn.Module):
         return torch._grouped_mm(nn.functional.silu(hidden), self.down, offs=offsets)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"gradient_format": "e5m2"}, {"recipe": "exact"}], ids=str)
 def test_groups_do_not_follow_one_another_in_rows(options):
     """CUDA's kernels stop at a row-major operand of which the groups divide the columns.

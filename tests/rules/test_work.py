@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fp8pass.rules import derivation
 from fp8pass.rules.samples import Samples
+from fp8pass.rules.summary import summarize_rules
 
 
 def norms(m, h):
@@ -63,7 +64,7 @@ def seconds_for(function) -> float:
     rules = rules_of(function)
     derivation._rule_cache.clear()
     start = time.process_time()
-    assert rules._rules
+    assert rules._findings.rules
     return time.process_time() - start
 
 
@@ -83,7 +84,7 @@ def test_500_pointwise_operators_take_two_seconds():
 
 def test_what_is_too_large_says_so():
     rules = rules_of(sinkhorn)
-    (reason,) = {rule.reason for rule in rules._rules} - {""}
+    (reason,) = {rule.reason for rule in rules._findings.rules.values()} - {""}
     assert "81 reductions" in reason
     assert "too long" in reason
 
@@ -108,8 +109,10 @@ def test_an_exception_is_a_reason(monkeypatch):
 
     monkeypatch.setattr(Samples, "run", broken)
     monkeypatch.setattr(derivation, "_rule_cache", {})
-    reasons = {rule.reason for rule in rules_of(norms)._rules}
+    rules = rules_of(norms)
+    reasons = {rules.reason_of(region) for region in rules.regions}
     assert any("no rule was found (RuntimeError: of a formula)" in r for r in reasons)
+    assert {s.reason for s in summarize_rules(rules)} <= reasons
 
 
 def test_a_tolerance_of_infinity_derives_nothing(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,29 @@ def test_a_pass_has_the_name_of_its_file():
     files = {path.stem for path in (ROOT / "passes").glob("*.py")} - others
     assert {p.__name__ for p in ALL_PASSES} == files
     assert set(INFERENCE_PASSES) <= set(ALL_PASSES)
+
+
+# Those whose files are their own list: a pass each, and the modules at the top.
+WITHOUT_INDEX = {"", "passes"}
+INDEXED = sorted(p.parent for p in ROOT.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", INDEXED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_package_says_what_its_modules_are_for(package):
+    if str(package.relative_to(ROOT)).strip(".") in WITHOUT_INDEX:
+        return
+    index = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    modules = [p.name for p in package.glob("*.py") if not p.name.startswith("__")]
+    assert [name for name in modules if name not in index] == []
+
+
+def test_files_that_the_documentation_names_exist():
+    folder = ROOT.parent
+    there = [str(p.relative_to(folder)) for p in folder.rglob("*.py") if ".venv" not in p.parts]
+    texts = {p: p.read_text() for p in (*folder.glob("*.md"), *(folder / "docs").glob("*.md"))}
+    named = {m for text in texts.values() for m in re.findall(r"`(\w[\w/]*/\w+\.py)`", text)}
+    assert {name for name in named if not any(path.endswith(name) for path in there)} == set()
+    assert len(named) > 30
 
 
 def names(node: ast.AST) -> list[str]:

@@ -64,6 +64,7 @@ print(fp8pass.explain(run, torch.randn(4, 24, 32).bfloat16()))
 """
 
 
+@pytest.mark.long  # CI runs the demo without, each time
 def test_all_works_without_triton():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],

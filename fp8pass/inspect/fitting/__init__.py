@@ -2,6 +2,7 @@
 
     fakes.py       the model and its batch without memory
     step.py        one step of it, recorded: what is allocated when, which graphs run when
+    events.py      the record
     planned.py     what a configuration makes of a graph; liveness.py its memory, work.py its work
     replay.py      the record with plans in the place of graphs: bytes alive, moment by moment
     traced.py      a step under any configuration; deep.py the same of many equal layers, by few

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8pass import compat
 from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
 from fp8pass.dialect.gpus import Gpu
+from fp8pass.host import arena
 from fp8pass.inspect.fitting.candidates import Candidates
 from fp8pass.inspect.fitting.deep import trace
 from fp8pass.inspect.fitting.gpu import find_gpu
@@ -17,7 +19,6 @@ from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.result import Fit
 from fp8pass.inspect.fitting.step import LossFunction, own_loss
 from fp8pass.inspect.running import check_arguments, checked_configuration, is_sharded
-from fp8pass.optim import host as host_memory
 
 # A step that waits for the link for a larger share of its time is told so.
 MUCH = 0.02
@@ -71,7 +72,7 @@ def fit(
     """
     base = checked_configuration("fit", model, config)
     check_arguments(fit, model, kwargs)
-    module = getattr(model, "_orig_mod", model)
+    module = compat.original_of(model)
     if is_sharded(module):
         raise ValueError("fit looks at one GPU: give the model before fully_shard.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
@@ -173,7 +174,7 @@ def _host_bytes(host: str | int | None) -> float:
         ConfigError: it is no size, or this machine does not say how much it has left.
     """
     if host is None:
-        left = host_memory.available()
+        left = arena.available()
         if left is None:
             raise ConfigError(
                 "This machine does not say how much memory it has: give it, as host='64GiB'."
