@@ -61,11 +61,12 @@ from fp8pass.graph.linear_layers import (
     operands_of,
 )
 from fp8pass.graph.nodes import aten, emit, prims, tensor
-from fp8pass.graph.tags import KEPT_BY_CHOICE, ROLE, TURNED
+from fp8pass.graph.tags import ROLE, TURNED
 from fp8pass.passes.context import Context
-from fp8pass.passes.quantize_linears import (
+from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
+    mark,
     take_place,
     why_not_at_all,
     why_not_these_rows,
@@ -86,15 +87,11 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     places = _places(gm.graph)
     layers = (layer for layer in find_layers(gm.graph, ctx.facts) if layer.experts)
     for before, layer in enumerate(layers):
-        reason, roles = why_not(layer, ctx.config), dict[str, None]()
-        for role, gemm in layer.gemms():
-            gemm.meta[ROLE] = role
-            if not reason.text:
-                eligible[gemm] = layer
-                roles[role] = None
-            elif reason.chosen and reason is not EXACT_FORMATS:
-                gemm.meta[KEPT_BY_CHOICE] = True
-        entry = layer.entry(reason, "", fp8=tuple(roles))
+        reason = why_not(layer, ctx.config)
+        roles = mark(layer, reason)
+        if roles:
+            eligible |= {gemm: layer for _, gemm in layer.gemms()}
+        entry = layer.entry(reason, "", fp8=roles)
         ctx.plan.linears.insert(places[layer.forward] + before, entry)
     quantizer = ExpertQuantizer(gm.graph, ctx.config)
     for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes

@@ -1,0 +1,188 @@
+"""What `quantize_linears` and `quantize_experts` share: codes of operands, and who has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.config import Config
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.granularity import TENSOR, Granularity, of_operand
+from fp8pass.dialect.ops import AMAX
+from fp8pass.graph.linear_layers import (
+    Layer,
+    Reason,
+    emit_operand,
+    is_multiple_of_16,
+    operands_of,
+)
+from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
+
+fp8 = torch.ops.fp8pass
+
+# What is not rewritten where nothing is rounded. Its operands are kept as the rules allow.
+EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
+
+OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_not_at_all(layer: Layer, config: Config) -> Reason:
+    """Why a layer, or one of experts, does not run in FP8 whatever its GEMMs are like."""
+    pattern = matching_pattern(layer.module, config.skip)
+    if pattern is not None:
+        return Reason(f"matches skip pattern {pattern!r}", chosen=True)
+    if not config.quantize_lm_head and layer.is_head:
+        return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
+    if layer.flaw:
+        return layer.why_none
+    if layer.is_router:
+        return Reason("router: a small error may send a token to another expert", chosen=True)
+    if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
+        return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
+    return Reason()
+
+
+def why_not_these_rows(layer: Layer) -> Reason:
+    """Why the input of a layer has a number of rows that no FP8 GEMM takes."""
+    if any(map(compat.has_unbacked, layer.rows)):
+        return Reason("the number of rows depends on data")
+    if any(compat.statically_known_true(size == 0) for size in layer.rows):
+        return Reason("empty input", routine=True)
+    return Reason()
+
+
+def mark(layer: Layer, reason: Reason) -> tuple[str, ...]:
+    """Write down what each GEMM of a layer is for; the roles of those that run in FP8."""
+    by_choice = reason.chosen and reason is not EXACT_FORMATS
+    for role, gemm in layer.gemms():
+        gemm.meta[ROLE] = role
+        if by_choice:
+            gemm.meta[KEPT_BY_CHOICE] = True
+    return () if reason.text else tuple(dict.fromkeys(role for role, _ in layer.gemms()))
+
+
+class Quantizer:
+    """Quantizes matrices of one graph, each once per layout and format."""
+
+    def __init__(
+        self, g: fx.Graph, config: Config, codes: Mapping[fx.Node, tuple[fx.Node, fx.Node]]
+    ) -> None:
+        self.config = config
+        self.codes = codes
+        self.backward = graph.tangent_dependent(g)
+        self._quantized: dict[tuple[fx.Node, str, str, Granularity], tuple[fx.Node, fx.Node]] = {}
+        # Of parts of a matrix; the largest of them is that of all.
+        self._amaxes: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._transposed: dict[fx.Node, fx.Node] = {}
+
+    def __call__(
+        self,
+        matrix: fx.Node,
+        layer: Layer,
+        granularity: Granularity,
+        *,
+        contract_rows: bool,
+        like: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        """Data and scales of an operand of `layer`, laid out with its contracted dimension last.
+
+        `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
+        """
+        base, flipped = graph.untransposed(matrix)
+        if contract_rows == flipped and not is_multiple_of_16(tensor(base).shape[-1]):
+            # Codes are filled up with zeros where they are transposed.
+            base, flipped = self._permuted(base, like), not flipped
+        format = (
+            self.config.gradient_format if base in self.backward else self.config.forward_format
+        )
+        # One tensor may be two matrices: a view of another shape has rows of its own.
+        identity = graph.root(base), graph.shape_text(tensor(base))
+        key = (*identity, format, granularity)
+        if key not in self._quantized:
+            self._quantized[key] = self._quantize(base, identity, format, granularity, like)
+        data, scale = self._quantized[key]
+        operand = layer.module, self._operand_name(base, layer)
+        data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
+        if contract_rows == flipped:
+            return data, scale
+        if data not in self._transposed:
+            self._transposed[data] = emit_operand(fp8.transpose.default, data, like=like)
+        return self._transposed[data], scale
+
+    def _quantize(
+        self,
+        base: fx.Node,
+        identity: tuple[fx.Node, str],
+        format: str,
+        granularity: Granularity,
+        like: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        data, scale = self._codes_given(base) or _codes_behind(base, format) or (None, None)
+        if data and scale and of_operand(tensor(scale).ndim) is granularity:
+            return data, scale
+        if scale and granularity is TENSOR:  # the largest of the rows' scales
+            scale = emit_operand(AMAX[TENSOR], scale, like=like)
+        else:
+            amax = self._amax(base, identity, granularity, like)
+            scale = emit_operand(fp8.scale.default, amax, format, like=like)
+        return emit_operand(fp8.quantize.default, base, scale, format, like=like), scale
+
+    def _codes_given(self, base: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """The codes of a weight that are inputs, if the weight is read in the dtype of these."""
+        if tensor(base).dtype is not torch.bfloat16:
+            return None
+        return self.codes.get(base.args[0] if base.target in graph.CASTS else base)  # type: ignore
+
+    def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
+        if base not in self._transposed:
+            permuted = emit_operand(aten.permute.default, base, [1, 0], like=like)
+            self._transposed[base] = permuted
+            if base in self.backward:
+                self.backward.add(permuted)
+        return self._transposed[base]
+
+    def _operand_name(self, base: fx.Node, layer: Layer) -> str:
+        if base in self.backward:
+            return "gradient"
+        return "weight" if graph.source(base) is layer.weight else "input"
+
+    def _amax(
+        self,
+        base: fx.Node,
+        identity: tuple[fx.Node, str],
+        granularity: Granularity,
+        like: fx.Node,
+    ) -> fx.Node:
+        """The largest magnitudes that scales follow from: of all from the rows', if these exist."""
+        if granularity is TENSOR:
+            return emit_operand(AMAX[TENSOR], self._amaxes.get(identity, base), like=like)
+        if identity not in self._amaxes:
+            self._amaxes[identity] = emit_operand(AMAX[granularity], base, like=like)
+        return self._amaxes[identity]
+
+
+def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node] | None:
+    """The codes of a format, and their scales, that a matrix was decoded from.
+
+    The values of E4M3 codes, which BF16 holds, would have these again, or the same of half a scale.
+    """
+    while matrix.target in graph.CASTS:
+        (matrix,) = matrix.all_input_nodes
+    if not graph.is_call(matrix, fp8.dequantize.default):
+        return None
+    data, scale = matrix.args[:2]
+    assert isinstance(data, fx.Node)
+    assert isinstance(scale, fx.Node)
+    return (data, scale) if tensor(data).dtype is FORMATS[format].dtype else None
+
+
+def take_place(node: fx.Node, gemm: fx.Node) -> None:
+    """Have a node go by the name of the GEMM that it replaces."""
+    node.meta[STANDS_FOR] = graph.original_name(gemm)
+    name = gemm.target.__name__  # type: ignore[union-attr]
+    node.meta[graph.REPLACED] = gemm.meta.get(graph.REPLACED, name)
