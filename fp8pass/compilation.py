@@ -112,7 +112,6 @@ class CompiledGraph:
     """One compiled graph, for those who observe.
 
     Attributes:
-        plan: the decisions.
         passes: the graph before and after each pass, and its halves as soon as they are compiled.
         gm: the graph after all its passes, the joint one where there is a backward.
         ctx: the context of the passes, with decisions about the nodes of `gm`.
@@ -120,11 +119,15 @@ class CompiledGraph:
             graph.
     """
 
-    plan: Plan
     passes: list[PassRecord]
     gm: fx.GraphModule
     ctx: Context
     runs: list[GraphRun] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions."""
+        return self.ctx.plan
 
     @property
     def runs_kept(self) -> int:

@@ -177,7 +177,7 @@ def rewrite_inference(
     report(ctx.plan)
     if observed:
         ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
-    compilation.finish(CompiledGraph(ctx.plan, records, gm, ctx))
+    compilation.finish(CompiledGraph(records, gm, ctx))
 
 
 def _compile_sampled(

@@ -52,7 +52,7 @@ class Partitioner(compat.CustomPartitionerFn):
         forward, backward = cut(gm, ctx)
         if observed:
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
-        self.compilation.finish(CompiledGraph(ctx.plan, records, gm, ctx))
+        self.compilation.finish(CompiledGraph(records, gm, ctx))
         if self.compilation.shows_halves:
             self.compilation.rewrite_half(graph.copy_of(forward), "forward")
             self.compilation.rewrite_half(graph.copy_of(backward), "backward")
