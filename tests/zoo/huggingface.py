@@ -128,7 +128,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
         for name in ("dropout", "p", "layerdrop", "attention_dropout", "activation_dropout",
                      "dropout_prob", "attn_dropout", "drop_prob", "dropout_rate",
                      "hidden_dropout", "resid_dropout", "attention_dropout_prob",
-                     "dropout_p", "is_decoder_dropout", "embd_pdrop"):  # fmt: skip
+                     "dropout_p", "is_decoder_dropout", "embd_pdrop",
+                     "residual_dropout"):  # fmt: skip
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
         config = getattr(module, "config", None)
@@ -216,6 +217,11 @@ LANGUAGE = {
     "biogpt": _of("BioGptForCausalLM", labelled),
     "ctrl": _of("CTRLLMHeadModel", labelled, config="CTRLConfig"),
     "cpmant": _of("CpmAntForCausalLM", labelled),
+    "olmo3": _of("Olmo3ForCausalLM", labelled),
+    "seed oss": _of("SeedOssForCausalLM", labelled),
+    "nemotron h": _of("NemotronHForCausalLM", labelled),
+    "minicpm3": _of("MiniCPM3ForCausalLM", labelled, **MLA),
+    "youtu": _of("YoutuForCausalLM", labelled, **MLA),
     "bert": _of("BertForMaskedLM", labelled),
     "roberta": _of("RobertaForMaskedLM", labelled),
     "albert": _of("AlbertForMaskedLM", labelled),
@@ -247,6 +253,12 @@ EXPERTS = {
     "exaone moe": _of("ExaoneMoeForCausalLM", labelled),
     "doge": _of("DogeForCausalLM", labelled),
     "jetmoe": _of("JetMoeForCausalLM", labelled),
+    "minimax": _of("MiniMaxForCausalLM", labelled),
+    "minimax m2": _of("MiniMaxM2ForCausalLM", labelled),
+    "qwen3.5 moe": _of("Qwen3_5MoeForCausalLM", labelled, config="Qwen3_5MoeTextConfig"),
+    "deepseek v3.2": _of("DeepseekV32ForCausalLM", labelled, **MLA),
+    "glm moe dsa": _of("GlmMoeDsaForCausalLM", labelled, **MLA),
+    "longcat flash": _of("LongcatFlashForCausalLM", labelled, **MLA),
     "llama4": _of("Llama4ForCausalLM", labelled, config="Llama4TextConfig",
                   intermediate_size_mlp=128, attention_chunk_size=16, num_experts_per_tok=1),
     "gpt oss": _of("GptOssForCausalLM", labelled),
@@ -274,6 +286,12 @@ STATE_SPACE = {
     "jamba": _of("JambaForCausalLM", labelled),
     "granite moe hybrid": _of("GraniteMoeHybridForCausalLM", labelled),
     "lfm2": _of("Lfm2ForCausalLM", labelled),
+    "olmo hybrid": _of("OlmoHybridForCausalLM", labelled, num_hidden_layers=2,
+                       layer_types=["linear_attention", "full_attention"],
+                       num_key_value_heads=4),
+    "rwkv": _of("RwkvForCausalLM", labelled, num_hidden_layers=2, attention_hidden_size=64),
+    "zamba2": _of("Zamba2ForCausalLM", labelled, num_hidden_layers=2,
+                  layer_types=["mamba", "hybrid"], hybrid_layer_ids=[1]),
 }  # fmt: skip
 
 ENCODER_DECODER = {
