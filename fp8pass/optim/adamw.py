@@ -56,8 +56,8 @@ class AdamW(torch.optim.Optimizer):
         seed: seed of stochastic rounding.
         offload: what is kept on the host and streamed through the GPU, which changes no number:
             `states`, the moments and master weights, `gradients`, the sums of those of several
-            backwards that `attach` makes (LLMQ 3). Parameters of less than 65,536 elements keep
-            theirs where they are.
+            backwards that `attach` makes (LLMQ 3). Parameters of less than 65,536 elements,
+            or in another layout (`channels_last`), keep theirs where they are.
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:

@@ -24,7 +24,9 @@ def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool
             return False
         if name == "states":  # they follow the weight
             return True
-    return name in group["offload"] and local(parameter).numel() >= SMALLEST
+    values = local(parameter)
+    in_pieces = name != "states" or values.is_contiguous()  # pieces of its weights are views
+    return name in group["offload"] and values.numel() >= SMALLEST and in_pieces
 
 
 def check_room(groups: Iterable[Mapping[str, Any]]) -> None:

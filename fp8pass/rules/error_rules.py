@@ -248,8 +248,9 @@ class Rules:
         if operand is None or not self.constants.isdisjoint(node.all_input_nodes):
             return False
         shape, other = (graph.tensor(x).shape for x in (node, operand))
-        same = len(shape) == len(other) and shape[0] == other[0]
-        return same and (shape == other or other[-1] == 1)
+        if shape == other:
+            return True
+        return len(shape) == len(other) and shape[0] == other[0] and other[-1] == 1
 
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
         yield from self._found.get(node, ())

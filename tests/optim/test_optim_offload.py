@@ -77,6 +77,26 @@ def test_no_number_changes(device, dtype, options):
     same_state(offloaded, plain)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_in_another_layout_keep_their_states(device):
+    """Of which no piece is a view, as of `channels_last`; the others' are on the host."""
+    found = []
+    for offload in (STATES, ()):
+        convolution, linear = on(device, parameters(((32, 16, 3, 3), (64, 64)), torch.float32))
+        convolution.data = convolution.data.to(memory_format=torch.channels_last)
+        optimizer = AdamW([convolution, linear], offload=offload)
+        steps(optimizer, device, range(3))
+        found.append(optimizer)
+    devices = [
+        {x.device.type for name, x in found[0].state[p].items() if name != "step"}
+        for p in all_parameters(found[0])
+    ]
+    assert devices == [{device}, {"cpu"}]
+    for p, q in zip(*map(all_parameters, found), strict=True):
+        assert torch.equal(p, q)
+        assert p.is_contiguous() == q.is_contiguous() == (p.ndim == 2)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_pieces_of_the_kernel(monkeypatch):

@@ -48,3 +48,22 @@ def test_the_variance_of_everything_is_no_row(dims):
         return F.silu((x - x.mean()) * (torch.ops.aten.var.correction(x, *dims) + 1e-5).rsqrt())
 
     assert plan_of(standardized, "e4m3").saved
+
+
+SCALARS = {
+    "softplus": lambda a, b: F.softplus(a - b),
+    "hinge": lambda a, b: (1 - (a - b)).relu(),
+    "variance": lambda a, b: ((b - (a / 9) ** 2).abs() + 1e-3).sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+@pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
+def test_losses_that_compare_two_numbers(name, save_format):
+    """As those of preferences do (DPO), margins, and variances of everything."""
+
+    def function(m, x):
+        number = SCALARS[name](F.silu(x).sum(), x.square().mean())
+        return x * 0.01 + number
+
+    assert min(gradient_cosines(function, save_format)) > 0.97
