@@ -101,6 +101,11 @@ def shape_text(val: torch.Tensor) -> str:
     return "×".join(str(size) for size in val.shape) or "scalar"
 
 
+def dtype_text(dtype: torch.dtype) -> str:
+    """A dtype as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_call(node: fx.Node, target: Callable[..., Any]) -> bool:
     """Whether `node` calls exactly `target`."""
     return node.op == "call_function" and node.target is target

@@ -60,7 +60,7 @@ def fuse(node: fx.Node) -> bool:
     if not has_shape(node) or depends(reader.loads, [node, *sums]):
         return False
     # Other users of the values in between compute them again.
-    dtype = str(tensor(node).dtype).removeprefix("torch.")
+    dtype = graph.dtype_text(tensor(node).dtype)
     stores = [Store(reader.names[node], ("full",), dtype=dtype)]
     stores += [Store(reader.names[s.args[0]], ("sums",)) for s in sums]  # type: ignore[index]
     amaxes = _amaxes(node)
@@ -86,7 +86,7 @@ def column_sums(reader: Reader) -> list[fx.Node]:
         for node in sorted(_behind(load)):
             if not _sums_columns(node) or node in found:
                 continue
-            before = dict(reader.loads), dict(reader.steps), dict(reader.names)
+            before = reader.snapshot()
             try:
                 if reader.operand(node.args[0]) == "full":  # type: ignore[arg-type]
                     reader.read(node.args[0])  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def column_sums(reader: Reader) -> list[fx.Node]:
             if set(reader.loads) == loads and node.args[0] in reader.steps:
                 found.append(node)
             else:
-                reader.loads, reader.steps, reader.names = before
+                reader.restore(before)
     return found
 
 

@@ -90,7 +90,7 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
         layout = {"full": "full", "row": "row"}.get(reader.operand(node))
         if layout is None or not has_shape(node):
             return None
-        dtype = str(tensor(node).dtype).removeprefix("torch.")
+        dtype = graph.dtype_text(tensor(node).dtype)
         kernel.stores.append(Store(names[node], (layout,), dtype=dtype))
         kernel.replaced.append(node)
     for scales, coded in groups:

@@ -28,7 +28,7 @@ def list_collectives(gm: fx.GraphModule, ctx: Context) -> None:
                 op=graph.operator_name(node).removeprefix("_c10d_functional."),
                 half="backward" if node in backward else "forward",
                 shape=" ".join(graph.shape_text(tensor(n)) for n in sent),
-                dtype=" ".join(str(tensor(n).dtype).removeprefix("torch.") for n in sent),
+                dtype=" ".join(graph.dtype_text(tensor(n).dtype) for n in sent),
                 bytes=sum(map(graph.nbytes, sent)),
                 reason=_why_wide(node),
             )

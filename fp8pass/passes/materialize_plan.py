@@ -226,7 +226,7 @@ def describe(
     crossing = tuple(
         CrossingTensor(
             t.name,
-            _dtype_name(graph.tensor(t).dtype),
+            graph.dtype_text(graph.tensor(t).dtype),
             graph.shape_text(graph.tensor(t)),
             graph.nbytes(t),
         )
@@ -237,7 +237,7 @@ def describe(
         module=graph.module_path(node),
         op=operator_name(node),
         shape=graph.shape_text(val),
-        dtype=_dtype_name(val.dtype),
+        dtype=graph.dtype_text(val.dtype),
         kept_as=_kept_as(decision),
         bytes_exact=graph.nbytes(node),
         bytes=0 if node in ctx.facts.held else sum(t.bytes for t in crossing),
@@ -255,7 +255,3 @@ def _kept_as(decision: Decision) -> str:
         return decision.format.name
     centred = " centred" if decision.centred else ""
     return f"{decision.format.name} 1×{decision.group_size}{centred}"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -268,7 +268,7 @@ class _Schedule:
         return HostCopy(
             module=graph.module_path(copy.node),
             shape=graph.shape_text(val),
-            dtype=str(val.dtype).removeprefix("torch."),
+            dtype=graph.dtype_text(val.dtype),
             bytes=copy.bytes,
             made_s=copy.made,
             sent_s=copy.sent,

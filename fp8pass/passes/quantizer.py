@@ -43,7 +43,7 @@ def why_not_at_all(layer: Layer, config: Config) -> Reason:
     if layer.is_router:
         return Reason("router: a small error may send a token to another expert", chosen=True)
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
-        return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
+        return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
 

@@ -75,7 +75,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if layer.flaw:
         return layer.why_none
     if any(tensor(x).dtype not in DTYPES for x in operands_of(layer.forward)):
-        return Reason(f"{str(tensor(layer.forward).dtype).removeprefix('torch.')} operands")
+        return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
 

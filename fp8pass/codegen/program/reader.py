@@ -27,6 +27,8 @@ ALIGNED = 16
 # Operators that change how a value lies in memory or is shaped, but not the value.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
+Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, str], fx.Node | None]
+
 
 @dataclass
 class Reader:
@@ -117,7 +119,7 @@ class Reader:
 
     def _try(self, node: fx.Node) -> bool:
         """Add a node and its operands. Returns False, with nothing added, if one cannot be read."""
-        before = dict(self.loads), dict(self.steps), dict(self.names), self.sum
+        before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
         try:
@@ -126,8 +128,16 @@ class Reader:
                 return True
         except NotAMatrix:
             pass
-        self.loads, self.steps, self.names, self.sum = before
+        self.restore(before)
         return False
+
+    def snapshot(self) -> Snapshot:
+        """What has been read so far."""
+        return dict(self.loads), dict(self.steps), dict(self.names), self.sum
+
+    def restore(self, before: Snapshot) -> None:
+        """Forget what was read since."""
+        self.loads, self.steps, self.names, self.sum = before
 
     def agrees(self, other: Reader) -> bool:
         """Whether nodes that both readers load are broadcast to both matrices in the same way."""

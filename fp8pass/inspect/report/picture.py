@@ -217,7 +217,7 @@ class _Drawing:
         yield "operator", str(graph.operator_of(node).target)
         if value is not None:
             yield "shape", graph.shape_text(value)
-            yield "dtype", str(value.dtype).removeprefix("torch.")
+            yield "dtype", graph.dtype_text(value.dtype)
         yield from _quantization(node)
         yield "role", node.meta.get(ROLE, "")
         yield from self._saving(node)
@@ -278,7 +278,7 @@ def _quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
         yield "scales", _granularity(node)
     elif node.target is fp8.scaled_mm.default:
         a, a_scale, b, b_scale = node.args[:4]
-        dtypes = (str(graph.tensor(x).dtype).removeprefix("torch.") for x in (a, b))  # type: ignore[arg-type]
+        dtypes = (graph.dtype_text(graph.tensor(x).dtype) for x in (a, b))  # type: ignore[arg-type]
         yield "format", " × ".join(dtypes)
         yield "scales", " × ".join(_granularity(x) for x in (a_scale, b_scale))
 
