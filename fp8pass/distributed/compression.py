@@ -31,7 +31,7 @@ log = logging.getLogger("fp8pass")
 SUMS: dict[str, type[Sums]] = {"groups": GroupSums, "scaled": ScaledSums}
 GRADIENTS = (*SUMS, "none")
 WEIGHTS = ("row", "none")
-PATIENCE_S = 30
+PATIENCE_S = 30  # before a line says that other ranks are waited for
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 

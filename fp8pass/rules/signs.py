@@ -105,8 +105,7 @@ def _difference(node: fx.Node, sign_of: SignOf) -> Sign:
 
 
 def _second_summand(node: fx.Node, sign_of: SignOf) -> Sign:
-    factor: Any = node.kwargs.get("alpha", 1)
-    return _product(sign_of(node.args[1]), _of_number(factor))
+    return _product(sign_of(node.args[1]), sign_of(node.kwargs.get("alpha", 1)))
 
 
 def _subtracted_from_its_last(difference: fx.Node) -> fx.Node | None:
@@ -138,7 +137,9 @@ def _divided(node: fx.Node, sign_of: SignOf) -> Sign:
 
 
 def _power(node: fx.Node, sign_of: SignOf) -> Sign:
-    exponent: Any = node.args[1]
+    exponent = node.args[1]
+    if not isinstance(exponent, (int, float)):  # a size that varies
+        return Sign.UNKNOWN
     if exponent % 2 == 0:
         return Sign.NONNEGATIVE
     return sign_of(node.args[0]) & Sign.NONNEGATIVE if exponent > 0 else Sign.UNKNOWN
@@ -146,14 +147,14 @@ def _power(node: fx.Node, sign_of: SignOf) -> Sign:
 
 def _chosen(node: fx.Node, sign_of: SignOf) -> Sign:
     condition, then, other = node.args
-    return (sign_of(then) | _where_it_holds(condition, then)) & sign_of(other)
+    return (sign_of(then) | _where_it_holds(condition, then, sign_of)) & sign_of(other)
 
 
-def _where_it_holds(condition: Any, x: Any) -> Sign:
+def _where_it_holds(condition: Any, x: Any, sign_of: SignOf) -> Sign:
     """What `x > number` says of `x`: softplus is `x` where that is large."""
     if condition.target not in (aten.gt.Scalar, aten.ge.Scalar) or condition.args[0] is not x:
         return Sign.UNKNOWN
-    return _of_number(condition.args[1]) & Sign.NONNEGATIVE
+    return sign_of(condition.args[1]) & Sign.NONNEGATIVE
 
 
 def _largest(node: fx.Node, sign_of: SignOf) -> Sign:

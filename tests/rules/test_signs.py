@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -61,13 +62,12 @@ class Checked(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.signs, self.judged = signs(gm.graph), 0
+        self.signs = signs(gm.graph)
 
     def run_node(self, n: fx.Node):
         result = super().run_node(n)
         sign = self.signs.get(n, Sign.UNKNOWN)
         if isinstance(result, torch.Tensor) and result.is_floating_point():
-            self.judged += bool(sign)
             assert Sign.NONNEGATIVE not in sign or not (result < 0).any(), n.format_node()
             assert Sign.NONPOSITIVE not in sign or not (result > 0).any(), n.format_node()
         return result
@@ -80,6 +80,48 @@ def test_what_is_said_is_so(seed):
     checked = Checked(make_fx(program(seed), decomposition_table=DECOMPOSED)(x, y))
     for scale in (1.0, 30.0):
         checked.run(scale * x, scale * y)
+
+
+KNOWN = [torch.exp, lambda x: -x.exp(), torch.zeros_like, lambda x: x]
+
+
+def applied(operator, kinds, x, y):
+    return operator(*(kind(operand) for kind, operand in zip(kinds, (x, y), strict=False))).neg()
+
+
+@pytest.mark.parametrize("first", range(len(KNOWN)))
+def test_every_operator_says_what_is_so(first):
+    """Of operands of each sign, and of none; what is computed of them afterwards, too."""
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    unary = [partial(applied, operator, (KNOWN[first],)) for operator in UNARY]
+    binary = [
+        partial(applied, operator, (KNOWN[first], second))
+        for operator in BINARY
+        for second in KNOWN
+    ]
+    for function in (*unary, *binary):
+        checked = Checked(make_fx(function, decomposition_table=DECOMPOSED)(x, y))
+        for scale in (1.0, 30.0):
+            checked.run(scale * x, scale * y)
+
+
+OF_A_SIZE = {
+    "power": lambda h, n: h * (torch.arange(1.0, h.shape[1] + 1) / 64) ** n,
+    "sum": lambda h, n: torch.add(h, h.sigmoid(), alpha=n),
+    "difference": lambda h, n: torch.sub(h, h.sigmoid(), alpha=n),
+    "comparison": lambda h, n: torch.where(h > n, h, h.exp()),
+    "clamp": lambda h, n: h.clamp(-n, n),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_SIZE)
+def test_sizes_that_vary_may_be_operands(name):
+    """Which are nodes of the graph, no numbers."""
+
+    def function(m, x):
+        return OF_A_SIZE[name](x, x.shape[0] // 16)
+
+    assert min(gradient_cosines(function, "e4m3", dynamic=True)) > 0.97
 
 
 DECOMPOSED = torch._decomp.get_decompositions(
