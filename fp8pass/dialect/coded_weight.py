@@ -215,6 +215,6 @@ def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, 
 
 def _kernel() -> Any:
     """The kernel, which can only be imported where there is Triton."""
-    from fp8pass.dialect import row_kernel
+    from fp8pass.dialect import coding_kernel
 
-    return row_kernel
+    return coding_kernel

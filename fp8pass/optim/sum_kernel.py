@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.dialect.row_kernel import largest
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.dialect.triton_functions import largest
 from fp8pass.optim.groups import EXPONENT_BITS, Stored
 from fp8pass.optim.rounding import (
     FIRST_FACTOR,

@@ -158,21 +158,21 @@ OFFLINE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8pass.dialect import row_kernel
+from fp8pass.dialect import coding_kernel
 from fp8pass.distributed import wire_kernels
 
 TYPES = {
     "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64"
 }
-DTYPES = row_kernel.TRITON_DTYPES
-BF16, FP32 = (DTYPES[getattr(row_kernel.torch, x)] for x in ("bfloat16", "float32"))
+DTYPES = coding_kernel.TRITON_DTYPES
+BF16, FP32 = (DTYPES[getattr(coding_kernel.torch, x)] for x in ("bfloat16", "float32"))
 ROWS = {"FROM": FP32, "DTYPE": BF16, "COUNT": 7, "ALIGNED": 16, "BLOCK": 2048}
 for function, constants in (
     (wire_kernels._pack, {"SIZE": 128, "GROUPS": 8}),
     (wire_kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
-    (row_kernel._code_rows, ROWS),
+    (coding_kernel._code_rows, ROWS),
 ):
-    scales = "*fp32" if function is row_kernel._code_rows else "*bf16"
+    scales = "*fp32" if function is coding_kernel._code_rows else "*bf16"
     signature = {
         name: "constexpr" if name in constants else TYPES.get(name, "i32")
         for name in function.arg_names
@@ -180,7 +180,7 @@ for function, constants in (
     compiled = triton.compile(ASTSource(function, signature, constants), GPUTarget("cuda", 90, 32))
     ptx = compiled.asm["ptx"]
     assert "e4m3x2" in ptx
-    assert function is not row_kernel._code_rows or "ld.global.v4" in ptx or "v4.b32" in ptx
+    assert function is not coding_kernel._code_rows or "ld.global.v4" in ptx or "v4.b32" in ptx
 """
 
 

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.dialect.formats import E4M3
-from fp8pass.dialect.scaling import EXPONENT_BITS, MANTISSA_BITS, SMALLEST_SCALE
+from fp8pass.dialect.triton_functions import largest, scale_of
 
 # Elements of a row that a program holds at once.
 ROW_BLOCK = 2048
@@ -25,25 +24,6 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.float32: tl.float32,
 }
-STEP, SMALLEST = tl.constexpr(1 / E4M3.max), tl.constexpr(SMALLEST_SCALE)
-EXPONENT, MANTISSA = tl.constexpr(EXPONENT_BITS), tl.constexpr(MANTISSA_BITS)
-
-
-@triton.jit
-def largest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def quotient_of(amax):
-    return largest(amax * STEP, SMALLEST)
-
-
-@triton.jit
-def scale_of(amax):
-    x = quotient_of(amax)
-    power_of_two = (x.to(tl.int32, bitcast=True) + MANTISSA & EXPONENT).to(tl.float32, bitcast=True)
-    return tl.where(x < float("inf"), power_of_two, x)
 
 
 @triton.jit
