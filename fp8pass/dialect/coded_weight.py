@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -121,11 +122,7 @@ class CodedWeight(Tensor):
             rows = self.source.to(self.codes.device)
         part = slice(first, first + len(rows))
         into = self.codes[part], self.scales[part]
-        if hardware.why_no_triton_kernels(rows.device) is None:
-            _kernel().code_rows([rows.contiguous()], rows.dtype, into)
-            return
-        for old, new in zip(into, *coded([rows], rows.dtype), strict=True):
-            old.copy_(new)
+        coded([rows], rows.dtype, Room(into[0].view(-1), into[1].view(-1), [into]))
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["codes", "scales"], self.dtype
@@ -201,16 +198,46 @@ def _decoded(values: Tensor) -> Tensor:
     return values.decoded() if isinstance(values, CodedWeight) else values
 
 
+@dataclass(frozen=True)
+class Room:
+    """Memory for the codes of some matrices [M, K], which may be written again and again.
+
+    Attributes:
+        codes: float8_e4m3fn [sum of M·K].
+        scales: fp32 [sum of M].
+        parts: those of each matrix: codes [M, K] and scales [M, 1].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    parts: Sequence[tuple[Tensor, Tensor]]
+
+
+def room_for(shapes: Sequence[torch.Size], device: torch.device) -> Room:
+    """New memory for the codes of matrices of these shapes."""
+    sizes, rows = [m * k for m, k in shapes], [m for m, _ in shapes]
+    codes = torch.empty(sum(sizes), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(sum(rows), dtype=torch.float32, device=device)
+    matrices = (x.view(shape) for x, shape in zip(codes.split(sizes), shapes, strict=True))
+    return Room(codes, scales, list(zip(matrices, scales.view(-1, 1).split(rows), strict=True)))
+
+
 @torch.no_grad()
-def coded(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them."""
+def coded(
+    matrices: Sequence[Tensor], dtype: torch.dtype, room: Room | None = None
+) -> Sequence[tuple[Tensor, Tensor]]:
+    """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them.
+
+    They are written to `room`, if it is given.
+    """
+    room = room or room_for([x.shape for x in matrices], matrices[0].device)
     if hardware.why_no_triton_kernels(matrices[0].device) is None:
-        return _kernel().code_rows([x.contiguous() for x in matrices], dtype)
-    found = []
-    for x in matrices:
-        scales = fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name)
-        found.append((fp8.quantize.default(x.to(dtype), scales, E4M3.name), scales))
-    return found
+        _kernel().code_rows([x.contiguous() for x in matrices], dtype, room.codes, room.scales)
+        return room.parts
+    for x, (codes, scales) in zip(matrices, room.parts, strict=True):
+        scales.copy_(fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name))
+        codes.copy_(fp8.quantize.default(x.to(dtype), scales, E4M3.name))
+    return room.parts
 
 
 def _kernel() -> Any:

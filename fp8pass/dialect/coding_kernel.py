@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -56,47 +58,62 @@ def _code_rows(
 
 
 def code_rows(
-    matrices: Sequence[Tensor], dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """E4M3 codes [M, K] and fp32 scales [M, 1] of matrices [M, K], rounded to `dtype`, at once.
+    matrices: Sequence[Tensor], dtype: torch.dtype, codes: Tensor, scales: Tensor
+) -> None:
+    """Write E4M3 codes and fp32 scales of the rows of matrices [M, K], rounded to `dtype`.
 
-    The matrices are contiguous, and of one dtype. Those of a single one may be written to `into`.
+    The matrices are contiguous, and of one dtype. Their rows follow each other in `codes`
+    [sum of M·K] and `scales` [sum of M].
     """
-    first, shapes = matrices[0], [x.shape for x in matrices]
+    first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
-    table, aligned, longest = _table(addresses, tuple(shapes), first.dtype, first.device)
-    if into is None:
-        codes = first.new_empty(sum(map(math.prod, shapes)), dtype=torch.float8_e4m3fn)
-        scales = first.new_empty(sum(rows for rows, _ in shapes), dtype=torch.float32)
-    else:
-        codes, scales = (x.view(-1) for x in into)
-    block = min(triton.next_power_of_2(longest), ROW_BLOCK)
+    launch = _launch(addresses, tuple(x.shape for x in matrices), first.dtype, dtype, first.device)
     with torch.cuda.device_of(first):
-        _code_rows[(len(scales),)](
-            table, codes, scales, FROM=TRITON_DTYPES[first.dtype], DTYPE=TRITON_DTYPES[dtype],
-            COUNT=len(shapes), ALIGNED=aligned, BLOCK=block,
-        )  # fmt: skip
-    of_codes = codes.split([*map(math.prod, shapes)])
-    of_scales = scales.view(-1, 1).split([rows for rows, _ in shapes])
-    parts = zip(of_codes, of_scales, shapes, strict=True)
-    return [(data.view(shape), scale) for data, scale, shape in parts]
+        launch(codes, scales)
+
+
+@dataclass
+class _Launch:
+    """How the rows of some matrices are coded, again and again: with little work for the CPU.
+
+    Attributes:
+        table: int64 [matrices, 4], of each its first row among all, its row length, its first code
+            and its address.
+        constants: of the kernel, in its order.
+        compiled: the kernel for addresses that are multiples of 16. Triton takes longer to find
+            which one it is than to launch it.
+    """
+
+    table: Tensor
+    rows: int
+    constants: tuple[Any, ...]
+    compiled: Any = None
+
+    def __call__(self, codes: Tensor, scales: Tensor) -> None:
+        aligned = codes.data_ptr() % 16 == scales.data_ptr() % 16 == 0
+        arguments = self.table, codes, scales, *self.constants
+        if aligned and self.compiled is not None:
+            self.compiled[self.rows, 1, 1](*arguments)
+        else:
+            compiled = _code_rows[(self.rows,)](*arguments)
+            self.compiled = compiled if aligned else None
 
 
 @lru_cache(maxsize=4096)
-def _table(
+def _launch(
     addresses: tuple[int, ...],
     shapes: tuple[torch.Size, ...],
+    rests_in: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Tensor, int, int]:
-    """Of each matrix its first row among all, its row length, its first code and its address.
-
-    And of which power of two, up to 16, these are multiples, in elements; and the longest row.
-    """
+) -> _Launch:
     table, row, code = [], 0, 0
     for (rows, length), address in zip(shapes, addresses, strict=True):
         table.append((row, length, code, address))
         row, code = row + rows, code + rows * length
-    numbers = (n for _, k, code, x in table for n in (k, code, x // dtype.itemsize))
-    aligned = math.gcd(16, *numbers)
-    return torch.tensor(table, device=device), aligned, max(k for _, k in shapes)
+    # Of which power of two, up to 16, all that the kernel adds up is a multiple, in elements.
+    aligned = math.gcd(16, *(n for _, k, c, x in table for n in (k, c, x // rests_in.itemsize)))
+    block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)
+    types = TRITON_DTYPES[rests_in], TRITON_DTYPES[dtype]
+    constants = (*types, len(shapes), aligned, block)
+    return _Launch(torch.tensor(table, device=device), row, constants)

@@ -9,7 +9,8 @@ them. Shards, their gradients and state dicts are the plain tensors that they we
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,22 +19,61 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8pass.compat.fsdp import Gathered, fsdp_has_run, gathered_parameters, shard_of
-from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.dialect.coded_weight import CodedWeight, Room, coded, room_for
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
 
+class Rooms:
+    """Where modules with weights of the same sizes code them, one after the other.
+
+    That saves the CPU what it takes to allocate memory and to divide it up, for every layer.
+    """
+
+    def __init__(self) -> None:
+        self._users: Counter[Hashable] = Counter()
+        self._rooms: dict[Hashable, Room] = {}
+
+    def expect(self, shards: Sequence[Tensor]) -> None:
+        """Announce a module with such shards."""
+        self._users[_layout(shards)] += 1
+
+    def of(self, shards: Sequence[Tensor]) -> Room:
+        """Memory that the current stream may write the codes of `shards` to.
+
+        What it has read of codes there before stays right: a stream does one thing after the other.
+        """
+        shapes, device = [x.shape for x in shards], shards[0].device
+        layout = _layout(shards)
+        if self._users[layout] < 2:  # kept, it would only hold memory between gathers
+            return room_for(shapes, device)
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if (layout, stream) not in self._rooms:
+            self._rooms[layout, stream] = room_for(shapes, device)
+        return self._rooms[layout, stream]
+
+
+def _layout(shards: Sequence[Tensor]) -> Hashable:
+    # Modules code weights of several dtypes one after the other, but gather them together.
+    return shards[0].device, shards[0].dtype, tuple(x.shape for x in shards)
+
+
 class Gathering:
     """How FSDP2 gathers the weights of one of its modules: its extension for each of them.
 
-    It asks for one after the other, and gets codes that were made of all at once.
+    It asks for one after the other, and gets codes that were made of all at once. FSDP2 copies
+    them to what it sends before it asks for those of another module.
     """
 
-    def __init__(self, layers: list[nn.Linear], traffic: Traffic) -> None:
-        self.layers, self.traffic = layers, traffic
+    def __init__(self, layers: list[nn.Linear], traffic: Traffic, rooms: Rooms) -> None:
+        self.layers, self.traffic, self.rooms = layers, traffic, rooms
         self._coded: dict[int, tuple[Tensor, Tensor]] = {}
+        rooms.expect(self._shards())
+
+    def _shards(self) -> list[Tensor]:
+        return [shard_of(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
         """Answer for the shards, unless FSDP2 has put whole weights in their place."""
@@ -52,23 +92,29 @@ class Gathering:
         ) -> tuple[tuple[Tensor, Tensor], torch.dtype]:
             dtype = mp_policy.param_dtype or module.weight.dtype
             if i not in self._coded:
-                shards = [shard_of(cast(Any, y.weight)) for y in self.layers]
-                self._coded = dict(enumerate(coded(shards, dtype)))
-            codes, scales = self._coded.pop(i)
-            sent = codes.numel() + scales.numel() * scales.itemsize
-            self.traffic.add(codes.numel(), sent, mesh.size() - 1)
-            return (codes, scales), dtype
+                self._coded = self._code(dtype, mesh.size() - 1)
+            return self._coded.pop(i), dtype
 
         # FSDP2 asks for it each time, which takes longer than all of the rest.
         before.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]
         return before
 
+    def _code(self, dtype: torch.dtype, copies: int) -> dict[int, tuple[Tensor, Tensor]]:
+        shards = self._shards()
+        room = self.rooms.of(shards)
+        elements = room.codes.numel()
+        self.traffic.add(elements, elements + room.scales.nbytes, copies)
+        return dict(enumerate(coded(shards, dtype, room)))
+
     @staticmethod
     def after(
         gathered: tuple[Tensor, Tensor], dtype: torch.dtype, _: Any, *, out: Any = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
-        """The weight in what was gathered. FSDP2 gathers into the same memory every time."""
-        return None if out is not None else (CodedWeight(*gathered, dtype), gathered)
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The weight in what was gathered. FSDP2 gathers into the same memory every time.
+
+        It frees that of what it has gathered, and there is no other.
+        """
+        return None if out is not None else (CodedWeight(*gathered, dtype), ())
 
 
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
@@ -82,6 +128,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     logits = sizes_of_logits(model)
     found: list[str] = []
     gatherings: dict[nn.Module, list[Gathering]] = {}
+    rooms = Rooms()
     for module in model.modules():
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
         for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
@@ -92,7 +139,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
             chosen = [y for y in layers if not is_exact(paths[y], y, logits, skip)]
             found += [paths[layer] for layer in chosen]
             if chosen:
-                gatherings.setdefault(module, []).append(Gathering(chosen, traffic))
+                gatherings.setdefault(module, []).append(Gathering(chosen, traffic, rooms))
     # FSDP2 begins to gather where a forward enters it: at the whole model, or at one of its parts.
     if gatherings and isinstance(model, FSDPModule):
         gatherings[model] = [each for group in gatherings.values() for each in group]

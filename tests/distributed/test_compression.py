@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import parallel
@@ -24,7 +25,8 @@ from torch.nn.utils import parametrizations
 import fp8pass
 from fp8pass import Config
 from fp8pass.dialect import hardware
-from fp8pass.dialect.coded_weight import coded
+from fp8pass.dialect.coded_weight import CodedWeight, coded, room_for
+from fp8pass.distributed.weights import Rooms
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code.
@@ -152,6 +154,35 @@ def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, shift, 
         finite = want.float().isfinite()
         assert torch.equal(finite, codes.float().isfinite())
         assert torch.equal(codes.float()[finite], want.float()[finite])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
+def test_rows_of_weights_are_coded_again_where_they_were(device, shift, fused):
+    """A second launch does not go through Triton; it must not where addresses are others."""
+    matrices = [torch.randn(m, 48).to(device) for m in (6, 16)]
+    wanted = coded(matrices, torch.bfloat16)
+    room = room_for([x.shape for x in matrices], matrices[0].device)
+    moved = replace(room, scales=room.scales.new_empty(len(room.scales) + shift)[shift:])
+    for _ in range(3):
+        for each in (room, moved):
+            each.codes.zero_(), each.scales.zero_()
+            assert coded(matrices, torch.bfloat16, each) is each.parts
+            for (codes, scales), (want, want_scales) in zip(each.parts, wanted, strict=True):
+                assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+                assert each is moved or torch.equal(scales, want_scales)
+            assert torch.equal(each.scales, torch.cat([scales[:, 0] for _, scales in wanted]))
+
+
+def test_modules_share_room_for_codes_if_their_weights_are_alike():
+    shards, lone = [torch.ones(4, 16), torch.ones(2, 16)], [torch.ones(8, 16)]
+    others = [x.bfloat16() for x in shards]
+    rooms = Rooms()
+    for each in (shards, shards, others, others, lone):
+        rooms.expect(each)
+    assert rooms.of(shards) is rooms.of(shards)
+    assert rooms.of(others) is not rooms.of(shards)  # which may be gathered with them
+    assert rooms.of(lone) is not rooms.of(lone)
 
 
 OFFLINE = """
@@ -339,6 +370,23 @@ def gathered_codes_change_nothing(device: str) -> None:
     assert done.weights.elements == 3 * shards  # two forwards, one backward
 
 
+def what_was_gathered_is_freed(device: str) -> None:
+    """With the memory that FSDP2 gathers into, of which weights in codes are views."""
+    model, seen = parallel.Decoder().to(device), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=parallel.mesh_of(model), mp_policy=policy)
+        block.mlp.up.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight))
+    fully_shard(model, mesh=parallel.mesh_of(model), mp_policy=policy)
+    fp8pass.distributed.compress(model, "none", "row")
+    ids = parallel.batch(device, of_rank=True)
+    parallel.loss_of(model(ids), ids).backward()
+    assert len(seen) == 2
+    assert all(isinstance(weight, CodedWeight) for weight in seen)
+    for part in (x for weight in seen for x in (weight.codes, weight.scales)):
+        assert part.untyped_storage().nbytes() == 0
+
+
 def layers_that_are_skipped(device: str) -> None:
     model = mixed(device)
     with pytest.warns(UserWarning, match="skip pattern 'mpl' matches no linear layer"):
@@ -457,6 +505,7 @@ def test_a_rank_that_comes_late(two):
 
 CODED = (
     gathered_codes_change_nothing,
+    what_was_gathered_is_freed,
     layers_that_are_skipped,
     shards_that_are_replaced_are_coded_again,
     parts_that_run_alone_are_coded,
