@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,7 +231,8 @@ class Config:
 
     def _check_weight_codes(self) -> None:
         size = self.weight_codes
-        if isinstance(size, bool) or not isinstance(size, (int, str)) or self.weight_code_bytes < 0:
+        is_size = isinstance(size, str) or (isinstance(size, int) and _is_number(size))
+        if not is_size or self.weight_code_bytes < 0:
             raise ConfigError(
                 "weight_codes must be the bytes that codes of a graph's weights may take, such as "
                 f"'2GiB', or 0 for none, got {size!r}."
@@ -398,7 +400,7 @@ def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
         found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
         if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):
             return found
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise ConfigError(
         "moments must be a tuple of (value name, mean, standard deviation), with finite numbers: "
@@ -458,8 +460,8 @@ def _check_budget(budget: object) -> None:
     size = parse_bytes(budget) if isinstance(budget, str) else budget
     if not _is_number(size) or not size > 0:  # type: ignore[operator]
         raise ConfigError(
-            f"memory_budget must be positive, got {budget!r}: it is a share up to {MOST_SHARE}, a "
-            "number of bytes, or a size such as '24GiB'."
+            f"memory_budget must be positive and finite, got {budget!r}: it is a share up to "
+            f"{MOST_SHARE}, a number of bytes, or a size such as '24GiB'."
         )
     if isinstance(budget, float) and budget > MOST_SHARE:
         raise ConfigError(
@@ -469,7 +471,10 @@ def _check_budget(budget: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether a value is a number, and none too large for a float."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def _check_known(option: str) -> None:

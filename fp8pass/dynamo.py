@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, fx
@@ -252,6 +253,25 @@ def _chosen(
     return run
 
 
+P = ParamSpec("P")
+
+
+def _needs_call(make: Callable[P, Backend]) -> Callable[P, Backend]:
+    """A function that makes a backend; given a graph, as if it were one, it says how to call it."""
+
+    @wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Backend:
+        if args and isinstance(args[0], fx.GraphModule):
+            raise TypeError(
+                "fp8pass.backend makes a backend, and is none: write torch.compile(model, "
+                "backend=fp8pass.backend(fp8pass.Config())), or backend='fp8pass'."
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_needs_call
 def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
     """A backend for `torch.compile(model, backend=fp8pass.backend(config))`.
 

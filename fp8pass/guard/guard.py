@@ -234,7 +234,17 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint: with its past, and with what was going on."""
+        """Continue from a checkpoint: with its past, and with what was going on.
+
+        Raises:
+            ConfigError: it is not what `state_dict()` of a guard returned.
+        """
+        keys = state if isinstance(state, Mapping) else ()
+        if missing := set(self.state_dict()) - set(keys):
+            raise ConfigError(
+                f"The checkpoint ({type(state).__name__}) has no {', '.join(sorted(missing))}: it "
+                "is not of a Guard. Load what guard.state_dict() returned."
+            )
         self.steps, self._sampled = state["steps"], state["sampled"]
         self.events = [Event.of(e) for e in state["events"]]
         self._alarm = Alarm(**state["alarm"]) if state["alarm"] else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dynamo import Backend
+from fp8pass.inspect.diagnosis import Diagnosis
 from fp8pass.inspect.explanation_data import ExplanationData
 from fp8pass.inspect.folding import path_pattern
 from fp8pass.inspect.running import (
@@ -39,9 +40,6 @@ from fp8pass.inspect.tables import (
 )
 from fp8pass.inspect.terminal import text_of
 
-if TYPE_CHECKING:
-    from fp8pass.inspect.diagnosis import Diagnosis
-
 
 class Explanation(ExplanationData):
     """The decisions of fp8pass about a model; print it, `save` it as a page, or use `graphs`."""
@@ -62,11 +60,22 @@ class Explanation(ExplanationData):
                 and how long it takes in both.
 
         Raises:
+            TypeError: `diagnosis` or `beside` is something else.
             ValueError: `beside` is of another model.
         """
         # Here rather than above: jinja2 takes time to import, which `explain` itself does not need.
         from fp8pass.inspect.report import write_report
 
+        if diagnosis is not None and not isinstance(diagnosis, Diagnosis):
+            raise TypeError(
+                "diagnosis must be what fp8pass.diagnose returned, got "
+                f"{type(diagnosis).__name__}. Another explanation goes to beside=."
+            )
+        if beside is not None and not isinstance(beside, Explanation):
+            raise TypeError(
+                "beside must be what fp8pass.explain returned, got "
+                f"{type(beside).__name__}: beside=fp8pass.explain(model, ..., config=...)."
+            )
         write_report(self, Path(path), diagnosis, beside)
 
     def plot_frontier(self, path: str | Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +21,14 @@ class CsvWriter:
     """Appends to a CSV file, a line for each tensor and sample.
 
     Raises:
-        ConfigError: the file exists and was not written by a Monitor.
+        ConfigError: `path` is no path, a folder, or a file that was not written by a Monitor.
     """
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, (str, os.PathLike)) or Path(path).is_dir():
+            raise ConfigError(
+                f"csv must be a file to append to, such as 'health.csv', got {path!r}."
+            )
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self._header() not in ("", ",".join(COLUMNS)):

@@ -337,10 +337,12 @@ class AdamW(torch.optim.Optimizer):
         States are converted to the formats of this optimizer; other options are the checkpoint's.
 
         Raises:
-            ConfigError: the checkpoint is of another optimizer, or of parameters of other shapes,
-                or has an option with an invalid value.
+            ConfigError: the checkpoint is of another optimizer or of none, or of parameters of
+                other shapes, or has an option with an invalid value.
             ValueError: the checkpoint has other parameter groups.
         """
+        if not isinstance(state_dict, dict):  # which hooks would not get to see
+            checkpoint.check_has_states(state_dict)
         # PyTorch would cast states to the dtype of their parameter, which the hook hides. It runs
         # last, so that hooks of users see the checkpoint as it is.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)

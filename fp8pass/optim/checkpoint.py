@@ -39,8 +39,10 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     """The checkpoint with `Hidden` keys, so that PyTorch does not cast states, and own storage.
 
     Raises:
-        ConfigError: the checkpoint was made with AMSGrad, or has an option with an invalid value.
+        ConfigError: the checkpoint is of no optimizer, was made with AMSGrad, or has an option with
+            an invalid value.
     """
+    check_has_states(state_dict)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if any(group.get("amsgrad") for group in saved_groups):
         raise ConfigError(
@@ -58,6 +60,16 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     # Groups without a counterpart, about which PyTorch raises an error.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
+
+
+def check_has_states(given: Any) -> None:
+    """Raise ConfigError if what was given for a checkpoint is not of an optimizer."""
+    keys = given if isinstance(given, Mapping) else ()
+    if missing := {"state", "param_groups"} - set(keys):
+        raise ConfigError(
+            f"The checkpoint ({type(given).__name__}) has no {', '.join(sorted(missing))}: it is "
+            "not of an optimizer. Load what optimizer.state_dict() returned."
+        )
 
 
 def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

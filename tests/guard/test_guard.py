@@ -140,6 +140,14 @@ def test_a_checkpoint_goes_on_with_the_past_and_the_alarm():
     assert [e.step for e in second.guard.events] == [e.step for e in whole.guard.events]
 
 
+@pytest.mark.parametrize("given", [{}, {"guard": {}}, None, "guard.json"])
+def test_what_is_no_checkpoint_is_refused(given):
+    guard = fed([1.0] * 3)
+    with pytest.raises(ConfigError, match=r"has no alarm, .* Load what guard\.state_dict"):
+        guard.load_state_dict(given)
+    assert guard.steps == 3
+
+
 # --- wrong arguments ----------------------------------------------------------------------------
 
 

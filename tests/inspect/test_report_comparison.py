@@ -74,6 +74,18 @@ def test_another_model_is_refused(in_8_bits):
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beside": Config()}, "beside must be what fp8pass.explain returned, got Config"),
+        ({"diagnosis": "a.html"}, "diagnosis must be what fp8pass.diagnose returned, got str"),
+    ],
+)
+def test_other_arguments_are_refused(in_8_bits, tmp_path, given, message):
+    with pytest.raises(TypeError, match=message):
+        in_8_bits.save(tmp_path / "report.html", **given)
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
         (Config(), ("coat", {})),

@@ -129,6 +129,12 @@ def test_wrong_options_of_checkpoints_say_what_to_do(options, message):
         other.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("given", [{}, {"optimizer": {}}, None, "checkpoint.pt", [1]], ids=str)
+def test_what_is_no_checkpoint_is_refused(given):
+    with pytest.raises(fp8pass.ConfigError, match=r"has no param_groups, state.* Load what"):
+        AdamW(parameters()).load_state_dict(given)
+
+
 def test_checkpoints_that_do_not_fit():
     params = parameters()
     optimizer = AdamW(params)

@@ -70,9 +70,13 @@ def test_frozen_and_hashable():
         (lambda: Config(tolerance="1"), "tolerance must be a positive number, or float('inf')"),
         (lambda: Config(tolerance=True), "got True"),
         (lambda: Config(tolerance=math.nan), "got nan"),
-        (lambda: Config(memory_budget="0.0 MiB"), "must be positive, got '0.0 MiB': it is a share"),
+        (lambda: Config(tolerance=10**400), "got 1000"),
+        (lambda: Config(memory_budget="0.0 MiB"), "positive and finite, got '0.0 MiB': it is a"),
         (lambda: Config(memory_budget="60%"), "a share up to 2.0 (a number)"),
         (lambda: Config(moments=(("up", math.nan, 1.0),)), "pass what fp8pass.calibrate returns"),
+        (lambda: Config(moments=(("up", 10**400, 1.0),)), "pass what fp8pass.calibrate returns"),
+        (lambda: Config(host_bandwidth=10**400), "a number of bytes a second, such as 25e9"),
+        (lambda: Config(weight_codes=10**400), "the bytes that codes of a graph's weights may"),
         (lambda: Config(moments=(("up", 0.0, -1.0),)), "pass what fp8pass.calibrate returns"),
         (
             lambda: Config(recipe="agoq", skip="a"),
@@ -144,6 +148,13 @@ def test_modes_become_inductor_options(monkeypatch):
 def test_backend_wants_a_config():
     with pytest.raises(TypeError, match=r"fp8pass\.Config, got str.*options="):
         fp8pass.backend("coat")
+
+
+@pytest.mark.parametrize("options", [None, {"recipe": "agoq"}])
+def test_the_backend_is_made_by_a_call(options):
+    compiled = torch.compile(MLP(), backend=fp8pass.backend, options=options)
+    with pytest.raises(Exception, match=r"backend=fp8pass\.backend\(fp8pass\.Config\(\)\)"):
+        compiled(torch.randn(16, 64))
 
 
 @pytest.mark.parametrize(
