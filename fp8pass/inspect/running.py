@@ -151,8 +151,9 @@ def linears_that_run(model: nn.Module) -> Iterator[dict[int, str]]:
 
     def noting(path: str) -> Callable[..., None]:
         def note(layer: nn.Module, args: Any) -> None:
-            if "weight" in layer._parameters:
-                found.update((id(p), path) for p in layer.parameters(recurse=False))
+            own = dict(layer.named_parameters(recurse=False))
+            if "weight" in own:
+                found.update((id(p), path) for p in own.values())
 
         return note
 

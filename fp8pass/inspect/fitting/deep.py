@@ -102,14 +102,14 @@ def _looks(module: nn.Module) -> tuple[object, ...]:
 @contextmanager
 def shortened(module: nn.Module, layers: Layers, count: int) -> Iterator[None]:
     """Let a list have only its first modules here."""
-    given = module.get_submodule(layers.path)._modules
-    kept = dict(given)
-    for name in list(given)[count:]:
-        del given[name]
+    shown = module.get_submodule(layers.path)
+    assert isinstance(shown, nn.ModuleList)
+    hidden = list(shown)[count:]
+    del shown[count:]
     try:
         yield
     finally:
-        given.update(kept)
+        shown.extend(hidden)
 
 
 class NotAlike(Exception):

@@ -18,6 +18,7 @@ def without_memory(module: nn.Module, values: Any) -> Iterator[Any]:
 
     Parameters and buffers come from any device, the meta device included, and are back afterwards.
     """
+    # Not by setattr, for which classes and PyTorch's hooks may do something else.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     twins = _Twins()
     with twins.mode:
