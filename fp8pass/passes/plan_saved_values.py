@@ -24,6 +24,8 @@ apart at GEMMs and attention into regions, which are solved one by one (with net
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -33,7 +35,7 @@ from fp8pass.rules.error_rules import Rules
 from fp8pass.rules.summary import summarize_rules
 from fp8pass.saving.carried_errors import with_carried_errors
 from fp8pass.saving.cuts import cheapest_plan
-from fp8pass.saving.decision import Decisions, Needs, find_needs, kept_bytes
+from fp8pass.saving.decision import Decisions, find_needs, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
 from fp8pass.saving.more_bits import more_bits
 
@@ -59,18 +61,25 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     cuts = cheapest_plan(needs, choices)
     if ctx.config.offload and ctx.config.memory_budget is None:
         ctx.plan.note = "offload=True has no memory_budget to meet"
-    decisions = _within_budget(gm.graph, ctx, cuts, needs, choices)
+
+    @cache  # most graphs need none, others one for several questions
+    def planner() -> Planner:
+        # Here rather than above: its solver takes as long to import as a small graph to plan.
+        from fp8pass.saving.planner import Planner
+
+        return Planner(gm.graph, cuts, needs, choices)
+
+    decisions = _within_budget(ctx, cuts, choices, planner)
     ctx.decisions = with_carried_errors(gm.graph, decisions, rules)
     if "least" in ctx.extras and needs.all:
-        ctx.plan.least_bytes = math.ceil(_planner(gm.graph, cuts, needs, choices).problem.least())
+        ctx.plan.least_bytes = math.ceil(planner().problem.least())
     if "frontier" in ctx.extras and needs.all:
-        planner = _planner(gm.graph, cuts, needs, choices)
-        ctx.plan.point = planner.point(ctx.decisions)
-        ctx.plan.frontier = planner.frontier(ctx.plan.point)
+        ctx.plan.point = planner().point(ctx.decisions)
+        ctx.plan.frontier = planner().frontier(ctx.plan.point)
 
 
 def _within_budget(
-    g: fx.Graph, ctx: Context, cuts: Decisions, needs: Needs, choices: FormatChoices
+    ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
     """The plan of the cuts; one that computes more again if it keeps too much, or has more bits."""
     most = kept_bytes(cuts, choices)
@@ -78,12 +87,5 @@ def _within_budget(
         return cuts
     budget = ctx.config.budget_bytes(most)
     if budget < most:
-        return _planner(g, cuts, needs, choices).within(budget)
+        return planner().within(budget)
     return cuts if math.isinf(budget) else more_bits(cuts, choices, budget)
-
-
-def _planner(g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> Planner:
-    # Here rather than above: its solver takes as long to import as a small graph to plan.
-    from fp8pass.saving.planner import Planner
-
-    return Planner(g, cuts, needs, choices)
