@@ -100,8 +100,10 @@ def _described(value: Any) -> str:
     """A value as text in a message: its name if it is a keyword argument, type and shape."""
     import torch
 
+    from fp8pass import graph
+
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         return f"{value[0]}={_described(value[1])}"
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))}"
+        return f"{graph.dtype_text(value.dtype)} {'x'.join(map(str, value.shape))}"
     return type(value).__name__

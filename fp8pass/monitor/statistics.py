@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from fp8pass import graph
 from fp8pass.dialect.coding import decode, encode
 from fp8pass.dialect.formats import Format
 
@@ -144,7 +145,7 @@ def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row
         tensor=name.tensor,
         scales=name.scales,
         format=name.format,
-        dtype=str(name.dtype).removeprefix("torch."),
+        dtype=graph.dtype_text(name.dtype),
         elements=int(elements),
         amax=amax,
         saturated=saturated / elements if elements else 0.0,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass import graph
 from fp8pass.config import ConfigError, check_choice
 from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
 
@@ -173,7 +174,7 @@ def _check_parameter(parameter: Tensor) -> None:
     dtype = parameter.dtype
     if dtype in PARAMETER_DTYPES:
         return
-    shape = f"A parameter of shape {tuple(parameter.shape)} is {str(dtype).removeprefix('torch.')}"
+    shape = f"A parameter of shape {tuple(parameter.shape)} is {graph.dtype_text(dtype)}"
     if dtype.is_complex:
         raise ConfigError(f"{shape}: give torch.view_as_real(parameter) instead.")
     raise ConfigError(

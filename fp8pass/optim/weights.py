@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass import graph
 from fp8pass.config import ConfigError, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.host.arena import Arena
@@ -92,7 +93,7 @@ def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list
 
 def _why_not_in_codes(weight: Tensor) -> str:
     if weight.dtype is not torch.bfloat16:
-        return f"it is in {str(weight.dtype).removeprefix('torch.')}; model.bfloat16() comes first"
+        return f"it is in {graph.dtype_text(weight.dtype)}; model.bfloat16() comes first"
     if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
         return f"its rows of {weight.shape[-1]} elements do not go through buffers in parts"
     return "it is small" if weight.numel() < SMALLEST else ""

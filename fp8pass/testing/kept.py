@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass import graph
 from fp8pass.plan import Plan
 from fp8pass.testing.steps import leaves
 
@@ -22,8 +23,7 @@ def kept_tensors(program: Callable[..., Any], args: Sequence[Any], held: Iterabl
 
     def pack(x: Tensor) -> Tensor:
         if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
-            shape = "×".join(map(str, x.shape)) or "scalar"
-            found[str(x.dtype).removeprefix("torch."), shape] += 1
+            found[graph.dtype_text(x.dtype), graph.shape_text(x)] += 1
             assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
                 f"{x.dtype} {tuple(x.shape)} is a part of a larger tensor, which it holds"
             )

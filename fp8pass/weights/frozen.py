@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass import graph
 from fp8pass.config import ConfigError, bytes_text, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.weights.choice import choose
@@ -94,7 +95,7 @@ def _is_done(module: nn.Module) -> bool:
 
 def _why_not_in_codes(weight: Tensor) -> str:
     if weight.dtype not in DTYPES:
-        return f"it is in {str(weight.dtype).removeprefix('torch.')}, not in bfloat16 or float32"
+        return f"it is in {graph.dtype_text(weight.dtype)}, not in bfloat16 or float32"
     return ""
 
 
