@@ -49,9 +49,11 @@ class Planner:
         enough = f"{math.ceil(least)} bytes"
         if isinstance(config.memory_budget, float):
             enough = f"{math.ceil(1000 * least / self.most) / 1000:g}"
-        smaller = (
-            "" if config.save_format == "e2m1" else ", or allow smaller formats with recipe='agoq'"
-        )
+        # Where nothing is in low bits although it might be, fewer of them change nothing.
+        may_shrink = self.choices.coarsest.lossless or any(d.low_bit for d in self.cuts.values())
+        smaller = ""
+        if may_shrink and config.save_format != "e2m1":
+            smaller = ", or allow smaller formats with recipe='agoq'"
         other = "" if self.link else ", or keep values on the host with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at least "

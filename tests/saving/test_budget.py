@@ -215,6 +215,21 @@ def test_the_smallest_budget_is_named_and_works(recipe):
     assert 0 < plan.saved_bytes <= least
 
 
+@pytest.mark.parametrize(
+    ("options", "helps"),
+    [
+        ({}, True),
+        ({"save_format": "none"}, True),
+        ({"save_format": "e2m1"}, False),
+        ({"keep_exact": "*"}, False),
+    ],
+)
+def test_smaller_formats_are_advised_where_they_help(options, helps):
+    with pytest.raises(Exception, match="cannot be met") as error:
+        train(partial(decoder, 1), Config(compiler="eager", memory_budget=1, **options))
+    assert ("smaller formats with recipe='agoq'" in str(error.value)) == helps
+
+
 def test_inductor_raises_the_same_error():
     program = torch.compile(MLP(), backend="fp8pass", options={"memory_budget": "1B"})
     with pytest.raises(
