@@ -35,6 +35,11 @@ class WithLoss(MLP):
         return super().forward(x).square().mean()
 
 
+class Scaled(MLP):
+    def forward(self, x, scale):
+        return super().forward(x, scale).square().mean()
+
+
 class Broken(MLP):
     def forward(self, x):
         raise RuntimeError("it broke\\nin two lines")
@@ -79,6 +84,18 @@ def with_loss_of_a_dict():
 
 def with_loss_of_the_output():
     return MLP(), (x(),), lambda output: output.square().mean()
+
+
+def loss_of_kwargs():
+    return Scaled(), {"x": x(), "scale": torch.tensor(2.0)}
+
+
+def loss_of_both():
+    return Scaled(), [x()], {"scale": torch.tensor(2.0)}
+
+
+def loss_of_a_tensor_and_kwargs():
+    return Scaled(), x(), {"scale": torch.tensor(2.0)}
 
 
 def with_wrong_loss():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 
 from fp8pass.cli import target
-from fp8pass.cli.parsing import Command, Failure, output_file
+from fp8pass.cli.parsing import Command, check_plot, output_file
 from fp8pass.cli.running import measured, show
 from fp8pass.cli.tasks import task
 
@@ -23,10 +22,11 @@ def run(options: argparse.Namespace) -> None:
     """Diagnose TARGET.
 
     Raises:
+        UsageError: an option has an invalid value.
         Failure: a plot is asked for and matplotlib missing.
     """
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        raise Failure("--plot needs matplotlib: pip install 'fp8pass[demo]'.")
+    if options.plot:
+        check_plot(options.plot)
     diagnosis = measured("diagnose", options)
     if options.plot:
         with task("drawing the plot", "Give another --plot FILE."):

@@ -7,10 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8pass.cli import target
-from fp8pass.cli.parsing import Command, Failure, UsageError, output_file
-from fp8pass.cli.running import REPORT, show
+from fp8pass.cli.parsing import Command, Failure, UsageError, check_plot, output_file
+from fp8pass.cli.running import loss_function, show
 from fp8pass.cli.tasks import task
 from fp8pass.config import ConfigError
+
+# The model runs within fp8pass alone, where there is no memory: an error may be its own.
+WHOSE = (
+    "--traceback shows where; unless that is in the model or its loss_fn, report it with the "
+    "output of fp8pass env."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="modules that are compiled one by one, such as model.layers, once for each; by "
         "default the model is compiled as a whole",
     )
-    add("--plot", type=output_file, metavar="FILE", help="also draw memory over a step, as PNG")
+    add(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="also draw memory over a step, as PNG, SVG or PDF",
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -45,13 +56,15 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an option has an invalid value.
-        Failure: no way to train fits.
+        Failure: no way to train fits, or a plot is asked for and matplotlib missing.
     """
+    if options.plot:
+        check_plot(options.plot)
     config = target.config_of(options)
     found = target.load(options)
     result = _fitted(options, config, found)
     if options.plot:
-        with task("drawing", "Give another --plot FILE."):
+        with task("drawing the plot", "Give another --plot FILE."):
             result.plot(options.plot)
     show(result, options.json)
     if not result.fits:
@@ -63,7 +76,7 @@ def _fitted(options: argparse.Namespace, config: Any, found: target.Target) -> A
     import fp8pass
 
     wrong: ConfigError | None = None
-    with task("fp8pass.fit", REPORT):
+    with task("fp8pass.fit", WHOSE):
         try:
             return fp8pass.fit(
                 found.model,
@@ -81,12 +94,12 @@ def _fitted(options: argparse.Namespace, config: Any, found: target.Target) -> A
     raise UsageError(str(wrong)) from wrong
 
 
-def _loss_fn(found: target.Target) -> Callable[[Any, Any], Any] | None:
-    """TARGET's `loss_fn` for the batch as `fit` passes it: one tensor, too, is in a tuple."""
+def _loss_fn(found: target.Target) -> Callable[[Any, Any], Any]:
+    """The loss of TARGET for the batch as `fit` passes it: one tensor, too, is in a tuple."""
     import torch
 
-    loss_fn = found.loss_fn
-    if loss_fn is None or not isinstance(found.batch, torch.Tensor):
+    loss_fn = loss_function(found)
+    if not isinstance(found.batch, torch.Tensor):
         return loss_fn
     return lambda model, batch: loss_fn(model, batch[0])
 

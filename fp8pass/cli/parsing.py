@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,3 +107,19 @@ def output_file(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
     return path
+
+
+def check_plot(path: Path) -> None:
+    """Check that matplotlib can write a file, before hours of work.
+
+    Raises:
+        Failure: it is missing.
+        UsageError: it writes no files of this extension.
+    """
+    if not importlib.util.find_spec("matplotlib"):
+        raise Failure("--plot needs matplotlib: pip install 'fp8pass[demo]'.")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise UsageError(f"--plot {path}: matplotlib writes files that end in {', '.join(known)}.")

@@ -81,7 +81,7 @@ def loss_function(found: Target) -> Callable[[Any, Any], Any]:
         if found.loss_fn:
             returned = loss = found.loss_fn(model, batch)
         else:
-            returned = model(*found.args, **found.kwargs)
+            returned = found.call(model, batch)
             loss = getattr(returned, "loss", returned)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return loss

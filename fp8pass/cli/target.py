@@ -56,6 +56,16 @@ class Target:
 
         return compat.original_of(self.model)
 
+    def call(self, model: Any, batch: Any) -> Any:
+        """What a model returns for a batch that is made up as that of TARGET is."""
+        from torch import Tensor
+
+        if self.args and self.kwargs:
+            args, kwargs = batch
+        else:
+            args, kwargs = ((), batch) if self.kwargs else (batch, {})
+        return model(*((args,) if isinstance(args, Tensor) else args), **kwargs)
+
 
 def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
     """Add TARGET to a parser, and the options for its inputs and its configuration.

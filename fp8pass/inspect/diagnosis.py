@@ -96,7 +96,12 @@ class Diagnosis:
         return text
 
     def plot(self, path: str | Path) -> None:
-        """Draw measured and predicted errors into an image file (needs matplotlib)."""
+        """Draw measured and predicted errors into an image file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: matplotlib does not write files of this extension.
+        """
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 0.25 * len(self.layers) + 1.5), layout="constrained")

@@ -79,10 +79,11 @@ class Explanation(ExplanationData):
         write_report(self, Path(path), diagnosis, beside)
 
     def plot_frontier(self, path: str | Path) -> None:
-        """Write a PNG of memory against added time: a line for each graph, its plan marked.
+        """Draw memory against added time into an image file, a line for each graph.
 
         Raises:
-            ValueError: there is no frontier to plot.
+            ValueError: there is no frontier to plot, or matplotlib does not write files of this
+                extension.
             ImportError: matplotlib is not installed.
         """
         plans = {n: g.plan for n, g in enumerate(self.graphs) if g.plan.frontier}
@@ -107,7 +108,7 @@ class Explanation(ExplanationData):
                 chosen = plan.point.bytes / 2**20, plan.point.seconds * 1e3
                 axes.plot(*chosen, marker="*", markersize=14, color=line.get_color(), ls="none")
         axes.legend(title="★ this plan")
-        figure.savefig(path, format="png")
+        figure.savefig(path)
 
     def __str__(self) -> str:
         return text_of(self._parts())

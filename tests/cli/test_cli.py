@@ -14,6 +14,8 @@ import fp8pass
 from fp8pass import Config
 from fp8pass.cli.target import config_beside
 
+ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")  # of fit
+
 
 def without_times(data):
     """An explanation as data, without the only numbers that differ from run to run."""
@@ -256,7 +258,7 @@ def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
     assert "model.layers.0.mlp.down_proj" in {y["module"] for y in data["layers"]}
 
 
-@pytest.mark.parametrize("command", ["diagnose", "bisect"])
+@pytest.mark.parametrize("command", ["diagnose", "bisect", "fit"])
 @pytest.mark.parametrize(
     ("words", "returned"),
     [
@@ -267,18 +269,28 @@ def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
 )
 def test_without_a_loss(run, here, command, words, returned):
     llama_config(here / "llama")
-    code, out, err = run(command, *words)
+    code, out, err = run(command, *words, *(ROOM if command == "fit" else ()))
     assert (code, out) == (2, "")
     assert returned in err
     assert "return loss_fn last" in err
     assert "--input labels=" in err
 
 
-def test_plots_need_matplotlib_before_anything_runs(run, monkeypatch):
+@pytest.mark.parametrize("command", ["diagnose", "fit"])
+def test_plots_need_matplotlib_before_anything_runs(run, monkeypatch, command):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = run("diagnose", "factories:with_loss", "--plot", "errors.png")
+    code, _, err = run(command, "factories:fails", "--plot", "errors.png")
     assert code == 1
     assert "pip install 'fp8pass[demo]'" in err
+
+
+@pytest.mark.parametrize("command", ["diagnose", "fit"])
+@pytest.mark.parametrize("file", ["errors.xyz", "errors"])
+def test_plots_of_other_extensions_are_refused_before_anything_runs(run, command, file):
+    pytest.importorskip("matplotlib")
+    code, out, err = run(command, "factories:fails", "--plot", file)
+    assert (code, out) == (2, "")
+    assert f"--plot {file}: matplotlib writes files that end in eps, " in err
 
 
 class Found:
@@ -311,8 +323,6 @@ def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
 
 # --- fit ----------------------------------------------------------------------------------------
 
-ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")
-
 
 def test_fit_gives_lines_to_paste(run, tmp_path):
     out = ok(run("fit", "factories:with_loss", *ROOM, "--plot", str(tmp_path / "memory.png")))
@@ -324,6 +334,20 @@ def test_fit_gives_lines_to_paste(run, tmp_path):
 
 def test_fit_passes_a_batch_of_one_tensor_as_the_other_commands_do(run):
     assert "◀ fits" in ok(run("fit", "factories:with_loss_of_a_tensor", *ROOM))
+
+
+@pytest.mark.parametrize(
+    "name", ["WithLoss", "loss_of_kwargs", "loss_of_both", "loss_of_a_tensor_and_kwargs"]
+)
+def test_fit_takes_the_loss_that_a_model_returns(run, here, name):
+    words = ("--input", "32x64") if name == "WithLoss" else ()
+    assert "◀ fits" in ok(run("fit", f"factories:{name}", *ROOM, *words))
+
+
+def test_fit_does_not_take_errors_of_a_model_for_its_own(run):
+    code, _, err = run("fit", "factories:broken", *ROOM)
+    assert code == 1
+    assert "it broke. --traceback shows where; unless that is in the model or its loss_fn" in err
 
 
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):

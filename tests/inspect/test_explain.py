@@ -178,6 +178,8 @@ def test_plot_frontier(traced, tmp_path):
     pytest.importorskip("matplotlib")
     traced.plot_frontier(tmp_path / "frontier.png")
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="'xyz' is not supported"):
+        traced.plot_frontier(tmp_path / "frontier.xyz")
 
 
 def test_plot_frontier_without_matplotlib(traced, tmp_path, monkeypatch):

@@ -438,6 +438,14 @@ def test_no_loss():
         fit(model, x, gpu="16GiB", host="8GiB")
 
 
+def test_a_loss_function_that_gives_no_loss():
+    model, ids = on_meta()
+    with pytest.raises(TypeError, match=r"must give the loss.* it gave NoneType"):
+        fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=lambda model, batch: None)
+    with pytest.raises(ValueError, match="depends on nothing that is trained"):
+        fit(model.requires_grad_(False), ids, gpu="16GiB", host="8GiB")
+
+
 @pytest.mark.parametrize("text", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "RTX4090,8GiB"])
 def test_gpus_by_name(text):
     found = find_gpu(text)
@@ -448,6 +456,8 @@ def test_gpus_by_name(text):
 def test_plot(fitted, tmp_path):
     fitted.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="'xyz' is not supported"):
+        fitted.plot(tmp_path / "memory.xyz")
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

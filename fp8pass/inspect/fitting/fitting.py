@@ -18,7 +18,12 @@ from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.result import Fit
 from fp8pass.inspect.fitting.step import LossFunction, own_loss
-from fp8pass.inspect.running import check_arguments, checked_configuration, is_sharded
+from fp8pass.inspect.running import (
+    check_arguments,
+    checked_configuration,
+    checked_loss,
+    is_sharded,
+)
 
 # A step that waits for the link for a larger share of its time is told so.
 MUCH = 0.02
@@ -67,8 +72,8 @@ def fit(
 
     Raises:
         ConfigError: an option has an invalid value, or names nothing.
-        TypeError: the model, its configuration or an argument is something else.
-        ValueError: the model is sharded, or gives no loss.
+        TypeError: the model, its configuration, an argument or the loss is something else.
+        ValueError: the model is sharded, or gives no loss that depends on what is trained.
     """
     base = checked_configuration("fit", model, config)
     check_arguments(fit, model, kwargs)
@@ -189,6 +194,6 @@ def _loss_of(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
         return own_loss
 
     def loss_of(run: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        return loss_fn(run, (args, kwargs) if args and kwargs else args or kwargs)
+        return checked_loss(loss_fn, run, (args, kwargs) if args and kwargs else args or kwargs)
 
     return loss_of

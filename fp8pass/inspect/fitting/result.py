@@ -116,10 +116,11 @@ class Fit:
         return text
 
     def plot(self, path: str | Path) -> None:
-        """Write a PNG of the GPU's memory by kind over a forward and backward.
+        """Draw the GPU's memory by kind over a forward and backward into an image file.
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: matplotlib does not write files of this extension.
         """
         try:
             from matplotlib.figure import Figure
@@ -131,7 +132,7 @@ class Fit:
         axes = figure.add_subplot()
         plot_timeline(axes, self.shown.gpu, self.moments, self.gpu.memory)
         axes.legend(loc="upper left", fontsize="small", ncols=2)
-        figure.savefig(path, format="png")
+        figure.savefig(path)
 
     def __str__(self) -> str:
         return text_of(self._parts())

@@ -71,6 +71,9 @@ def record_step(
         paths: of parts; `('',)` for the model as a whole.
         values: arguments and keyword arguments of the model.
         loss_of: runs it and gives its loss.
+
+    Raises:
+        ValueError: the loss has no gradient.
     """
     step = Step()
     recorder = _Recorder(step)
@@ -85,6 +88,11 @@ def record_step(
         loss_of(run, args, kwargs)  # to compile: no operator is to be observed meanwhile
         with recorder.watching(module):
             loss = loss_of(run, args, kwargs)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "The loss depends on nothing that is trained: no parameter requires a "
+                    "gradient, or the loss is computed from values that were detached."
+                )
             recorder.events.append(BackwardBegins())
             loss.backward()
             step.events = list(recorder.events)
