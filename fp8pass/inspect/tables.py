@@ -149,7 +149,7 @@ def _experts(linears: Sequence[Linear]) -> str:
 
 
 def remarks(explanation: ExplanationData) -> str:
-    """What is not compiled, what is computed again, and doubts; '' where there is none."""
+    """What is not compiled, not kept or computed again, and doubts; '' where there is none."""
     said = ""
     if explanation.parts:
         said += f"\nOnly parts of the model are compiled: {path_pattern(explanation.parts)}."
@@ -165,7 +165,19 @@ def remarks(explanation: ExplanationData) -> str:
         said += f" {mib(outside)} MiB are kept outside of compiled graphs, where nothing changes."
     elif outside < 0:
         said += f" {mib(-outside)} MiB are kept by several graphs and counted once."
+    said += _evaluates(explanation)
     return said + _checkpointing(explanation) + _doubt(explanation)
+
+
+def _evaluates(explanation: ExplanationData) -> str:
+    """Why nothing is kept, where no graph has a backward."""
+    if {g.plan.note for g in explanation.graphs} != {"inference"}:
+        return ""
+    return (
+        "\nThe graphs keep nothing: none has a backward, as in evaluation. To see training, call "
+        "explain outside of torch.inference_mode(), with a model that has a parameter that "
+        "requires a gradient and does not compute under torch.no_grad()."
+    )
 
 
 def _doubt(explanation: ExplanationData) -> str:

@@ -285,6 +285,26 @@ def test_works_under_no_grad_and_keyword_arguments():
     assert graph.plan.saved
 
 
+def evaluated():
+    with torch.inference_mode():
+        return explain(MLP(), torch.randn(32, 64))
+
+
+@pytest.mark.parametrize(
+    ("explained", "says"),
+    [
+        (evaluated, True),
+        (lambda: explain(MLP().requires_grad_(False), torch.randn(32, 64)), True),
+        (lambda: explain(MLP(), torch.randn(32, 64)), False),
+    ],
+    ids=["inference mode", "frozen", "trained"],
+)
+def test_without_a_backward_it_says_why_nothing_is_kept(explained, says):
+    found = explained()
+    assert (found.saved_bytes == 0) == says
+    assert ("none has a backward, as in evaluation" in str(found)) == says
+
+
 def test_skipped_and_odd_layers_say_why():
     model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 64), nn.Linear(64, 64))
     text = str(explain(model, torch.randn(32, 64), config=Config(skip=("3",))))
