@@ -14,9 +14,9 @@ the 1B's sizes (models.Stack) in tensor parallel with sequence parallel norms.
 Links: `nvlink` is what NCCL finds; `host` goes through host memory (NCCL_P2P_DISABLE=1), as GPUs
 without peer access do. One process a GPU stays for all variants over a link, which take turns: the
 CPU's speed, which may decide, changes from minute to minute. Tokens per second are those of all
-ranks together, by the median step and by the fastest; peaks are rank 0's, above what the other
-variants hold; wire bytes are what it sends of gradients and of weights in codes, over those of
-BF16.
+ranks together, by the median step and by the fastest; the rest is rank 0's: milliseconds in which
+the CPU launches a step, the peak above what the other variants hold, and what it sends of gradients
+and of weights in codes, over the bytes of BF16.
 
 `kernels` times what codes and sums: the share of the bandwidth of a copy.
 """
@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -61,7 +62,7 @@ LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
 # Of each GPU; a sequence parallel model has one batch for all.
 BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
-# Every variant takes so many steps in its turn, the first of which is not timed.
+# Every variant takes so many steps in its turn, of the first of which the CPU's part is timed.
 TURNS, STEPS = 6, 4
 
 
@@ -180,6 +181,7 @@ class Run:
         self.variant, self.device = VARIANTS[name], device
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
+        self.launch_seconds: list[float] = []
         torch.manual_seed(0)
         os.environ["FP8PASS_DISABLE_PASSES"] = self.variant.without
         cuda = device.type == "cuda"
@@ -196,7 +198,12 @@ class Run:
 
     def take_turn(self) -> None:
         """Some more steps."""
-        self.seconds += step_seconds(self.step, STEPS, self.device)[1:]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        self.step()
+        self.launch_seconds.append(time.perf_counter() - begin)
+        self.seconds += step_seconds(self.step, STEPS - 1, self.device)
 
     def result(self) -> dict[str, Any]:
         """What was measured."""
@@ -209,6 +216,7 @@ class Run:
             "first_step_s": self.first_step_s,
             "tokens_per_second": self.tokens / statistics.median(self.seconds),
             "fastest": self.tokens / min(self.seconds),
+            "launch_s": statistics.median(self.launch_seconds),
             "peak_bytes": self.peak_bytes,
             "loss": self.losses[-1].item() if self.losses else None,
             **sent,
