@@ -23,6 +23,7 @@ apart at GEMMs and attention into regions, which are solved one by one (with net
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import cache
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from fp8pass.config import bytes_text
 from fp8pass.passes.context import Context
 from fp8pass.rules.error_rules import Rules
 from fp8pass.rules.summary import summarize_rules
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 # Bytes of a graph for which a share is no matter: what a graph break leaves keeps a loss or two.
 NEGLIGIBLE = 4096
+
+log = logging.getLogger("fp8pass")
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -82,10 +86,31 @@ def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
     """The plan of the cuts; one that computes more again if it keeps too much, or has more bits."""
-    most = kept_bytes(cuts, choices)
-    if most < NEGLIGIBLE and isinstance(ctx.config.memory_budget, float):
+    most, is_share = kept_bytes(cuts, choices), isinstance(ctx.config.memory_budget, float)
+    if most < NEGLIGIBLE and is_share:
         return cuts
     budget = ctx.config.budget_bytes(most)
-    if budget < most:
-        return planner().within(budget)
-    return cuts if math.isinf(budget) else more_bits(cuts, choices, budget)
+    if budget >= most:
+        return cuts if math.isinf(budget) else more_bits(cuts, choices, budget)
+    if is_share and not ctx.plan.linears:
+        return _nearest(ctx, budget, planner())
+    return planner().within(budget)
+
+
+def _nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
+    """The plan nearest to the share of a graph without layers, such as a loss and its logits.
+
+    PyTorch leaves such a graph where it breaks a model in parts. What the others can do without it
+    often cannot: that is no reason not to train.
+    """
+    least = min(planner.problem.least(), planner.most)
+    if least > budget:
+        kept = f"{least / planner.most:.0%} of {bytes_text(planner.most)}"
+        share = f"memory_budget={ctx.config.memory_budget:g}"
+        ctx.plan.note = f"no linear layers: keeps {kept} in spite of {share}"
+        log.warning(
+            "A graph without linear layers keeps %s in spite of %s: there is little in it to "
+            "compute again. fp8pass.explain(model, ...) shows what it keeps.",
+            *(kept, share),
+        )
+    return planner.nearest(budget) if least < planner.most else planner.cuts

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
@@ -126,10 +127,18 @@ class BudgetProblem:
 
     def least(self) -> float:
         """The smallest budget that can be met."""
+        return float(self.bytes @ self._smallest)
+
+    def smallest(self) -> dict[fx.Node, Decision]:
+        """A plan that meets it, however long it takes."""
+        return self._plan(self._smallest)
+
+    @cached_property
+    def _smallest(self) -> np.ndarray:
         result = self._solve(self.bytes, math.inf)
         if result.x is None:
             raise ConfigError(_unsolved("the smallest memory_budget"))
-        return float(self.bytes @ np.round(result.x))
+        return np.round(result.x)
 
     def within(self, budget: float) -> dict[fx.Node, Decision] | None:
         """The fastest plan within `budget` bytes; None if there is none."""

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from torch import fx
 
+from fp8pass import graph
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 from fp8pass.saving.backward_memory import BackwardMemory
@@ -16,6 +17,9 @@ from fp8pass.saving.costs import recompute_seconds
 from fp8pass.saving.decision import Decisions, Needs, host_bytes, kept_bytes
 from fp8pass.saving.format_choices import FormatChoices
 from fp8pass.saving.link import Link
+
+# By how much the solver's sums of bytes may be off.
+TOLERANCE = 1e-3
 
 
 class Planner:
@@ -44,6 +48,15 @@ class Planner:
             raise ConfigError(self._why_not(budget))
         return plan
 
+    def nearest(self, budget: float) -> Decisions:
+        """The fastest plan that keeps at most `budget` bytes, or what has to be kept."""
+        return self.within(max(budget, self._least))
+
+    @property
+    def _least(self) -> float:
+        """The smallest budget that can be met, and a little more for the solver."""
+        return self.problem.least() * (1 + TOLERANCE)
+
     def _why_not(self, budget: float) -> str:
         least, config = self.problem.least(), self.choices.config
         enough = f"{math.ceil(least)} bytes"
@@ -57,8 +70,17 @@ class Planner:
         other = "" if self.link else ", or keep values on the host with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at least "
-            f"{bytes_text(least)}. Raise memory_budget to {enough} or more{smaller}{other}."
+            f"{bytes_text(least)}{self._largest()}. Raise memory_budget to {enough} or "
+            f"more{smaller}{other}."
         )
+
+    def _largest(self) -> str:
+        """What is largest of what has to be kept, as text."""
+        plan = self.problem.smallest()
+        sizes = {node: kept_bytes({node: d}, self.choices) for node, d in plan.items()}
+        node = max(sizes, key=lambda node: sizes[node])
+        of = f" of {path}" if (path := graph.module_path(node)) else ""
+        return f", most of all {node.name}{of}, {bytes_text(sizes[node])}"
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
         """Plans from the smallest budget that can be met up to the plan of the cuts, without one.
@@ -66,8 +88,7 @@ class Planner:
         None is both larger and slower than another. One that would be both smaller and faster than
         the chosen plan is that by less than the solver's tolerance.
         """
-        least = self.problem.least() * 1.001
-        budgets = np.linspace(least, max(self.most, least), points)[:-1]
+        budgets = np.linspace(self._least, max(self.most, self._least), points)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
         unlimited = self.point(self.cuts)
         shown = {chosen, unlimited}

@@ -405,3 +405,18 @@ def test_what_pytorch_does_not_compile_in_place():
         got = explain(model, torch.randn(16, 64))
     wrapped = torch.compile(model, backend=fp8pass.backend(AGOQ))
     assert got.saved_bytes == explain(wrapped, torch.randn(16, 64)).saved_bytes
+
+
+def test_derivatives_within_the_forward():
+    """PyTorch lets nobody see what is saved then."""
+
+    class Field(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Linear(64, 16)
+
+        def forward(self, x):
+            return torch.func.grad(lambda z: self.energy(z).square().sum())(x)
+
+    with pytest.raises(RuntimeError, match=r"with torch\.func, which does not let explain count"):
+        explain(Field(), torch.randn(32, 64))

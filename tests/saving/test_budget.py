@@ -234,7 +234,7 @@ def test_inductor_raises_the_same_error():
     program = torch.compile(MLP(), backend="fp8pass", options={"memory_budget": "1B"})
     with pytest.raises(
         Exception,
-        match=r"of 1 B cannot be met.* at least [\d.]+ KiB\. Raise .*to \d+",
+        match=r"of 1 B cannot be met.* at least [\d.]+ KiB, most of all \w+ of up, .*to \d+",
     ):
         program(torch.randn(32, 64) * 1)
 
@@ -246,6 +246,33 @@ def test_a_share_of_next_to_nothing_is_no_matter():
     run, spy = compiled(lambda x, scale: (x.exp() * scale).sum(), config)
     run(torch.randn(128, requires_grad=True), torch.rand(128)).backward()
     assert 0 < spy.plan.saved_bytes < 4096
+
+
+class Broken(nn.Module):
+    """Layers and a loss, whose logits nothing computes again, with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(MLP(), nn.Linear(32, 512))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.body(x)
+        torch._dynamo.graph_break()
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_a_share_that_a_loss_cannot_meet_is_no_error(caplog):
+    model, config = Broken(), Config(compiler="eager", memory_budget=0.6)
+    args = torch.randn(128, 64), torch.randint(512, (128,))
+    layers, loss = explain(model, *args, config=config).graphs
+    _, same = explain(model, *args, config=Config(compiler="eager")).graphs
+    assert layers.plan.saved_bytes < loss.plan.saved_bytes <= same.plan.saved_bytes
+    said = "no linear layers: keeps 100% of 257 KiB in spite of memory_budget=0.6"
+    assert loss.plan.note == said
+    assert said in str(explain(model, *args, config=config))
+    assert "keeps 100% of 257 KiB in spite of memory_budget=0.6" in caplog.text
+    with pytest.raises(Exception, match="cannot be met"):
+        explain(model, *args, config=Config(compiler="eager", memory_budget="100KiB"))
 
 
 def test_a_share_that_cannot_be_met_is_answered_with_one():

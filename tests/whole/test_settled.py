@@ -248,3 +248,11 @@ def test_one_rank_says_it(monkeypatch, said):
 def test_a_configured_backend_says_it(said):
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend=backend(Config(compiler="eager"))))
     assert [line[: len(ALL_OF_TWO)] for _, line in said()] == [ALL_OF_TWO]
+
+
+def test_a_plan_with_a_remark_is_counted(said):
+    """Here that there is no budget to meet by offloading."""
+    options = {"compiler": "eager", "offload": True}
+    train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend="fp8pass", options=options))
+    ((_, line),) = said()
+    assert ALL_OF_TWO in line
