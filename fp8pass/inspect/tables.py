@@ -160,7 +160,8 @@ def remarks(explanation: ExplanationData) -> str:
             f"graphs, in high precision: {path_pattern(outside_linears)}."
         )
         if not explanation.parts:
-            said += " PyTorch compiled only some of the model; TORCH_LOGS=graph_breaks says why."
+            compiled = "only some" if explanation.graphs else "nothing"
+            said += f" PyTorch compiled {compiled} of the model; TORCH_LOGS=graph_breaks says why."
     if (outside := explanation.outside_bytes) > 0:
         said += f" {mib(outside)} MiB are kept outside of compiled graphs, where nothing changes."
     elif outside < 0:

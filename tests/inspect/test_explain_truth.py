@@ -195,3 +195,19 @@ def test_parts_run_afterwards_as_they_were_compiled(wrapped):
     want = model(x)
     assert explain(model, x).parts == ("0",)
     assert torch.equal(model(x), want)
+
+
+def test_a_model_of_which_nothing_is_compiled():
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                torch._dynamo.graph_break()
+            return self.up(x)
+
+    text = " ".join(str(explain(Breaking(), torch.randn(32, 64))).split())
+    assert "1 linear layer runs outside of compiled graphs, in high precision: up." in text
+    assert "PyTorch compiled nothing of the model" in text
