@@ -65,7 +65,7 @@ class CodedWeight(Tensor):
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Raise RuntimeError: only the whole weight can be changed, and a part would be a copy."""
-        raise RuntimeError(_cannot(aten.index_put_.default))
+        raise RuntimeError(_cannot(aten.index_put_.default, self))
 
     def share_memory_(self) -> CodedWeight:
         """Move codes and scales to memory that processes share; the weight itself has none."""
@@ -106,7 +106,7 @@ class CodedWeight(Tensor):
             self.source.copy_(_decoded(values))
             self.code_again()
         elif not self.is_all:
-            raise RuntimeError(_cannot(aten.copy_.default))
+            raise RuntimeError(_cannot(aten.copy_.default, self))
         elif isinstance(values, CodedWeight):
             self.codes.copy_(values.codes)
             self.scales.copy_(values.scales)
@@ -149,9 +149,9 @@ class CodedWeight(Tensor):
         kwargs = kwargs or {}
         if func is aten._to_copy.default and (moved := _moved(args[0], **kwargs)) is not None:
             return moved
-        if _changes_codes(func, args, kwargs):
+        if (changed := _changed(func, args, kwargs)) is not None:
             if func is not aten.copy_.default:
-                raise RuntimeError(_cannot(func))
+                raise RuntimeError(_cannot(func, changed))
             args[0].change(args[1])
             return args[0]
         args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.decoded, (args, kwargs))
@@ -174,23 +174,29 @@ def _moved(
     return weight.like_this(codes, scales, dtype)
 
 
-def _changes_codes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator writes to a weight in codes."""
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> CodedWeight | None:
+    """The weight in codes that an operator writes to, the first of them; None if there is none."""
     schema = compat.schema_of(func)
     if not schema.is_mutable:
-        return False
+        return None
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     written = [
         given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write
     ]
-    return any(isinstance(x, CodedWeight) for x in compat.tree_leaves(written))
+    return next((x for x in compat.tree_leaves(written) if isinstance(x, CodedWeight)), None)
 
 
-def _cannot(func: Any) -> str:
+def _cannot(func: Any, weight: CodedWeight) -> str:
+    changes = f"{func} would change a weight whose values are lost: it is in codes."
+    if weight.is_all:
+        return (
+            f"{changes} fp8pass.freeze made them, of a layer that is not trained: leave its weight "
+            "out of the optimizer, with requires_grad_(False), or the layer out of freeze, with "
+            "skip=. load_state_dict gives it new values."
+        )
     return (
-        f"{func} would change a weight whose values are lost: it is in codes. Change what it was "
-        "made of, a shard or a matrix on the host, or name its layer in `skip` of compress, "
-        "offload_weights or freeze. Frozen ones take new values from load_state_dict."
+        f"{changes} Change what it was made of, a shard or a matrix on the host, or name its layer "
+        "in `skip` of compress or offload_weights."
     )
 
 
