@@ -64,6 +64,7 @@ from fp8pass.compat.fakes import (  # noqa: E402
     OperatorObserver,
     RealPositions,
     WeakIdKeyDictionary,
+    autocast_for_cpu,
     fake_tensors,
 )
 from fp8pass.compat.frames import rename_self  # noqa: E402
@@ -140,6 +141,7 @@ __all__ = [
     "activation_quantization_is_on",
     "after_backward",
     "arg_tree_leaves",
+    "autocast_for_cpu",
     "backend_of",
     "boxed",
     "captures_backward",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["OperatorObserver", "RealPositions", "WeakIdKeyDictionary", "fake_tensors"]
+__all__ = [
+    "OperatorObserver",
+    "RealPositions",
+    "WeakIdKeyDictionary",
+    "autocast_for_cpu",
+    "fake_tensors",
+]
+
+# The threads, and how many times each, whose CPU stands for the GPU to `torch.autocast`.
+_standing_in: list[int] = []
+_lock = threading.Lock()
 
 
 def fake_tensors() -> Any:
@@ -56,6 +69,41 @@ class RealPositions(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def autocast_for_cpu() -> Iterator[None]:
+    """A context in which this thread's `torch.autocast("cuda")` is that of the CPU.
+
+    For a CPU that stands for the GPU: autocast is by the device of tensors, and where there is no
+    GPU PyTorch switches that of the GPU off. Dynamo makes the same objects, and so do its graphs.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        if not _standing_in:
+            init = torch.autocast.__init__
+            torch.autocast.__init__ = _moved_to_cpu(init)  # type: ignore[method-assign]
+        _standing_in.append(thread)
+    try:
+        yield
+    finally:
+        with _lock:
+            _standing_in.remove(thread)
+            if not _standing_in:
+                init = torch.autocast.__init__.__wrapped__  # type: ignore[attr-defined]
+                torch.autocast.__init__ = init  # type: ignore[method-assign]
+
+
+def _moved_to_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """The initializer of `torch.autocast` for threads whose CPU stands for the GPU."""
+
+    @functools.wraps(init)
+    def moved(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and threading.get_ident() in _standing_in:
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        init(self, device_type, dtype, *args, **kwargs)
+
+    return moved
 
 
 def _any_fake(tensors: Any) -> bool:

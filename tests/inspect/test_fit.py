@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -204,6 +205,42 @@ def test_hugging_face_layers_get_no_mask():
     forward = next(n for n in nodes if "backward" not in str(n.target))
     assert True in forward.args  # is_causal
     assert "attn_mask" not in forward.kwargs
+
+
+def in_bf16(run, batch, device="cuda"):
+    with torch.autocast(device, torch.bfloat16):
+        return run(*batch)
+
+
+class Autocast(Layered):
+    """Computes in BF16 by itself."""
+
+    def forward(self, ids):
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(ids)
+
+
+def test_autocast_of_the_gpu_is_that_of_the_cpu_that_stands_for_it():
+    with torch.device("meta"):
+        model, inside, ids = Layered(1), Autocast(1), torch.empty(4, 64, dtype=torch.long)
+    unpatched = torch.autocast.__init__
+
+    def bytes_of(model, loss_fn=None):
+        return fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=loss_fn).shown.gpu
+
+    on_gpu = bytes_of(model, in_bf16)
+    assert on_gpu == bytes_of(model, lambda run, batch: in_bf16(run, batch, "cpu"))
+    assert on_gpu["saved"] == bytes_of(inside)["saved"] < bytes_of(model)["saved"]
+    assert torch.autocast.__init__ is unpatched
+
+
+def test_autocast_of_other_threads_is_theirs():
+    with compat.autocast_for_cpu(), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(torch.autocast, "cuda", torch.bfloat16, enabled=False).result()
+        with compat.autocast_for_cpu():
+            assert torch.autocast("cuda", enabled=False).device == "cpu"
+        assert torch.autocast("cuda").fast_dtype == torch.float16
+        assert other.device == "cuda"
 
 
 # --- many equal layers ---------------------------------------------------------------------------

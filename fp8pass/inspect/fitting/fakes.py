@@ -17,6 +17,7 @@ def without_memory(module: nn.Module, values: Any) -> Iterator[Any]:
     """A context in which a module's tensors are fake; gives `values` with theirs fake, too.
 
     Parameters and buffers come from any device, the meta device included, and are back afterwards.
+    `torch.autocast` of the GPU is meanwhile that of the CPU, which stands for it.
     """
     # Not by setattr, for which classes and PyTorch's hooks may do something else.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
@@ -27,7 +28,7 @@ def without_memory(module: nn.Module, values: Any) -> Iterator[Any]:
             m._buffers.update({name: twins.of(b) for name, b in buffers.items()})
         given = compat.tree_map_only(Tensor, twins.of, values)
         try:
-            with compat.RealPositions():
+            with compat.RealPositions(), compat.autocast_for_cpu():
                 yield given
         finally:
             for m, parameters, buffers in before:
