@@ -341,9 +341,18 @@ def test_nothing_fits(fitted):
 
 def test_a_host_too_small():
     model, ids = on_meta()
-    room = {"gpu": "H200, 1MiB", "host": "64MiB"}
-    found = fit(model, ids, config=Config(memory_budget=0.9), blocks="blocks", **room)
-    assert "too much for the host" in found.why_not
+    options = {"config": Config(memory_budget=0.9), "blocks": "blocks"}
+    found = fit(model, ids, gpu="H200, 1MiB", host="4GiB", **options)
+    reasons = [why for candidate, why in found.tried if candidate.host]
+    assert reasons
+    assert all("too much for the host" in why for why in reasons)
+
+
+def test_a_host_too_small_for_the_process_alone():
+    model, ids = on_meta()
+    found = fit(model, ids, gpu="H200", host="2GiB", blocks="blocks")
+    assert len(found.tried) == 1
+    assert "a host of 2 GiB: Python, PyTorch and the driver take 4 GiB of it" in found.why_not
 
 
 def test_a_link_that_hides_nothing():

@@ -117,17 +117,14 @@ class Candidates:
         self.impossible: dict[Setup, str] = {}
         self._largest = cache(self._largest_moment)
 
-    def tiers(self) -> list[list[Config]]:
-        """Configurations, in steps: later ones are for where no earlier one fits.
-
-        Within a step each takes more time than those before it.
-        """
-        tiers = [self._configs(self.config)]
+    def all(self) -> Iterator[Candidate]:
+        """All ways to train; those of fewer bits, which round more, after all others."""
+        yield from self.evaluated(self._configs(self.config))
         if self.config == replace(Config(), head_chunks=self.config.head_chunks):
-            tiers.append(self._configs(replace(self.config, save_format="e2m1")))
-        return tiers
+            yield from self.evaluated(self._configs(replace(self.config, save_format="e2m1")))
 
     def _configs(self, base: Config) -> list[Config]:
+        """Configurations, each of which takes more time than those before it."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
         if base.head_chunks is None and any("few" in head.reason for head in heads):

@@ -12,7 +12,7 @@ from fp8pass import compat
 from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
 from fp8pass.dialect.gpus import Gpu
 from fp8pass.host import arena
-from fp8pass.inspect.fitting.candidates import Candidates
+from fp8pass.inspect.fitting.candidates import PROCESS_BYTES, Candidates
 from fp8pass.inspect.fitting.deep import trace
 from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
@@ -95,15 +95,12 @@ def fit(
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try ways to train until one fits."""
-    for tier in candidates.tiers():
-        for candidate in candidates.evaluated(tier):
-            why_not = candidate.why_not(found.gpu.memory, found.host)
-            found.tried.append((candidate, why_not))
-            if not why_not:
-                found.best = candidate
-                break
-        if found.fits:
+    """Try ways to train until one fits; one alone where none can."""
+    for candidate in candidates.all():
+        why_not = candidate.why_not(found.gpu.memory, found.host)
+        found.tried.append((candidate, why_not))
+        found.best = None if why_not else candidate
+        if found.fits or found.host < PROCESS_BYTES:
             break
     if not found.tried:
         raise ConfigError(next(iter(candidates.impossible.values())))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.gpus import Gpu
-from fp8pass.inspect.fitting.candidates import Candidate
+from fp8pass.inspect.fitting.candidates import PROCESS_BYTES, Candidate
 from fp8pass.inspect.fitting.replay import Moment
 from fp8pass.inspect.fitting.setup import config_text
 from fp8pass.inspect.fitting.tables import memory_table, ways_table
@@ -71,6 +71,12 @@ class Fit:
         """Why nothing fits; '' if something does."""
         if self.fits:
             return ""
+        if self.host < PROCESS_BYTES:
+            return (
+                f"{self.model} does not fit a host of {bytes_text(self.host)}: Python, PyTorch and "
+                f"the driver take {bytes_text(PROCESS_BYTES)} of it, whatever else is there. Take "
+                "a larger host; no other way to train was tried."
+            )
         least, gpu = self.shown, bytes_text(self.gpu.memory)
         why = least.why_not(self.gpu.memory, self.host)
         return (
