@@ -22,6 +22,10 @@ from fp8pass.saving.link import Link
 TOLERANCE = 1e-3
 
 
+class BudgetTooSmall(ConfigError):
+    """A graph keeps more than a memory budget at least; no smaller one can be met either."""
+
+
 class Planner:
     """Plans of one joint graph within budgets, compared with the plan of the cuts.
 
@@ -41,11 +45,12 @@ class Planner:
         """The fastest plan that keeps at most `budget` bytes.
 
         Raises:
-            ConfigError: there is none; the message names the smallest budget that can be met.
+            BudgetTooSmall: there is none; the message names the smallest budget that can be met.
+            ConfigError: none was found in time.
         """
         plan = self.problem.within(budget)
         if plan is None:
-            raise ConfigError(self._why_not(budget))
+            raise BudgetTooSmall(self._why_not(budget))
         return plan
 
     def nearest(self, budget: float) -> Decisions:

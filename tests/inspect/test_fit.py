@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 import fp8pass
 from fp8pass import Config, ConfigError, compat, explain, fit
 from fp8pass.dialect.gpus import GPUS, Work
-from fp8pass.inspect.fitting.candidates import PLACES
+from fp8pass.inspect.fitting.candidates import PLACES, Candidates
 from fp8pass.inspect.fitting.deep import WHOLE, TracedLayers, find_layers, trace
 from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
@@ -30,6 +32,9 @@ from fp8pass.inspect.fitting.traced import TracedStep
 from fp8pass.inspect.saved_bytes import saved_bytes
 from fp8pass.optim import AdamW, attach
 from fp8pass.optim.weights import offload_weights
+from fp8pass.plan import Head
+from fp8pass.saving.budget import BudgetProblem
+from fp8pass.saving.planner import BudgetTooSmall
 
 VOCABULARY = 640
 STAY = Fate(stay=True)
@@ -337,6 +342,51 @@ def test_nothing_fits(fitted):
         _ = fitted.lines
     assert fitted.why_not in " ".join(str(fitted).split())
     assert json.loads(fitted.to_json())["fits"] is False
+
+
+class Planless:
+    """Stands for a step whose budgets are too small from 0.6 on, with a head as given."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self.asked = head, []
+
+    def plans(self, config):
+        return [SimpleNamespace(heads=[replace(self.head, chunks=config.head_chunks or 1)])]
+
+    def work(self, config):
+        self.asked.append(config)
+        if (config.memory_budget or 1) < 0.7:
+            raise BudgetTooSmall("cannot be met")
+        return Work(bf16_flops=1e9), Work(bf16_flops=1e9)
+
+
+class Returned(Planless):
+    """The same, of a head that stays whole."""
+
+    def plans(self, config):
+        return [SimpleNamespace(heads=[self.head])]
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [(Planless, {None, 8}), (Returned, {None})])
+def test_what_cannot_help_is_left_out(kind, chunks):
+    """Budgets below one that is too small, each of which takes a while, and chunks of no head."""
+    traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
+    candidates = Candidates(traced, Parameters(on_meta()[0]), Config(), 1, GPUS["H200"])
+    for config in candidates._configs(Config()):
+        candidates._timed(config)
+    assert {config.head_chunks for config in traced.asked} == chunks
+    assert {config.memory_budget for config in traced.asked} == {None, 0.8, 0.6}
+    assert {config.memory_budget for config in candidates.impossible} == {0.6}
+
+
+def test_a_note_says_once_why_budgets_are_left_out(monkeypatch):
+    monkeypatch.setattr(BudgetProblem, "within", lambda self, budget: None)
+    monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)
+    model, ids = on_meta(layers=8)
+    found = fit(model, ids, gpu="H200, 1MiB", host="8GiB")
+    (note,) = (note for note in found.notes if "budgets are left out, 0.8 first" in note)
+    assert "With few of the 8 layers of blocks, memory_budget of" in note
+    assert all(candidate.setup.config.memory_budget is None for candidate, _ in found.tried)
 
 
 def test_a_host_too_small():

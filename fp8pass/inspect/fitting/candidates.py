@@ -19,6 +19,7 @@ from fp8pass.inspect.fitting.replay import KINDS, Fate, Moment
 from fp8pass.inspect.fitting.setup import Setup
 from fp8pass.inspect.fitting.timing import Seconds, step_seconds
 from fp8pass.inspect.fitting.traced import Traced
+from fp8pass.saving.planner import BudgetTooSmall
 
 MIB = 1 << 20
 # What CUDA, its libraries and the kernels take of a GPU besides tensors.
@@ -102,6 +103,9 @@ class Candidates:
         config: of the backend, where the lattice begins.
         accumulate: micro-batches of a step.
         gpu: rates of the GPU.
+
+    Attributes:
+        impossible: configurations that cannot be planned so far, each with why.
     """
 
     def __init__(
@@ -114,7 +118,8 @@ class Candidates:
     ) -> None:
         self.traced, self.parameters, self.config = traced, parameters, config
         self.accumulate, self.gpu = accumulate, gpu
-        self.impossible: dict[Setup, str] = {}
+        self.impossible: dict[Config, str] = {}
+        self._too_small: set[Config] = set()
         self._largest = cache(self._largest_moment)
 
     def all(self) -> Iterator[Candidate]:
@@ -160,16 +165,27 @@ class Candidates:
 
     def _timed(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
         """The ways to train with a configuration, with what they are sorted by."""
-        found = []
-        for place in dict.fromkeys(self._places()):
-            setup = Setup(config, *place)
-            try:
-                seconds = self.seconds(setup)
-            except ConfigError as error:
-                self.impossible[setup] = str(error)
-                continue
-            found.append((round(math.log(seconds.total, SAME_TIME)), setup, seconds))
-        return found
+        if not self._may_help(config):
+            return []
+        try:
+            self.traced.work(config)
+        except ConfigError as error:
+            self.impossible[config] = str(error)
+            if isinstance(error, BudgetTooSmall):
+                self._too_small.add(replace(config, memory_budget=None))
+            return []
+        setups = [Setup(config, *place) for place in dict.fromkeys(self._places())]
+        timed = [(setup, self.seconds(setup)) for setup in setups]
+        return [(round(math.log(t.total, SAME_TIME)), setup, t) for setup, t in timed]
+
+    def _may_help(self, config: Config) -> bool:
+        """Whether a configuration may differ from those before it, and be possible."""
+        unlimited = replace(config, memory_budget=None)
+        if unlimited in self._too_small:
+            return False
+        if config.head_chunks == self.config.head_chunks:
+            return True
+        return any(head.chunks > 1 for plan in self.traced.plans(unlimited) for head in plan.heads)
 
     def seconds(self, setup: Setup) -> Seconds:
         """The time of a step."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8pass.config import Config
+from fp8pass.config import Config, ConfigError
 from fp8pass.dialect.gpus import Work
 from fp8pass.inspect.fitting.replay import KINDS, Fate, Moment
 from fp8pass.inspect.fitting.step import LossFunction, record_step
@@ -196,9 +196,17 @@ class TracedLayers:
         return replace(few, module=module, **continued)
 
     def work(self, config: Config) -> tuple[Work, Work]:
-        """The work of the forward and of the backward."""
-        few = self.few.work(self._config(config, FEW))
-        more = self.more.work(self._config(config, MORE))
+        """The work of the forward and of the backward.
+
+        Raises:
+            ConfigError: a memory budget cannot be met; the message's bytes are those of few layers.
+        """
+        try:
+            few = self.few.work(self._config(config, FEW))
+            more = self.more.work(self._config(config, MORE))
+        except ConfigError as error:
+            few_of_all = f"With few of the {self.layers.count} layers of {self.layers.path}, "
+            raise type(error)(few_of_all + str(error)) from None
         pairs = zip(few, more, strict=True)
         forward, backward = (a + (b + a.times(-1)).times(self._further) for a, b in pairs)
         return forward, backward

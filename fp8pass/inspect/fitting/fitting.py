@@ -125,6 +125,8 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
             f"Logits of {head.module or 'the output head'}, {head.shape}, "
             f"{bytes_text(head.bytes)}, exist for all tokens at once, because {head.reason}."
         )
+    for config, why in list(candidates.impossible.items())[:1]:
+        found.notes.append(f"Some memory budgets are left out, {config.memory_budget} first: {why}")
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
     if setup.attach:
