@@ -61,6 +61,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     without_source,
 )
 from fp8pass.compat.fakes import (  # noqa: E402
+    NEEDS_VALUES,
     OperatorObserver,
     RealPositions,
     WeakIdKeyDictionary,
@@ -130,6 +131,7 @@ from fp8pass.compat.symbols import (  # noqa: E402
 
 __all__ = [
     "FLEX_ATTENTION",
+    "NEEDS_VALUES",
     "SUPPORTED",
     "CustomPartitionerFn",
     "FakeTensor",

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "NEEDS_VALUES",
     "OperatorObserver",
     "RealPositions",
     "WeakIdKeyDictionary",
@@ -23,6 +30,8 @@ __all__ = [
     "fake_tensors",
 ]
 
+# What operators raise whose result, or its size, depends on values; `func` is the operator.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # The threads, and how many times each, whose CPU stands for the GPU to `torch.autocast`.
 _standing_in: list[int] = []
 _lock = threading.Lock()

@@ -542,6 +542,40 @@ def test_a_loss_function_that_gives_no_loss():
         fit(model.requires_grad_(False), ids, gpu="16GiB", host="8GiB")
 
 
+class Positive(nn.Module):
+    """The rows that begin above zero."""
+
+    def forward(self, x):
+        return x[x[:, 0] > 0]
+
+
+class Positives(MLP):
+    """Looks at values, in a part or by itself."""
+
+    def __init__(self, *parts):
+        super().__init__((64, 128, 64))
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x):
+        x = self.parts(super().forward(x))
+        return x.square().mean() * (1 if self.parts else x.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([nn.Identity(), Positive()], r"which aten.nonzero.default in parts.1 needs"),
+        (
+            [],
+            r"which aten._local_scalar_dense.default in Positives or its loss needs, as do .item\(",
+        ),
+    ],
+)
+def test_a_model_that_looks_at_values(parts, says):
+    with pytest.raises(ValueError, match=says):
+        fit(Positives(*parts), torch.randn(32, 64), gpu="16GiB", host="8GiB")
+
+
 @pytest.mark.parametrize("text", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "RTX4090,8GiB"])
 def test_gpus_by_name(text):
     found = find_gpu(text)

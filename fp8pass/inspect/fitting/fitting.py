@@ -73,7 +73,8 @@ def fit(
     Raises:
         ConfigError: an option has an invalid value, or names nothing.
         TypeError: the model, its configuration, an argument or the loss is something else.
-        ValueError: the model is sharded, or gives no loss that depends on what is trained.
+        ValueError: the model is sharded, gives no loss that depends on what is trained, or looks at
+            the values of tensors.
     """
     base = checked_configuration("fit", model, config)
     check_arguments(fit, model, kwargs)

@@ -9,6 +9,7 @@ recorded operator by operator, as PyTorch runs it. Any plan of the graphs can be
 from __future__ import annotations
 
 import itertools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,11 +74,12 @@ def record_step(
         loss_of: runs it and gives its loss.
 
     Raises:
-        ValueError: the loss has no gradient.
+        ValueError: the loss has no gradient, or something needs the values of tensors.
     """
     step = Step()
     recorder = _Recorder(step)
     with (
+        _values_explained(module),
         compat.uncompiled(module),
         without_memory(module, values) as (args, kwargs),
         compat.fresh_compilation(),
@@ -97,6 +99,32 @@ def record_step(
             loss.backward()
             step.events = list(recorder.events)
     return step
+
+
+@contextmanager
+def _values_explained(module: nn.Module) -> Iterator[None]:
+    """Say of an operator that needs values, which nothing has here, where it is and what to do.
+
+    Raises:
+        ValueError: there is one.
+    """
+    try:
+        yield
+    except compat.NEEDS_VALUES as error:
+        raise ValueError(
+            f"fit runs a model on tensors without values, which {error.func} in "
+            f"{_running(module, error)} needs, as do .item(), branches on values and masks as "
+            "indices. Compute that without (experts of Hugging Face: experts_implementation="
+            "'grouped_mm'), or give fit a part of the model that has none."
+        ) from error
+
+
+def _running(module: nn.Module, error: Exception) -> str:
+    """The innermost module that ran when an error was raised, in words."""
+    paths = {id(m): path for path, m in module.named_modules() if path}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    owners = [paths[i] for f in frames if (i := id(f.f_locals.get("self"))) in paths]
+    return owners[-1] if owners else f"{type(module).__name__} or its loss"
 
 
 @contextmanager
