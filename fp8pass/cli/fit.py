@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> None:
     config = target.config_of(options)
     found = target.load(options)
     result = _fitted(options, config, found)
+    if found.note:
+        result.notes.insert(0, found.note)
     if options.plot:
         with task("drawing the plot", "Give another --plot FILE."):
             result.plot(options.plot)

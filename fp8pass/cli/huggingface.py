@@ -13,10 +13,8 @@ from fp8pass.cli.parsing import Failure, UsageError
 BATCH, SEQUENCE = 2, 128
 
 
-def build(path: str, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The model of a config.json, or of the folder it is in, in training mode.
-
-    Without `dtype` it has the dtype that the configuration names.
+def read(path: str) -> Any:
+    """The configuration in a config.json, or in the folder it is in, for training.
 
     Raises:
         Failure: transformers is not installed.
@@ -32,8 +30,23 @@ def build(path: str, device: torch.device, dtype: torch.dtype | None) -> Any:
         path, local_files_only=True, trust_remote_code=False
     )
     config.use_cache = False  # the cache of keys and values is for generation, not for training
-    with torch.device(device), _default_dtype(dtype or _dtype_of(config)):
+    return config
+
+
+def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The model of a configuration, in training mode.
+
+    Without `dtype` it has the dtype that the configuration names, else float32.
+    """
+    with torch.device(device), _default_dtype(dtype or _dtype_of(config) or torch.float32):
         return _class_of(config)(config)
+
+
+def note_on_dtype(config: Any, dtype: torch.dtype | None) -> str:
+    """What to know of the dtype of weights where nobody named one; '' where somebody did."""
+    if dtype or _dtype_of(config):
+        return ""
+    return "Weights are in float32: the config names no dtype. --dtype bfloat16 gives another."
 
 
 def _class_of(config: Any) -> Any:
@@ -94,12 +107,11 @@ def _labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _dtype_of(config: Any) -> torch.dtype:
+def _dtype_of(config: Any) -> torch.dtype | None:
     """The dtype that a configuration names: `dtype` in transformers 5, `torch_dtype` in 4."""
     named = config.to_dict()
-    name = named.get("dtype") or named.get("torch_dtype") or "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    name = named.get("dtype") or named.get("torch_dtype")
+    return getattr(torch, name) if name else None
 
 
 @contextmanager

@@ -41,6 +41,7 @@ class Target:
     Attributes:
         loss_fn: gives the loss of model and batch; None for models that return it.
         batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or both.
+        note: what to know of the model, as a sentence; '' if there is nothing.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class Target:
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any, Any], Any] | None = None
     batch: Any = None
+    note: str = ""
 
     @property
     def module(self) -> Any:
@@ -165,11 +167,11 @@ def load(options: argparse.Namespace) -> Target:
             from fp8pass.cli import huggingface
 
             default = device_of(None) if runs else torch.device("meta")
-            model = huggingface.build(options.target, device or default, dtype)
-            target = Target(model)
-            if not options.input:
-                inputs = huggingface.example_inputs(model)
-                target = Target(model, kwargs=inputs, batch=inputs)
+            config = huggingface.read(options.target)
+            note = huggingface.note_on_dtype(config, dtype)  # before the model writes one there
+            model = huggingface.build(config, device or default, dtype)
+            inputs = {} if options.input else huggingface.example_inputs(model)
+            target = Target(model, kwargs=inputs, batch=inputs, note=note)
         else:
             target = moved(unpacked(build(options.target)), device, dtype)
         if options.input:

@@ -350,6 +350,16 @@ def test_fit_does_not_take_errors_of_a_model_for_its_own(run):
     assert "it broke. --traceback shows where; unless that is in the model or its loss_fn" in err
 
 
+def test_fit_says_the_dtype_that_nobody_named(run, tmp_path):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+    sizes = {"intermediate_size": 128, "vocab_size": 256, "num_attention_heads": 2}
+    config |= {**sizes, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    note = "Weights are in float32: the config names no dtype."
+    assert note in ok(run("fit", str(tmp_path), *ROOM))
+    assert note not in ok(run("fit", str(tmp_path), *ROOM, "--dtype", "bfloat16"))
+
+
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_hidden_layers": 60}  # 24 GB of weights

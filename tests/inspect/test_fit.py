@@ -22,6 +22,7 @@ from fp8pass import Config, ConfigError, compat, explain, fit
 from fp8pass.dialect.gpus import GPUS, Work
 from fp8pass.inspect.fitting.candidates import PLACES, Candidates
 from fp8pass.inspect.fitting.deep import WHOLE, TracedLayers, find_layers, trace
+from fp8pass.inspect.fitting.fitting import _notes_on_heads
 from fp8pass.inspect.fitting.gpu import find_gpu
 from fp8pass.inspect.fitting.parameters import Parameters
 from fp8pass.inspect.fitting.replay import KINDS, Fate
@@ -387,6 +388,16 @@ def test_a_note_says_once_why_budgets_are_left_out(monkeypatch):
     (note,) = (note for note in found.notes if "budgets are left out, 0.8 first" in note)
     assert "With few of the 8 layers of blocks, memory_budget of" in note
     assert all(candidate.setup.config.memory_budget is None for candidate, _ in found.tried)
+
+
+def heads_of(module: str, size: int) -> list[SimpleNamespace]:
+    return 2 * [SimpleNamespace(heads=[Head(module, "8192×32000", size, 1, "there are few")])]
+
+
+def test_logits_of_all_tokens_are_spoken_of_once_if_they_are_large(fitted):
+    plans = heads_of("small", 100) + heads_of("head", 8 * MIB)
+    (note,) = set(_notes_on_heads(plans, fitted))
+    assert note.startswith("Logits of head, 8192×32000, 8 MiB, exist for all tokens at once")
 
 
 def test_a_host_too_small():

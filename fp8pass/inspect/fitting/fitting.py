@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,9 +24,12 @@ from fp8pass.inspect.running import (
     checked_loss,
     is_sharded,
 )
+from fp8pass.plan import Plan
 
 # A step that waits for the link for a larger share of its time is told so.
 MUCH = 0.02
+# Logits of a smaller share of the GPU's bytes are not worth a word.
+FEW = 0.001
 
 
 def fit(
@@ -120,12 +123,7 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
             f"behind {seconds.total - seconds.waiting:.3g} s of compute: accumulate more "
             "micro-batches, or larger ones."
         )
-    heads = (h for plan in candidates.traced.plans(setup.config) for h in plan.heads if h.reason)
-    for head in heads:
-        found.notes.append(
-            f"Logits of {head.module or 'the output head'}, {head.shape}, "
-            f"{bytes_text(head.bytes)}, exist for all tokens at once, because {head.reason}."
-        )
+    found.notes += dict.fromkeys(_notes_on_heads(candidates.traced.plans(setup.config), found))
     for config, why in list(candidates.impossible.items())[:1]:
         found.notes.append(f"Some memory budgets are left out, {config.memory_budget} first: {why}")
     if not found.fits and candidates.parameters.why_not_coded:
@@ -135,6 +133,16 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
             "attach (fp8pass.optim) updates each weight within the backward: gradients cannot be "
             "clipped by their common norm there, nor scaled by a GradScaler."
         )
+
+
+def _notes_on_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
+    """Why output heads are whole whose logits matter."""
+    for head in (head for plan in plans for head in plan.heads if head.reason):
+        if head.bytes > FEW * found.shown.gpu_bytes:
+            yield (
+                f"Logits of {head.module or 'the output head'}, {head.shape}, "
+                f"{bytes_text(head.bytes)}, exist for all tokens at once, because {head.reason}."
+            )
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
