@@ -23,7 +23,6 @@ apart at GEMMs and attention into regions, which are solved one by one (with net
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from functools import cache
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 
 # Bytes of a graph for which a share is no matter: what a graph break leaves keeps a loss or two.
 NEGLIGIBLE = 4096
-
-log = logging.getLogger("fp8pass")
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -105,12 +102,8 @@ def _nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:
-        kept = f"{least / planner.most:.0%} of {bytes_text(planner.most)}"
-        share = f"memory_budget={ctx.config.memory_budget:g}"
-        ctx.plan.note = f"no linear layers: keeps {kept} in spite of {share}"
-        log.warning(
-            "A graph without linear layers keeps %s in spite of %s: there is little in it to "
-            "compute again. fp8pass.explain(model, ...) shows what it keeps.",
-            *(kept, share),
+        ctx.plan.note = (
+            f"a graph without linear layers keeps {least / planner.most:.0%} of "
+            f"{bytes_text(planner.most)} in spite of memory_budget={ctx.config.memory_budget:g}"
         )
     return planner.nearest(budget) if least < planner.most else planner.cuts

@@ -131,6 +131,7 @@ def merged(plans: list[Plan]) -> Plan:
         saved=[saved for plan in plans for saved in plan.saved],
         simulated=next((plan.simulated for plan in plans if plan.simulated), None),
         offload=replace(away[0], copies=copies) if away else None,
+        note=", ".join(dict.fromkeys(plan.note for plan in plans if plan.note)),
     )
 
 

@@ -261,16 +261,15 @@ class Broken(nn.Module):
         return nn.functional.cross_entropy(logits, labels)
 
 
-def test_a_share_that_a_loss_cannot_meet_is_no_error(caplog):
+def test_a_share_that_a_loss_cannot_meet_is_no_error():
     model, config = Broken(), Config(compiler="eager", memory_budget=0.6)
     args = torch.randn(128, 64), torch.randint(512, (128,))
     layers, loss = explain(model, *args, config=config).graphs
     _, same = explain(model, *args, config=Config(compiler="eager")).graphs
     assert layers.plan.saved_bytes < loss.plan.saved_bytes <= same.plan.saved_bytes
-    said = "no linear layers: keeps 100% of 257 KiB in spite of memory_budget=0.6"
+    said = "a graph without linear layers keeps 100% of 257 KiB in spite of memory_budget=0.6"
     assert loss.plan.note == said
     assert said in str(explain(model, *args, config=config))
-    assert "keeps 100% of 257 KiB in spite of memory_budget=0.6" in caplog.text
     with pytest.raises(Exception, match="cannot be met"):
         explain(model, *args, config=Config(compiler="eager", memory_budget="100KiB"))
 
