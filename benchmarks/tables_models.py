@@ -38,26 +38,27 @@ def depths_table(data: dict[str, Any]) -> list[list[str]]:
 
 def distributed_table(data: dict[str, Any]) -> list[list[str]]:
     """Training on several GPUs: speed and peak memory over each link, beside torchao."""
-    rows = [
-        ["", "tokens/s", "fastest step", "CPU ms", "× torchao, FP8 gather", "peak GiB",
-         "gradients sent", "weights sent"],
-    ]  # fmt: skip
+    launches = any(r.get("launch_s") for r in data["results"])  # not in older records
+    header = ["", "tokens/s", "fastest step", *(["CPU ms"] if launches else [])]
+    header += ["× torchao, FP8 gather", "peak GiB", "gradients sent", "weights sent"]
+    rows = [header]
     for model, link in dict.fromkeys((r["model"], r["link"]) for r in data["results"]):
         results = [r for r in data["results"] if (r["model"], r["link"]) == (model, link)]
         base = next((r for r in results if r["variant"] == "torchao, FP8 gather"), None)
-        rows.append([f"**{model}, {link}**", *[""] * 7])
+        rows.append([f"**{model}, {link}**", *[""] * (len(header) - 1)])
         for r in results:
             if r["error"]:
-                rows.append([r["variant"], r["error"].splitlines()[0][:80], *[""] * 6])
+                error = r["error"].splitlines()[0][:80]
+                rows.append([r["variant"], error, *[""] * (len(header) - 2)])
                 continue
-            speed, peak = r["tokens_per_second"], r["peak_bytes"]
+            speed, peak, launch = r["tokens_per_second"], r["peak_bytes"], r.get("launch_s")
             fsdp = base and not base["error"] and "sequence" not in r["variant"]
             rows.append(
                 [
                     r["variant"],
                     f"{speed:,.0f}",
                     f"{r['fastest']:,.0f}" if r.get("fastest") else "",
-                    f"{1e3 * r['launch_s']:.0f}" if r.get("launch_s") else "",
+                    *([f"{1e3 * launch:.0f}" if launch else ""] if launches else []),
                     f"{speed / base['tokens_per_second']:.3f}" if base and fsdp else "",
                     "" if peak is None else f"{peak / 2**30:.1f}",
                     *("" if x is None else f"{x:.3f}×" for x in _wire(r)),

@@ -96,7 +96,8 @@ class _Launch:
             self.compiled[self.rows, 1, 1](*arguments)
         else:
             compiled = _code_rows[(self.rows,)](*arguments)
-            self.compiled = compiled if aligned else None
+            if aligned:
+                self.compiled = compiled
 
 
 @lru_cache(maxsize=4096)
