@@ -1,0 +1,208 @@
+"""Gradients and weights in codes as they cross the wire, and the kernels that code and add up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fp8pass.dialect import hardware
+from fp8pass.dialect.coded_weight import coded, room_for
+from fp8pass.distributed.weights import Rooms
+from fp8pass.distributed.wire import add_up, packed, sent_bytes
+
+# Largest relative error of a code.
+ROUNDING = 2.0**-4 + 2.0**-20
+
+
+def unpacked(wire: Tensor, length: int) -> Tensor:
+    """Rows that were sent."""
+    return add_up(wire.unsqueeze(0), torch.empty(len(wire), length))
+
+
+@given(
+    rows=st.integers(1, 4),
+    length=st.integers(1, 400),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_any_length(rows, length, scale, dtype, seed):
+    x = (torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+    wire = packed(x)
+    assert wire.dtype is torch.uint8
+    assert wire.shape == (rows, length + length % 2 + 2 * -(-length // 128))
+    assert wire.shape[-1] == sent_bytes(length)
+    back = unpacked(wire, length)
+    group = nn.functional.pad(x.float(), (0, -length % 128)).unflatten(-1, (-1, 128))
+    smallest = (group.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).expand_as(group)
+    allowed = ROUNDING * x.float().abs() + smallest.flatten(-2)[:, :length]
+    assert ((back - x.float()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_arrives(value):
+    x = torch.ones(2, 300)
+    x[1, 200] = value
+    back = unpacked(packed(x), 300)
+    assert back[0].isfinite().all()
+    assert back[1, 128:256].isnan().all()
+    assert back[1, :128].isfinite().all()
+
+
+def test_equal_numbers_do_not_shrink():
+    """Scales that are cut to bf16 would shorten the largest of a group, the same way each time."""
+    for value in (3.0, 0.7, 1.99, 1e-3):
+        x = torch.full((1, 256), value)
+        assert ((unpacked(packed(x), 256) - x) / x).abs().max() <= 2.0**-8
+
+
+def test_zeros_arrive_as_zeros():
+    assert not unpacked(packed(torch.zeros(1, 130)), 130).any()
+
+
+@pytest.mark.parametrize(("ranks", "accepted"), [(2, 0.025), (8, 0.017), (64, 0.008)])
+def test_error_of_a_mean(ranks, accepted):
+    """Gradients with as much noise of their own as they have in common, in one process."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(1, 1 << 14, generator=generator)
+    terms = common + torch.randn(ranks, 1 << 14, generator=generator)
+    mean = terms.mean(0)
+    got = add_up(packed(terms).unsqueeze(1), torch.empty(1, 1 << 14), 1 / ranks)[0]
+    assert (got - mean).norm() <= accepted * mean.norm()
+
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Kernels take over, in Triton's interpreter on a CPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of what is not finite
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 128, 4096 + 3])
+def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
+    """Bit for bit; sums of two terms have one order."""
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randn(4, length, generator=generator).to(device, dtype)
+    rows[1] *= 1e-30 if dtype is torch.float32 else 1e-3
+    rows[2, length // 2] = float("inf")
+    rows[3, 0], rows[3, length // 3] = 0.0, float("nan")
+    rows[0, : min(length, 128)] = 0.0
+    found = []
+    for fuses in (False, True):
+        if fuses:
+            request.getfixturevalue("fused")
+        wire = packed(rows)
+        each = add_up(wire.unsqueeze(0), torch.empty_like(rows))
+        sums = add_up(wire.view(2, 2, -1), rows.new_empty(2, length), 0.5)
+        found.append((each, sums))
+    for got, want in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rests_in", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
+def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, shift, request):
+    generator = torch.Generator().manual_seed(shift)
+    matrices = []
+    for rows, length in ((6, 48), (5, 5008), (1, 16)):
+        numbers = torch.randn(rows * length + shift, generator=generator)
+        matrices.append(numbers.to(device, rests_in)[shift:].view(rows, length))
+    small, large = matrices[0], matrices[1]
+    small[1] *= 1e-30
+    small[2] = 0.0
+    large[3, 2500], large[4, 3] = float("inf"), float("nan")
+    wanted = coded(matrices, torch.bfloat16)
+    request.getfixturevalue("fused")
+    for (codes, scales), (want, want_scales) in zip(
+        coded(matrices, torch.bfloat16), wanted, strict=True
+    ):
+        torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
+        assert codes.shape == want.shape
+        finite = want.float().isfinite()
+        assert torch.equal(finite, codes.float().isfinite())
+        assert torch.equal(codes.float()[finite], want.float()[finite])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
+def test_rows_of_weights_are_coded_again_where_they_were(device, shift, fused):
+    """A second launch does not go through Triton; it must not where addresses are others."""
+    matrices = [torch.randn(m, 48).to(device) for m in (6, 16)]
+    wanted = coded(matrices, torch.bfloat16)
+    room = room_for([x.shape for x in matrices], matrices[0].device)
+    moved = replace(room, scales=room.scales.new_empty(len(room.scales) + shift)[shift:])
+    for _ in range(3):
+        for each in (room, moved):
+            each.codes.zero_(), each.scales.zero_()
+            assert coded(matrices, torch.bfloat16, each) is each.parts
+            for (codes, scales), (want, want_scales) in zip(each.parts, wanted, strict=True):
+                assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+                assert each is moved or torch.equal(scales, want_scales)
+            assert torch.equal(each.scales, torch.cat([scales[:, 0] for _, scales in wanted]))
+
+
+def test_modules_share_room_for_codes_if_their_weights_are_alike():
+    shards, lone = [torch.ones(4, 16), torch.ones(2, 16)], [torch.ones(8, 16)]
+    others = [x.bfloat16() for x in shards]
+    rooms = Rooms()
+    for each in (shards, shards, others, others, lone):
+        rooms.expect(each)
+    assert rooms.of(shards) is rooms.of(shards)
+    assert rooms.of(others) is not rooms.of(shards)  # which may be gathered with them
+    assert rooms.of(lone) is not rooms.of(lone)
+
+
+OFFLINE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8pass.dialect import coding_kernel
+from fp8pass.distributed import wire_kernels
+
+TYPES = {
+    "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64"
+}
+DTYPES = coding_kernel.TRITON_DTYPES
+BF16, FP32 = (DTYPES[getattr(coding_kernel.torch, x)] for x in ("bfloat16", "float32"))
+ROWS = {"FROM": FP32, "DTYPE": BF16, "COUNT": 7, "ALIGNED": 16, "BLOCK": 2048}
+for function, constants in (
+    (wire_kernels._pack, {"SIZE": 128, "GROUPS": 8}),
+    (wire_kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
+    (coding_kernel._code_rows, ROWS),
+):
+    scales = "*fp32" if function is coding_kernel._code_rows else "*bf16"
+    signature = {
+        name: "constexpr" if name in constants else TYPES.get(name, "i32")
+        for name in function.arg_names
+    } | {"scales": scales}
+    compiled = triton.compile(ASTSource(function, signature, constants), GPUTarget("cuda", 90, 32))
+    ptx = compiled.asm["ptx"]
+    assert "e4m3x2" in ptx
+    assert function is not coding_kernel._code_rows or "ld.global.v4" in ptx or "v4.b32" in ptx
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
+def test_kernels_compile_for_a_gpu(tmp_path):
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", OFFLINE], env=env, check=True, timeout=120)
