@@ -174,6 +174,9 @@ def variants(extra: bool) -> dict[str, Variant]:
         table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
         table["fp8pass e8m3 simulated"] = with_fp8pass(simulate="e8m3")
         table["fp8pass coat, dgrads apart"] = without_pass("merge_dgrads")
+        table["fp8pass coat, Triton's launcher"] = with_fp8pass(
+            static_launch_user_defined_triton_kernels=False
+        )
         graphed = {"mode": "reduce-overhead"}
         table["bf16 compile" + GRAPHED] = lambda m: torch.compile(m, **graphed)  # type: ignore[call-overload]
         table[BASELINE + GRAPHED] = torchao("tensorwise", **graphed)

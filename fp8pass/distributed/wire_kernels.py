@@ -31,18 +31,36 @@ def _left(length, first, most: tl.constexpr):
 
 
 @triton.jit
+def _read(values, inside, left, MOST: tl.constexpr):
+    # A mask whose end is not known makes Triton read element by element.
+    if left == MOST:
+        found = tl.load(values + inside)
+    else:
+        found = tl.load(values + inside, inside < left, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _write(values, into, inside, left, MOST: tl.constexpr):
+    if left == MOST:
+        tl.store(into + inside, values)
+    else:
+        tl.store(into + inside, values, inside < left)
+
+
+@triton.jit
 def _pack(rows, codes, scales, length, sent, SIZE: tl.constexpr, GROUPS: tl.constexpr):
     row, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
     left = _left(length, first * SIZE, GROUPS * SIZE)
     group, inside = tl.arange(0, GROUPS), _positions(GROUPS, SIZE)
     from_row = rows + row * length + first * SIZE
-    values = tl.load(from_row + inside, inside < left, other=0.0).to(tl.float32)
+    values = _read(from_row, inside, left, GROUPS * SIZE)
     amax = tl.reduce(tl.abs(values), 1, largest)
     bits = quotient_of(amax).to(tl.int32, bitcast=True)
     scale = (bits + 0xFFFF & BITS).to(tl.float32, bitcast=True)
     scale = tl.where(amax < float("inf"), scale, float("nan"))  # for all that it stands for
     coded = (values * tl.math.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
-    tl.store(codes + row * sent + first * SIZE + inside, coded, inside < left + left % 2)
+    _write(coded, codes + row * sent + first * SIZE, inside, left + left % 2, GROUPS * SIZE)
     where = scales + (row * sent + length + length % 2) // 2 + first
     tl.store(where + group, scale.to(tl.bfloat16), group * SIZE < left)
 
