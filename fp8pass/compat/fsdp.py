@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,15 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 def shard_of(parameter: DTensor) -> Tensor:
     """The tensor itself that FSDP2 asks how it is gathered; `to_local` makes another object."""
     return parameter._local_tensor
+
+
+def writing_to_what_autograd_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """While gathered weights are written that a forward saved; the backward reads the same again.
+
+    Autograd would take them for others.
+    """
+    tracked = tuple(x for x in tensors if not x.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
 
 
 def same_placements(like: DTensor, local: Tensor) -> DTensor:

@@ -9,6 +9,7 @@ segments.py          the rows of a matrix that one expert takes
 ops.py               the `fp8pass::` operators
 coded_weight.py      weights that enter a graph as codes
 coding_kernel.py     the kernel that makes those
+launching.py         how it is launched again
 triton_functions.py  what this and other kernels call: scales, and the larger of two numbers
 hardware.py          which of this a device can do
 gpus.py              rates of GPUs, and the time that some work takes one

@@ -221,11 +221,17 @@ class Room:
 
 def room_for(shapes: Sequence[torch.Size], device: torch.device) -> Room:
     """New memory for the codes of matrices of these shapes."""
-    sizes, rows = [m * k for m, k in shapes], [m for m, _ in shapes]
-    codes = torch.empty(sum(sizes), dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(sum(rows), dtype=torch.float32, device=device)
-    matrices = (x.view(shape) for x, shape in zip(codes.split(sizes), shapes, strict=True))
-    return Room(codes, scales, list(zip(matrices, scales.view(-1, 1).split(rows), strict=True)))
+    elements, rows = sum(m * k for m, k in shapes), sum(m for m, _ in shapes)
+    codes = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
+    return divided(codes, torch.empty(rows, dtype=torch.float32, device=device), shapes)
+
+
+def divided(codes: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> Room:
+    """Memory for the codes [sum of M·K] and scales [sum of M] of matrices of these shapes."""
+    matrices = codes.split([m * k for m, k in shapes])
+    rows = scales.view(-1, 1).split([m for m, _ in shapes])
+    views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))
+    return Room(codes, scales, list(zip(views, rows, strict=True)))
 
 
 @torch.no_grad()

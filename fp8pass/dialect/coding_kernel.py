@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8pass.dialect.launching import Launcher
 from fp8pass.dialect.triton_functions import largest, scale_of
 
 # Elements of a row that a program holds at once.
@@ -57,6 +57,9 @@ def _code_rows(
         tl.store(codes + begin + at, (values * inverse).to(tl.float8e4nv), at < left)
 
 
+_launch = Launcher(_code_rows)
+
+
 def code_rows(
     matrices: Sequence[Tensor], dtype: torch.dtype, codes: Tensor, scales: Tensor
 ) -> None:
@@ -67,47 +70,25 @@ def code_rows(
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
-    launch = _launch(addresses, tuple(x.shape for x in matrices), first.dtype, dtype, first.device)
-    with torch.cuda.device_of(first):
-        launch(codes, scales)
-
-
-@dataclass
-class _Launch:
-    """How the rows of some matrices are coded, again and again: with little work for the CPU.
-
-    Attributes:
-        table: int64 [matrices, 4], of each its first row among all, its row length, its first code
-            and its address.
-        constants: of the kernel, in its order.
-        compiled: the kernel for addresses that are multiples of 16. Triton takes longer to find
-            which one it is than to launch it.
-    """
-
-    table: Tensor
-    rows: int
-    constants: tuple[Any, ...]
-    compiled: Any = None
-
-    def __call__(self, codes: Tensor, scales: Tensor) -> None:
-        aligned = codes.data_ptr() % 16 == scales.data_ptr() % 16 == 0
-        arguments = self.table, codes, scales, *self.constants
-        if aligned and self.compiled is not None:
-            self.compiled[self.rows, 1, 1](*arguments)
-        else:
-            compiled = _code_rows[(self.rows,)](*arguments)
-            if aligned:
-                self.compiled = compiled
+    rows, table, constants = _arguments(
+        addresses, tuple(x.shape for x in matrices), first.dtype, dtype, first.device
+    )
+    _launch((rows, 1, 1), (table, codes, scales), (), constants)
 
 
 @lru_cache(maxsize=4096)
-def _launch(
+def _arguments(
     addresses: tuple[int, ...],
     shapes: tuple[torch.Size, ...],
     rests_in: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
-) -> _Launch:
+) -> tuple[int, Tensor, tuple[Any, ...]]:
+    """The number of all rows, the kernel's table and its constants.
+
+    The table, int64 [matrices, 4], has of each its first row among all, its row length, its first
+    code and its address.
+    """
     table, row, code = [], 0, 0
     for (rows, length), address in zip(shapes, addresses, strict=True):
         table.append((row, length, code, address))
@@ -117,4 +98,4 @@ def _launch(
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)
     types = TRITON_DTYPES[rests_in], TRITON_DTYPES[dtype]
     constants = (*types, len(shapes), aligned, block)
-    return _Launch(torch.tensor(table, device=device), row, constants)
+    return row, torch.tensor(table, device=device), constants

@@ -18,29 +18,55 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8pass.compat.fsdp import Gathered, fsdp_has_run, gathered_parameters, shard_of
-from fp8pass.dialect.coded_weight import CodedWeight, Room, coded, room_for
+from fp8pass.compat.fsdp import (
+    Gathered,
+    fsdp_has_run,
+    gathered_parameters,
+    shard_of,
+    writing_to_what_autograd_saved,
+)
+from fp8pass.dialect.coded_weight import CodedWeight, coded, divided
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
 
-class Rooms:
-    """Where modules with weights of the same sizes code them, one after the other.
+class Parcel:
+    """Codes and scales of matrices [M, K] in one tensor, so that they cross the wire as one.
+
+    Attributes:
+        memory: uint8 [sum of M·K + sum of 4 M]: the codes of all, then the scales of all.
+        room: codes and scales in it.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
+        rows, elements = sum(m for m, _ in shapes), sum(m * k for m, k in shapes)
+        self.memory = torch.empty(elements + 4 * rows, dtype=torch.uint8, device=device)
+        codes, scales = self.memory.split([elements, 4 * rows])
+        self.room = divided(codes.view(torch.float8_e4m3fn), scales.view(torch.float32), shapes)
+
+    def pieces(self, ranks: int) -> list[Tensor]:
+        """Its bytes by what they are, in their order: uint8 [ranks, bytes / ranks] of each."""
+        tensors = (x for kind in zip(*self.room.parts, strict=True) for x in kind)
+        return [x.view(torch.uint8).view(ranks, -1) for x in tensors]
+
+
+class Parcels:
+    """What modules with weights of the same sizes send, one after the other, from one memory.
 
     That saves the CPU what it takes to allocate memory and to divide it up, for every layer.
     """
 
     def __init__(self) -> None:
         self._users: Counter[Hashable] = Counter()
-        self._rooms: dict[Hashable, Room] = {}
+        self._parcels: dict[Hashable, Parcel] = {}
 
     def expect(self, shards: Sequence[Tensor]) -> None:
         """Announce a module with such shards."""
         self._users[_layout(shards)] += 1
 
-    def of(self, shards: Sequence[Tensor]) -> Room:
+    def of(self, shards: Sequence[Tensor]) -> Parcel:
         """Memory that the current stream may write the codes of `shards` to.
 
         What it has read of codes there before stays right: a stream does one thing after the other.
@@ -48,11 +74,11 @@ class Rooms:
         shapes, device = [x.shape for x in shards], shards[0].device
         layout = _layout(shards)
         if self._users[layout] < 2:  # kept, it would only hold memory between gathers
-            return room_for(shapes, device)
+            return Parcel(shapes, device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if (layout, stream) not in self._rooms:
-            self._rooms[layout, stream] = room_for(shapes, device)
-        return self._rooms[layout, stream]
+        if (layout, stream) not in self._parcels:
+            self._parcels[layout, stream] = Parcel(shapes, device)
+        return self._parcels[layout, stream]
 
 
 def _layout(shards: Sequence[Tensor]) -> Hashable:
@@ -63,14 +89,24 @@ def _layout(shards: Sequence[Tensor]) -> Hashable:
 class Gathering:
     """How FSDP2 gathers the weights of one of its modules: its extension for each of them.
 
-    It asks for one after the other, and gets codes that were made of all at once. FSDP2 copies
-    them to what it sends before it asks for those of another module.
+    The first, for which FSDP2 asks before the others, sends the codes of all and takes apart what
+    came in. The others send nothing: FSDP2 takes the CPU as long for each tensor as a kernel.
+
+    Attributes:
+        layers: whose weights they are, in FSDP2's order.
+        traffic: counts what is sent.
+        parcels: has what is sent.
+        whole: the gathered codes of all, in memory that FSDP2 frees and allocates; None before the
+            first time.
     """
 
-    def __init__(self, layers: list[nn.Linear], traffic: Traffic, rooms: Rooms) -> None:
-        self.layers, self.traffic, self.rooms = layers, traffic, rooms
-        self._coded: dict[int, tuple[Tensor, Tensor]] = {}
-        rooms.expect(self._shards())
+    def __init__(self, layers: list[nn.Linear], traffic: Traffic, parcels: Parcels) -> None:
+        self.layers, self.traffic, self.parcels = layers, traffic, parcels
+        self.whole: Parcel | None = None
+        self._pieces: list[Tensor] = []
+        shards, self._shapes = self._shards(), [y.weight.shape for y in layers]
+        self._ranks = self._shapes[0][0] // len(shards[0])
+        parcels.expect(shards)
 
     def _shards(self) -> list[Tensor]:
         return [shard_of(cast(Any, y.weight)) for y in self.layers]
@@ -82,39 +118,58 @@ class Gathering:
             shard: Any = shard_of(weight) if isinstance(weight, DTensor) else None
             if shard is not None and not hasattr(shard, "fsdp_pre_all_gather"):
                 shard.fsdp_pre_all_gather = self._before(i)
-                shard.fsdp_post_all_gather = self.after
+                shard.fsdp_post_all_gather = self._after(i)
 
     def _before(self, i: int) -> Any:
-        """What gives what this rank sends of weight `i`: codes [M / ranks, K], scales [.., 1]."""
+        """What gives what this rank sends for weight `i`, and the dtype of its values."""
 
         def before(
             mesh: Any, size: Any, stride: Any, module: nn.Linear, mp_policy: Any
-        ) -> tuple[tuple[Tensor, Tensor], torch.dtype]:
+        ) -> tuple[tuple[Tensor, ...], torch.dtype]:
             dtype = mp_policy.param_dtype or module.weight.dtype
-            if i not in self._coded:
-                self._coded = self._code(dtype, mesh.size() - 1)
-            return self._coded.pop(i), dtype
+            return self._sent(dtype, mesh.size() - 1) if i == 0 else (), dtype
 
         # FSDP2 asks for it each time, which takes longer than all of the rest.
         before.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]
         return before
 
-    def _code(self, dtype: torch.dtype, copies: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _sent(self, dtype: torch.dtype, copies: int) -> tuple[Tensor]:
         shards = self._shards()
-        room = self.rooms.of(shards)
-        elements = room.codes.numel()
-        self.traffic.add(elements, elements + room.scales.nbytes, copies)
-        return dict(enumerate(coded(shards, dtype, room)))
+        parcel = self.parcels.of(shards)
+        self.traffic.add(parcel.room.codes.numel(), parcel.memory.numel(), copies)
+        coded(shards, dtype, parcel.room)
+        return (parcel.memory,)
 
-    @staticmethod
-    def after(
-        gathered: tuple[Tensor, Tensor], dtype: torch.dtype, _: Any, *, out: Any = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight in what was gathered. FSDP2 gathers into the same memory every time.
+    def _after(self, i: int) -> Any:
+        """What makes weight `i` of what all ranks sent, in the same memory every time."""
 
-        It frees that of what it has gathered, and there is no other.
+        def after(
+            gathered: tuple[Tensor, ...], dtype: torch.dtype, _: Any, *, out: Any = None
+        ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+            if i == 0:
+                self._take_apart(gathered[0])
+            if out is not None:
+                return None
+            assert self.whole is not None
+            owned = (self.whole.memory,) if i == 0 else ()
+            return CodedWeight(*self.whole.room.parts[i], dtype), owned
+
+        return after
+
+    @torch.no_grad()
+    def _take_apart(self, gathered: Tensor) -> None:
+        """Copy what each rank sent, uint8 [ranks · B], to the matrices that it is of, and free it.
+
+        FSDP2 allocates it again, as it has for the matrices.
         """
-        return None if out is not None else (CodedWeight(*gathered, dtype), ())
+        if self.whole is None:
+            self.whole = Parcel(self._shapes, gathered.device)
+            self._pieces = self.whole.pieces(self._ranks)
+        sizes = [x.shape[1] for x in self._pieces]
+        with writing_to_what_autograd_saved(self._pieces):
+            sent = gathered.view(self._ranks, -1)
+            torch.split_with_sizes_copy(sent, sizes, dim=1, out=self._pieces)
+        gathered.untyped_storage().resize_(0)
 
 
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
@@ -128,7 +183,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     logits = sizes_of_logits(model)
     found: list[str] = []
     gatherings: dict[nn.Module, list[Gathering]] = {}
-    rooms = Rooms()
+    parcels = Parcels()
     for module in model.modules():
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
         for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
@@ -139,7 +194,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
             chosen = [y for y in layers if not is_exact(paths[y], y, logits, skip)]
             found += [paths[layer] for layer in chosen]
             if chosen:
-                gatherings.setdefault(module, []).append(Gathering(chosen, traffic, rooms))
+                gatherings.setdefault(module, []).append(Gathering(chosen, traffic, parcels))
     # FSDP2 begins to gather where a forward enters it: at the whole model, or at one of its parts.
     if gatherings and isinstance(model, FSDPModule):
         gatherings[model] = [each for group in gatherings.values() for each in group]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8pass.dialect.launching import Launcher
 from fp8pass.dialect.scaling import BF16_BITS
 from fp8pass.dialect.triton_functions import largest, quotient_of
 
@@ -84,22 +85,22 @@ def _add_up(
     tl.store(into + row * length + first * SIZE + inside, total, inside < left)
 
 
+_launch_pack, _launch_add_up = Launcher(_pack), Launcher(_add_up)
+
+
 def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
     """Write rows [R, N], contiguous, to `wire`, uint8 [R, B], as they are sent."""
     count, length = rows.shape
-    grid = (triton.cdiv(length, group_size * GROUPS), count)
+    grid = triton.cdiv(length, group_size * GROUPS), count, 1
     parts = wire.view(torch.float8_e4m3fn), wire.view(torch.bfloat16)
-    with torch.cuda.device_of(rows):
-        _pack[grid](rows, *parts, length, wire.shape[-1], SIZE=group_size, GROUPS=GROUPS)
+    _launch_pack(grid, (rows, *parts), (length, wire.shape[-1]), (group_size, GROUPS))
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
     """Write the sums of terms uint8 [T, R, B], times `factor`, to `into` [R, N], contiguous."""
     terms, count, sent = wire.shape
     length = into.shape[-1]
-    grid = (triton.cdiv(length, group_size * GROUPS), count)
+    grid = triton.cdiv(length, group_size * GROUPS), count, 1
     parts = wire.view(torch.float8_e4m3fn), wire.view(torch.bfloat16)
-    with torch.cuda.device_of(into):
-        _add_up[grid](
-            *parts, into, terms, length, sent, float(factor), SIZE=group_size, GROUPS=GROUPS
-        )
+    numbers = terms, length, sent, float(factor)
+    _launch_add_up(grid, (*parts, into), numbers, (group_size, GROUPS))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import coded, room_for
-from fp8pass.distributed.weights import Rooms
+from fp8pass.distributed.weights import Parcels
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code.
@@ -160,15 +160,15 @@ def test_rows_of_weights_are_coded_again_where_they_were(device, shift, fused):
             assert torch.equal(each.scales, torch.cat([scales[:, 0] for _, scales in wanted]))
 
 
-def test_modules_share_room_for_codes_if_their_weights_are_alike():
+def test_modules_share_what_they_send_if_their_weights_are_alike():
     shards, lone = [torch.ones(4, 16), torch.ones(2, 16)], [torch.ones(8, 16)]
     others = [x.bfloat16() for x in shards]
-    rooms = Rooms()
+    parcels = Parcels()
     for each in (shards, shards, others, others, lone):
-        rooms.expect(each)
-    assert rooms.of(shards) is rooms.of(shards)
-    assert rooms.of(others) is not rooms.of(shards)  # which may be gathered with them
-    assert rooms.of(lone) is not rooms.of(lone)
+        parcels.expect(each)
+    assert parcels.of(shards) is parcels.of(shards)
+    assert parcels.of(others) is not parcels.of(shards)  # which may be gathered with them
+    assert parcels.of(lone) is not parcels.of(lone)
 
 
 OFFLINE = """
