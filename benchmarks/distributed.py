@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layer import with_own_code
 from model import LEARNING_RATE, MODELS, TINY, WARM_UP, Size, new_llama, step_seconds
 from models import Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, use_expandable_segments, write_json
@@ -127,7 +128,9 @@ def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[A
     if variant.compiler == "torchao":
         _convert(llama, variant.gather)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))  # which all of them share
     for layer in llama.model.layers:
+        layer.__class__ = kind
         layer.compile(**_backend(variant))
         fully_shard(layer, mp_policy=policy)
     fully_shard(llama, mp_policy=policy)

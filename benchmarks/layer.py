@@ -184,17 +184,17 @@ def variants(extra: bool) -> dict[str, Variant]:
     return table
 
 
-def with_own_code(model: nn.Module) -> nn.Module:
-    """`model`, with a copy of its forward's code.
+def with_own_code(model: nn.Module, method: str = "forward") -> nn.Module:
+    """`model`, with a copy of the code of `method`, the one that is compiled.
 
     Dynamo keeps what it compiles with the code, and at a call checks the guards of all that it
     finds there: a variant would wait for the others, as no program with one model does.
     """
     kind = type(model)
-    old = kind.forward
+    old = getattr(kind, method)
     code, defaults = old.__code__.replace(), old.__defaults__
-    forward = FunctionType(code, old.__globals__, old.__name__, defaults, old.__closure__)
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    copied = FunctionType(code, old.__globals__, old.__name__, defaults, old.__closure__)
+    model.__class__ = type(kind.__name__, (kind,), {method: copied})
     return model
 
 
