@@ -94,6 +94,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moe": moe_table,
     "model": model_table,
     "distributed": distributed_table,
+    "distributed_1b": distributed_table,
     "distributed_graphs": distributed_table,
     "balance": balance_table,
     "projection": projection_table,
@@ -144,10 +145,11 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def caption(data: dict[str, Any]) -> str:
-    """Where and when a result was measured."""
+    """Where and when a result was measured, and what of it elsewhere or at another time."""
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if k != "fp8pass")
     device = "CPU" if data["gpu"] == "none" else data["gpu"]
-    return f"*{device}, {versions}, {data['date']}*"
+    note = data.get("settings", {}).get("note")
+    return f"*{device}, {versions}, {data['date']}{f'; {note}' if note else ''}*"
 
 
 def filled(text: str) -> str:

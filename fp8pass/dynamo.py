@@ -316,7 +316,7 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
         # gated activations cost more to write and read, in 16 bits, than to compute again.
         "realize_reads_threshold": 8,
         # Launch the dialect's kernels as Inductor does its own, without the Python of Triton: a
-        # layer of hidden 2048 takes the CPU 4% less.
+        # layer of hidden 2048 takes the CPU 8% less.
         "static_launch_user_defined_triton_kernels": True,
     }
     if config.packs:

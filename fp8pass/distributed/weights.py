@@ -156,20 +156,24 @@ class Gathering:
 
         return after
 
-    @torch.no_grad()
     def _take_apart(self, gathered: Tensor) -> None:
-        """Copy what each rank sent, uint8 [ranks · B], to the matrices that it is of, and free it.
+        """Fill `whole` with what all ranks sent, uint8 [ranks · B], and free that.
 
         FSDP2 allocates it again, as it has for the matrices.
         """
         if self.whole is None:
             self.whole = Parcel(self._shapes, gathered.device)
             self._pieces = self.whole.pieces(self._ranks)
-        sizes = [x.shape[1] for x in self._pieces]
-        with writing_to_what_autograd_saved(self._pieces):
-            sent = gathered.view(self._ranks, -1)
-            torch.split_with_sizes_copy(sent, sizes, dim=1, out=self._pieces)
+        take_apart(gathered, self._pieces)
         gathered.untyped_storage().resize_(0)
+
+
+@torch.no_grad()
+def take_apart(gathered: Tensor, pieces: list[Tensor]) -> None:
+    """Copy the parcels of all ranks, uint8 [ranks · B], to the pieces of the whole one."""
+    ranks, sizes = len(pieces[0]), [x.shape[1] for x in pieces]
+    with writing_to_what_autograd_saved(pieces):
+        torch.split_with_sizes_copy(gathered.view(ranks, -1), sizes, dim=1, out=pieces)
 
 
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:

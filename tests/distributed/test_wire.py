@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import coded, room_for
-from fp8pass.distributed.weights import Parcels
+from fp8pass.distributed.weights import Parcel, Parcels, take_apart
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code.
@@ -169,6 +169,30 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
     assert parcels.of(shards) is parcels.of(shards)
     assert parcels.of(others) is not parcels.of(shards)  # which may be gathered with them
     assert parcels.of(lone) is not parcels.of(lone)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("inference", [False, True])
+def test_parcels_of_all_ranks_make_the_codes_of_whole_weights(ranks, inference):
+    weights = [torch.randn(m * ranks, k) for m, k in ((4, 48), (16, 16), (1, 32))]
+    sent = []
+    for rank in range(ranks):
+        shards = [x.chunk(ranks)[rank] for x in weights]
+        parcel = Parcel([x.shape for x in shards], shards[0].device)
+        coded(shards, torch.bfloat16, parcel.room)
+        sent.append(parcel.memory)
+    with torch.inference_mode(inference):
+        whole = Parcel([x.shape for x in weights], weights[0].device)
+        versions = [] if inference else [x._version for x in whole.room.parts[0]]
+        take_apart(torch.cat(sent), whole.pieces(ranks))
+    for got, want in zip(whole.room.parts, coded(weights, torch.bfloat16), strict=True):
+        assert all(map(torch.equal, _bytes(got), _bytes(want)))
+    if not inference:  # autograd may have saved them
+        assert [x._version for x in whole.room.parts[0]] == versions
+
+
+def _bytes(tensors):
+    return [x.view(torch.uint8) for x in tensors]
 
 
 OFFLINE = """
