@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 FP8_CAPABILITY = (8, 9)
@@ -26,11 +28,18 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"no FP8 GEMMs on {device.type} devices yet; needs an NVIDIA GPU or the CPU"
-    capability = torch.cuda.get_device_capability(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    capability = _capability(index)
     if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
     return None
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    # Code that the CPU must be quick with asks again and again.
+    return torch.cuda.get_device_capability(index)
 
 
 def why_no_grouped_gemm(device: torch.device) -> str | None:

@@ -23,6 +23,7 @@ from fp8pass.compat.fsdp import (
     fsdp_has_run,
     gathered_parameters,
     shard_of,
+    stream_of,
     writing_to_what_autograd_saved,
 )
 from fp8pass.dialect.coded_weight import CodedWeight, coded, divided
@@ -71,14 +72,13 @@ class Parcels:
 
         What it has read of codes there before stays right: a stream does one thing after the other.
         """
-        shapes, device = [x.shape for x in shards], shards[0].device
-        layout = _layout(shards)
-        if self._users[layout] < 2:  # kept, it would only hold memory between gathers
-            return Parcel(shapes, device)
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if (layout, stream) not in self._parcels:
-            self._parcels[layout, stream] = Parcel(shapes, device)
-        return self._parcels[layout, stream]
+        layout, device = _layout(shards), shards[0].device
+        stream = stream_of(device)
+        if (found := self._parcels.get((layout, stream))) is None:
+            found = Parcel([x.shape for x in shards], device)
+            if self._users[layout] > 1:  # else it would only hold memory between gathers
+                self._parcels[layout, stream] = found
+        return found
 
 
 def _layout(shards: Sequence[Tensor]) -> Hashable:
