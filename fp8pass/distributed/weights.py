@@ -188,17 +188,21 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     found: list[str] = []
     gatherings: dict[nn.Module, list[Gathering]] = {}
     parcels = Parcels()
+    # Modules that are sharded together, fully_shard([a, b]), are gathered together.
+    made: dict[tuple[int, torch.dtype], Gathering] = {}
     for module in model.modules():
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
         for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
             layer = each.module
             if isinstance(layer, nn.Linear) and each.name == "weight" and _may_be_coded(each):
                 together.setdefault((each.group, layer.weight.dtype), []).append(layer)
-        for layers in together.values():
+        for key, layers in together.items():
             chosen = [y for y in layers if not is_exact(paths[y], y, logits, skip)]
-            found += [paths[layer] for layer in chosen]
+            if chosen and key not in made:
+                made[key] = Gathering(chosen, traffic, parcels)
+                found += [paths[layer] for layer in chosen]
             if chosen:
-                gatherings.setdefault(module, []).append(Gathering(chosen, traffic, parcels))
+                gatherings.setdefault(module, []).append(made[key])
     # FSDP2 begins to gather where a forward enters it: at the whole model, or at one of its parts.
     if gatherings and isinstance(model, FSDPModule):
         gatherings[model] = [each for group in gatherings.values() for each in group]

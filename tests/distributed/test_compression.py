@@ -215,6 +215,26 @@ def shards_that_are_replaced_are_coded_again(device: str) -> None:
     assert losses[0] != losses[1]
 
 
+def modules_that_are_sharded_together(device: str) -> None:
+    """With other shards, the second of them runs alone, and reads what was gathered for both."""
+    outputs = []
+    for weights in ("none", "row"):
+        torch.manual_seed(0)
+        model = parallel.Decoder().to(device)
+        mesh, policy = parallel.mesh_of(model), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(list(model.blocks), mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        done = fp8pass.distributed.compress(model, "none", weights)
+        ids = parallel.batch(device, of_rank=True)
+        with torch.no_grad():
+            model(ids)
+            x = torch.randn(2, 8, parallel.WIDTH, generator=torch.Generator().manual_seed(1))
+            model.load_state_dict(dict(model.state_dict()), assign=True)
+            outputs.append(model.blocks[1](x.to(device)).float() - x.to(device))
+    assert done.layers == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in LINEARS)
+    assert 0 < (outputs[1] - outputs[0]).norm() < 0.1 * outputs[0].norm()
+
+
 def parts_that_run_alone_are_coded(device: str) -> None:
     """Lightning calls parts of a model that it has moved, which gives them other shards."""
     model = mixed(device)
@@ -307,6 +327,7 @@ CODED = (
     what_was_gathered_is_freed,
     layers_that_are_skipped,
     shards_that_are_replaced_are_coded_again,
+    modules_that_are_sharded_together,
     parts_that_run_alone_are_coded,
     what_cannot_be_in_codes,
     models_without_numbers_yet,
