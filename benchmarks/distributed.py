@@ -78,6 +78,7 @@ class Variant:
         compress: arguments of `fp8pass.distributed.compress`; None: it is not called.
         optimizer: `fused`, PyTorch's, or `fp8pass`.
         without: a pass that is left out.
+        keeps: whether gathered weights stay from the forward to the backward.
         graphs: whether layers are replayed as CUDA graphs.
     """
 
@@ -87,6 +88,7 @@ class Variant:
     compress: tuple[str, str] | None = None
     optimizer: str = "fused"
     without: str = ""
+    keeps: bool = False
     graphs: bool = False
 
 
@@ -101,6 +103,10 @@ VARIANTS = {
     "… weights alone": Variant(compiler="fp8pass", compress=("none", "row")),
     "… with its AdamW": Variant(
         compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass"
+    ),
+    "fp8pass coat, weights kept": Variant(compiler="fp8pass", keeps=True),
+    "… compressed, weights kept": Variant(
+        compiler="fp8pass", compress=("groups", "row"), keeps=True
     ),
     "bf16 compile, CUDA graphs": Variant(graphs=True),
     "fp8pass coat, CUDA graphs": Variant(compiler="fp8pass", graphs=True),
@@ -132,7 +138,7 @@ def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[A
     for layer in llama.model.layers:
         layer.__class__ = kind
         layer.compile(**_backend(variant))
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=not variant.keeps)
     fully_shard(llama, mp_policy=policy)
     llama.loss_function = torch.compile(llama.loss_function)
     done = variant.compress and fp8pass.distributed.compress(llama, *variant.compress)

@@ -22,11 +22,6 @@ def shard_of(parameter: DTensor) -> Tensor:
     return parameter._local_tensor
 
 
-def stream_of(device: torch.device) -> int:
-    """A number for the current stream; PyTorch's object takes as long to make as a small kernel."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-
-
 def writing_to_what_autograd_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """While gathered weights are written that a forward saved; the backward reads the same again.
 

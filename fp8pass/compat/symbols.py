@@ -164,3 +164,8 @@ FLEX_ATTENTION = flex_attention, flex_attention_backward
 def schema_of(operator: Any) -> Any:
     """Name, arguments and mutability of an operator."""
     return operator._schema
+
+
+def stream_of(device: torch.device) -> int:
+    """A number for the current stream; PyTorch's object takes as long to make as a small kernel."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

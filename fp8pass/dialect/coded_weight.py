@@ -12,6 +12,7 @@ others make anew, FSDP2's, cannot be changed.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +235,6 @@ def divided(codes: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> Room
     return Room(codes, scales, list(zip(views, rows, strict=True)))
 
 
-@torch.no_grad()
 def coded(
     matrices: Sequence[Tensor], dtype: torch.dtype, room: Room | None = None
 ) -> Sequence[tuple[Tensor, Tensor]]:
@@ -246,12 +246,14 @@ def coded(
     if hardware.why_no_triton_kernels(matrices[0].device) is None:
         _kernel().code_rows([x.contiguous() for x in matrices], dtype, room.codes, room.scales)
         return room.parts
-    for x, (codes, scales) in zip(matrices, room.parts, strict=True):
-        scales.copy_(fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name))
-        codes.copy_(fp8.quantize.default(x.to(dtype), scales, E4M3.name))
+    with torch.no_grad():
+        for x, (codes, scales) in zip(matrices, room.parts, strict=True):
+            scales.copy_(fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name))
+            codes.copy_(fp8.quantize.default(x.to(dtype), scales, E4M3.name))
     return room.parts
 
 
+@functools.cache
 def _kernel() -> Any:
     """The kernel, which can only be imported where there is Triton."""
     from fp8pass.dialect import coding_kernel

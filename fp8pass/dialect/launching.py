@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass import compat
+
 
 class Launcher:
     """A Triton kernel that is launched as it was compiled, for arguments like ones before.
@@ -31,9 +33,12 @@ class Launcher:
         Triton compiles for alignment and for some values of numbers: for each here.
         """
         about = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-        key = tensors[0].device, about, *numbers, *constants
+        device = tensors[0].device
+        key = device, about, *numbers, *constants
         with torch.cuda.device_of(tensors[0]):
             if (compiled := self._compiled.get(key)) is not None:
-                compiled[grid](*tensors, *numbers, *constants)
+                # Which it would ask its driver for, and before that for the device.
+                stream = compat.stream_of(device)
+                compiled[grid](*tensors, *numbers, *constants, stream=stream)
             else:
                 self._compiled[key] = self.kernel[grid](*tensors, *numbers, *constants)

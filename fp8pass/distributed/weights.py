@@ -8,24 +8,26 @@ them. Shards, their gradients and state dicts are the plain tensors that they we
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from fp8pass import compat
 from fp8pass.compat.fsdp import (
     Gathered,
     fsdp_has_run,
     gathered_parameters,
     shard_of,
-    stream_of,
     writing_to_what_autograd_saved,
 )
+from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import CodedWeight, coded, divided
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.linear_layers import why_not_of_this_size
@@ -38,19 +40,34 @@ class Parcel:
 
     Attributes:
         memory: uint8 [sum of M·K + sum of 4 M]: the codes of all, then the scales of all.
+        sizes: bytes of the codes of each, and of the scales of each, in their order.
         room: codes and scales in it.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
-        rows, elements = sum(m for m, _ in shapes), sum(m * k for m, k in shapes)
-        self.memory = torch.empty(elements + 4 * rows, dtype=torch.uint8, device=device)
-        codes, scales = self.memory.split([elements, 4 * rows])
-        self.room = divided(codes.view(torch.float8_e4m3fn), scales.view(torch.float32), shapes)
+        codes, scales = [m * k for m, k in shapes], [4 * m for m, _ in shapes]
+        self.sizes = (*codes, *scales)
+        self.memory = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
+        of_codes, of_scales = self.memory.split([sum(codes), sum(scales)])
+        self.room = divided(
+            of_codes.view(torch.float8_e4m3fn), of_scales.view(torch.float32), shapes
+        )
 
-    def pieces(self, ranks: int) -> list[Tensor]:
-        """Its bytes by what they are, in their order: uint8 [ranks, bytes / ranks] of each."""
-        tensors = (x for kind in zip(*self.room.parts, strict=True) for x in kind)
-        return [x.view(torch.uint8).view(ranks, -1) for x in tensors]
+
+class Layout(NamedTuple):
+    """What shards that share memory have in common.
+
+    Their dtype, too: modules code weights of several one after the other, but gather them together.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[torch.Size, ...]
+
+    @staticmethod
+    def of(shards: Sequence[Tensor]) -> Layout:
+        """That of these."""
+        return Layout(shards[0].device, shards[0].dtype, tuple(x.shape for x in shards))
 
 
 class Parcels:
@@ -60,30 +77,24 @@ class Parcels:
     """
 
     def __init__(self) -> None:
-        self._users: Counter[Hashable] = Counter()
-        self._parcels: dict[Hashable, Parcel] = {}
+        self._users: Counter[Layout] = Counter()
+        self._parcels: dict[tuple[Layout, int], Parcel] = {}
 
-    def expect(self, shards: Sequence[Tensor]) -> None:
+    def expect(self, layout: Layout) -> None:
         """Announce a module with such shards."""
-        self._users[_layout(shards)] += 1
+        self._users[layout] += 1
 
-    def of(self, shards: Sequence[Tensor]) -> Parcel:
-        """Memory that the current stream may write the codes of `shards` to.
+    def of(self, layout: Layout) -> Parcel:
+        """Memory that the current stream may write the codes of such shards to.
 
         What it has read of codes there before stays right: a stream does one thing after the other.
         """
-        layout, device = _layout(shards), shards[0].device
-        stream = stream_of(device)
-        if (found := self._parcels.get((layout, stream))) is None:
-            found = Parcel([x.shape for x in shards], device)
+        key = layout, compat.stream_of(layout.device)
+        if (found := self._parcels.get(key)) is None:
+            found = Parcel(layout.shapes, layout.device)
             if self._users[layout] > 1:  # else it would only hold memory between gathers
-                self._parcels[layout, stream] = found
+                self._parcels[key] = found
         return found
-
-
-def _layout(shards: Sequence[Tensor]) -> Hashable:
-    # Modules code weights of several dtypes one after the other, but gather them together.
-    return shards[0].device, shards[0].dtype, tuple(x.shape for x in shards)
 
 
 class Gathering:
@@ -103,10 +114,11 @@ class Gathering:
     def __init__(self, layers: list[nn.Linear], traffic: Traffic, parcels: Parcels) -> None:
         self.layers, self.traffic, self.parcels = layers, traffic, parcels
         self.whole: Parcel | None = None
-        self._pieces: list[Tensor] = []
-        shards, self._shapes = self._shards(), [y.weight.shape for y in layers]
-        self._ranks = self._shapes[0][0] // len(shards[0])
-        parcels.expect(shards)
+        self._shapes = [y.weight.shape for y in layers]
+        layout = Layout.of(self._shards())
+        self._ranks = self._shapes[0][0] // layout.shapes[0][0]
+        parcels.expect(layout)
+        self._layout: Layout | None = None
 
     def _shards(self) -> list[Tensor]:
         return [shard_of(cast(Any, y.weight)) for y in self.layers]
@@ -119,6 +131,7 @@ class Gathering:
             if shard is not None and not hasattr(shard, "fsdp_pre_all_gather"):
                 shard.fsdp_pre_all_gather = self._before(i)
                 shard.fsdp_post_all_gather = self._after(i)
+                self._layout = None
 
     def _before(self, i: int) -> Any:
         """What gives what this rank sends for weight `i`, and the dtype of its values."""
@@ -135,7 +148,9 @@ class Gathering:
 
     def _sent(self, dtype: torch.dtype, copies: int) -> tuple[Tensor]:
         shards = self._shards()
-        parcel = self.parcels.of(shards)
+        if self._layout is None:  # whoever moved the model gave it other shards
+            self._layout = Layout.of(shards)
+        parcel = self.parcels.of(self._layout)
         self.traffic.add(parcel.room.codes.numel(), parcel.memory.numel(), copies)
         coded(shards, dtype, parcel.room)
         return (parcel.memory,)
@@ -163,17 +178,19 @@ class Gathering:
         """
         if self.whole is None:
             self.whole = Parcel(self._shapes, gathered.device)
-            self._pieces = self.whole.pieces(self._ranks)
-        take_apart(gathered, self._pieces)
+        take_apart(gathered.view(self._ranks, -1), self.whole)
         gathered.untyped_storage().resize_(0)
 
 
-@torch.no_grad()
-def take_apart(gathered: Tensor, pieces: list[Tensor]) -> None:
-    """Copy the parcels of all ranks, uint8 [ranks · B], to the pieces of the whole one."""
-    ranks, sizes = len(pieces[0]), [x.shape[1] for x in pieces]
-    with writing_to_what_autograd_saved(pieces):
-        torch.split_with_sizes_copy(gathered.view(ranks, -1), sizes, dim=1, out=pieces)
+def take_apart(gathered: Tensor, whole: Parcel) -> None:
+    """Copy the parcels of all ranks, uint8 [ranks, B], to the memory of a whole one."""
+    if hardware.why_no_triton_kernels(gathered.device) is None:
+        return _kernels().take_apart(gathered, whole.memory, whole.sizes)
+    ranks = len(gathered)
+    pieces = [x.view(ranks, -1) for x in whole.memory.split(whole.sizes)]
+    with torch.no_grad(), writing_to_what_autograd_saved(pieces):
+        sizes = [x.shape[1] for x in pieces]
+        torch.split_with_sizes_copy(gathered, sizes, dim=1, out=pieces)
 
 
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
@@ -243,6 +260,14 @@ def _is_shared_out_in_rows(weight: Tensor) -> bool:
     whole = all(p.is_replicate() for p in replicas)
     is_even = ranks > 1 and weight.shape[0] % ranks == 0
     return shard == Shard(0) and whole and on_device and is_even
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The kernels, which can only be imported where there is Triton."""
+    from fp8pass.distributed import wire_kernels
+
+    return wire_kernels
 
 
 def why_too_late(modules: Iterable[nn.Module]) -> str:

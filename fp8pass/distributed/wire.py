@@ -8,6 +8,7 @@ That is 1.016 bytes an element. A group with a NaN or an infinity arrives as NaN
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ def _fuses(x: Tensor) -> bool:
     return hardware.why_no_triton_kernels(x.device) is None
 
 
+@functools.cache
 def _kernels() -> Any:
     """The kernels, which can only be imported where there is Triton."""
     from fp8pass.distributed import wire_kernels

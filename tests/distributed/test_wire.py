@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import coded, room_for
-from fp8pass.distributed.weights import Parcel, Parcels, take_apart
+from fp8pass.distributed.weights import Layout, Parcel, Parcels, take_apart
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
 
 # Largest relative error of a code.
@@ -164,27 +164,38 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
     shards, lone = [torch.ones(4, 16), torch.ones(2, 16)], [torch.ones(8, 16)]
     others = [x.bfloat16() for x in shards]
     parcels = Parcels()
-    for each in (shards, shards, others, others, lone):
+    alike, apart, once = map(Layout.of, (shards, others, lone))
+    for each in (alike, alike, apart, apart, once):
         parcels.expect(each)
-    assert parcels.of(shards) is parcels.of(shards)
-    assert parcels.of(others) is not parcels.of(shards)  # which may be gathered with them
-    assert parcels.of(lone) is not parcels.of(lone)
+    assert parcels.of(alike) is parcels.of(Layout.of(shards))
+    assert parcels.of(apart) is not parcels.of(alike)  # which may be gathered with them
+    assert parcels.of(once) is not parcels.of(once)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("inference", [False, True])
-def test_parcels_of_all_ranks_make_the_codes_of_whole_weights(ranks, inference):
-    weights = [torch.randn(m * ranks, k) for m, k in ((4, 48), (16, 16), (1, 32))]
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("rows", [1, 4], ids=["by words", "aligned"])
+def test_parcels_of_all_ranks_make_the_codes_of_whole_weights(
+    device, ranks, inference, fuses, rows, monkeypatch, request
+):
+    """Pieces are shorter and longer than what a program copies."""
+    shapes = (4, 48), (16, 5008), (rows, 32)
+    weights = [torch.randn(m * ranks, k).to(device) for m, k in shapes]
     sent = []
     for rank in range(ranks):
         shards = [x.chunk(ranks)[rank] for x in weights]
         parcel = Parcel([x.shape for x in shards], shards[0].device)
         coded(shards, torch.bfloat16, parcel.room)
         sent.append(parcel.memory)
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: "none")
+    if fuses:
+        request.getfixturevalue("fused")
     with torch.inference_mode(inference):
         whole = Parcel([x.shape for x in weights], weights[0].device)
         versions = [] if inference else [x._version for x in whole.room.parts[0]]
-        take_apart(torch.cat(sent), whole.pieces(ranks))
+        take_apart(torch.stack(sent), whole)
     for got, want in zip(whole.room.parts, coded(weights, torch.bfloat16), strict=True):
         assert all(map(torch.equal, _bytes(got), _bytes(want)))
     if not inference:  # autograd may have saved them
@@ -203,7 +214,8 @@ from fp8pass.dialect import coding_kernel
 from fp8pass.distributed import wire_kernels
 
 TYPES = {
-    "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64"
+    "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64",
+    "parcels": "*i32", "whole": "*i32",
 }
 DTYPES = coding_kernel.TRITON_DTYPES
 BF16, FP32 = (DTYPES[getattr(coding_kernel.torch, x)] for x in ("bfloat16", "float32"))
@@ -212,16 +224,22 @@ for function, constants in (
     (wire_kernels._pack, {"SIZE": 128, "GROUPS": 8}),
     (wire_kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
     (coding_kernel._code_rows, ROWS),
+    (wire_kernels._take_apart, {"COUNT": 14, "ALIGNED": 4, "WORDS": 4096}),
 ):
-    scales = "*fp32" if function is coding_kernel._code_rows else "*bf16"
+    types = TYPES | {"scales": "*fp32" if function is coding_kernel._code_rows else "*bf16"}
     signature = {
-        name: "constexpr" if name in constants else TYPES.get(name, "i32")
+        name: "constexpr" if name in constants else types.get(name, "i32")
         for name in function.arg_names
-    } | {"scales": scales}
-    compiled = triton.compile(ASTSource(function, signature, constants), GPUTarget("cuda", 90, 32))
+    }
+    pointers = (i for i, x in enumerate(signature.values()) if x.startswith("*"))
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = ASTSource(function, signature, constants, aligned)
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32))
     ptx = compiled.asm["ptx"]
-    assert "e4m3x2" in ptx
-    assert function is not coding_kernel._code_rows or "ld.global.v4" in ptx or "v4.b32" in ptx
+    copies = function is wire_kernels._take_apart
+    assert copies or "e4m3x2" in ptx
+    if copies or function is coding_kernel._code_rows:
+        assert "ld.global.v4" in ptx or "v4.b32" in ptx
 """
 
 
