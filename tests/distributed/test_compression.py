@@ -129,15 +129,23 @@ def a_rank_that_comes_late(device: str) -> None:
     assert len(said) == (dist.get_rank() == 0)
 
 
-def mixed(device: str) -> nn.Module:
-    """Blocks compiled in place, which compute in BF16 with weights that rest in FP32."""
+def mixed(device: str, *, keeps: bool = False) -> nn.Module:
+    """Blocks compiled in place, which compute in BF16 with weights that rest in FP32.
+
+    `keeps` has gathered weights of blocks stay until the backward.
+    """
     torch.manual_seed(0)
     model = parallel.Decoder().to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     backend = fp8pass.backend(Config(compiler="eager"))
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
-        fully_shard(block, mesh=parallel.mesh_of(model), mp_policy=policy)
+        fully_shard(
+            block,
+            mesh=parallel.mesh_of(model),
+            mp_policy=policy,
+            reshard_after_forward=not keeps,
+        )
     return fully_shard(model, mesh=parallel.mesh_of(model), mp_policy=policy)
 
 
@@ -167,6 +175,27 @@ def gathered_codes_change_nothing(device: str) -> None:
     assert 0.5 < done.weights.ratio <= (1 + 4 / row) / 2
     shards = sum(model.get_submodule(path).weight.numel() // 2 for path in done.layers)
     assert done.weights.elements == 3 * shards  # two forwards, one backward
+
+
+def codes_that_stay_are_gathered_once(device: str) -> None:
+    """For a forward and its backward, or for all micro-batches of a step."""
+    trained, sent = [], []
+    for keeps in (False, True):
+        model = mixed(device, keeps=keeps)
+        done = fp8pass.distributed.compress(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for seed in (0, 1):  # micro-batches
+                model.set_is_last_backward(seed == 1)
+                model.set_reshard_after_backward(not keeps or seed == 1)
+                ids = parallel.batch(device, seed, of_rank=True)
+                parallel.loss_of(model(ids), ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.full_tensor() for p in model.parameters()])
+        sent.append(done.weights.bytes)
+    assert all(map(torch.equal, *trained))
+    assert sent[0] == 4 * sent[1]
 
 
 def what_was_gathered_is_freed(device: str) -> None:
@@ -324,6 +353,7 @@ def test_a_rank_that_comes_late(two):
 
 CODED = (
     gathered_codes_change_nothing,
+    codes_that_stay_are_gathered_once,
     what_was_gathered_is_freed,
     layers_that_are_skipped,
     shards_that_are_replaced_are_coded_again,
