@@ -326,6 +326,9 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
         }
         for name, (function, moved) in timed.items():
             found[f"{name} {dtype}"] = share(function, moved)
+    whole = weights.Parcel([torch.Size((elements // 2048, 2048))] * 3, device)
+    parcels = torch.empty(2, whole.memory.numel() // 2, dtype=torch.uint8, device=device)
+    found["take apart"] = share(partial(weights.take_apart, parcels, whole), 2 * parcels.numel())
     return found
 
 
