@@ -24,6 +24,7 @@ and of weights in codes, over the bytes of BF16.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -63,8 +64,9 @@ LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
 # Of each GPU; a sequence parallel model has one batch for all.
 BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
-# Every variant takes so many steps in its turn, of the first of which the CPU's part is timed.
-TURNS, STEPS = 6, 4
+# Every variant takes so many steps in its turn. The first is not timed, since the CPU has run other
+# code before; of the second its part is.
+TURNS, STEPS = 6, 8
 
 
 @dataclass(frozen=True)
@@ -207,12 +209,11 @@ class Run:
 
     def take_turn(self) -> None:
         """Some more steps."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        step_seconds(self.step, 1, self.device)
         begin = time.perf_counter()
         self.step()
         self.launch_seconds.append(time.perf_counter() - begin)
-        self.seconds += step_seconds(self.step, STEPS - 1, self.device)
+        self.seconds += step_seconds(self.step, STEPS - 2, self.device)
 
     def result(self) -> dict[str, Any]:
         """What was measured."""
@@ -243,9 +244,13 @@ def measure(names: list[str], size: Size, device: torch.device) -> dict[str, dic
         except Exception as error:  # a missing peer, out of memory: on all ranks alike
             results[name] = {"error": f"{type(error).__name__}: {error}"}
             free_memory()
+    # The collector would look through all variants, of which a program has one.
+    gc.collect()
+    gc.freeze()
     for _ in range(TURNS):
         for run in runs.values():
             run.take_turn()
+    gc.unfreeze()
     for name, run in runs.items():
         results[name] = {"error": None, **run.result()}
     return results
