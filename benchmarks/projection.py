@@ -12,8 +12,8 @@ Assumptions:
   takes two bytes, in codes what `distributed.py` counts. Latencies are left out.
 - Sending runs beside computing: a step takes the longer of the two, and what cannot overlap: one
   layer's gather before the first forward, and one layer's gradients after the last backward.
-- Coding, decoding and summing is added to computing, at the shares of a copy's bandwidth that
-  `distributed.py` measures.
+- Coding, decoding and summing is added to computing, and taking apart what was gathered in codes, at
+  the shares of a copy's bandwidth that `distributed.py` measures.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ class Measured:
         return self._tokens[variant] * self._operations / shape.operations
 
     def coding(self, parameters: int, gpus: int) -> float:
-        """Seconds in which one GPU codes its weights twice, and codes and sums gradients once."""
+        """Seconds in which one GPU codes and takes apart weights twice, and sums gradients once."""
         moved = {
+            "take apart": 2 * parameters * 2 * self.weight,
             "code rows torch.float32": 2 * parameters / gpus * (4 + self.weight),
             "pack torch.bfloat16": parameters * (2 + self.gradient),
             "add up torch.bfloat16": parameters * self.gradient + parameters / gpus * 2,
