@@ -12,8 +12,8 @@ Assumptions:
   takes two bytes, in codes what `distributed.py` counts. Latencies are left out.
 - Sending runs beside computing: a step takes the longer of the two, and what cannot overlap: one
   layer's gather before the first forward, and one layer's gradients after the last backward.
-- Coding, decoding and summing is added to computing, and taking apart what was gathered in codes, at
-  the shares of a copy's bandwidth that `distributed.py` measures.
+- Coding, taking apart, decoding and summing is added to computing, at the shares of a copy's
+  bandwidth that `distributed.py` measures.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +22,21 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 def shard_of(parameter: DTensor) -> Tensor:
     """The tensor itself that FSDP2 asks how it is gathered; `to_local` makes another object."""
     return parameter._local_tensor
+
+
+def factor_of(op: Any, ranks: int) -> float | None:
+    """What a sum over ranks is multiplied by to be this reduction of FSDP2's; None: it is no sum.
+
+    `set_gradient_divide_factor` has NCCL multiply the terms before it adds them up.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1 / ranks
+    if op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    _, factor = op.__getstate__()  # which its copies and pickles are made of
+    return float(factor)
 
 
 def writing_to_what_autograd_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8pass.compat.fsdp import factor_of
 from fp8pass.config import ConfigError, check_choice, checked_patterns
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import GroupSums, Sums, Traffic
@@ -270,15 +271,9 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Reduce `input_tensor` over `group` into `output_tensor`."""
-        if op == dist.ReduceOp.AVG:
-            factor = 1 / group.size()
-        elif op == dist.ReduceOp.SUM:
-            factor = 1.0
-        else:
-            raise RuntimeError(
-                f"Compressed gradients are summed or averaged, not reduced by {op}: with "
-                "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True), too."
-            )
+        factor = factor_of(op, group.size())
+        if factor is None:
+            raise RuntimeError(f"Compressed gradients are summed or averaged, not reduced by {op}.")
         self.sums.reduce_scatter(output_tensor, input_tensor, group, factor)
 
 

@@ -31,7 +31,7 @@ from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import CodedWeight, coded, divided
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.linear_layers import why_not_of_this_size
-from fp8pass.graph.names import warn_about_idle_patterns
+from fp8pass.graph.names import clean_path, warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
 
@@ -200,7 +200,7 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     embedding, layers that `skip` names, and weights whose rows FSDP2 does not share out evenly are
     gathered as they were.
     """
-    paths = {module: path for path, module in model.named_modules()}
+    paths = {module: clean_path(path) for path, module in model.named_modules()}
     logits = sizes_of_logits(model)
     found: list[str] = []
     gatherings: dict[nn.Module, list[Gathering]] = {}

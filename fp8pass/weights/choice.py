@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8pass.config import ConfigError
 from fp8pass.graph.linear_layers import why_not_of_this_size
-from fp8pass.graph.names import warn_about_idle_patterns
+from fp8pass.graph.names import clean_path, warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
 
@@ -45,7 +45,8 @@ def choose(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    linears = {m: path for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    modules = model.named_modules()
+    linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
     logits = sizes_of_logits(model)
     shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}

@@ -12,8 +12,9 @@ import torch
 from test_parallel import assert_replicas_are_equal, backward, distributed, gradients
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations
 
@@ -44,6 +45,21 @@ def compressed_gradients_are_near(device: str, way: str) -> None:
     assert elements / 2 <= sent / (2 if way == "ddp" else 1) <= elements / 2 + 64
     assert compression.gradients.ratio <= 0.51
     assert_replicas_are_equal(model)
+
+
+def other_factors_than_the_mean(device: str, way: str, gradients_as: str) -> None:
+    """torchtitan divides by the tokens of all ranks itself, and has FSDP2 divide by 1."""
+    found = []
+    for factor in (None, 1.0, 2.0, 8.0):
+        model = distributed(way, device, "exact")
+        fp8pass.distributed.compress(model, gradients_as, "none")
+        for module in model.modules() if factor else ():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        backward(way, device, model)
+        found.append(torch.cat([g.flatten() for g in gradients(model)]) * (factor or 2))
+    for sums in found[1:]:
+        assert torch.equal(sums, found[0])
 
 
 def compressed_training(device: str, way: str) -> None:
@@ -229,6 +245,21 @@ def layers_that_are_skipped(device: str) -> None:
         fp8pass.distributed.compress(late)
 
 
+def layers_are_named_as_without_wrappers(device: str) -> None:
+    """torchtitan and checkpoints put wrappers where blocks were."""
+    model = parallel.Decoder().to(device)
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=parallel.mesh_of(model), mp_policy=policy)
+    fully_shard(model, mesh=parallel.mesh_of(model), mp_policy=policy)
+    done = fp8pass.distributed.compress(model, skip=("blocks.0.attention", "blocks.1.mlp.*"))
+    rest = "blocks.0.mlp.up", "blocks.0.mlp.down", *(f"blocks.1.{name}" for name in LINEARS[:4])
+    assert done.layers == rest
+    assert done.modules == ("", "blocks.0", "blocks.1")
+
+
 def shards_that_are_replaced_are_coded_again(device: str) -> None:
     """Loading by assignment gives a model other shards."""
     model = mixed(device)
@@ -322,6 +353,11 @@ def test_two_ranks(two, way, claim):
     two(claim, way)
 
 
+@pytest.mark.parametrize("gradients_as", ["groups", "scaled"])
+def test_other_factors_than_the_mean(two, gradients_as):
+    two(other_factors_than_the_mean, "fsdp blocks", gradients_as)
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 def test_not_finite(two, way):
     two(a_gradient_that_is_not_finite_reaches_all, way)
@@ -356,6 +392,7 @@ CODED = (
     codes_that_stay_are_gathered_once,
     what_was_gathered_is_freed,
     layers_that_are_skipped,
+    layers_are_named_as_without_wrappers,
     shards_that_are_replaced_are_coded_again,
     modules_that_are_sharded_together,
     parts_that_run_alone_are_coded,

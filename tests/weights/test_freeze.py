@@ -115,6 +115,15 @@ def test_narrow_layers_stay_as_they_are(caplog):
     assert "0 stays: weight 64×1024: too narrow to gain by FP8; 1 stays: " in caplog.text
 
 
+def test_layers_are_named_as_without_wrappers(caplog):
+    """`torch.compile(block)` in the place of a block is not in the names of checkpoints."""
+    model = nn.Sequential(torch.compile(new(), backend="eager"))
+    with caplog.at_level(logging.INFO, "fp8pass"):
+        fp8pass.freeze(model, skip="0.down")
+    assert stored(model).keys() == {"0._orig_mod.up.base.weight"}
+    assert "; 0.down.base stays: " in caplog.text
+
+
 def test_what_is_frozen_later_is_in_codes_after_another_call():
     model = fp8pass.freeze(new(), skip="down")
     assert stored(model).keys() == {"up.base.weight"}
