@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.compat.fsdp import factor_of
+from fp8pass.compat.replicate import Replicated, replicas_have_begun, replicas_of
 from fp8pass.config import ConfigError, check_choice, checked_patterns
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import GroupSums, Sums, Traffic
@@ -74,8 +75,8 @@ def compress(
     else as before.
 
     Args:
-        model: a DistributedDataParallel, or a module that `fully_shard` was applied to, or to whose
-            submodules it was.
+        model: a DistributedDataParallel, a module that `replicate` was applied to, or one that
+            `fully_shard` was applied to, or to whose submodules it was.
         gradients: `groups`; `scaled`, which NCCL adds up in FP8 with a scale that all ranks share
             and a factor µ that leaves room for the sum (FP8-LM 2.1): fewer bytes still, and errors
             that grow with the number of ranks; or `none`: as they were.
@@ -168,8 +169,8 @@ def _said_to_wait() -> Iterator[None]:
 def _groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """The ranks that have a copy or a part of the first module that says so, by dimension."""
     for module in modules:
-        if isinstance(module, DistributedDataParallel):
-            return [module.process_group]
+        if isinstance(module, DistributedDataParallel | Replicated):
+            return [_replicas(module)]
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
@@ -177,8 +178,13 @@ def _groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     return []
 
 
+def _replicas(module: DistributedDataParallel | Replicated) -> dist.ProcessGroup:
+    """The ranks that have a copy of a module."""
+    return replicas_of(module) if isinstance(module, Replicated) else module.process_group
+
+
 def _reducers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
-    kinds = (DistributedDataParallel, FSDPModule)
+    kinds = (DistributedDataParallel, Replicated, FSDPModule)
     return ((path, module) for path, module in modules if isinstance(module, kinds))
 
 
@@ -196,10 +202,12 @@ def _why_nothing_reduces(model: nn.Module) -> str:
 
 def _why_not(module: nn.Module) -> str | None:
     """Why a module's reduction cannot be replaced, and what to do; None if it can."""
+    if isinstance(module, Replicated) and replicas_have_begun(module):
+        return "the model has run already: call compress before its first forward."
     if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
         return (
-            "none is scattered: parameters are whole on every rank (replicate), or on a mesh of "
-            "which one dimension has copies and the other one rank. For copies use "
+            "none is scattered: parameters are whole on every rank (replicate of FSDP2), or on a "
+            "mesh of which one dimension has copies and the other one rank. For copies use "
             "DistributedDataParallel."
         )
     if any(getattr(each, "sparse", False) for each in module.modules()):
@@ -217,8 +225,8 @@ def _is_scattered(parameter: Tensor) -> bool:
 
 def _compress(path: str, module: nn.Module, sums: Sums) -> None:
     try:
-        if isinstance(module, DistributedDataParallel):
-            hook = Hook(module.process_group, sums)
+        if isinstance(module, DistributedDataParallel | Replicated):
+            hook = Hook(_replicas(module), sums)
             # DDP compares a hook's annotations with classes, and these are strings.
             module.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
         else:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -111,6 +112,13 @@ def ddp(model: nn.Module, backend: Backend) -> nn.Module:
     return model
 
 
+def replicated(model: nn.Module, backend: Backend) -> nn.Module:
+    """DDP without a module of its own, of blocks compiled in place, as torchtitan has it."""
+    for block in model.blocks:
+        compile_in_place(block, backend)
+    return replicate(model, device_mesh=mesh_of(model))
+
+
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -198,6 +206,7 @@ def simple_fsdp(model: nn.Module, backend: Backend) -> nn.Module:
 
 WAYS = {
     "ddp": ddp,
+    "replicate": replicated,
     "fsdp blocks": fsdp_blocks,
     "fsdp whole": fsdp_whole,
     "hsdp": hsdp,
@@ -220,7 +229,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Gradients that stay on their rank for now, where the model can do that."""
-    if isinstance(model, FSDPModule):
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2 and replicate
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
