@@ -63,6 +63,43 @@ def test_a_torchtitan_without_the_module_is_left_alone(titan, monkeypatch):
     assert titan.__name__ not in sys.modules
 
 
+class Trainer:
+    """One that builds a model of two parts."""
+
+    def __init__(self, config):
+        self.config, self.model_parts = config, ["part 0", "part 1"]
+
+
+@pytest.mark.parametrize("version", ["0.2", "0.3"])
+@pytest.mark.parametrize(
+    ("options", "ranks", "compressed"), [([], 2, 0), (["--compress"], 2, 2), (["--compress"], 1, 0)]
+)
+def test_an_option_compresses_what_it_builds(
+    titan, monkeypatch, version, options, ranks, compressed
+):
+    """Trainers are in another module from 0.3 on, whose `main` takes none."""
+    kind, done, built = type("Trainer", (Trainer,), {}), [], []
+    train = ModuleType("torchtitan.train")
+    train.main = (
+        (lambda cls: built.append(cls(sys.argv)))
+        if version == "0.2"
+        else (lambda: built.append(kind(sys.argv)))
+    )
+    modules = {"torchtitan.train": train}
+    if version == "0.3":
+        modules["torchtitan.trainer"] = ModuleType("torchtitan.trainer")
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    list(modules.values())[-1].Trainer = kind
+    monkeypatch.setattr(sys, "argv", ["torchtitan", *options, "--training.steps", "4"])
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    monkeypatch.setattr("fp8pass.distributed.compress", done.append)
+    importlib.import_module(NAME).main()
+    assert [x.config for x in built] == [["torchtitan", "--training.steps", "4"]]
+    assert done == built[0].model_parts[:compressed]
+
+
 # --- its own trainer ----------------------------------------------------------------------------
 
 
@@ -112,6 +149,7 @@ def losses(folder, backend: str, ranks: int, *options: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss:\s+([\d.]+)", output)]
 
 
+COMPRESSED = ("--compress",)
 TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
 
 
@@ -123,6 +161,7 @@ TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
         pytest.param(1, (), id="one GPU"),
         pytest.param(1, ("--activation_checkpoint.mode", "none"), id="nothing checkpointed"),
         pytest.param(2, (), id="FSDP2"),
+        pytest.param(2, COMPRESSED, id="FSDP2, compressed"),
         pytest.param(2, TENSOR_PARALLEL, id="TP"),
         pytest.param(
             2, (*TENSOR_PARALLEL, "--parallelism.enable_async_tensor_parallel"), id="async TP"
@@ -134,7 +173,8 @@ def test_its_own_trainer_on_gpus(folder, ranks, options):
         pytest.skip("torchtitan 0.3 needs PyTorch 2.14's torch.distributed.set_timeout")
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs two GPUs")
-    want, got = (losses(folder, name, ranks, *options) for name in ("inductor", "fp8pass"))
+    want = losses(folder, "inductor", ranks, *(() if options == COMPRESSED else options))
+    got = losses(folder, "fp8pass", ranks, *options)
     assert len(got) == len(want) == STEPS
     for a, b in zip(got, want, strict=True):
         assert a == pytest.approx(b, rel=0.02)
