@@ -28,17 +28,20 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"no FP8 GEMMs on {device.type} devices yet; needs an NVIDIA GPU or the CPU"
-    index = torch.cuda.current_device() if device.index is None else device.index
-    capability = _capability(index)
+    capability = capability_of(device)
     if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
     return None
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, for which the driver is asked once."""
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
 def _capability(index: int) -> tuple[int, int]:
-    # Code that the CPU must be quick with asks again and again.
     return torch.cuda.get_device_capability(index)
 
 
@@ -47,7 +50,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
     lacking = why_no_fp8_gemm(device)
     if lacking or device.type == "cpu":
         return lacking
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability_of(device)
     if major != GROUPED_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} (sm{major}{minor}): PyTorch has FP8 GEMMs of experts for sm90 only"

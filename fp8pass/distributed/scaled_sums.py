@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
+from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import Sums, Traffic, Watch
 from fp8pass.distributed.wire import fp8, scales_of
@@ -113,7 +114,7 @@ def added_up(codes: Tensor, group: Any) -> Tensor:
     By NCCL on GPUs from Hopper on, which adds up on the way. Elsewhere there are no sums of FP8:
     the rank adds up what it gets in the order of a ring, and rounds as often.
     """
-    if codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (9, 0):
+    if codes.is_cuda and hardware.capability_of(codes.device) >= (9, 0):
         mine = torch.empty_like(codes[0])
         dist.reduce_scatter_tensor(mine, codes, group=group)
         return mine

@@ -224,20 +224,23 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
     if gatherings and isinstance(model, FSDPModule):
         gatherings[model] = [each for group in gatherings.values() for each in group]
     for module, group in gatherings.items():
-        _attach_before_forwards(module, group)
+        _attach_to_new_shards(module, group)
     linears = [path for module, path in paths.items() if isinstance(module, nn.Linear)]
     warn_about_idle_patterns("skip", skip, "linear layer", linears)
     return tuple(found)
 
 
-def _attach_before_forwards(module: nn.Module, gatherings: list[Gathering]) -> None:
-    """Attach now, and before what FSDP2 does: whoever moves a model gives it other shards."""
+def _attach_to_new_shards(module: nn.Module, gatherings: list[Gathering]) -> None:
+    """Attach now, when other shards are loaded, and before FSDP2 gathers: whoever moves a model
+    gives it others, too.
+    """
 
     def attach(*_: Any) -> None:
         for gathering in gatherings:
             gathering.attach()
 
     attach()
+    module.register_load_state_dict_post_hook(attach)
     module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
 
 

@@ -278,6 +278,8 @@ def shards_that_are_replaced_are_coded_again(device: str) -> None:
         state = {name: 2 * x for name, x in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
     assert losses[0] != losses[1]
+    model.blocks[0].unshard()
+    assert isinstance(model.blocks[0].mlp.up.weight, CodedWeight)
 
 
 def modules_that_are_sharded_together(device: str) -> None:
