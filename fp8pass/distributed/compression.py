@@ -72,7 +72,8 @@ def compress(
     bf16. Hybrid sharding sends sums between replicas as before. FSDP2 gathers the weights of linear
     layers in E4M3 with a scale for each row, half the bytes, on the wire and on the GPU: the bits
     that compiled code multiplies with anyway. It gathers output heads, embeddings and everything
-    else as before.
+    else as before. A copy of a DistributedDataParallel (copy.deepcopy, AveragedModel) reduces as
+    PyTorch does, unless compress gets it, too.
 
     Args:
         model: a DistributedDataParallel, a module that `replicate` was applied to, or one that
@@ -226,9 +227,7 @@ def _is_scattered(parameter: Tensor) -> bool:
 def _compress(path: str, module: nn.Module, sums: Sums) -> None:
     try:
         if isinstance(module, DistributedDataParallel | Replicated):
-            hook = Hook(_replicas(module), sums)
-            # DDP compares a hook's annotations with classes, and these are strings.
-            module.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
+            module.register_comm_hook(Hook(_replicas(module), sums), _reduce)
         else:
             assert isinstance(module, FSDPModule)
             scatter: Any = ReduceScatter(sums)
@@ -285,12 +284,24 @@ class ReduceScatter:
         self.sums.reduce_scatter(output_tensor, input_tensor, group, factor)
 
 
+# DDP compares a hook's annotations with classes, and ours are strings; by its name copies find it.
+def _reduce(state, bucket):  # type: ignore[no-untyped-def]
+    return state.reduce(bucket)
+
+
 class Hook:
-    """DDP's reduction of a bucket of gradients, in 8 bits, beside the backward on a GPU."""
+    """DDP's reduction of a bucket of gradients, in 8 bits, beside the backward on a GPU.
+
+    Copies and pickles of a DDP have a reduction of PyTorch's own: with them go empty hooks.
+    """
 
     def __init__(self, group: Any, sums: Sums) -> None:
         self.group, self.sums = group, sums
         self.stream: torch.cuda.Stream | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: process groups and streams are this process's."""
+        return {"group": None, "sums": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The mean over ranks of a bucket; DDP waits for the future."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8pass
 from fp8pass import Config
@@ -337,6 +338,23 @@ def what_cannot_be_in_codes(device: str) -> None:
     assert compress(model, gradients="none").layers == layers
 
 
+def copies_of_ddp(device: str, folder: str) -> None:
+    """Averages of weights are kept in a copy; a copy reduces as PyTorch does, or is compressed."""
+    model = distributed("ddp", device, None)  # modules compiled in place cannot be pickled
+    fp8pass.distributed.compress(model, monitor=fp8pass.Monitor())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    file = f"{folder}/{dist.get_rank()}"
+    torch.save(model, file)
+    again = torch.load(file, weights_only=False)
+    done = fp8pass.distributed.compress(again)
+    for each in (model, average.module, again):
+        backward("ddp", device, each)
+        assert_replicas_are_equal(each)
+    assert done.gradients.ratio < 0.51
+    assert all(map(torch.equal, gradients(model), gradients(again)))
+    assert not all(map(torch.equal, gradients(model), gradients(average.module)))
+
+
 def models_without_numbers_yet(device: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -411,6 +429,10 @@ CODED = (
 @pytest.mark.parametrize("claim", CODED, ids=lambda claim: claim.__name__)
 def test_gathered_codes(two, claim):
     two(claim)
+
+
+def test_copies_of_ddp(two, tmp_path):
+    two(copies_of_ddp, str(tmp_path))
 
 
 def test_errors(two):
