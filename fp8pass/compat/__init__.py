@@ -12,6 +12,7 @@ randomness.py  what Inductor has operators of its own for, run op by op
 fakes.py       running a model without memory
 frames.py      the function that Dynamo traces
 fsdp.py        FSDP2
+collectives.py those that have other names in newer versions
 replicate.py   DDP that leaves a model as it is
 pipelining.py  schedules of pipelines
 """

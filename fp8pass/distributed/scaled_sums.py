@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
+from fp8pass.compat.collectives import all_gather_single, reduce_scatter_single
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import Sums, Traffic, Watch
@@ -74,7 +75,7 @@ class ScaledSums(Sums):
         sums = codes.new_empty(group.size(), codes.numel())
         self.traffic.add(codes.numel(), codes.nbytes, group.size() - 1)
         pair = sums.view(-1).view(torch.uint8), codes.view(torch.uint8)
-        dist.all_gather_into_tensor(*pair, group=group)
+        all_gather_single(*pair, group=group)
         return _decoded(sums, scales).mul_(factor).flatten()
 
     def _sums(self, terms: Tensor, group: Any, buffer: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,7 @@ def added_up(codes: Tensor, group: Any) -> Tensor:
     """
     if codes.is_cuda and hardware.capability_of(codes.device) >= (9, 0):
         mine = torch.empty_like(codes[0])
-        dist.reduce_scatter_tensor(mine, codes, group=group)
+        reduce_scatter_single(mine, codes, group=group)
         return mine
     received = torch.empty_like(codes)
     dist.all_to_all_single(received.view(torch.uint8), codes.view(torch.uint8), group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from typing import Any
 
 import parallel
@@ -338,6 +339,15 @@ def what_cannot_be_in_codes(device: str) -> None:
     assert compress(model, gradients="none").layers == layers
 
 
+def nothing_is_warned_of(device: str, gradients_as: str) -> None:
+    """Of PyTorch's: users cannot change what compress calls."""
+    model = distributed("ddp", device, None)
+    fp8pass.distributed.compress(model, gradients_as)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        backward("ddp", device, model)
+
+
 def copies_of_ddp(device: str, folder: str) -> None:
     """Averages of weights are kept in a copy; a copy reduces as PyTorch does, or is compressed."""
     model = distributed("ddp", device, None)  # modules compiled in place cannot be pickled
@@ -429,6 +439,11 @@ CODED = (
 @pytest.mark.parametrize("claim", CODED, ids=lambda claim: claim.__name__)
 def test_gathered_codes(two, claim):
     two(claim)
+
+
+@pytest.mark.parametrize("gradients_as", ["groups", "scaled"])
+def test_no_warnings(two, gradients_as):
+    two(nothing_is_warned_of, gradients_as)
 
 
 def test_copies_of_ddp(two, tmp_path):
