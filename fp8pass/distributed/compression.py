@@ -197,7 +197,9 @@ def _why_nothing_reduces(model: nn.Module) -> str:
         )
     return (
         f"No module of this {type(model).__name__} reduces gradients over ranks: wrap it in "
-        "DistributedDataParallel, or apply torch.distributed.fsdp.fully_shard, before compress."
+        "DistributedDataParallel, or apply torch.distributed.fsdp.fully_shard, before compress. If "
+        "it is wrapped already, give compress the wrapper (Trainer's model_wrapped, Lightning's "
+        "trainer.model, what accelerate's prepare returned)."
     )
 
 

@@ -102,6 +102,8 @@ def wrong_models(device: str) -> None:
         compress("fsdp")
     with pytest.raises(fp8pass.ConfigError, match="No module of this Decoder reduces gradients"):
         compress(parallel.Decoder())
+    with pytest.raises(fp8pass.ConfigError, match="give compress the wrapper"):
+        compress(distributed("ddp", device, None).module)
     model = distributed("fsdp blocks", device, "exact")
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'groups'"):
         compress(model, "group")
