@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -17,11 +18,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 from fp8pass.compat.fsdp import (
-    Gathered,
     fsdp_has_run,
     gathered_parameters,
     shard_of,
@@ -29,10 +29,11 @@ from fp8pass.compat.fsdp import (
 )
 from fp8pass.dialect import hardware
 from fp8pass.dialect.coded_weight import CodedWeight, coded, divided
+from fp8pass.distributed.coded_layers import reasons_against_codes
 from fp8pass.distributed.collectives import Traffic
-from fp8pass.graph.linear_layers import why_not_of_this_size
-from fp8pass.graph.names import clean_path, warn_about_idle_patterns
-from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+from fp8pass.graph.names import clean_path, first_reasons
+
+log = logging.getLogger("fp8pass")
 
 
 class Parcel:
@@ -196,13 +197,9 @@ def take_apart(gathered: Tensor, whole: Parcel) -> None:
 def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> tuple[str, ...]:
     """Have FSDP2 gather the weights of linear layers in codes; the paths of these layers.
 
-    Those of layers that compute in BF16. Output heads, by their name or the sizes of the largest
-    embedding, layers that `skip` names, and weights whose rows FSDP2 does not share out evenly are
-    gathered as they were.
+    Those that `reasons_against_codes` has nothing against.
     """
-    paths = {module: clean_path(path) for path, module in model.named_modules()}
-    logits = sizes_of_logits(model)
-    found: list[str] = []
+    reasons = reasons_against_codes(model, skip)
     gatherings: dict[nn.Module, list[Gathering]] = {}
     parcels = Parcels()
     # Modules that are sharded together, fully_shard([a, b]), are gathered together.
@@ -211,23 +208,32 @@ def gather_codes(model: nn.Module, skip: tuple[str, ...], traffic: Traffic) -> t
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
         for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
             layer = each.module
-            if isinstance(layer, nn.Linear) and each.name == "weight" and _may_be_coded(each):
+            if isinstance(layer, nn.Linear) and each.name == "weight" and not reasons[layer]:
                 together.setdefault((each.group, layer.weight.dtype), []).append(layer)
         for key, layers in together.items():
-            chosen = [y for y in layers if not is_exact(paths[y], y, logits, skip)]
-            if chosen and key not in made:
-                made[key] = Gathering(chosen, traffic, parcels)
-                found += [paths[layer] for layer in chosen]
-            if chosen:
-                gatherings.setdefault(module, []).append(made[key])
+            if key not in made:
+                made[key] = Gathering(layers, traffic, parcels)
+            gatherings.setdefault(module, []).append(made[key])
     # FSDP2 begins to gather where a forward enters it: at the whole model, or at one of its parts.
     if gatherings and isinstance(model, FSDPModule):
         gatherings[model] = [each for group in gatherings.values() for each in group]
     for module, group in gatherings.items():
         _attach_to_new_shards(module, group)
-    linears = [path for module, path in paths.items() if isinstance(module, nn.Linear)]
-    warn_about_idle_patterns("skip", skip, "linear layer", linears)
-    return tuple(found)
+    return _said(model, reasons)
+
+
+def _said(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, ...]:
+    """The paths of layers that nothing is said against, after a line about them and the others."""
+    paths = {m: clean_path(path) for path, m in model.named_modules() if m in reasons}
+    coded = tuple(path for layer, path in paths.items() if not reasons[layer])
+    others = {path: reasons[layer] for layer, path in paths.items() if reasons[layer]}
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        log.info(
+            "compress: FSDP2 gathers the weights of %d of %d linear layers in codes%s",
+            *(len(coded), len(reasons)),
+            "".join(f"; {line}" for line in first_reasons(others, " does not: ")),
+        )
+    return coded
 
 
 def _attach_to_new_shards(module: nn.Module, gatherings: list[Gathering]) -> None:
@@ -242,27 +248,6 @@ def _attach_to_new_shards(module: nn.Module, gatherings: list[Gathering]) -> Non
     attach()
     module.register_load_state_dict_post_hook(attach)
     module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
-
-
-def _may_be_coded(each: Gathered) -> bool:
-    weight = each.module.weight
-    assert isinstance(weight, Tensor)
-    is_float = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    in_bf16 = each.dtype is torch.bfloat16
-    return is_float and in_bf16 and not each.is_kept_in_parts and _is_shared_out_in_rows(weight)
-
-
-def _is_shared_out_in_rows(weight: Tensor) -> bool:
-    """Whether several ranks have as many rows each of a matrix that can run in FP8."""
-    if not isinstance(weight, DTensor) or why_not_of_this_size(*weight.shape):
-        return False
-    *replicas, shard = weight.placements
-    ranks = weight.device_mesh.size(-1)
-    # Elsewhere it is offloaded, or nowhere yet.
-    on_device = weight.device.type in (weight.device_mesh.device_type, "meta")
-    whole = all(p.is_replicate() for p in replicas)
-    is_even = ranks > 1 and weight.shape[0] % ranks == 0
-    return shard == Shard(0) and whole and on_device and is_even
 
 
 @functools.cache

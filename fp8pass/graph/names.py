@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
 import warnings
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -14,6 +16,8 @@ from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.patterns import RESHAPES
 from fp8pass.graph.tags import ADDED, REPLACED
 
+# Names that one line lists.
+LISTED = 3
 # Added to the warning about a pattern that matches nothing.
 _RELATIVE = (
     "Paths start at the module that is compiled: where blocks are compiled one by one, no pattern "
@@ -56,6 +60,14 @@ def warn_about_idle_patterns(
                 f"{option} pattern {pattern!r} matches no {what} of this graph.{hint} {_RELATIVE}",
                 stacklevel=2,
             )
+
+
+def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
+    """The first few names with the reasons for something, and how many more there are."""
+    for name, why in itertools.islice(reasons.items(), LISTED):
+        yield f"{name}{between}{why}"
+    if len(reasons) > LISTED:
+        yield f"and {len(reasons) - LISTED} more"
 
 
 def _last_parts(names: list[str]) -> list[str]:

@@ -10,9 +10,8 @@ those, too, would take the byte that is saved.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from torch import Tensor, nn
 from fp8pass import graph
 from fp8pass.config import ConfigError, bytes_text, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.graph.names import first_reasons
 from fp8pass.weights.choice import choose
 
 log = logging.getLogger("fp8pass")
 
 DTYPES = (torch.bfloat16, torch.float32)
-# Layers that stay, of which the log and errors give the reasons.
-LISTED = 3
 
 
 @torch.no_grad()
@@ -79,7 +77,7 @@ def freeze(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
     log.info(
         "freeze: %d of %d frozen linear layers in codes, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
-        "".join(f"; {line}" for line in _first(choice.reasons, " stays: ")),
+        "".join(f"; {line}" for line in first_reasons(choice.reasons, " stays: ")),
     )
     return model
 
@@ -105,15 +103,8 @@ def _why_nothing(frozen: int, reasons: dict[str, str]) -> str:
             "No linear layer of the model is frozen: model.requires_grad_(False) comes first, then "
             "requires_grad_(True) for what is trained."
         )
-    return f"No frozen weight of the model can be in codes: {'; '.join(_first(reasons, ': '))}."
-
-
-def _first(reasons: dict[str, str], between: str) -> Iterable[str]:
-    """The first few layers with their reasons, and how many more there are."""
-    for path, why in itertools.islice(reasons.items(), LISTED):
-        yield f"{path}{between}{why}"
-    if len(reasons) > LISTED:
-        yield f"and {len(reasons) - LISTED} more"
+    listed = "; ".join(first_reasons(reasons, ": "))
+    return f"No frozen weight of the model can be in codes: {listed}."
 
 
 def _in_codes(weight: Tensor) -> CodedWeight:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import parallel
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -152,6 +155,21 @@ def a_rank_that_comes_late(device: str) -> None:
             time.sleep(2)
         fp8pass.distributed.compress(model)
     assert len(said) == (dist.get_rank() == 0)
+
+
+@contextmanager
+def caught_log() -> Iterator[list[str]]:
+    """Lines that fp8pass logs meanwhile."""
+    log, lines = logging.getLogger("fp8pass"), []
+    level, handler = log.level, logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def mixed(device: str, *, keeps: bool = False) -> nn.Module:
@@ -338,7 +356,34 @@ def what_cannot_be_in_codes(device: str) -> None:
     kept = {p for name, p in model.named_parameters() if name.startswith("5.")}
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=kept)
     layers = ("0",) if takes_integers else ("0", "1")
-    assert compress(model, gradients="none").layers == layers
+    with caught_log() as lines:
+        assert compress(model, gradients="none").layers == layers
+    (said,) = lines
+    assert said.startswith(f"compress: FSDP2 gathers the weights of {len(layers)} of 6 linear ")
+
+
+def why_others_are_not_in_codes(device: str) -> None:
+    """Each for a reason of its own, the first three of which one line gives."""
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sizes = (64, 64), (64, 48), (48, 63), (63, 64), (64, 96)
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in sizes))
+    model.lm_head = nn.Linear(96, 64)
+    mesh = parallel.mesh_of(model.to(device))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh, mp_policy=bf16)
+    with caught_log() as lines:
+        assert fp8pass.distributed.compress(model, skip="1").layers == ("4",)
+    assert lines == [
+        "compress: FSDP2 gathers the weights of 1 of 6 linear layers in codes; 0 does not: it "
+        "computes in float32, without fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype="
+        "torch.bfloat16)); 1 does not: it is an output head, or skipped; 2 does not: weight 63×48: "
+        "both sizes must be multiples of 16; and 2 more"
+    ]
+    alone, on_host = nn.Sequential(nn.Linear(64, 64)).to(device), CPUOffloadPolicy(pin_memory=False)
+    offloaded = fully_shard(alone, mesh=mesh, mp_policy=bf16, offload_policy=on_host)
+    with caught_log() as lines:
+        fp8pass.distributed.compress(offloaded, "none")
+    assert device == "cpu" or "0 does not: it is on the cpu" in lines[0]
 
 
 def nothing_is_warned_of(device: str, gradients_as: str) -> None:
@@ -434,6 +479,7 @@ CODED = (
     modules_that_are_sharded_together,
     parts_that_run_alone_are_coded,
     what_cannot_be_in_codes,
+    why_others_are_not_in_codes,
     models_without_numbers_yet,
 )
 
