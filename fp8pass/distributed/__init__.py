@@ -5,7 +5,8 @@ wire.py                numbers as they cross the wire
 wire_kernels.py        the same as Triton kernels
 collectives.py         sums over ranks of numbers that cross it so
 scaled_sums.py         the same, added up in FP8 on the way
-weights.py             weights of linear layers that FSDP2 gathers in codes
+coded_layers.py        which linear layers have weights that FSDP2 can gather in codes
+weights.py             how it gathers them
 compression.py         `compress`: all that in place of what DDP and FSDP2 send
 """
 
