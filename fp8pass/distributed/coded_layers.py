@@ -15,6 +15,9 @@ from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import clean_path, warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
 
+# That the kernel which codes them reads.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def reasons_against_codes(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Linear, str]:
     """Why the weight of each linear layer of a model is gathered as it was; '' where in codes."""
@@ -34,7 +37,7 @@ def reasons_against_codes(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Li
 
 def _why_not(each: Gathered) -> str:
     weight: Any = each.module.weight
-    if not isinstance(weight, DTensor) or not weight.dtype.is_floating_point:
+    if not isinstance(weight, DTensor) or weight.dtype not in DTYPES:
         return f"its weight is a {type(weight).__name__} of {dtype_text(weight.dtype)}"
     if each.dtype is not torch.bfloat16:
         return (

@@ -384,6 +384,12 @@ def why_others_are_not_in_codes(device: str) -> None:
     with caught_log() as lines:
         fp8pass.distributed.compress(offloaded, "none")
     assert device == "cpu" or "0 does not: it is on the cpu" in lines[0]
+    double = fully_shard(
+        nn.Sequential(nn.Linear(64, 64).double()).to(device), mesh=mesh, mp_policy=bf16
+    )
+    with caught_log() as lines:
+        fp8pass.distributed.compress(double, "none")
+    assert lines[0].endswith("0 does not: its weight is a DTensor of float64")
 
 
 def nothing_is_warned_of(device: str, gradients_as: str) -> None:
