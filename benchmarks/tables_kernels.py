@@ -91,6 +91,27 @@ def gemms_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def accumulation_table(data: dict[str, Any]) -> list[list[str]]:
+    """Milliseconds of a step's FP8 GEMMs by role: fast accumulation, and precise beside it."""
+    roles = "forward", "dgrad", "wgrad"
+    header = ["model"]
+    for role in roles:
+        header += [f"{role} fast, ms", "precise", "error fast", "precise"]
+    rows = [[*header, "all precise"]]
+    for case in dict.fromkeys(r["case"] for r in data["results"]):
+        row, total = [case], [0.0, 0.0]
+        for role in roles:
+            results = [r for r in data["results"] if (r["case"], r["role"]) == (case, role)]
+            fast, precise = (
+                sum(r["count"] * r[f"{kind}_ms"] for r in results) for kind in ("fast", "precise")
+            )
+            errors = (max(r[f"{kind}_error"] for r in results) for kind in ("fast", "precise"))
+            row += [f"{fast:.2f}", f"{precise / fast:.3f} ×", *(f"{e:.2%}" for e in errors)]
+            total = [total[0] + fast, total[1] + precise]
+        rows.append([*row, f"{total[1] / total[0]:.3f} ×"])
+    return rows
+
+
 def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
     """Errors of the update by the formats of both moments, in 10⁻⁵, with COAT's in brackets."""
     seconds = list(dict.fromkeys(r["second"] for r in data["results"]))

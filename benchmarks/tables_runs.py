@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 from scipy.stats import spearmanr
@@ -27,6 +27,39 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
         if len(runs) > 1:
             rows.append([variant, "mean", *_convergence_cells(runs, base)])
     return rows
+
+
+def quality_table(data: dict[str, Any], baseline: str = "BF16") -> list[list[str]]:
+    """Losses of runs beside the baseline's with the same seed: mean and standard error."""
+    runs = {(r["variant"], r["seed"]): r for r in data["results"]}
+    rows = [["variant", "seeds", "loss", f"vs {baseline}", "held out", "tokens/s"]]
+    for variant in dict.fromkeys(variant for variant, _ in runs):
+        seeds = sorted(seed for name, seed in runs if name == variant and (baseline, seed) in runs)
+        own = [runs[variant, seed] for seed in seeds]
+        if not own:
+            continue
+        base = [runs[baseline, seed] for seed in seeds]
+        cells = [_paired(own, base, key) for key in ("loss", "held_out_loss")]
+        loss = "not finite" if any(r["loss"] is None for r in own) else _mean(own, "loss")
+        speeds = [r["tokens_per_second"] for r in own if r["tokens_per_second"]]
+        speed = f"{median(speeds):,.0f}" if speeds else ""
+        rows.append([variant, str(len(seeds)), loss, *cells, speed])
+    return rows
+
+
+def _mean(runs: list[dict[str, Any]], key: str) -> str:
+    return f"{mean(r[key] for r in runs):.4f}"
+
+
+def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> str:
+    """The mean relative difference of pairs of runs, with its standard error."""
+    if any(r[key] is None for r in (*own, *base)):
+        return "not finite"
+    changes = [100 * (a[key] / b[key] - 1) for a, b in zip(own, base, strict=True)]
+    if not any(changes):
+        return ""
+    error = f" ± {stdev(changes) / math.sqrt(len(changes)):.2f}" if len(changes) > 1 else ""
+    return f"{mean(changes):+.2f}%{error}"
 
 
 # Of the model of stability.py, whose loss begins at the logarithm of that.

@@ -34,7 +34,7 @@ SWITCHES = ("quantize_lm_head", "offload", "simulate_inner", "simulate_outer")
 # The options that are patterns, and of what.
 PATTERNS = {"skip": "module path", "keep_exact": "value name or module path"}
 # The options that are tuples of names.
-LISTS = (*PATTERNS, "simulate_gemms")
+LISTS = (*PATTERNS, "simulate_gemms", "fast_accumulation")
 
 RECIPES: dict[str, dict[str, Any]] = {
     # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
@@ -82,6 +82,12 @@ class Config:
             forward, which take one pass over a tensor to quantize it, and round it less; or
             `tensor`. GEMMs of the backward have one scale for each tensor. Those of experts have
             scales by row in forward and dgrad whatever this says: PyTorch's kernel takes no others.
+        fast_accumulation: the roles of FP8 GEMMs, out of `forward`, `dgrad` and `wgrad`, that may
+            use Hopper's fast accumulation: the tensor cores keep a running sum of 14 bits over the
+            whole contraction, instead of adding it to an FP32 sum after 128 products. Truncation
+            has a bias, which grows with the length of the contraction.
+        longest_fast: the longest contraction with fast accumulation. A GEMM whose length is dynamic
+            accumulates precisely; experts' wgrad counts the tokens of an average expert.
         save_format: smallest format of the values that non-linear layers keep for the backward,
             in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
             Values that amplify its errors too much get a larger one or stay as they are. `none`
@@ -134,6 +140,8 @@ class Config:
     forward_format: str = "e4m3"
     gradient_format: str = "e4m3"
     forward_scales: str = "row"
+    fast_accumulation: tuple[str, ...] = GEMMS
+    longest_fast: int = 4096
     save_format: str = "e4m3"
     attention_output: str = "exact"
     tolerance: float = 1.0
@@ -179,6 +187,14 @@ class Config:
         check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
         check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
         check_choice("forward_scales", self.forward_scales, SCALES)
+        fast = _checked_gemms("fast_accumulation", self.fast_accumulation)
+        object.__setattr__(self, "fast_accumulation", fast)
+        longest = self.longest_fast
+        if isinstance(longest, bool) or not isinstance(longest, int) or longest < 0:
+            raise ConfigError(
+                "longest_fast must be a whole number, the length of a contraction, such as 4096, "
+                f"got {longest!r}. For precise accumulation everywhere: fast_accumulation=()."
+            )
         check_choice("save_format", self.save_format, SAVE_FORMATS)
         check_choice("attention_output", self.attention_output, ATTENTION_OUTPUTS)
         if self.attention_output != "exact" and self.save_format in ("none", "exact"):
@@ -242,13 +258,8 @@ class Config:
 
     def _check_simulation(self) -> None:
         """Check what is simulated; where something is, nothing is coded."""
-        gemms = self.simulate_gemms
-        if isinstance(gemms, str) or not isinstance(gemms, Iterable) or not all(gemms):
-            fix = f": simulate_gemms=({gemms!r},)" if gemms in GEMMS else ""
-            raise ConfigError(f"simulate_gemms must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
-        for gemm in gemms:
-            check_choice("simulate_gemms", gemm, GEMMS)
-        object.__setattr__(self, "simulate_gemms", tuple(g for g in GEMMS if g in gemms))
+        gemms = _checked_gemms("simulate_gemms", self.simulate_gemms)
+        object.__setattr__(self, "simulate_gemms", gemms)
         if self.simulate is None:
             return
         _check_simulated(self.simulate)
@@ -303,6 +314,14 @@ class Config:
     def quantizes_linears(self) -> bool:
         """Whether GEMMs run in FP8 (False in recipe `exact`, which only rewrites them)."""
         return self.forward_format != "exact"
+
+    def accumulates_fast(self, gemm: str, length: Any) -> bool:
+        """Whether an FP8 GEMM uses fast accumulation.
+
+        `gemm` is its role, one of `GEMMS`, `length` that of its contraction, which may be symbolic.
+        """
+        allowed = self.quantizes_linears and gemm in self.fast_accumulation
+        return allowed and isinstance(length, int) and length <= self.longest_fast
 
     @property
     def packs(self) -> bool:
@@ -419,6 +438,20 @@ def checked_patterns(field: str, given: object, of: str = "module path") -> tupl
     if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):
         return tuple(given)
     raise ConfigError(f"{field} must be a {of} pattern, or a tuple of them, got {given!r}.")
+
+
+def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
+    """Return the GEMMs that an option names, in the order of `GEMMS`.
+
+    Raises:
+        ConfigError: it is not a tuple of names out of `GEMMS`.
+    """
+    if isinstance(gemms, str) or not isinstance(gemms, Iterable) or not all(gemms):
+        fix = f": {field}=({gemms!r},)" if gemms in GEMMS else ""
+        raise ConfigError(f"{field} must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
+    for gemm in gemms:
+        check_choice(field, gemm, GEMMS)
+    return tuple(g for g in GEMMS if g in gemms)
 
 
 def _check_simulated(name: object) -> None:

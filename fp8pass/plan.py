@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fp8pass.config import bytes_text
@@ -160,6 +161,7 @@ class Linear:
         experts: how many weights there are, of which each row meets one; 0 for a single weight.
         codes: where the forward's codes of the weight come from, with `weight_codes`: `inputs`, or
             the graph, and why.
+        fast: the GEMMs of `fp8` with fast accumulation.
     """
 
     module: str
@@ -173,6 +175,14 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     codes: str = ""
+    fast: tuple[str, ...] = ()
+
+    @property
+    def accumulation(self) -> str:
+        """How the FP8 GEMMs accumulate: `precise`, `fast`, or `fast in` some; '' without any."""
+        if not self.fp8 or not self.fast:
+            return "precise" if self.fp8 else ""
+        return "fast" if self.fast == self.fp8 else f"fast in {' '.join(self.fast)}"
 
     @property
     def weights(self) -> int:
@@ -350,6 +360,13 @@ class Plan:
         """Their share of all weights."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
+
+    def accumulate_precisely(self, modules: Collection[str], role: str) -> None:
+        """Record that a GEMM of some modules, which a pass changed, accumulates precisely."""
+        self.linears = [
+            replace(y, fast=tuple(r for r in y.fast if r != role)) if y.module in modules else y
+            for y in self.linears
+        ]
 
     def summary(self) -> str:
         """One line for the log."""

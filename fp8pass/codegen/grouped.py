@@ -82,6 +82,7 @@ def scaled_grouped_mm(
     b_scale: fx.Node,
     offsets: fx.Node,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> fx.Node:
     """`[T, K] @ [E, K, N]`."""
     experts = tensor(offsets).shape[0]
@@ -91,7 +92,8 @@ def scaled_grouped_mm(
     scales = emit(aten.reshape.default, b_scale, shape[:2])
     if tensor(a).device.type == "cuda":
         vector = emit(aten.reshape.default, a_scale, [-1])
-        return _multiplied(emit, out_dtype, a, matrices, vector, scales, offsets)
+        operands = a, matrices, vector, scales, offsets
+        return _multiplied(emit, out_dtype, fast_accumulation, *operands)
     product = emit(aten._grouped_mm.default, *_values(emit, a, matrices), offsets)
     (tokens, _) = emit.sizes(a)
     expert = _expert_of(emit, emit.steps(a_scale, tokens, 1), offsets)
@@ -107,20 +109,24 @@ def scaled_grouped_outer(
     b_scale: fx.Node,
     ends: fx.Node,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> fx.Node:
     """`[M, T'] @ [T', N]`, which gives `[E, M, N]`; PyTorch takes scales by row of each expert."""
     b_transposed = emit(aten.permute.default, b, [1, 0])
     if tensor(a).device.type == "cuda":
         vectors = [_by_row(emit, scale, x) for scale, x in ((a_scale, a), (b_scale, b))]
-        return _multiplied(emit, out_dtype, a, b_transposed, *vectors, ends)
+        operands = a, b_transposed, *vectors, ends
+        return _multiplied(emit, out_dtype, fast_accumulation, *operands)
     products = emit(aten._grouped_mm.default, *_values(emit, a, b_transposed), ends)
     scales = emit(aten.unsqueeze.default, emit(aten.mul.Tensor, a_scale, b_scale), -1)
     return emit(cast, emit(aten.mul.Tensor, products, scales), out_dtype)
 
 
-def _multiplied(emit: Emitter, out_dtype: torch.dtype, *operands: fx.Node) -> fx.Node:
-    """A product of codes with scales by row, on a GPU."""
-    options = None, None, torch.bfloat16, True
+def _multiplied(
+    emit: Emitter, out_dtype: torch.dtype, fast_accumulation: bool, *operands: fx.Node
+) -> fx.Node:
+    """Multiply FP8 matrices with scales by row, on a GPU."""
+    options = None, None, torch.bfloat16, fast_accumulation
     product = emit(aten._scaled_grouped_mm.default, *operands, *options)
     return product if out_dtype is torch.bfloat16 else emit(cast, product, out_dtype)
 

@@ -207,6 +207,7 @@ def _scaled_mm(
     b_scale: fx.Node,
     bias: fx.Node | None,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> fx.Node:
     b_transposed = emit(aten.permute.default, b, [1, 0])
     if not is_fp8(tensor(a).dtype):
@@ -214,7 +215,8 @@ def _scaled_mm(
             return emit(aten.mm.default, a, b_transposed)
         return emit(aten.addmm.default, bias, a, b_transposed)
     if tensor(a).device.type == "cuda":
-        return _cuda_scaled_mm(emit, a, a_scale, b_transposed, b_scale, bias, out_dtype)
+        operands = a, a_scale, b_transposed, b_scale
+        return _cuda_scaled_mm(emit, *operands, bias, out_dtype, fast_accumulation)
     product = emit(
         aten.mm.default, emit(cast, a, torch.float32), emit(cast, b_transposed, torch.float32)
     )
@@ -239,15 +241,14 @@ def _cuda_scaled_mm(
     b_scale: fx.Node,
     bias: fx.Node | None,
     out_dtype: torch.dtype,
+    fast_accumulation: bool,
 ) -> fx.Node:
-    """cuBLASLt or Triton, whichever Inductor's autotuning prefers; fast accumulation."""
+    """cuBLASLt or Triton, whichever Inductor's autotuning prefers."""
     if tensor(b_scale).ndim:
         b_scale = emit(aten.permute.default, b_scale, [1, 0])
     fused_bias = bias is not None and out_dtype in (torch.bfloat16, torch.float16)
-    product = emit(
-        aten._scaled_mm.default,
-        *(a, b, a_scale, b_scale, bias if fused_bias else None, None, out_dtype, True),
-    )
+    options = bias if fused_bias else None, None, out_dtype, fast_accumulation
+    product = emit(aten._scaled_mm.default, a, b, a_scale, b_scale, *options)
     if bias is None or fused_bias:
         return product
     return emit(aten.add.Tensor, product, bias)

@@ -31,6 +31,7 @@ __all__ = [
     "is_sym_node",
     "real_tensors",
     "restrictions",
+    "scaled_mm",
     "schema_of",
     "size_hint",
     "sizes_that_vary",
@@ -44,6 +45,8 @@ __all__ = [
 
 # The GEMM of experts, as code calls it that does not wait for `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
+# The FP8 GEMM of cuBLASLt and CUTLASS.
+scaled_mm = torch._scaled_mm
 # One launch for many tensors.
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub

@@ -96,7 +96,8 @@ class Data:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Windows spread evenly over the held-out bytes."""
         last = len(self.held_out) - size.seq - 1
-        starts = torch.linspace(0, last, count * size.batch).long()
+        # FP32 does not hold all integers above 2^24.
+        starts = torch.linspace(0, last, count * size.batch, dtype=torch.float64).long()
         batches = starts.to(self.held_out.device).split(size.batch)
         return (_windows(self.held_out, s, size.seq) for s in batches)
 

@@ -6,6 +6,7 @@ scaling.py           scales from largest magnitudes
 coding.py            codes from values, and back
 masking.py           numbers masked to a format, as in simulations
 segments.py          the rows of a matrix that one expert takes
+accumulation.py      how tensor cores add up the products of FP8 numbers
 ops.py               the `fp8pass::` operators
 coded_weight.py      weights that enter a graph as codes
 coding_kernel.py     the kernel that makes those

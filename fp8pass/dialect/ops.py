@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass.dialect import accumulation
 from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
 from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.granularity import ROW, TENSOR, group
@@ -120,6 +121,7 @@ def _fake_scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -147,12 +149,19 @@ def _fake_scaled_grouped_mm(
     b_scale: Tensor,
     offsets: Tensor,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0] // offsets.shape[0]), dtype=out_dtype)
 
 
 def _fake_scaled_grouped_outer(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     return a.new_empty((ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -262,7 +271,7 @@ def as_codes(data: Tensor, format: str) -> Tensor:
 
 @_dialect(
     "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype) -> Tensor",
+    "ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
     _fake_scaled_mm,
     multiplies=True,
 )
@@ -273,16 +282,18 @@ def scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> Tensor:
-    """`(a * a_scale) @ (b * b_scale).T + bias`, accumulated in fp32 and rounded once.
+    """Return `(a * a_scale) @ (b * b_scale).T + bias`, rounded once to `out_dtype`.
 
     `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
     in `out_dtype`. Both operands have one scale, [], or both have one for each row, [M, 1] and
-    [N, 1]. Operands in a lossless format are multiplied as they are (`aten.mm`).
+    [N, 1]. Operands in a lossless format are multiplied as they are (`aten.mm`). With
+    `fast_accumulation` tensor cores may keep 14 bits of the running sum (`accumulation.py`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
-    product = (a.float() @ b.float().t()) * (a_scale * b_scale.t())
+    product = accumulation.product(a, b, fast=fast_accumulation) * (a_scale * b_scale.t())
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
@@ -330,7 +341,7 @@ def transpose_segments(
 
 @_dialect(
     "scaled_grouped_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, "
-    "ScalarType out_dtype) -> Tensor",
+    "ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
     _fake_scaled_grouped_mm,
     multiplies=True,
 )
@@ -341,38 +352,47 @@ def scaled_grouped_mm(
     b_scale: Tensor,
     offsets: Tensor,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """Each segment of rows times the matrix of its expert: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
     `a` [T, K] and `b` [E·N, K], the experts' matrices one below the other, are row-major and have a
-    scale for each row, [T, 1] and [E·N, 1]. Accumulated in fp32 and rounded once, to [T, N] in
-    `out_dtype`. Rows that are nobody's are zero here, and hold anything on a GPU.
+    scale for each row, [T, 1] and [E·N, 1]. Accumulated as in `scaled_mm` and rounded once, to
+    [T, N] in `out_dtype`. Rows that are nobody's are zero here, and hold anything on a GPU.
     """
     experts = len(offsets)
     product = a.new_zeros((len(a), len(b) // experts), dtype=out_dtype)
     matrices = zip(slices_of(offsets), b.chunk(experts), b_scale.chunk(experts), strict=True)
     for rows, matrix, scale in matrices:
-        scaled = (a[rows].float() @ matrix.float().t()) * (a_scale[rows] * scale.t())
-        product[rows] = scaled.to(out_dtype)
+        own = accumulation.product(a[rows], matrix, fast=fast_accumulation)
+        product[rows] = (own * (a_scale[rows] * scale.t())).to(out_dtype)
     return product
 
 
 @_dialect(
     "scaled_grouped_outer(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, "
-    "ScalarType out_dtype) -> Tensor",
+    "ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
     _fake_scaled_grouped_outer,
     multiplies=True,
 )
 def scaled_grouped_outer(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """A product for each segment, contracted over its rows: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
     `a` [M, T'] and `b` [N, T'] are from `transpose_segments`, with a scale for each segment,
-    [E, 1]; `ends` are its `padded_ends`. Accumulated in fp32 and rounded once, to [E, M, N] in
-    `out_dtype`.
+    [E, 1]; `ends` are its `padded_ends`. Accumulated as in `scaled_mm` and rounded once, to
+    [E, M, N] in `out_dtype`.
     """
-    products = [a[:, s].float() @ b[:, s].float().t() for s in slices_of(ends)]
+    products = [
+        accumulation.product(a[:, s], b[:, s], fast=fast_accumulation) for s in slices_of(ends)
+    ]
     return (torch.stack(products) * (a_scale * b_scale).unsqueeze(-1)).to(out_dtype)
 
 

@@ -120,6 +120,7 @@ class Layer:
         fp8: tuple[str, ...] = (),
         simulated: tuple[str, ...] = (),
         codes: str = "",
+        fast: tuple[str, ...] = (),
     ) -> Linear:
         """The plan's entry, with the roles of the GEMMs that were rewritten."""
         rows = f"{times}{_product_text(self.rows)}"
@@ -135,6 +136,7 @@ class Layer:
             simulated=simulated,
             experts=self.experts,
             codes=codes,
+            fast=fast,
         )
 
 

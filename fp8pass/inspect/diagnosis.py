@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass import graph
 from fp8pass.config import Config
+from fp8pass.dialect.accumulation import hardware_accumulation
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.tags import ROLE, original_name
 from fp8pass.inspect.prediction import Predictor
@@ -158,6 +159,10 @@ def diagnose(
     compiled, only those are here. Runs one forward and backward; parameters, their gradients,
     buffers and random number generators are left as they were.
 
+    On a GPU with FP8 tensor cores measured errors include that of accumulation. Elsewhere GEMMs sum
+    in FP32, unless within `fp8pass.testing.hardware_accumulation()`, and expected errors alone
+    include it.
+
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
@@ -185,7 +190,8 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     interpreter = LocalErrorInterpreter(
         record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules)
     )
-    record.run(interpreter)
+    with hardware_accumulation(emulate=False):
+        record.run(interpreter)
     for node, (mean_absolute, relative) in interpreter.errors.items():
         expected = predicted.get(original_name(node), 0.0)
         if not relative and not expected:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import compat, graph
-from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.accumulation import accumulate
+from fp8pass.dialect.coding import encode, is_fp8
+from fp8pass.dialect.formats import E4M3, FORMATS
 from fp8pass.dialect.ops import OPERATORS
+from fp8pass.dialect.scaling import scale_of
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.symbols import Underivable
 from fp8pass.graph.tags import original_name
@@ -31,6 +34,8 @@ fp8 = torch.ops.fp8pass
 
 # Rows and columns of a GEMM's result that are computed to estimate its error.
 LARGEST_SAMPLE = 512
+# The same for the error of fast accumulation, whose emulation takes longer.
+LARGEST_EMULATED = 32
 
 
 @dataclass
@@ -118,7 +123,9 @@ class Predictor:
             some = matrix[rows.long().to(matrix.device)].double()
             exact.append(some)
             rounded.append(some * rounding(some, error) if error else some)
-        return relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
+        change = relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
+        fast = gemm.args[6] and is_fp8(graph.tensor(gemm.args[0]).dtype)  # type: ignore[arg-type]
+        return math.hypot(change, accumulation_error(*exact) if fast else 0.0)
 
     def _of_codes(self, node: Any) -> float:
         """The error of an operand of experts, which adds to a product's as independent errors do.
@@ -182,3 +189,14 @@ class Predictor:
         stored = {symbols[n] for n in kept if n in symbols}
         errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
         return {n: errors[symbols[n]] for n in region.nodes if n in symbols}
+
+
+def accumulation_error(a: Tensor, b: Tensor) -> float:
+    """The relative error that fast accumulation adds to `a @ b.T`, on a sample of the result."""
+    operands = []
+    for x in (a, b):
+        rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)
+        some = x[rows.long().to(x.device)].float()
+        operands.append(encode(some / scale_of(some.abs().amax(), E4M3), E4M3))
+    exact = operands[0].double() @ operands[1].double().T
+    return relative_change(exact, accumulate(*operands, fast=True).double())

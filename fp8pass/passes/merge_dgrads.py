@@ -85,8 +85,12 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
             sums.setdefault(term.total, []).append(term)
     for terms in sums.values():
         for some in _mergeable(terms):
-            ctx.plan.merged.append(tuple(graph.module_path(term.gemm) for term in some))
-            _merge(gm.graph, some)
+            modules = tuple(graph.module_path(term.gemm) for term in some)
+            fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in some))
+            if not fast:
+                ctx.plan.accumulate_precisely(modules, "dgrad")
+            ctx.plan.merged.append(modules)
+            _merge(gm.graph, some, fast_accumulation=fast)
     if ctx.plan.merged:
         gm.graph.eliminate_dead_code()
 
@@ -171,7 +175,7 @@ def _fits(group: list[Term], term: Term) -> bool:
     )
 
 
-def _merge(g: fx.Graph, terms: list[Term]) -> None:
+def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
     """Put one GEMM in the place of the last term, and remove the others."""
     *others, last = terms
     gemm = last.gemm
@@ -184,7 +188,7 @@ def _merge(g: fx.Graph, terms: list[Term]) -> None:
             fp8.scaled_mm.default,
             *(add(fp8.joined.default, gradients), scale),
             *(add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)),
-            *(None, gemm.args[5]),
+            *(None, gemm.args[5], fast_accumulation),
         )
     merged.meta[ROLE] = "dgrad"
     merged.meta[graph.REPLACED] = gemm.meta[graph.REPLACED]

@@ -66,6 +66,8 @@ from fp8pass.passes.context import Context
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
+    accumulates_fast,
+    fast_roles,
     mark,
     take_place,
     why_not_at_all,
@@ -91,7 +93,8 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
         roles = mark(layer, reason)
         if roles:
             eligible |= {gemm: layer for _, gemm in layer.gemms()}
-        entry = layer.entry(reason, "", fp8=roles)
+        fast = fast_roles(layer, ctx.config) if roles else ()
+        entry = layer.entry(reason, "", fp8=roles, fast=fast)
         ctx.plan.linears.insert(places[layer.forward] + before, entry)
     quantizer = ExpertQuantizer(gm.graph, ctx.config)
     for node in list(gm.graph.nodes):  # in order: GEMMs share what the first of them quantizes
@@ -377,7 +380,7 @@ def _product(
     left = quantizer.by_row(quantizer.tokens(x, gemm), layer, gemm)
     right = quantizer.by_row(quantizer.matrices(weights, gemm), layer, gemm)
     operands = *left, *right, offsets
-    return _multiplied(gemm, quantizer, fp8.scaled_grouped_mm.default, *operands)
+    return _multiplied(gemm, layer, quantizer, fp8.scaled_grouped_mm.default, *operands)
 
 
 def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> fx.Node:
@@ -420,15 +423,16 @@ def _outer(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> fx.Node:
         offsets = quantizer.offsets(right, layer, gemm)
     (a, a_scale), (b, b_scale) = (quantizer.segments(x, offsets, gemm) for x in both)
     operands = a, a_scale, b, b_scale, quantizer.ends(offsets, gemm)
-    product = _multiplied(gemm, quantizer, fp8.scaled_grouped_outer.default, *operands)
+    product = _multiplied(gemm, layer, quantizer, fp8.scaled_grouped_outer.default, *operands)
     take_place(product, gemm)
     return product
 
 
 def _multiplied(
-    gemm: fx.Node, quantizer: ExpertQuantizer, target: Any, *operands: fx.Node
+    gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer, target: Any, *operands: fx.Node
 ) -> fx.Node:
-    product = emit(gemm.graph, target, *operands, tensor(gemm).dtype, like=gemm)
+    options = tensor(gemm).dtype, accumulates_fast(gemm, layer, quantizer.config)
+    product = emit(gemm.graph, target, *operands, *options, like=gemm)
     product.meta[ROLE] = gemm.meta[ROLE]
     if gemm in quantizer.backward:
         quantizer.backward.add(product)

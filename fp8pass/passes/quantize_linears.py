@@ -52,6 +52,8 @@ from fp8pass.passes.context import Context
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
+    accumulates_fast,
+    fast_roles,
     mark,
     take_place,
     why_not_at_all,
@@ -98,7 +100,9 @@ def quantize_layers(part: Part, ctx: Context) -> set[fx.Node]:
         if roles and not ctx.config.quantizes_linears:
             roles, reason = (), Reason("exact formats: rewritten, not rounded", chosen=True)
         codes = _where_codes_are_from(layer, part, ctx) if roles else ""
-        ctx.plan.linears.append(layer.entry(reason, part.times, fp8=roles, codes=codes))
+        fast = fast_roles(layer, ctx.config) if roles else ()
+        entry = layer.entry(reason, part.times, fp8=roles, codes=codes, fast=fast)
+        ctx.plan.linears.append(entry)
     quantizer = Quantizer(g, ctx.config, ctx.facts.codes)
     for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
@@ -206,8 +210,8 @@ def rewrite(gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
         # Where tokens are columns, as in gradients of transposed inputs, they are to be rows.
         flipped = quantizer.config.quantizes_linears and not has_columns_for_tensor_cores(gemm)
         operands = (*right, *left) if flipped else (*left, *right)
-        dtype = tensor(gemm).dtype
-        product = emit(g, fp8.scaled_mm.default, *operands, bias, dtype, like=gemm)
+        options = tensor(gemm).dtype, accumulates_fast(gemm, layer, quantizer.config)
+        product = emit(g, fp8.scaled_mm.default, *operands, bias, *options, like=gemm)
         result = _flipped(product, gemm) if flipped else product
     take_place(product, gemm)
     product.meta[ROLE] = gemm.meta[ROLE]

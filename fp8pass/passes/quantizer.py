@@ -12,6 +12,7 @@ from fp8pass.config import Config
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.granularity import TENSOR, Granularity, of_operand
 from fp8pass.dialect.ops import AMAX
+from fp8pass.graph.classify import GROUPED
 from fp8pass.graph.linear_layers import (
     Layer,
     Reason,
@@ -64,6 +65,20 @@ def mark(layer: Layer, reason: Reason) -> tuple[str, ...]:
         if by_choice:
             gemm.meta[KEPT_BY_CHOICE] = True
     return () if reason.text else tuple(dict.fromkeys(role for role, _ in layer.gemms()))
+
+
+def fast_roles(layer: Layer, config: Config) -> tuple[str, ...]:
+    """The roles whose GEMMs of a layer all use fast accumulation."""
+    slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}
+    return tuple(dict.fromkeys(role for role, _ in layer.gemms() if role not in slow))
+
+
+def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
+    """Whether the FP8 form of a layer's GEMM uses fast accumulation."""
+    role, length = gemm.meta[ROLE], tensor(operands_of(gemm)[0]).shape[-1]
+    if gemm.target in GROUPED and role == "wgrad":  # contracts over the tokens of each expert
+        length = length // layer.experts
+    return config.accumulates_fast(role, length)
 
 
 class Quantizer:

@@ -22,6 +22,7 @@
     programs.py     random programs, as modules
 """
 
+from fp8pass.dialect.accumulation import hardware_accumulation as hardware_accumulation
 from fp8pass.testing.checks import assert_close as assert_close
 from fp8pass.testing.checks import assert_exact as assert_exact
 from fp8pass.testing.checks import assert_plan_is_true as assert_plan_is_true
@@ -37,5 +38,6 @@ __all__ = [
     "assert_exact",
     "assert_plan_is_true",
     "assert_same_step",
+    "hardware_accumulation",
     "step",
 ]

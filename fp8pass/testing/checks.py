@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from fp8pass import compat
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config, checked_config
+from fp8pass.dialect.accumulation import hardware_accumulation
 from fp8pass.dynamo import Backend
 from fp8pass.testing.closeness import Reference
 from fp8pass.testing.kept import Kept, kept_tensors, planned_tensors
@@ -59,7 +60,8 @@ def assert_close(
     Without a bound, what is accepted is measured: the same step in eager PyTorch, with GEMMs and
     what autograd saves rounded by a model of the formats that shares no code with the package
     (`closeness.py` has the formula). It follows the module: where an argmax may flip only
-    finiteness and size are asked for.
+    finiteness and size are asked for. FP8 GEMMs accumulate like Hopper's tensor cores, on every
+    device.
 
     Args:
         module: in float32 or bfloat16, on any device. It is copied and left as it is.
@@ -73,7 +75,8 @@ def assert_close(
         AssertionError: lists every tensor that is off, and by how much.
     """
     config = replace(checked_config(config), compiler="eager")
-    got = _step(module, args, Backend(config))
+    with hardware_accumulation():
+        got = _step(module, args, Backend(config))
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     reference = Reference(module, lambda: [copy.deepcopy(args)], Formats.of(config, dtype))
     bounds = {"cosine": cosine, "norm": norm, "sqnr": sqnr}

@@ -22,6 +22,7 @@ from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.merge_dgrads import merge_dgrads
 
 fp8 = torch.ops.fp8pass
+ALL = ("forward", "dgrad", "wgrad")
 
 
 class Parallel(nn.Module):
@@ -65,6 +66,16 @@ def inputs() -> torch.Tensor:
 
 def test_one_gemm_for_all():
     assert dgrads(Parallel(), inputs()) == [128]
+
+
+def test_a_merged_gemm_accumulates_by_its_own_length():
+    for longest, merged, fast in ((128, True, ALL), (127, False, ("forward", "wgrad"))):
+        joint = capture_joint(Parallel(), inputs(), config=Config(longest_fast=longest))
+        for pass_ in JOINT_PASSES:
+            pass_(joint.gm, joint.ctx)
+        gemms = joint.calls(fp8.scaled_mm.default)
+        assert [n.args[6] for n in gemms if n.meta["fp8pass_role"] == "dgrad"] == [merged]
+        assert {y.fast for y in joint.ctx.plan.linears} == {fast}
 
 
 def test_what_is_not_rounded_is_not_merged():

@@ -23,6 +23,7 @@ from fp8pass.config import Config
 from fp8pass.graph.linear_layers import is_narrow
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten
+from fp8pass.graph.tags import ROLE
 from fp8pass.passes.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
@@ -49,6 +50,21 @@ def test_one_quantization_per_tensor_and_layout():
     assert len(joint.calls(fp8.scale.default)) == 3
     assert len(joint.calls(fp8.quantize.default)) == 3
     assert len(joint.calls(fp8.transpose.default)) == 3
+
+
+def test_long_contractions_accumulate_precisely():
+    """Each GEMM by its role and by the length of its own contraction: 64, 128 and 32."""
+    for options, expected in (
+        ({}, ALL),
+        ({"longest_fast": 64}, ("forward", "wgrad")),
+        ({"longest_fast": 0}, ()),
+        ({"fast_accumulation": ("dgrad",)}, ("dgrad",)),
+        ({"fast_accumulation": ()}, ()),
+    ):
+        joint = rewritten(linear(), rows(), config=Config(**options))
+        gemms = joint.calls(fp8.scaled_mm.default)
+        assert {n.meta[ROLE] for n in gemms if n.args[6]} == set(expected)
+        assert joint.ctx.plan.linears[0].fast == expected
 
 
 def test_no_input_gradient_no_dgrad():

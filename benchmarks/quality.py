@@ -1,0 +1,359 @@
+"""Does it train as well as BF16? A 124M GPT-2 on Python sources, in paired seeds, on all GPUs.
+
+    python benchmarks/quality.py                            every variant that has no result yet
+    python benchmarks/quality.py --variants coat --seeds 0 1 2 3
+    python benchmarks/quality.py --set accumulation         fast and precise accumulation by role
+    python benchmarks/quality.py --tiny --out x.json        a minute on a CPU
+
+The model is nanoGPT's GPT-2 with a vocabulary of 256 bytes: FP32 weights under BF16 autocast,
+16 × 1024 tokens a step, AdamW, gradients clipped at 1.0, a linear warm-up and a cosine to a tenth
+of the learning rate. The text is the Python source of the standard library and of all installed
+packages; every tenth file is held out. For one seed all variants start from the same weights and
+see the same batches, so that losses are compared in pairs. Every GPU trains another variant, and
+replays its steps as CUDA graphs. Variants with several ranks use that many GPUs under FSDP2, with
+the same global batch.
+
+The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
+trained forward. A variant is reported beside BF16: mean difference over seeds, with its standard
+error. Speed is that of a step on a shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import GPT
+from report import merge, print_rows, resume, write_json
+from tables_runs import quality_table
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from workers import run_jobs
+
+import fp8pass
+from fp8pass.config import GEMMS
+from fp8pass.demo.data import Data
+from fp8pass.demo.sizes import Size
+from fp8pass.demo.train import free_memory
+from fp8pass.optim import AdamW
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model is trained.
+
+    Attributes:
+        options: of fp8pass; None without it.
+        torchao: its float8 recipe; '' without it.
+        optimizer: options of fp8pass's AdamW; None is PyTorch's, with FP32 states.
+        ranks: GPUs that share a batch; more than one means FSDP2 with `compress`.
+    """
+
+    options: dict[str, Any] | None = None
+    torchao: str = ""
+    optimizer: dict[str, Any] | None = None
+    ranks: int = 1
+
+
+BASELINE = "BF16"
+FP8_STATES: dict[str, Any] = {}
+VARIANTS = {
+    BASELINE: Variant(),
+    "exact": Variant({"recipe": "exact"}),
+    "linear": Variant({"recipe": "linear"}),
+    "coat": Variant({"recipe": "coat"}),
+    "agoq": Variant({"recipe": "agoq"}),
+    "coat, E5M2 gradients": Variant({"gradient_format": "e5m2"}),
+    "coat, groups of 16": Variant({"group_size": 16}),
+    "coat, FP8 AdamW": Variant({"recipe": "coat"}, optimizer=FP8_STATES),
+    "coat, FP8 AdamW, 8-bit wire, 2 ranks": Variant({"recipe": "coat"}, "", FP8_STATES, 2),
+    "coat, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "coat"}, "", FP8_STATES, 4),
+    "agoq, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "agoq"}, "", FP8_STATES, 4),
+    "torchao tensorwise": Variant(torchao="tensorwise"),
+    "torchao rowwise": Variant(torchao="rowwise"),
+}
+# Every choice of GEMMs with fast accumulation, whatever the length of their contractions.
+ANY_LENGTH = 2**30
+ACCUMULATION = {
+    f"coat, fast: {' '.join(fast) or 'none'}": Variant(
+        {"fast_accumulation": fast, "longest_fast": ANY_LENGTH}
+    )
+    for count in range(len(GEMMS) + 1)
+    for fast in itertools.combinations(GEMMS, count)
+}
+SETS = {
+    "recipes": (BASELINE, "linear", "coat", "agoq", "torchao tensorwise"),
+    "accumulation": (BASELINE, *ACCUMULATION, "torchao tensorwise"),
+    "all": tuple(VARIANTS),
+}
+VARIANTS |= ACCUMULATION
+
+MODEL = Size(768, 12, 12, 12, 3072, seq=1024, batch=16, steps=2000, peak_lr=6e-4)
+TINY = Size(64, 2, 2, 2, 256, seq=32, batch=4, steps=30, peak_lr=2e-3)
+VOCABULARY = 256
+WARM_UP = 0.04  # share of the steps
+LEAST_RATE = 0.1  # of the peak
+LAST = 50
+WINDOW = 50
+HELD_OUT_EVERY = 10
+HELD_OUT_BATCHES = 20
+FIRST_STEPS = 5
+SEEDS_A_JOB = 3
+MOST_TEXT = 256 << 20
+
+
+@dataclass
+class Result:
+    """One run; see the module's docstring. A loss that is not finite is None."""
+
+    variant: str
+    seed: int
+    loss: float | None
+    held_out_loss: float | None
+    losses: list[float | None]
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of one variant.
+
+    Attributes:
+        until: wall clock time after which no run begins.
+    """
+
+    variant: str
+    seeds: tuple[int, ...]
+    size: Size
+    until: float = math.inf
+
+
+@cache
+def corpus(device: torch.device) -> Data:
+    """Python sources as bytes, split by file."""
+    texts = [bytearray(), bytearray()]
+    for i, file in enumerate(source_files()):
+        texts[i % HELD_OUT_EVERY == 0] += file.read_bytes()
+    train, held_out = (torch.frombuffer(t[:MOST_TEXT], dtype=torch.uint8) for t in texts)
+    return Data(train.to(device), held_out.to(device))
+
+
+def source_files() -> list[Path]:
+    """The files of the standard library and of installed packages other than fp8pass, in order."""
+    stdlib, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
+    found = [f for f in stdlib.rglob("*.py") if not f.is_relative_to(packages)]
+    for package in packages.iterdir():
+        found += [] if package.name.startswith("fp8pass") else package.rglob("*.py")
+    return sorted(f for f in found if f.is_file())
+
+
+def new_model(size: Size, seed: int, device: torch.device) -> nn.Module:
+    """The model with the weights of a seed."""
+    torch.manual_seed(seed)
+    with device:
+        return GPT(size.layers, size.dim, size.heads, VOCABULARY, size.seq)
+
+
+class Trainer:
+    """A compiled model of one variant, trained from scratch for each seed.
+
+    Attributes:
+        model: what is trained.
+        compiled: what is called.
+    """
+
+    def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
+        torch._dynamo.reset()
+        free_memory()
+        self.variant, self.size, self.device = variant, size, device
+        self.model = new_model(size, 0, device)
+        graphs = {"triton.cudagraphs": True} if device.type == "cuda" else {}
+        if variant.options is not None:
+            options = {**variant.options, **graphs}
+            self.model.compile(backend="fp8pass", options=options)
+        elif variant.torchao:
+            convert(self.model, variant.torchao)
+            self.model.compile(options=graphs)
+        else:
+            self.model.compile(options=graphs)
+        if variant.ranks > 1:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+            mesh = init_device_mesh(device.type, (variant.ranks,))
+            fully_shard(self.model, mesh=mesh, mp_policy=policy)
+            fp8pass.distributed.compress(self.model)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A new optimizer; matrices decay, as in nanoGPT."""
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        options: dict[str, Any] = {"lr": self.size.peak_lr, "betas": (0.9, 0.95)}
+        if self.variant.optimizer is not None:
+            return AdamW(groups, **options, **self.variant.optimizer)
+        return torch.optim.AdamW(groups, fused=self.device.type == "cuda", **options)
+
+    def reset(self, seed: int) -> None:
+        """Set the weights of a seed."""
+        fresh = new_model(self.size, seed, self.device).parameters()
+        with torch.no_grad():
+            for own, value in zip(self.model.parameters(), fresh, strict=True):
+                if isinstance(own, DTensor):
+                    own.copy_(distribute_tensor(value, own.device_mesh, own.placements))
+                else:
+                    own.copy_(value)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of this rank's part of a batch."""
+        if self.variant.ranks > 1:
+            batch = tuple(x.chunk(self.variant.ranks)[dist.get_rank()] for x in batch)  # type: ignore[assignment]
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.model(*batch)
+
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        """Losses of steps, as means over ranks."""
+        stacked = torch.stack(losses)
+        if self.variant.ranks > 1:
+            dist.all_reduce(stacked)
+            stacked /= self.variant.ranks
+        return stacked
+
+    def run(self, name: str, seed: int, data: Data) -> Result:
+        """Train from scratch."""
+        self.reset(seed)
+        optimizer, size = self.optimizer(), self.size
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate(i, size.steps))
+        losses: list[Tensor] = []
+        for step, batch in enumerate(data.train_batches(size, seed)):
+            if step == FIRST_STEPS:
+                self._wait()
+                start = time.perf_counter()
+            loss = self.loss(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())  # a CUDA graph overwrites what it returned
+        self._wait()
+        seconds = time.perf_counter() - start
+        batches = data.held_out_batches(size, HELD_OUT_BATCHES)
+        held_out = self.mean([self.loss(batch).detach().clone() for batch in batches])
+        trained = self.mean(losses)
+        return Result(
+            name,
+            seed,
+            finite(trained[-LAST:].mean()),
+            finite(held_out.mean()),
+            [finite(window.mean()) for window in trained.split(WINDOW)],
+            (size.steps - FIRST_STEPS) * size.tokens / seconds,
+        )
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def convert(model: nn.Module, recipe: str) -> None:
+    """Swap a model's linear layers, the output head excepted, for torchao's."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name
+    )
+
+
+def rate(step: int, steps: int) -> float:
+    """The share of the peak learning rate."""
+    warm_up = max(1, int(WARM_UP * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
+    return LEAST_RATE + (1 - LEAST_RATE) * cosine
+
+
+def finite(loss: Tensor) -> float | None:
+    """A number, None if it is not finite."""
+    value = loss.item()
+    return value if math.isfinite(value) else None
+
+
+def train(job: Job, device: torch.device) -> Iterator[Result]:
+    """Run a job on this process's device."""
+    data, trainer = corpus(device), None
+    for seed in job.seeds:
+        late = torch.tensor(float(time.time() > job.until), device=device)
+        if VARIANTS[job.variant].ranks > 1:
+            dist.all_reduce(late)  # ranks decide alike
+        if late.item():
+            return
+        trainer = trainer or Trainer(VARIANTS[job.variant], job.size, device)
+        yield trainer.run(job.variant, seed, data)
+
+
+def jobs_of(
+    variants: list[str], seeds: list[int], done: set[tuple[str, int]], size: Size, until: float
+) -> Iterator[Job]:
+    """The runs without a result, a few seeds of a variant in each job."""
+    missing = {v: [s for s in seeds if (v, s) not in done] for v in variants}
+    for first in range(0, len(seeds), SEEDS_A_JOB):
+        for variant in variants:
+            if some := missing[variant][first : first + SEEDS_A_JOB]:
+                yield Job(variant, tuple(some), size, until)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS)
+    parser.add_argument("--set", choices=SETS, default="all", help="of variants")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(6)))
+    parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
+    parser.add_argument("--again", action="store_true", help="discard the results in the file")
+    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    default = Path(__file__).parent / "results/quality.json"
+    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    args = parser.parse_args()
+    until = time.time() + args.seconds
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.tiny:
+        sys.exit("GPT-2 124M needs an NVIDIA GPU; --tiny runs on the CPU.")
+    size = TINY if args.tiny else MODEL
+    size = replace(size, steps=args.steps or size.steps)
+    text = {"text_bytes": sum(file.stat().st_size for file in source_files())}
+    record = resume(args.out, {**asdict(size), "last": LAST, **text}, again=args.again)
+    done = {(r["variant"], r["seed"]) for r in record["results"]}
+    chosen = args.variants or SETS[args.set]
+    for ranks in sorted({VARIANTS[v].ranks for v in chosen}):
+        some = [v for v in chosen if VARIANTS[v].ranks == ranks]
+        if gpus and ranks > gpus:
+            print(f"left out, for they take {ranks} GPUs: {', '.join(some)}", file=sys.stderr)
+            continue
+        jobs = list(jobs_of(some, args.seeds, done, size, until))
+        for result in run_jobs(train, jobs, ranks=ranks) if jobs else ():
+            merge(record, asdict(result), ("variant", "seed"))
+            write_json(args.out, record)
+            short = {**asdict(result), "losses": "..."}
+            print(short, file=sys.stderr, flush=True)
+    print_rows("loss beside BF16", quality_table(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""How FP8 tensor cores accumulate, bit by bit, in plain PyTorch.
+
+Hopper multiplies 32 pairs of FP8 numbers in one instruction and adds the products to a running sum.
+All addends, the running sum included, are aligned to the largest exponent among them, and their
+fractions are truncated after 13 bits. The exact sum of the truncated addends is truncated to 13
+fraction bits again. *Fast* accumulation keeps one running sum over the whole contraction. *Precise*
+accumulation starts a new running sum after 128 products and adds the old one to an FP32 sum.
+
+Truncation has a bias towards zero, which grows with the length of the contraction: sums of 16,384
+products of correlated operands lose 4% (`benchmarks/accumulation.py`). Both rules are bit-equal to
+cuBLASLt, CUTLASS (row scales, grouped GEMMs) and Triton on an H100 (`tests/whole/test_gpu.py`). A
+GEMM that a library splits along its contraction is more precise.
+
+References of the dialect's GEMMs sum in FP32, which is fast and independent of the device. Inside
+`hardware_accumulation` they accumulate like hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8pass import compat
+from fp8pass.dialect import hardware
+
+INSTRUCTION = 32  # products that one instruction adds
+FRACTION_BITS = 13
+PROMOTION = 128  # products after which precise accumulation adds to an FP32 sum
+
+_NO_EXPONENT = -(2**10)  # of zero, below all exponents
+_SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
+_MULTIPLE = 16  # that the sizes which `_scaled_mm` checks are divisible by
+_BLOCK = 2**23  # products that are in memory at once
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """How references of GEMMs accumulate: on tensor cores, emulated, or in FP32 if neither."""
+
+    on_tensor_cores: bool = False
+    emulated: bool = False
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
+    """Have the references of GEMMs accumulate like hardware, in all threads.
+
+    A GPU with FP8 tensor cores multiplies with them. Elsewhere, with `emulate`, products are
+    emulated, at some 10 elementwise operations for each pair of numbers. Only graphs that run
+    operator by operator call references: those of `compiler="eager"`, `diagnose` and `bisect`.
+    """
+    global _mode
+    before, _mode = _mode, _Mode(True, emulate or _mode.emulated)
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+    """`a @ b.T` of FP8 matrices [M, K] and [N, K], as FP32 [M, N]."""
+    if _mode.on_tensor_cores and _fits_tensor_cores(a, b):
+        one = torch.ones((), device=a.device)
+        return compat.scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    if _mode.emulated:
+        return accumulate(a, b, fast=fast)
+    return a.float() @ b.float().t()
+
+
+def _fits_tensor_cores(a: Tensor, b: Tensor) -> bool:
+    sizes = a.shape[1], *b.shape
+    whole = all(size > 0 and size % _MULTIPLE == 0 for size in sizes) and len(a) > 0
+    return a.is_cuda and whole and hardware.why_no_fp8_gemm(a.device) is None
+
+
+def accumulate(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+    """`a @ b.T` of FP8 matrices [M, K] and [N, K] as Hopper computes it, as FP32 [M, N]."""
+    rows = max(1, _BLOCK // (INSTRUCTION * max(len(b), 1)))
+    return torch.cat([_accumulate_rows(some, b, fast=fast) for some in a.split(rows)])
+
+
+def _accumulate_rows(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+    of_a, of_b = (_exponents(x.float(), _SMALLEST_EXPONENT[x.dtype]) for x in (a, b))
+    a, b = a.float(), b.float()
+    total, running = (a.new_zeros(len(a), len(b)) for _ in range(2))
+    for start in range(0, a.shape[1], INSTRUCTION):
+        if start % PROMOTION == 0 and not fast:
+            total, running = total + running, torch.zeros_like(running)
+        some = slice(start, start + INSTRUCTION)
+        products = a[:, None, some] * b[None, :, some]
+        exponents = of_a[:, None, some] + of_b[None, :, some]
+        running = _add(running, products, exponents.amax(-1))
+    return total + running
+
+
+def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
+    """The running sums [M, N] after one instruction, which adds products [M, N, K].
+
+    `exponent` [M, N] is the largest one of the products.
+    """
+    exponent = torch.maximum(exponent, _exponents(running, _NO_EXPONENT)).clamp_min(-100)
+    steps = torch.exp2((FRACTION_BITS - exponent).float())
+    added = (products * steps.unsqueeze(-1)).trunc().sum(-1) + (running * steps).trunc()
+    return _truncated(added / steps)
+
+
+def _exponents(x: Tensor, smallest: int) -> Tensor:
+    """The exponents of `x`, those of denormal numbers `smallest`, that of zero below all others."""
+    exponents = (torch.frexp(x)[1] - 1).clamp_min(smallest)
+    return torch.where(x == 0, _NO_EXPONENT, exponents)
+
+
+def _truncated(x: Tensor) -> Tensor:
+    """`x` in FP32 without the fraction bits that a running sum does not have."""
+    dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
+    return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)
