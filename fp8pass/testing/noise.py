@@ -60,11 +60,12 @@ class Formats:
     longest_fast: int = 0  # contraction with fast accumulation
 
     def truncated_share(self, length: int) -> float:
-        """The mean share of a sum of products of one sign that fast accumulation loses.
+        """The largest share of a sum that fast accumulation loses: that of products of one sign.
 
-        After every 32 products the sum loses half a unit of its 14 bits, on average.
+        Each product loses half a unit of the running sum's 14 bits, on average, while that sum
+        grows: a quarter to a third of 2^-14 of the final sum.
         """
-        return length / 32 * 2.0**-14 if length <= self.longest_fast else 0.0
+        return length * 2.0**-14 / 3 if length <= self.longest_fast else 0.0
 
     @property
     def saved_error(self) -> float:
@@ -131,11 +132,11 @@ class Noise(TorchFunctionMode):
         return (grid.nearest(wide / scale) * scale).to(x.dtype)
 
     def truncated(self, sums: Tensor, *lengths: int) -> Tensor:
-        """Sums of products as fast accumulation leaves them, off by up to twice the mean share."""
+        """Sums of products as fast accumulation leaves them, off by a random part of that share."""
         share = max(map(self.formats.truncated_share, lengths))
         if not share:
             return sums
-        return sums * (1 - 2 * share * torch.rand((), generator=self.generator).to(sums.device))
+        return sums * (1 - share * torch.rand((), generator=self.generator).to(sums.device))
 
     def saved(self, x: Tensor) -> Tensor:
         """What the backward gets of a saved tensor. Parameters and row statistics stay exact."""

@@ -25,7 +25,6 @@ from fp8pass.dialect.accumulation import (
 from fp8pass.testing import Reference, assert_close, step
 from fp8pass.testing.noise import Formats
 
-OP_BY_OP = {"compiler": "eager"}
 LONG = 16384
 # The largest error that the rounding of a BF16 result hides.
 BF16_ERROR = 2.0**-9
@@ -164,24 +163,24 @@ def test_fast_accumulation_everywhere_loses_precision():
     assert wgrad_of(Config(compiler="eager", fast_accumulation=()), LONG) < BF16_ERROR
 
 
-def judged(layer: nn.Module, x: torch.Tensor, formats: Formats) -> list[str]:
+def judged(layer: nn.Module, x: torch.Tensor, config: Config, formats: Formats) -> list[str]:
     """What `assert_close` finds, with formats of its own."""
     batches = [(x,)]
     with hardware_accumulation():
         torch.compiler.reset()
         twin = copy.deepcopy(layer)
-        program = torch.compile(twin, backend="fp8pass", options=OP_BY_OP)
-        got = step(program, twin, batches[0])
+        got = step(torch.compile(twin, backend=fp8pass.backend(config)), twin, batches[0])
     return Reference(layer, lambda: batches, formats).judge([got], more=6).complaints
 
 
 def test_assert_close_accounts_for_accumulation():
     """Of numbers of one sign rounding errors average out, while truncation does not."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(4096, 16, bias=False), torch.rand(8, 4096)
+    layer, x = nn.Linear(4096, 80, bias=False), torch.rand(8, 4096)
     with torch.no_grad():
         layer.weight.abs_()
-    assert_close(layer, x)
-    formats = Formats.of(Config())
-    assert not judged(layer, x, formats)
-    assert judged(layer, x, replace(formats, longest_fast=0))
+    config = Config(compiler="eager")
+    assert_close(layer, x, config=config)
+    formats = Formats.of(config)
+    assert not judged(layer, x, config, formats)
+    assert judged(layer, x, config, replace(formats, longest_fast=0))
