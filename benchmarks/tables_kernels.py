@@ -91,16 +91,20 @@ def gemms_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+ROUNDED = {"stochastic": "stochastically", "nearest": "to nearest"}
+
+
 def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
     """Errors of the update by the formats of both moments, in 10⁻⁵, with COAT's in brackets."""
     seconds = list(dict.fromkeys(r["second"] for r in data["results"]))
-    rows = [["first moment, then second", *seconds]]
-    for first in dict.fromkeys(r["first"] for r in data["results"]):
-        found = {r["second"]: r for r in data["results"] if r["first"] == first}
+    rows = [["first moment, then second", "rounded", *seconds]]
+    for first, rounding in dict.fromkeys((r["first"], r["rounding"]) for r in data["results"]):
+        alike = (r for r in data["results"] if (r["first"], r["rounding"]) == (first, rounding))
+        found = {r["second"]: r for r in alike}
         cells = [f"{found[second]['mse'] * 1e5:.2f}" for second in seconds]
         theirs = [found[second]["coat"] for second in seconds]
         cells = [c if t is None else f"{c} ({t:.2f})" for c, t in zip(cells, theirs, strict=True)]
-        rows.append([first, *cells])
+        rows.append([first, ROUNDED[rounding], *cells])
     return rows
 
 
