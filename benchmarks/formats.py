@@ -2,11 +2,12 @@
 
     python benchmarks/formats.py            any device
 
-Formats are simulated in fp32, so that also those that fp8pass does not have can be compared: floats
-of `x` exponent and `y` mantissa bits without codes for Inf and NaN, and whole numbers. A group of
-`G` elements shares one scale: in fp32, in bf16 (truncated), or in E8M0, a power of two, rounded up.
-Errors are root-mean-square, relative to that of the values: of random numbers, and of what a demo
-model computes after some training.
+Formats are simulated in fp32, because fp8pass does not implement all of them: floats of `x`
+exponent and `y` mantissa bits without codes for Inf and NaN, E4M3 with its code for NaN, and
+integers. A group of `G` elements shares one scale: in fp32, in bf16 (truncated), or in E8M0, a
+power of two, rounded up. Each error is the root mean square of the rounding error divided by the
+root mean square of the values. The values are random numbers and activations of a demo model after
+some training.
 """
 
 from __future__ import annotations
@@ -34,11 +35,18 @@ SCALE_BITS = {"fp32": 32, "bf16": 16, "e8m0": 8}
 
 @dataclass(frozen=True)
 class Element:
-    """An element format; whole numbers have no exponent bits, and steps of 1."""
+    """An element format; whole numbers have no exponent bits, and steps of 1.
+
+    Attributes:
+        name: as in the record.
+        exponent, mantissa: numbers of bits.
+        reserved: how many of the largest codes are not numbers.
+    """
 
     name: str
     exponent: int
     mantissa: int
+    reserved: int = 0
 
     @property
     def bits(self) -> int:
@@ -52,9 +60,9 @@ class Element:
 
     @property
     def max(self) -> float:
-        """The largest value: all bits set."""
+        """The largest value: all bits set, less the reserved codes."""
         binades = max(0, (1 << self.exponent) - 2)
-        ones = 2 - 2.0**-self.mantissa if self.exponent else 1 - 2.0**-self.mantissa
+        ones = (2 if self.exponent else 1) - (1 + self.reserved) * 2.0**-self.mantissa
         return ones * 2.0 ** (self.min_exponent + binades)
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -67,7 +75,9 @@ class Element:
 INT4, E2M1 = Element("int4", 0, 3), Element("e2m1", 2, 1)
 E2M2, E3M1 = Element("e2m2", 2, 2), Element("e3m1", 3, 1)
 E2M3, E3M2 = Element("e2m3", 2, 3), Element("e3m2", 3, 2)
+E4M3 = Element("e4m3", 4, 3, reserved=1)
 CHOICES = [
+    (E4M3, "bf16"),
     *((E2M1, scale) for scale in SCALE_BITS),
     *((element, "bf16") for element in (INT4, E2M2, E3M1, E2M3, E3M2)),
 ]

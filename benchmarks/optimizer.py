@@ -4,12 +4,14 @@
     python benchmarks/optimizer.py speed             needs an NVIDIA GPU; torchao to compare with
     python benchmarks/optimizer.py convergence       --tiny on a CPU
 
-`errors` trains the demo's model with states in FP32, and rounds them to every pair of formats: the
-mean squared error of m / (√v + ε), as in Tables 1 and 9 of COAT, whose numbers stand beside.
+`errors` trains the demo's model with states in FP32, and rounds them to every pair of formats,
+stochastically, as the optimizer does by default, and to nearest, as COAT does. It measures the mean
+squared error of m / (√v + ε). Tables 1 and 9 of COAT report the same error; the record has their
+numbers, too.
 
 `speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
-step are those of weights and states, read and written, and of gradients, read; `limit` is the time
-they take at the bandwidth that a large copy reaches in the same run.
+step are the weights and states, read and written, and the gradients, read; `limit` is the time that
+they take at the bandwidth of a large copy in the same run.
 
 `convergence` trains the model of `convergence.py` in BF16, with states and weights kept
 in different ways, against states and master weights in FP32. Results are written as they end.
@@ -39,6 +41,8 @@ from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import free_memory, learning_rate
 from fp8pass.optim import AdamW
 from fp8pass.optim.groups import decode, encode
+from fp8pass.optim.options import STATE_ROUNDINGS
+from fp8pass.optim.rounding import ROTATIONS, keys, random_bits, rotated
 from fp8pass.optim.slots import from_rows, to_rows
 from fp8pass.optim.state_formats import moment_format
 
@@ -80,44 +84,67 @@ def trained_states(size_name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(s["exp_avg"], s["exp_avg_sq"]) for s in optimizer.state.values()]
 
 
-def rounded(x: Tensor, name: str, *, signed: bool) -> Tensor:
-    """A moment after storing it in the format `name`."""
+def rounded(x: Tensor, number: int, name: str, rounding: str, *, signed: bool) -> Tensor:
+    """A moment of the numbered parameter after storing it in the format `name`."""
     format = moment_format(name, signed=signed)
     rows = to_rows(x, GROUP_SIZE, torch.float32)
-    return from_rows(decode(encode(rows, format), format), x.shape)
+    bits = bits_of(rows, number, "exp_avg" if signed else "exp_avg_sq")
+    stored = encode(rows, format, bits if rounding == "stochastic" else None)
+    return from_rows(decode(stored, format), x.shape)
 
 
-def error(states: list[tuple[Tensor, Tensor]], first: str, second: str) -> float:
+def bits_of(rows: Tensor, number: int, name: str) -> Tensor:
+    """The bits that an optimizer with seed 0 draws in its first step for the state `name`."""
+    numbers = torch.tensor([number], dtype=torch.int32, device=rows.device)
+    key = keys(0, numbers, torch.ones_like(numbers))
+    element = torch.arange(rows.numel(), device=rows.device).view_as(rows)
+    return rotated(random_bits(key, element), ROTATIONS[name])
+
+
+def error(states: list[tuple[Tensor, Tensor]], first: str, second: str, rounding: str) -> float:
     """The mean squared error of m / (√v + ε), over all elements."""
     total = 0.0
-    for m, v in states:
+    for number, (m, v) in enumerate(states):
         exact = m / (v.sqrt() + EPS)
-        root = rounded(v, second, signed=False).sqrt()
-        approximate = rounded(m, first, signed=True) / (root + EPS)
+        root = rounded(v, number, second, rounding, signed=False).sqrt()
+        approximate = rounded(m, number, first, rounding, signed=True) / (root + EPS)
         total += (approximate - exact).double().square().sum().item()
     return total / sum(m.numel() for m, _ in states)
 
 
 def measure_errors(size: str, steps: int) -> dict[str, Any]:
-    """Errors of every pair of formats, beside COAT's."""
+    """Measure errors of every pair of formats in both roundings; add COAT's to those to nearest."""
     states = trained_states(size, steps)
     results: list[dict[str, Any]] = [
-        {"first": first, "second": second, "mse": error(states, first, second), "coat": theirs}
+        {
+            "first": first,
+            "second": second,
+            "rounding": rounding,
+            "mse": error(states, first, second, rounding),
+            "coat": theirs if rounding == "nearest" else None,
+        }
         for first, row in COAT.items()
+        for rounding in STATE_ROUNDINGS
         for second, theirs in zip(SECOND, row, strict=True)
     ]
-    found = {(r["first"], r["second"]): r["mse"] for r in results}
-    gain = found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"]
     return {
         "settings": {"size": size, "steps": steps, "group_size": GROUP_SIZE},
-        "expansion_gain": gain,
+        "expansion_gain": {
+            rounding: expansion_gain(results, rounding) for rounding in STATE_ROUNDINGS
+        },
         "rank_correlation": rank_correlation(results),
         "results": results,
     }
 
 
+def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
+    """How many times smaller the error of E4M3 is with expansion of both moments."""
+    found = {(r["first"], r["second"]): r["mse"] for r in results if r["rounding"] == rounding}
+    return float(found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"])
+
+
 def rank_correlation(results: list[dict[str, Any]]) -> float:
-    """Spearman's, between these errors and COAT's where it has one: 1 where the order agrees."""
+    """Return Spearman's correlation of errors to nearest and COAT's: 1 if their order agrees."""
     both = [(r["mse"], r["coat"]) for r in results if r["coat"] is not None]
     ranks = torch.tensor(both, dtype=torch.float64).argsort(0).argsort(0).double()
     return float(torch.corrcoef(ranks.T)[0, 1])
@@ -295,7 +322,8 @@ def main() -> None:
     if args.command == "errors":
         data = {**environment(), **measure_errors(args.size, args.steps)}
         print_rows("MSE of m/√v in 10⁻⁵ (COAT's)", optimizer_errors_table(data))
-        print(f"expansion of E4M3: {data['expansion_gain']:.2f}× less (COAT: 1.63×)")
+        for rounding, gain in data["expansion_gain"].items():
+            print(f"expansion of E4M3, {rounding}: {gain:.2f}× less (COAT, to nearest: 1.63×)")
         print(f"rank correlation with COAT's tables: {data['rank_correlation']:.3f}")
     elif args.command == "convergence":
         data = measure_convergence(out, args.variants, args.seeds, tiny=args.tiny, again=args.again)

@@ -1,12 +1,13 @@
-"""Llamas trained inside a few GiB of a GPU, against the same step without a limit and the peers.
+"""Llamas trained with PyTorch's allocator capped at a few GiB, against no limit and the peers.
 
     python benchmarks/small_gpu.py                          all that is not in the results yet
     python benchmarks/small_gpu.py --setups "7B fp8pass 16 GiB"
     python benchmarks/small_gpu.py --tiny --out x.json      small models, on the CPU too
 
-A step takes 65,536 tokens, in as many micro-batches as a set-up says. The limit is PyTorch's own
-(`torch.cuda.set_per_process_memory_fraction`) and holds from the first tensor on; what the driver
-and its libraries take comes on top. Weights are drawn on the GPU one by one and kept on the host.
+A step takes 65,536 tokens, in micro-batches of a set-up's size. The limit is PyTorch's own
+(`torch.cuda.set_per_process_memory_fraction`) and holds from the first tensor on. It does not count
+the CUDA context and libraries, so that a GPU with as much memory as the limit would be too small.
+Weights are drawn on the GPU one by one and kept on the host.
 
 fp8pass without a limit is the fastest way of `model.py`: layers compiled one by one, head and loss
 as one module, `fp8pass.optim.AdamW` after the last micro-batch. With a limit weights, states and
@@ -301,7 +302,7 @@ def main() -> None:
         print(result, file=sys.stderr, flush=True)
         merge(record, asdict(result), ("setup",))
         write_json(args.out, record)
-    print_rows("inside a few GiB", small_gpu_table(record))
+    print_rows("with a limit of a few GiB", small_gpu_table(record))
 
 
 if __name__ == "__main__":

@@ -91,37 +91,54 @@ def gemms_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+# The default of `longest_fast`.
+LONGEST_FAST = 4096
+
+
 def accumulation_table(data: dict[str, Any]) -> list[list[str]]:
-    """Milliseconds of a step's FP8 GEMMs by role: fast accumulation, and precise beside it."""
+    """FP8 GEMMs of a step with fast accumulation, and how much longer other choices take."""
     roles = "forward", "dgrad", "wgrad"
-    header = ["model"]
-    for role in roles:
-        header += [f"{role} fast, ms", "precise", "error fast", "precise"]
-    rows = [[*header, "all precise"]]
+    choices = *(f"{role} precise" for role in roles), "all precise", "default"
+    rows = [["", "all fast, ms", *choices, "error all fast", "default"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
-        row, total = [case], [0.0, 0.0]
-        for role in roles:
-            results = [r for r in data["results"] if (r["case"], r["role"]) == (case, role)]
-            fast, precise = (
-                sum(r["count"] * r[f"{kind}_ms"] for r in results) for kind in ("fast", "precise")
-            )
-            errors = (max(r[f"{kind}_error"] for r in results) for kind in ("fast", "precise"))
-            row += [f"{fast:.2f}", f"{precise / fast:.3f} ×", *(f"{e:.2%}" for e in errors)]
-            total = [total[0] + fast, total[1] + precise]
-        rows.append([*row, f"{total[1] / total[0]:.3f} ×"])
+        results = [r for r in data["results"] if r["case"] == case]
+        fast = sum(r["count"] * r["fast_ms"] for r in results)
+        of_role = [_added([r for r in results if r["role"] == role]) for role in roles]
+        long = [r for r in results if _contraction(r) > LONGEST_FAST]
+        times = (f"× {1 + more / fast:.3f}" for more in (*of_role, sum(of_role), _added(long)))
+        errors = (
+            max(r["fast_error"] for r in results),
+            max(r["precise_error" if r in long else "fast_error"] for r in results),
+        )
+        rows.append([case, f"{fast:.2f}", *times, *(f"{error:.2%}" for error in errors)])
     return rows
+
+
+def _added(results: list[dict[str, Any]]) -> float:
+    """Milliseconds that precise accumulation adds."""
+    return sum(r["count"] * (r["precise_ms"] - r["fast_ms"]) for r in results)
+
+
+def _contraction(result: dict[str, Any]) -> float:
+    """The length of a GEMM's contraction: an average expert's tokens in experts' wgrad."""
+    is_outer = result["experts"] and result["role"] == "wgrad"
+    return result["size"][2] / (result["experts"] if is_outer else 1)
+
+
+ROUNDED = {"stochastic": "stochastically", "nearest": "to nearest"}
 
 
 def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
     """Errors of the update by the formats of both moments, in 10⁻⁵, with COAT's in brackets."""
     seconds = list(dict.fromkeys(r["second"] for r in data["results"]))
-    rows = [["first moment, then second", *seconds]]
-    for first in dict.fromkeys(r["first"] for r in data["results"]):
-        found = {r["second"]: r for r in data["results"] if r["first"] == first}
+    rows = [["first moment, then second", "rounded", *seconds]]
+    for first, rounding in dict.fromkeys((r["first"], r["rounding"]) for r in data["results"]):
+        alike = (r for r in data["results"] if (r["first"], r["rounding"]) == (first, rounding))
+        found = {r["second"]: r for r in alike}
         cells = [f"{found[second]['mse'] * 1e5:.2f}" for second in seconds]
         theirs = [found[second]["coat"] for second in seconds]
         cells = [c if t is None else f"{c} ({t:.2f})" for c, t in zip(cells, theirs, strict=True)]
-        rows.append([first, *cells])
+        rows.append([first, ROUNDED[rounding], *cells])
     return rows
 
 

@@ -266,11 +266,12 @@ def _point_name(point: dict[str, Any]) -> str:
 
 
 def formats_table(data: dict[str, Any]) -> list[list[str]]:
-    """Rounding errors: every choice with G = 128, and those that cost E2M1's bits with G = 64."""
+    """Rounding errors with G = 128, of E2M1 in equal bits, and of E4M3 in every group size."""
     names = list(data["results"][0]["errors"])
     rows = [["format", "scales", "G", "bits", *names]]
     for r in data["results"]:
-        if r["group"] == 128 or (r["format"] == "e2m1" and r["bits"] == 4.25):
+        equal_bits = r["format"] == "e2m1" and r["bits"] == 4.25
+        if r["group"] == 128 or equal_bits or r["format"] == "e4m3":
             errors = [f"{r['errors'][name]:.4f}" for name in names]
             rows.append([r["format"], r["scale"], str(r["group"]), f"{r['bits']:.3f}", *errors])
     return rows

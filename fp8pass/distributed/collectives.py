@@ -1,4 +1,4 @@
-"""Sums over ranks whose terms cross the wire in 8 bits (AGoQ 5.1).
+"""Sums over ranks whose terms cross the wire in 8 bits (AGoQ 5).
 
 Every rank gets its part of all ranks' terms, decodes them, and adds them up in fp32: nothing that
 was added is rounded again, as it is by a reduction in 8 bits on the way (`scaled_sums.py`). Where
@@ -98,7 +98,7 @@ class Watch(Protocol):
 
 
 class GroupSums(Sums):
-    """In groups that have a scale each; every rank decodes its part of all terms (AGoQ 5.1)."""
+    """In groups that have a scale each; every rank decodes its part of all terms (AGoQ 5)."""
 
     def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
         """As `Sums` says. Nothing that was added is rounded again."""

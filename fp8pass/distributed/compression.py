@@ -68,7 +68,7 @@ def compress(
 
     Call it once, on every rank, after all of the model is distributed and before the first
     forward. One rank alone sends nothing, and trains as before. Gradients are rounded to E4M3 in
-    groups of 128 that share a scale, and added up in fp32 (AGoQ 5.1), with 0.51 times the bytes of
+    groups of 128 that share a scale, and added up in fp32 (AGoQ 5), with 0.51 times the bytes of
     bf16. Hybrid sharding sends sums between replicas as before. FSDP2 gathers the weights of linear
     layers in E4M3 with a scale for each row, half the bytes, on the wire and on the GPU: the bits
     that compiled code multiplies with anyway. It gathers output heads, embeddings and everything

@@ -1,9 +1,9 @@
-"""Numbers as they cross the wire: E4M3 codes in groups of 128 and their scales, in one buffer.
+"""Numbers on the wire: E4M3 codes in groups of 128 (AGoQ 5) with their scales, in one buffer.
 
     rows [R, N]  ->  uint8 [R, B]    the codes of a row, one zero more if N is odd, and behind them
                                      a scale in bf16 for each group; the last may be shorter
 
-That is 1.016 bytes an element. A group with a NaN or an infinity arrives as NaN (AGoQ 5.1).
+That is 1.016 bytes an element. A group with a NaN or an infinity arrives as NaN.
 """
 
 from __future__ import annotations

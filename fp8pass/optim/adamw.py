@@ -42,21 +42,23 @@ class AdamW(torch.optim.Optimizer):
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay, multiplied by `lr`.
         amsgrad: must be False.
-        preset: `coat`, or `fp8-lm`: first moment FP8, second moment and master weights FP16.
-        first_moment: format, by default that of the preset: `e4m3`, `e5m2` or `de8` (8-bit dynamic
+        preset: `coat`; `coat-paper`, COAT as published: states rounded to nearest, FP32 master
+            weights; or `fp8-lm`: first moment FP8, second moment and master weights FP16.
+        first_moment: format, by default the preset's: `e4m3`, `e5m2` or `de8` (8-bit dynamic
             exponent), each also with `+expand`, `fp16`, `bf16`, `fp32`.
-            Both moments are rounded stochastically: rounded to nearest they would not follow
-            gradients that become smaller if their beta is near 1.
         second_moment: the same.
+        state_rounding: rounding of moments and FP16 master copies, by default `stochastic`, which
+            preserves their mean. `nearest` has less noise, but a moment with a beta near 1 does
+            not follow gradients that become smaller. Default of `coat-paper`: `nearest`.
         weights: how 16-bit parameters get updates smaller than their precision. `stochastic`: BF16
             is rounded stochastically, so that the update is there on average (FP16 is rounded to
             nearest). `nearest`: the update is lost. `fp32`, `fp16`: a master copy gets it, the
-            latter rounded stochastically.
+            latter rounded by `state_rounding`.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
         offload: what is kept on the host and streamed through the GPU, which changes no number:
-            `states`, the moments and master weights, `gradients`, the sums of those of several
-            backwards that `attach` makes (LLMQ 3). Parameters of less than 65,536 elements,
+            `states`, the moments and master weights; `gradients`, the sums of gradients over
+            several backwards that `attach` makes (LLMQ 3). Parameters of less than 65,536 elements,
             or in another layout (`channels_last`), keep theirs where they are.
         maximize: whether to maximize the objective instead of minimizing it.
 
@@ -81,6 +83,7 @@ class AdamW(torch.optim.Optimizer):
         first_moment: str | None = None,
         second_moment: str | None = None,
         weights: str | None = None,
+        state_rounding: str | None = None,
         group_size: int = 128,
         seed: int = 0,
         offload: Iterable[str] = (),
@@ -92,7 +95,12 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if isinstance(offload, Iterable) and not isinstance(offload, str):
             offload = tuple(offload)
-        given = {"first_moment": first_moment, "second_moment": second_moment, "weights": weights}
+        given = {
+            "first_moment": first_moment,
+            "second_moment": second_moment,
+            "weights": weights,
+            "state_rounding": state_rounding,
+        }
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -147,6 +147,13 @@ def dithered(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     return bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)
 
 
+# As `dithered`, but rounded to nearest, ties to even.
+@triton.jit
+def nearest(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+    found = bits_of(saturated(x * FACTOR))
+    return found + (found >> SHIFT & 1) + ((1 << SHIFT - 1) - 1)
+
+
 # Negating the exponent gives the reciprocal up to a twentieth; a step with these constants reduces
 # the error to 3.3e-5. The hardware's reciprocal unit would be the bottleneck of the update.
 @triton.jit

@@ -183,7 +183,7 @@ for bit in tl.static_range(8):
 {x}_code = tl.minimum({x}_code, 254)
 {x}_low = tl.load({x}_values + {x}_code)
 {x}_distance = tl.load({x}_values + {x}_code + 1) - {x}_low
-{x}_code += ({x}_coded - {x}_low > uniform({bits}) * {x}_distance).to(tl.int32)
+{x}_code += ({x}_coded - {x}_low > {share} * {x}_distance).to(tl.int32)
 """
 # The sign of a code that is a float, above the bits of its magnitude.
 _SIGNED = "{x}_code = {x}_code | bits_of({x}) >> {down} & {sign}"
@@ -298,7 +298,7 @@ class UpdateWriter:
 
     def _write_state(self, x: str, format: StateFormat) -> None:
         if not format.grouped:
-            value = f"stochastic({x}, {self._bits(x)})" if format.rounds else x
+            value = f"stochastic({x}, {self._bits(x)})" if x in self.rounded else x
             self._store(x, value, format.dtype)
             return
         numbers = {
@@ -306,7 +306,7 @@ class UpdateWriter:
             "tiny": SMALLEST_SCALE,
             "log2_middle": math.log2(format.middle),
             "log2_min": math.log2(format.min),
-            "log2_lost": math.log2(1 + format.lost),
+            "log2_lost": math.log2(1 + format.lost) if x in self.rounded else 0.0,
             "half_span": format.span / 2 - SPARE,
             "longest": format.span / MIN_POWER,
             "max_power": MAX_POWER,
@@ -329,7 +329,9 @@ class UpdateWriter:
         """Find and store the codes of a format without dtype."""
         if format.signed and format.expands:
             self._add(_SIGN, x=x)
-        self._add(_SEARCH, x=x, bits=self._bits(x))
+        # A value is rounded up if its distance to the code below exceeds this share of a step.
+        share = f"uniform({self._bits(x)})" if x in self.rounded else "0.5"
+        self._add(_SEARCH, x=x, share=share)
         self._store(x, f"{x}_code", format.stored)
 
     def _write_float(self, x: str, format: StateFormat) -> None:
@@ -337,10 +339,11 @@ class UpdateWriter:
         magnitude, shift = f"{x}_coded", _shift(format)
         if not format.expands:  # which leaves room for errors of scaled values
             magnitude = f"smallest(tl.abs({magnitude}), {format.max!r})"
-        noise = self._bits(x)
-        self.lines.append(
-            f"{x}_code = dithered({magnitude}, {noise}, {_factor(format)!r}, {shift})"
-        )
+        if x in self.rounded:
+            rounded = f"dithered({magnitude}, {self._bits(x)}, {_factor(format)!r}, {shift})"
+        else:
+            rounded = f"nearest({magnitude}, {_factor(format)!r}, {shift})"
+        self.lines.append(f"{x}_code = {rounded}")
         if format.signed:
             sign = shift + 8 * format.dtype.itemsize - 1
             self._add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from fp8pass.config import ConfigError, check_choice
 from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
+STATE_ROUNDINGS = ("stochastic", "nearest")
 # What can be on the host.
 OFFLOAD = ("states", "gradients")
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,9 +27,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "first_moment": "e4m3+expand",
         "second_moment": "e4m3+expand",
         "weights": "stochastic",
+        "state_rounding": "stochastic",
+    },
+    # COAT as published: it rounds moments to nearest (section 3) and updates weights in FP32
+    # (appendix A).
+    "coat-paper": {
+        "first_moment": "e4m3+expand",
+        "second_moment": "e4m3+expand",
+        "weights": "fp32",
+        "state_rounding": "nearest",
     },
     # FP8-LM 2.2, Eq. 8, with a scale for each group instead of each tensor: finer, in one pass.
-    "fp8-lm": {"first_moment": "e4m3", "second_moment": "fp16", "weights": "fp16"},
+    "fp8-lm": {
+        "first_moment": "e4m3",
+        "second_moment": "fp16",
+        "weights": "fp16",
+        "state_rounding": "stochastic",
+    },
 }
 # The sizes of groups that kernels take.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
@@ -48,22 +63,26 @@ class Storage:
         first, second: formats of the moments.
         weights: one of `WEIGHTS`.
         group_size: number of elements that share a scale.
+        state_rounding: one of `STATE_ROUNDINGS`, for the moments and a master copy in FP16.
     """
 
     first: StateFormat
     second: StateFormat
     weights: str
     group_size: int
+    state_rounding: str
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Storage:
         """The storage of a parameter group."""
-        return _storage(*(group[name] for name in STORAGE))
+        # Checkpoints that were saved before the option existed do not contain it.
+        state_rounding = group.get("state_rounding", "stochastic")
+        return _storage(*(group[name] for name in STORAGE), state_rounding)
 
     def exact(self) -> Storage:
         """The same weights with states in FP32."""
         weights = "fp32" if self.weights == "fp16" else self.weights
-        return Storage(PLAIN["fp32"], PLAIN["fp32"], weights, self.group_size)
+        return replace(self, first=PLAIN["fp32"], second=PLAIN["fp32"], weights=weights)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
         """The format of the master copy of a parameter of `dtype`; None if it has none."""
@@ -79,7 +98,9 @@ class Storage:
 
     def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
         """What an update rounds stochastically: states of a parameter of `dtype`, or itself."""
-        found = tuple(name for name, format in self.states(dtype).items() if format.rounds)
+        found: tuple[str, ...] = ()
+        if self.state_rounding == "stochastic":
+            found = tuple(name for name, format in self.states(dtype).items() if format.rounds)
         weights = self.weights == "stochastic" and dtype == torch.bfloat16
         return (*found, PARAMETER) if weights else found
 
@@ -94,12 +115,15 @@ def state_bytes(group: Mapping[str, Any], parameter: Tensor) -> float:
 
 
 @cache
-def _storage(first: str, second: str, weights: str, group_size: int) -> Storage:
+def _storage(
+    first: str, second: str, weights: str, group_size: int, state_rounding: str
+) -> Storage:
     return Storage(
         moment_format(first, signed=True),
         moment_format(second, signed=False),
         weights,
         group_size,
+        state_rounding,
     )
 
 
@@ -126,6 +150,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     check_choice("weights", group["weights"], WEIGHTS)
+    check_choice("state_rounding", group["state_rounding"], STATE_ROUNDINGS)
     check_offload(group["offload"])
     size = group["group_size"]
     sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"

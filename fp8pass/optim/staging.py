@@ -1,8 +1,9 @@
 """Buffers on a GPU through which values of the host are computed with, a piece at a time.
 
 While one piece is computed with, the next is copied in and the one before out, on streams of their
-own: both ways of the link are in use (LLMQ 3, double buffering). A kernel that reads the host's
-memory by itself takes twice as long on an H200 (`benchmarks/small_gpu.py`).
+own: both ways of the link are in use (LLMQ 3.1, double buffering). Kernels that read the host's
+memory directly (zero-copy) are not implemented: LLMQ measured them slower on an RTX 5060 Ti and an
+RTX 4090, but faster on an L40S.
 
 A computation gets a share of the GPU when a GEMM of the model ends, and the one behind it on its
 stream when the next GEMM does. So computations go before those of the model, and the second of a

@@ -52,6 +52,35 @@ def test_copies_and_pickles_go_on_alike():
         same_state(other, optimizer)
 
 
+@pytest.mark.parametrize("name", MOMENT_FORMATS)
+def test_resuming_goes_on_rounding_to_nearest(name):
+    """The option of the checkpoint counts, as with betas and seed."""
+    options = {"first_moment": name, "second_moment": name, "weights": "fp16"}
+    straight, params = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
+    uninterrupted = AdamW(straight, lr=0.01, state_rounding="nearest", **options)
+    run(straight, uninterrupted, range(4))
+    optimizer = AdamW(params, lr=0.01, state_rounding="nearest", **options)
+    run(params, optimizer, range(2))
+    resumed = AdamW(params, **options)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert resumed.param_groups[0]["state_rounding"] == "nearest"
+    run(params, resumed, range(2, 4))
+    same_state(resumed, uninterrupted)
+
+
+def test_checkpoints_without_the_rounding_of_states():
+    """A checkpoint may be older than the option: the optimizer's own value counts."""
+    params = parameters()
+    optimizer = AdamW(params)
+    run(params, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["state_rounding"]
+    other = AdamW(params, state_rounding="nearest")
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["state_rounding"] == "nearest"
+    same_state(other, optimizer)
+
+
 @pytest.mark.parametrize("target", ["e5m2+expand", "de8", "bf16", "fp32"])
 @pytest.mark.parametrize("source", ["e4m3+expand", "e5m2", "fp16", "fp32"])
 def test_checkpoints_are_converted_between_formats(source, target):
@@ -109,6 +138,7 @@ def test_checkpoints_of_torch(fused):
         ({"lr": "fast"}, "lr must be a number"),
         ({"eps": -1.0}, "eps must be"),
         ({"weights": "stochastik"}, "Did you mean 'stochastic'"),
+        ({"state_rounding": "nearst"}, "Did you mean 'nearest'"),
         ({"second_moment": "e4m4+expand"}, "second_moment: Unknown format"),
         ({"seed": None}, "seed must be an int"),
     ],

@@ -63,7 +63,13 @@ def both(device: str, dtype, numbers: range, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"preset": "fp8-lm"}, {"weights": "fp32", "first_moment": "bf16"}, {"group_size": 64}],
+    [
+        {},
+        {"preset": "coat-paper"},
+        {"preset": "fp8-lm"},
+        {"weights": "fp32", "first_moment": "bf16"},
+        {"group_size": 64},
+    ],
     ids=str,
 )
 def test_no_number_changes(device, dtype, options):

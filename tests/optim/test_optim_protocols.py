@@ -49,13 +49,14 @@ def test_parameter_groups_have_options_of_their_own():
 def test_a_group_has_a_preset_of_its_own():
     params = parameters(((128,), (128,), (128,)))
     mixed = {"params": params[1:2], "preset": "fp8-lm", "first_moment": "bf16"}
+    mixed["state_rounding"] = "nearest"
     optimizer = AdamW([{"params": params[:1], "preset": "fp8-lm"}, mixed, {"params": params[2:]}])
     run(params, optimizer, range(2))
-    names = ("first_moment", "second_moment", "weights")
+    names = ("first_moment", "second_moment", "weights", "state_rounding")
     assert [tuple(group[name] for name in names) for group in optimizer.param_groups] == [
-        ("e4m3", "fp16", "fp16"),
-        ("bf16", "fp16", "fp16"),
-        ("e4m3+expand", "e4m3+expand", "stochastic"),
+        ("e4m3", "fp16", "fp16", "stochastic"),
+        ("bf16", "fp16", "fp16", "nearest"),
+        ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic"),
     ]
     assert optimizer.state[params[0]]["exp_avg_sq"].dtype is torch.float16
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'fp8-lm'"):
@@ -186,6 +187,8 @@ def test_training_with_hugging_face(tmp_path):
         ({"first_moment": "e4m3-expand"}, r"Did you mean 'e4m3\+expand'"),
         ({"second_moment": 8}, "second_moment: Unknown format 8"),
         ({"weights": "stochastik"}, "Did you mean 'stochastic'"),
+        ({"state_rounding": "near"}, "Unknown state_rounding 'near'"),
+        ({"state_rounding": True}, "Unknown state_rounding True"),
         ({"group_size": 100}, "power of two from 16"),
         ({"seed": 0.5}, "seed must be an int"),
         ({"offload": True}, 'offload takes names, such as offload=\\("states",\\), got True'),

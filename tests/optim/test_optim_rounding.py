@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optim_helpers import parameters, run, values_of
+from optim_helpers import parameters, run, same_state, values_of
 from torch import nn
 
 from fp8pass.optim import AdamW, rounding
 from fp8pass.optim.groups import decode, encode
-from fp8pass.optim.state_formats import MOMENT_FORMATS, moment_format
+from fp8pass.optim.state_formats import MOMENT_FORMATS, StateFormat, moment_format
 
 ROUNDED = tuple(name for name in MOMENT_FORMATS if name != "fp32")
 # The largest distance of two codes in the upper decade, relative to the largest number.
@@ -178,6 +178,87 @@ def test_first_moments_follow_gradients_that_shrink(name):
         optimizer.step()
     found = values_of(optimizer, 0, "exp_avg", True)
     assert ((found @ exact) / (exact @ exact)).item() == pytest.approx(1, abs=0.15)
+
+
+def codes_of(format: StateFormat) -> torch.Tensor:
+    """The values of all codes that are numbers, fp64, ascending."""
+    if format.values:
+        return torch.tensor(format.values, dtype=torch.float64)
+    bits = torch.arange(2 ** (8 * format.dtype.itemsize)).to(
+        torch.int16 if format.dtype.itemsize == 2 else torch.uint8
+    )
+    codes = bits.view(format.dtype).double()
+    return codes[codes.isfinite()].unique()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", PLAIN_CODES)
+@given(st.integers(0, 2**31 - 1), st.integers(-20, 20))
+def test_nearest_is_within_half_a_step(name, signed, seed, exponent):
+    """No other code is nearer: the error is at most half the distance of its neighbours."""
+    format = moment_format(name, signed=signed)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(8, 128, generator=generator) - (0.5 if signed else 0.0)
+    x = x * 2.0**exponent
+    stored = encode(x, format)
+    scale = 1.0 if stored.scale is None else stored.scale.double().unsqueeze(-1)
+    exact, found = (y.double() / scale for y in (x, decode(stored, format)))
+    codes = codes_of(format)
+    if not signed:
+        codes = codes[codes > 0]  # no divisor becomes zero
+    above = torch.searchsorted(codes, exact).clamp(1, len(codes) - 1)
+    distance = torch.minimum((exact - codes[above - 1]).abs(), (codes[above] - exact).abs())
+    assert ((found - exact).abs() <= distance * (1 + 1e-4) + 1e-6 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", [name for name in ROUNDED if name.endswith("+expand")])
+@given(st.integers(0, 2**31 - 1))
+def test_nearest_is_within_half_a_step_of_expanded_codes(name, signed, seed):
+    """The bound applies to codes, which are powers of values."""
+    format = moment_format(name, signed=signed)
+    x = 10 ** (-3 * torch.rand(8, 128, generator=torch.Generator().manual_seed(seed)))
+    if signed:
+        x[:, ::2] *= -1
+    stored = encode(x, format)
+    scale, power = (y.double().unsqueeze(-1) for y in (stored.scale, stored.power))
+    found = decode(stored, format).double()
+    exact, found = ((y.abs() / scale) ** power * format.middle for y in (x.double(), found))
+    codes = codes_of(format)
+    codes = codes[codes > 0] if not signed else codes[codes >= 0]
+    above = torch.searchsorted(codes, exact).clamp(1, len(codes) - 1)
+    distance = torch.minimum((exact - codes[above - 1]).abs(), (codes[above] - exact).abs())
+    # Logarithms in fp32 are off by 1e-6 times the power.
+    assert ((found - exact).abs() <= distance + 1e-4 * exact).all()
+
+
+def test_states_rounded_to_nearest_do_not_depend_on_the_seed():
+    results = []
+    for rounding_, seed in (("nearest", 0), ("nearest", 1), ("stochastic", 0)):
+        params = parameters(dtype=torch.bfloat16)
+        optimizer = AdamW(params, weights="fp16", state_rounding=rounding_, seed=seed)
+        run(params, optimizer, range(3))
+        results.append(optimizer)
+    same_state(*results[:2])
+    with pytest.raises(AssertionError):
+        same_state(*results[1:])
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_states_rounded_to_nearest_are_what_encode_makes(name):
+    """The moments after one step are (1 - β₁) g and (1 - β₂) g²."""
+    (p,) = parameters(((4, 128),))
+    optimizer = AdamW([p], first_moment=name, second_moment=name, state_rounding="nearest")
+    run([p], optimizer, range(1))
+    for state, signed, exact in (
+        ("exp_avg", True, 0.1 * p.grad),
+        ("exp_avg_sq", False, 0.001 * p.grad**2),
+    ):
+        format = moment_format(name, signed=signed)
+        want = decode(encode(exact, format), format).reshape(-1)
+        found = values_of(optimizer, 0, state, signed)
+        off = (found - want).abs() > 1e-5 * want.abs()
+        assert off.sum() <= 0.01 * want.numel()  # values between two codes
 
 
 def test_same_seed_same_results():

@@ -131,7 +131,7 @@ def test_bytes_of_states(preset):
     run([p], optimizer, range(1))
     state = optimizer.state[p]
     total = sum(x.numel() * x.itemsize for x in state.values()) / p.numel()
-    assert total <= {"coat": 2.07, "fp8-lm": 5.05}[preset]
+    assert total <= {"coat": 2.07, "coat-paper": 6.07, "fp8-lm": 5.05}[preset]
 
 
 def test_what_is_updated_together_does_not_matter():
