@@ -139,9 +139,7 @@ class Operands:
         if not experts:
             by_row = self.of.role == "forward"
             scales = (ones(m, 1), ones(1, n)) if by_row else (ones(), ones())
-            return torch._scaled_mm(
-                self.a, self.b.t(), *scales, out_dtype=out, use_fast_accum=fast
-            )
+            return torch._scaled_mm(self.a, self.b.t(), *scales, out_dtype=out, use_fast_accum=fast)
         rows = k if self.of.role == "wgrad" else m
         step = rows // experts
         ends = torch.arange(step, rows + 1, step, dtype=torch.int32, device="cuda")

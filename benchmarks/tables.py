@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tables_kernels import (
+    accumulation_table,
     gemms_table,
     kernels_table,
     optimizer_errors_table,
@@ -66,6 +67,7 @@ from tables_runs import (
     guard_table,
     lora_losses_table,
     optimizer_convergence_table,
+    quality_table,
     stability_ranks,
     stability_table,
     wire_convergence_table,
@@ -77,7 +79,7 @@ DOCUMENTS = (
     *(
         HERE.parent / "docs" / f"{name}.md"
         for name in (
-            *("results", "formats", "optimizer", "distributed", "stability", "memory"),
+            *("results", "quality", "formats", "optimizer", "distributed", "stability", "memory"),
             *("supported", "weights", "frameworks"),
         )
     ),
@@ -128,6 +130,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "sweeps": sweeps_table,
     "merged": merged_table,
     "gemms": gemms_table,
+    "accumulation": accumulation_table,
+    "quality": quality_table,
+    "quality_accumulation": quality_table,
     "monitor": monitor_table,
     "zoo": zoo_table,
     "zoo_operators": zoo_operators_table,
@@ -145,11 +150,12 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def caption(data: dict[str, Any]) -> str:
-    """Where and when a result was measured, and what of it elsewhere or at another time."""
+    """Where, when and at which commit a result was measured, and the exceptions to that."""
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if k != "fp8pass")
     device = "CPU" if data["gpu"] == "none" else data["gpu"]
+    commit = f", commit {data['commit']}" if "commit" in data else ""
     note = data.get("settings", {}).get("note")
-    return f"*{device}, {versions}, {data['date']}{f'; {note}' if note else ''}*"
+    return f"*{device}, {versions}, {data['date']}{commit}{f'; {note}' if note else ''}*"
 
 
 def filled(text: str) -> str:

@@ -20,6 +20,7 @@ from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.inspect.diagnosis import NEGLIGIBLE, LayerError
 from fp8pass.inspect.recording import record_step
+from fp8pass.testing import hardware_accumulation
 
 SIZE = replace(SIZES["small"], layers=2, seq=128)
 UNIFORM = Config.recipe("agoq", tolerance=math.inf)
@@ -105,6 +106,25 @@ def test_attention_is_the_largest_without_rules():
 def test_attention_is_exact_with_them():
     layers = errors_of(Config.recipe("agoq"), True)
     assert not any(y.gradient.startswith("attention") for y in layers)
+
+
+def long_layer(config: Config) -> dict[str, LayerError]:
+    """The errors of a layer's gradients, whose wgrad contracts 8192 correlated tokens."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False).bfloat16()
+    x, y = ((torch.randn(8192, 64) + 0.5).bfloat16() for _ in range(2))
+    with hardware_accumulation():
+        found = fp8pass.diagnose(layer, lambda m, b: (m(b) * y).sum(), x, config=config)
+    return {error.gradient: error for error in found.layers}
+
+
+def test_accumulation_is_measured_and_predicted():
+    """What fast accumulation adds to the error of a long contraction."""
+    fast, precise = (long_layer(Config(longest_fast=n))["weight"] for n in (8192, 4096))
+    for of in ("relative", "predicted"):
+        assert getattr(fast, of) > 2 * getattr(precise, of)
+    assert fast.relative == pytest.approx(fast.predicted, rel=0.3)
+    assert not fast.far_above
 
 
 def test_exact_recipe_has_no_errors():

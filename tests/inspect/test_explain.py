@@ -45,6 +45,7 @@ def test_tables(of_llama):
     assert "graph 0: kept for the backward" in text
     assert "model.layers.*.self_attn.q_proj" in text
     assert "forward dgrad wgrad" in text
+    assert "accumulation: fast" in text
     assert "output head" in text
     assert "14 of 15 linear layers in FP8" in text
     assert "e4m3 1×" in text
@@ -66,6 +67,23 @@ def test_tables_are_as_wide_as_the_terminal(of_llama, monkeypatch, columns):
     kept = [float(line.split()[-1].lstrip("<")) for line in lines if " e4m3 " in line]
     assert kept == sorted(kept, reverse=True)
     assert len(kept) > 2
+
+
+@pytest.mark.parametrize(
+    ("longest", "accumulation"), [(0, "precise"), (64, "fast in dgrad"), (4096, "fast")]
+)
+def test_accumulation(longest, accumulation, tmp_path):
+    """In the table, in the JSON and in the report."""
+    layer, x = nn.Linear(128, 64, bias=False), torch.randn(80, 128, requires_grad=True)
+    explanation = explain(layer, x, config=Config(longest_fast=longest))
+    (linear,) = explanation.graphs[0].plan.linears
+    assert linear.accumulation == accumulation
+    assert f"accumulation: {accumulation}" in str(explanation)
+    assert json.loads(explanation.to_json())["graphs"][0]["linears"][0]["fast"] == list(
+        linear.fast
+    )
+    explanation.save(tmp_path / "report.html")
+    assert f"<td>{accumulation}</td>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_model_without_values():
