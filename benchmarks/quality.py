@@ -1,11 +1,14 @@
-"""Does it train as well as BF16? A 124M GPT-2 on Python sources, in paired seeds, on all GPUs.
+"""Does it train as well as BF16? A GPT-2 on Python sources, in paired seeds, on all GPUs.
 
-    python benchmarks/quality.py                            every variant that has no result yet
+    python benchmarks/quality.py                       every recipe, results/quality.json
+    python benchmarks/quality.py accumulation          fast and precise accumulation by role
+    python benchmarks/quality.py rates                 recipes at rising learning rates
+    python benchmarks/quality.py mantissa              simulated formats at high learning rates
+    python benchmarks/quality.py large                 352M parameters, 300M tokens, on four GPUs
     python benchmarks/quality.py --variants coat --seeds 0 1 2 3
-    python benchmarks/quality.py --set accumulation         fast and precise accumulation by role
-    python benchmarks/quality.py --tiny --out x.json        a minute on a CPU
+    python benchmarks/quality.py --tiny --out x.json   a minute on a CPU
 
-The model is nanoGPT's GPT-2 with a vocabulary of 256 bytes: FP32 weights under BF16 autocast,
+The model is nanoGPT's GPT-2 124M with a vocabulary of 256 bytes: FP32 weights under BF16 autocast,
 16 × 1024 tokens a step, AdamW, gradients clipped at 1.0, a linear warm-up and a cosine to a tenth
 of the learning rate. The text is the Python source of the standard library and of all installed
 packages; every tenth file is held out. For one seed all variants start from the same weights and
@@ -14,8 +17,9 @@ replays its steps as CUDA graphs. Variants with several ranks use that many GPUs
 the same global batch.
 
 The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
-trained forward. A variant is reported beside BF16: mean difference over seeds, with its standard
-error. Speed is that of a step on a shared machine.
+trained forward. Tables give the mean difference to BF16 over seeds with its standard error. A run
+diverges if the mean loss of 50 steps rises half a nat above the lowest one, or is not finite. The
+GPU may be shared with others, so that the speed of a run is no benchmark.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from typing import Any
 import torch
 from models import GPT
 from report import merge, print_rows, resume, write_json
-from tables_runs import quality_table
+from tables_runs import quality_rates_table, quality_table
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +63,7 @@ class Variant:
         options: of fp8pass; None without it.
         torchao: its float8 recipe; '' without it.
         optimizer: options of fp8pass's AdamW; None is PyTorch's, with FP32 states.
-        ranks: GPUs that share a batch; more than one means FSDP2 with `compress`.
+        ranks: GPUs that share a batch under FSDP2; fp8pass sends 8 bits (`compress`).
     """
 
     options: dict[str, Any] | None = None
@@ -76,15 +80,16 @@ VARIANTS = {
     "linear": Variant({"recipe": "linear"}),
     "coat": Variant({"recipe": "coat"}),
     "agoq": Variant({"recipe": "agoq"}),
+    "torchao tensorwise": Variant(torchao="tensorwise"),
+    "torchao rowwise": Variant(torchao="rowwise"),
     "coat, E5M2 gradients": Variant({"gradient_format": "e5m2"}),
     "coat, groups of 16": Variant({"group_size": 16}),
     "coat, FP8 AdamW": Variant({"recipe": "coat"}, optimizer=FP8_STATES),
     "coat, FP8 AdamW, 8-bit wire, 2 ranks": Variant({"recipe": "coat"}, "", FP8_STATES, 2),
     "coat, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "coat"}, "", FP8_STATES, 4),
     "agoq, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "agoq"}, "", FP8_STATES, 4),
-    "torchao tensorwise": Variant(torchao="tensorwise"),
-    "torchao rowwise": Variant(torchao="rowwise"),
 }
+RECIPES = tuple(VARIANTS)
 # Every choice of GEMMs with fast accumulation, whatever the length of their contractions.
 ANY_LENGTH = 2**30
 ACCUMULATION = {
@@ -94,20 +99,50 @@ ACCUMULATION = {
     for count in range(len(GEMMS) + 1)
     for fast in itertools.combinations(GEMMS, count)
 }
-SETS = {
-    "recipes": (BASELINE, "linear", "coat", "agoq", "torchao tensorwise"),
-    "accumulation": (BASELINE, *ACCUMULATION, "torchao tensorwise"),
-    "all": tuple(VARIANTS),
-}
-VARIANTS |= ACCUMULATION
+SIMULATED = {name.upper(): Variant({"simulate": name}) for name in ("e8m5", "e8m4", "e8m3")}
+FOUR_RANKS = "BF16, 4 ranks"
+VARIANTS |= ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
 
 MODEL = Size(768, 12, 12, 12, 3072, seq=1024, batch=16, steps=2000, peak_lr=6e-4)
+LARGE = Size(1024, 28, 16, 16, 4096, seq=1024, batch=64, steps=4600, peak_lr=3e-4)
 TINY = Size(64, 2, 2, 2, 256, seq=32, batch=4, steps=30, peak_lr=2e-3)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs that one record and one table hold.
+
+    Attributes:
+        variants: names of variants, the baseline first.
+        size: of the model and its batches.
+        seeds: how many.
+        rates: peak learning rates; none means that of `size`.
+    """
+
+    variants: tuple[str, ...]
+    size: Size = MODEL
+    seeds: int = 6
+    rates: tuple[float, ...] = ()
+
+
+EXPERIMENTS = {
+    "recipes": Experiment(RECIPES),
+    "accumulation": Experiment((BASELINE, *ACCUMULATION), seeds=4),
+    "rates": Experiment(
+        (BASELINE, "linear", "coat", "agoq", "torchao tensorwise"),
+        replace(MODEL, steps=600),
+        seeds=3,
+        rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    ),
+    "mantissa": Experiment((BASELINE, *SIMULATED), seeds=2, rates=(4e-3, 8e-3)),
+    "large": Experiment((FOUR_RANKS, "coat, FP8 AdamW, 8-bit wire, 4 ranks"), LARGE, seeds=1),
+}
 VOCABULARY = 256
 WARM_UP = 0.04  # share of the steps
 LEAST_RATE = 0.1  # of the peak
 LAST = 50
 WINDOW = 50
+RISE = 0.5  # nats, by which a run has diverged
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
@@ -120,10 +155,12 @@ class Result:
     """One run; see the module's docstring. A loss that is not finite is None."""
 
     variant: str
+    rate: float
     seed: int
     loss: float | None
     held_out_loss: float | None
     losses: list[float | None]
+    diverged: bool
     tokens_per_second: float
 
 
@@ -136,6 +173,7 @@ class Job:
     """
 
     variant: str
+    rate: float
     seeds: tuple[int, ...]
     size: Size
     until: float = math.inf
@@ -193,16 +231,17 @@ class Trainer:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
             mesh = init_device_mesh(device.type, (variant.ranks,))
             fully_shard(self.model, mesh=mesh, mp_policy=policy)
-            fp8pass.distributed.compress(self.model)
+            if variant.options is not None:
+                fp8pass.distributed.compress(self.model)
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self, rate: float) -> torch.optim.Optimizer:
         """A new optimizer; matrices decay, as in nanoGPT."""
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        options: dict[str, Any] = {"lr": self.size.peak_lr, "betas": (0.9, 0.95)}
+        options: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95)}
         if self.variant.optimizer is not None:
             return AdamW(groups, **options, **self.variant.optimizer)
         return torch.optim.AdamW(groups, fused=self.device.type == "cuda", **options)
@@ -233,11 +272,11 @@ class Trainer:
             stacked /= self.variant.ranks
         return stacked
 
-    def run(self, name: str, seed: int, data: Data) -> Result:
+    def run(self, job: Job, seed: int, data: Data) -> Result:
         """Train from scratch."""
         self.reset(seed)
-        optimizer, size = self.optimizer(), self.size
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate(i, size.steps))
+        optimizer, size = self.optimizer(job.rate), self.size
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: share(i, size.steps))
         losses: list[Tensor] = []
         for step, batch in enumerate(data.train_batches(size, seed)):
             if step == FIRST_STEPS:
@@ -255,12 +294,15 @@ class Trainer:
         batches = data.held_out_batches(size, HELD_OUT_BATCHES)
         held_out = self.mean([self.loss(batch).detach().clone() for batch in batches])
         trained = self.mean(losses)
+        windows = [finite(window.mean()) for window in trained.split(WINDOW)]
         return Result(
-            name,
+            job.variant,
+            job.rate,
             seed,
             finite(trained[-LAST:].mean()),
             finite(held_out.mean()),
-            [finite(window.mean()) for window in trained.split(WINDOW)],
+            windows,
+            diverged(windows),
             (size.steps - FIRST_STEPS) * size.tokens / seconds,
         )
 
@@ -279,8 +321,18 @@ def convert(model: nn.Module, recipe: str) -> None:
     )
 
 
-def rate(step: int, steps: int) -> float:
-    """The share of the peak learning rate."""
+def diverged(windows: list[float | None]) -> bool:
+    """Whether a loss is not finite or has risen from its lowest."""
+    lowest = math.inf
+    for loss in windows:
+        if loss is None or loss > lowest + RISE:
+            return True
+        lowest = min(lowest, loss)
+    return False
+
+
+def share(step: int, steps: int) -> float:
+    """The learning rate of a step, as a share of the peak."""
     warm_up = max(1, int(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up
@@ -304,55 +356,73 @@ def train(job: Job, device: torch.device) -> Iterator[Result]:
         if late.item():
             return
         trainer = trainer or Trainer(VARIANTS[job.variant], job.size, device)
-        yield trainer.run(job.variant, seed, data)
+        yield trainer.run(job, seed, data)
 
 
 def jobs_of(
-    variants: list[str], seeds: list[int], done: set[tuple[str, int]], size: Size, until: float
+    variants: list[str],
+    rates: list[float],
+    seeds: list[int],
+    done: set[tuple[str, float, int]],
+    size: Size,
+    until: float,
 ) -> Iterator[Job]:
     """The runs without a result, a few seeds of a variant in each job."""
-    missing = {v: [s for s in seeds if (v, s) not in done] for v in variants}
     for first in range(0, len(seeds), SEEDS_A_JOB):
-        for variant in variants:
-            if some := missing[variant][first : first + SEEDS_A_JOB]:
-                yield Job(variant, tuple(some), size, until)
+        some = seeds[first : first + SEEDS_A_JOB]
+        for variant, rate in itertools.product(variants, rates):
+            missing = tuple(seed for seed in some if (variant, rate, seed) not in done)
+            if missing:
+                yield Job(variant, rate, missing, size, until)
 
 
-def main() -> None:
-    """Command line."""
+def parsed() -> argparse.Namespace:
+    """The command line, with the experiment's own values where none are given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS, default="recipes")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
-    parser.add_argument("--set", choices=SETS, default="all", help="of variants")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(6)))
-    parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
+    parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--rates", nargs="+", type=float)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
     parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    default = Path(__file__).parent / "results/quality.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
+    parser.add_argument("--out", type=Path, help="results to add to")
     args = parser.parse_args()
+    of = EXPERIMENTS[args.experiment]
+    size = TINY if args.tiny else of.size
+    args.size = replace(size, steps=args.steps or size.steps)
+    args.variants = args.variants or list(of.variants)
+    args.seeds = args.seeds or list(range(of.seeds))
+    args.rates = args.rates or list(of.rates) or [args.size.peak_lr]
+    name = "quality" if args.experiment == "recipes" else f"quality_{args.experiment}"
+    args.out = args.out or Path(__file__).parent / f"results/{name}.json"
+    return args
+
+
+def main() -> None:
+    """Run what has no result yet."""
+    args = parsed()
     until = time.time() + args.seconds
     gpus = torch.cuda.device_count()
     if not gpus and not args.tiny:
         sys.exit("GPT-2 124M needs an NVIDIA GPU; --tiny runs on the CPU.")
-    size = TINY if args.tiny else MODEL
-    size = replace(size, steps=args.steps or size.steps)
     text = {"text_bytes": sum(file.stat().st_size for file in source_files())}
-    record = resume(args.out, {**asdict(size), "last": LAST, **text}, again=args.again)
-    done = {(r["variant"], r["seed"]) for r in record["results"]}
-    chosen = args.variants or SETS[args.set]
-    for ranks in sorted({VARIANTS[v].ranks for v in chosen}):
-        some = [v for v in chosen if VARIANTS[v].ranks == ranks]
+    record = resume(args.out, {**asdict(args.size), "last": LAST, **text}, again=args.again)
+    keys = "variant", "rate", "seed"
+    done = {tuple(r[key] for key in keys) for r in record["results"]}
+    for ranks in sorted({VARIANTS[v].ranks for v in args.variants}):
+        some = [v for v in args.variants if VARIANTS[v].ranks == ranks]
         if gpus and ranks > gpus:
             print(f"left out, for they take {ranks} GPUs: {', '.join(some)}", file=sys.stderr)
             continue
-        jobs = list(jobs_of(some, args.seeds, done, size, until))
+        jobs = list(jobs_of(some, args.rates, args.seeds, done, args.size, until))
         for result in run_jobs(train, jobs, ranks=ranks) if jobs else ():
-            merge(record, asdict(result), ("variant", "seed"))
+            merge(record, asdict(result), keys)
             write_json(args.out, record)
-            short = {**asdict(result), "losses": "..."}
-            print(short, file=sys.stderr, flush=True)
-    print_rows("loss beside BF16", quality_table(record))
+            print({**asdict(result), "losses": "..."}, file=sys.stderr, flush=True)
+    table = quality_rates_table if len(args.rates) > 1 else quality_table
+    print_rows("loss beside BF16", table(record))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ A run's final loss is that of its last 20 steps; it *holds* if that is within a 
 the lowest of bf16 with the same seed. It *diverges* where the loss of 20 steps is half a nat above
 the lowest before, or not finite. Sharpness is measured every tenth of a run on held-out sequences,
 in the corner of the box alone, and for the first seed with the search, too. A format has one
-compiled model, whose weights are set anew for each run. Each run is written to the results as soon
-as it ends; those of one seed and learning rate come together, so that a cut leaves whole
-comparisons.
+compiled model in each process, with one process for each GPU; each run sets its weights. Each run
+is written to the results as soon as it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -37,6 +37,7 @@ from report import merge, print_rows, resume, write_json
 from tables_runs import stability_ranks, stability_table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from workers import run_jobs
 
 import fp8pass
 from fp8pass.demo.data import Data
@@ -53,7 +54,11 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "e8m1": {"simulate": "e8m1"},
     "e8m1, first blocks exact": {"simulate": "e8m1", "skip": ("layers.0", "layers.1")},
     "e8m1, head exact": {"simulate": "e8m1", "skip": ("lm_head",)},
+    "e7m7": {"simulate": "e7m7"},
+    "e6m7": {"simulate": "e6m7"},
     "e5m7": {"simulate": "e5m7"},
+    "e5m7, inner clamp alone": {"simulate": "e5m7", "simulate_outer": False},
+    "e5m7, outer clamp alone": {"simulate": "e5m7", "simulate_inner": False},
 }
 RATES = (1e-3, 2e-3, 3e-3, 4e-3, 8e-3)
 MODEL = Size(256, 4, 4, 4, 768, seq=256, batch=16, steps=400, peak_lr=RATES[0])
@@ -111,6 +116,8 @@ class Compiled:
 
 def compiled(variant: str, size: Size, device: torch.device) -> Compiled:
     """The model of a variant."""
+    # One for each variant, of the same code.
+    torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)
     model, options = Model(size).to(device), VARIANTS[variant]
     if options is None:
         return Compiled(model, torch.compile(model), model.logits)
@@ -185,11 +192,41 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def planned(args: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
-    """Variants in turn for each seed and rate."""
-    for seed in args.seeds:
-        for rate in args.rates:
-            yield from ((variant, rate, seed) for variant in args.variants)
+@dataclass(frozen=True)
+class Job:
+    """Runs of one variant at one learning rate.
+
+    Attributes:
+        until: wall clock time after which no run begins.
+    """
+
+    variant: str
+    rate: float
+    seeds: tuple[int, ...]
+    size: Size
+    until: float
+
+
+def planned(
+    args: argparse.Namespace, done: set[tuple[str, float, int]], size: Size, until: float
+) -> Iterator[Job]:
+    """The runs without a result; those of a variant follow each other."""
+    for variant, rate in itertools.product(args.variants, args.rates):
+        if seeds := tuple(s for s in args.seeds if (variant, rate, s) not in done):
+            yield Job(variant, rate, seeds, size, until)
+
+
+models = cache(compiled)
+data_of = cache(corpus)
+
+
+def work(job: Job, device: torch.device) -> Iterator[Result]:
+    """Run a job; a variant is compiled once in each process."""
+    for seed in job.seeds:
+        if time.time() > job.until:
+            return
+        model, data = models(job.variant, job.size, device), data_of(device)
+        yield run(model, job.variant, job.rate, seed, job.size, data)
 
 
 def main() -> None:
@@ -205,26 +242,17 @@ def main() -> None:
     default = Path(__file__).parent / "results/stability.json"
     parser.add_argument("--out", type=Path, default=default, help="results to add to")
     args = parser.parse_args()
-    start = time.perf_counter()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    until = time.time() + args.seconds
     size = TINY if args.tiny else MODEL
     size = replace(size, steps=args.steps or size.steps)
-    # One for each variant, of the same code.
-    torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)
-    data = corpus(device)
     record = resume(
         args.out, {**asdict(size), "window": WINDOW, "rise": RISE, "holds": HOLDS}, again=args.again
     )
-    done = {(r["variant"], r["rate"], r["seed"]) for r in record["results"]}
-    models = cache(partial(compiled, size=size, device=device))
-    for variant, rate, seed in planned(args):
-        if (variant, rate, seed) in done:
-            continue
-        if time.perf_counter() - start > args.seconds:
-            print("out of time: run again for the rest", file=sys.stderr)
-            break
-        result = asdict(run(models(variant), variant, rate, seed, size, data))
-        merge(record, result, ("variant", "rate", "seed"))
+    keys = "variant", "rate", "seed"
+    done = {tuple(r[key] for key in keys) for r in record["results"]}
+    for found in run_jobs(work, list(planned(args, done, size, until))):
+        result = asdict(found)
+        merge(record, result, keys)
         write_json(args.out, record)
         short = {**result, "losses": result["losses"][-1], "sharpness": result["sharpness"][-1:]}
         print(short, file=sys.stderr, flush=True)

@@ -29,9 +29,10 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
     return rows
 
 
-def quality_table(data: dict[str, Any], baseline: str = "BF16") -> list[list[str]]:
-    """Losses of runs beside the baseline's with the same seed: mean and standard error."""
+def quality_table(data: dict[str, Any]) -> list[list[str]]:
+    """Losses beside those of BF16 with the same seeds: mean and standard error."""
     runs = {(r["variant"], r["seed"]): r for r in data["results"]}
+    baseline = next(variant for variant, _ in runs if variant.startswith("BF16"))
     rows = [["variant", "seeds", "loss", f"vs {baseline}", "held out", "tokens/s"]]
     for variant in dict.fromkeys(variant for variant, _ in runs):
         seeds = sorted(seed for name, seed in runs if name == variant and (baseline, seed) in runs)
@@ -41,9 +42,28 @@ def quality_table(data: dict[str, Any], baseline: str = "BF16") -> list[list[str
         base = [runs[baseline, seed] for seed in seeds]
         cells = [_paired(own, base, key) for key in ("loss", "held_out_loss")]
         loss = "not finite" if any(r["loss"] is None for r in own) else _mean(own, "loss")
-        speeds = [r["tokens_per_second"] for r in own if r["tokens_per_second"]]
-        speed = f"{median(speeds):,.0f}" if speeds else ""
+        speed = f"{median(r['tokens_per_second'] for r in own):,.0f}"
         rows.append([variant, str(len(seeds)), loss, *cells, speed])
+    return rows
+
+
+def quality_rates_table(data: dict[str, Any]) -> list[list[str]]:
+    """Mean losses by learning rate, how many runs diverged, and the highest rate where none did."""
+    results = data["results"]
+    rates = sorted({r["rate"] for r in results})
+    rows = [["variant", *(f"{rate:g}" for rate in rates), "highest stable"]]
+    for variant in dict.fromkeys(r["variant"] for r in results):
+        cells, stable = [], True
+        highest = "none"
+        for rate in rates:
+            runs = [r for r in results if (r["variant"], r["rate"]) == (variant, rate)]
+            lost = sum(r["diverged"] for r in runs)
+            stable = stable and bool(runs) and not lost
+            highest = f"{rate:g}" if stable else highest
+            finite = [r["loss"] for r in runs if r["loss"] is not None]
+            loss = f"{mean(finite):.3f}" if finite else "not finite" if runs else ""
+            cells.append(f"{loss} ({lost} of {len(runs)} diverged)" if lost else loss)
+        rows.append([variant, *cells, highest])
     return rows
 
 

@@ -40,13 +40,17 @@ def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
     """Yield what `work(job, device)` yields for all jobs, from processes with a GPU each.
 
     Each job runs on `ranks` GPUs as the ranks of a process group; the first rank's results count.
-    Without a GPU all processes use the CPU, and there is one group.
+    Without a GPU there is one group, on the CPU; a single rank is then this process.
 
     Raises:
         RuntimeError: jobs failed; their tracebacks are the message. A job on one GPU that fails
             does not end the others.
     """
     gpus = torch.cuda.device_count()
+    if not gpus and ranks == 1:
+        for job in jobs:
+            yield from work(job, torch.device("cpu"))
+        return
     groups = max(gpus // ranks, 1)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
