@@ -5,6 +5,8 @@ Llama's decoder layer, GPT-2, and the demo's model with a mixture of experts.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -118,6 +120,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
         self.lm_head.weight = self.tokens.weight
         init_weights(self)
+        for name, weight in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):  # as in GPT-2
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))

@@ -32,6 +32,9 @@ from fp8pass.saving.decision import Decision
 
 fp8 = torch.ops.fp8pass
 
+# The position of the format among the arguments.
+_FORMAT_OF: dict[Any, int] = {fp8.quantize.default: 2, fp8.transpose_segments.default: 3}
+
 # Rows and columns of a GEMM's result that are computed to estimate its error.
 LARGEST_SAMPLE = 512
 # The same for the error of fast accumulation, whose emulation takes longer.
@@ -74,8 +77,7 @@ class Predictor:
         elif node.target is fp8.scaled_mm.default:
             self.backward[original_name(node)] = self._of_scaled_mm(node)
         elif node.target in OPERATORS and OPERATORS[node.target].multiplies:
-            errors = (self._of_codes(codes) for codes in (node.args[0], node.args[2]))
-            self.backward[original_name(node)] = math.hypot(*errors)
+            self.backward[original_name(node)] = self._of_experts(node)
         elif kind(graph.operator_of(node)) in (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION):
             self._run_again(node)
 
@@ -127,16 +129,31 @@ class Predictor:
         fast = gemm.args[6] and is_fp8(graph.tensor(gemm.args[0]).dtype)  # type: ignore[arg-type]
         return math.hypot(change, accumulation_error(*exact) if fast else 0.0)
 
-    def _of_codes(self, node: Any) -> float:
-        """The error of an operand of experts, which adds to a product's as independent errors do.
+    def _of_experts(self, gemm: fx.Node) -> float:
+        """The error of a product of experts, to which those of its operands add independently.
 
         Such GEMMs have no sizes that are known before they run, to draw a sample from.
         """
-        formats = {fp8.quantize.default: 2, fp8.transpose_segments.default: 3}  # of arguments
-        while node.target not in formats:
-            node = node.args[0]
-        source, format = node.args[0], FORMATS[str(node.args[formats[node.target]])]
-        return math.hypot(self.forward.get(source, 0.0), format.relative_error)
+        operands = [_quantized(gemm.args[0]), _quantized(gemm.args[2])]
+        formats = (FORMATS[str(x.args[_FORMAT_OF[x.target]])] for x in operands)
+        errors = [
+            math.hypot(self.forward.get(x.args[0], 0.0), f.relative_error)  # type: ignore[arg-type]
+            for x, f in zip(operands, formats, strict=True)
+        ]
+        if gemm.args[6]:
+            errors.append(accumulation_error(*map(self._rows_of_experts, operands)))
+        return math.hypot(*errors)
+
+    def _rows_of_experts(self, node: fx.Node) -> Tensor:
+        """A matrix that was quantized, contracted over its last dimension.
+
+        Of one that is contracted over the tokens of an expert, as many as an average expert has.
+        """
+        matrix = self.values[node.args[0]]  # type: ignore[index]
+        if node.target is fp8.quantize.default:
+            return matrix
+        experts = len(self.values[node.args[2]])  # type: ignore[index]
+        return matrix[: max(len(matrix) // experts, 1)].t()
 
     def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
         """The matrix that was quantized, contracted over its last dimension, and its error."""
@@ -189,6 +206,13 @@ class Predictor:
         stored = {symbols[n] for n in kept if n in symbols}
         errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
         return {n: errors[symbols[n]] for n in region.nodes if n in symbols}
+
+
+def _quantized(node: Any) -> fx.Node:
+    """The operator that quantizes an operand of experts."""
+    while node.target not in _FORMAT_OF:
+        node = node.args[0]
+    return node
 
 
 def accumulation_error(a: Tensor, b: Tensor) -> float:

@@ -79,9 +79,7 @@ def test_accumulation(longest, accumulation, tmp_path):
     (linear,) = explanation.graphs[0].plan.linears
     assert linear.accumulation == accumulation
     assert f"accumulation: {accumulation}" in str(explanation)
-    assert json.loads(explanation.to_json())["graphs"][0]["linears"][0]["fast"] == list(
-        linear.fast
-    )
+    assert json.loads(explanation.to_json())["graphs"][0]["linears"][0]["fast"] == list(linear.fast)
     explanation.save(tmp_path / "report.html")
     assert f"<td>{accumulation}</td>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

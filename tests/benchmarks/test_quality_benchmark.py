@@ -1,0 +1,138 @@
+"""The benchmark of training quality: runs, jobs and tables."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def quality(load, monkeypatch):
+    """The module benchmarks/quality.py, without Inductor."""
+    module = load("quality")
+    compile_ = torch.compile
+
+    def eager(model, backend="eager", options=None):
+        if backend == "fp8pass":
+            return compile_(model, backend=backend, options={**options, "compiler": "eager"})
+        return compile_(model, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", eager)
+    return module
+
+
+def trained(module, monkeypatch, path, *options) -> list[dict]:
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--out", str(path), "--steps", "8", *options])
+    module.main()
+    return json.loads(path.read_text())["results"]
+
+
+def test_seeds_are_paired_and_runs_are_resumed(quality, monkeypatch, tmp_path):
+    path = tmp_path / "quality.json"
+    options = "--variants", "BF16", "exact", "coat", "coat, FP8 AdamW"
+    results = trained(quality, monkeypatch, path, *options, "--seeds", "0")
+    (first, *_) = results
+    results = trained(quality, monkeypatch, path, *options, "--seeds", "0", "1")
+    assert len(results) == 8
+    assert first in results
+    losses = {(r["variant"], r["seed"]): r["loss"] for r in results}
+    for seed in (0, 1):
+        assert losses["exact", seed] == pytest.approx(losses["BF16", seed], rel=5e-5)
+        assert losses["coat", seed] == pytest.approx(losses["BF16", seed], rel=0.02)
+        assert losses["coat", seed] != pytest.approx(losses["BF16", seed], rel=5e-5)
+        assert losses["coat, FP8 AdamW", seed] != losses["coat", seed]
+    assert losses["BF16", 0] != losses["BF16", 1]
+    assert not any(r["diverged"] for r in results)
+
+
+def test_learning_rates(quality, monkeypatch, tmp_path):
+    options = "--variants", "BF16", "E8M3", "--seeds", "0", "--rates", "1e-3", "1e-2"
+    results = trained(quality, monkeypatch, tmp_path / "x.json", *options)
+    assert {(r["variant"], r["rate"]) for r in results} == {
+        (variant, rate) for variant in ("BF16", "E8M3") for rate in (1e-3, 1e-2)
+    }
+    assert len({r["loss"] for r in results}) == 4
+
+
+def test_ranks_share_a_batch(load):
+    """With the batches and weights of one rank; in processes, which compile with Inductor."""
+    quality = load("quality")
+    size = quality.replace(quality.TINY, steps=8)
+    variants = quality.BASELINE, "coat, FP8 AdamW, 8-bit wire, 2 ranks"
+    found = []
+    for variant, ranks in zip(variants, (1, 2), strict=True):
+        job = quality.Job(variant, size.peak_lr, (0,), size)
+        found += quality.run_jobs(quality.train, [job], ranks=ranks)
+    assert found[1].loss == pytest.approx(found[0].loss, rel=0.01)
+
+
+def test_failures_of_jobs_are_raised(load):
+    workers = load("workers")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        list(workers.run_jobs(_fail, [1], ranks=2))
+
+
+def _fail(job, device):
+    yield job / 0
+
+
+def test_a_run_diverges_where_its_loss_has_risen(load):
+    diverged = load("quality").diverged
+    assert not diverged([3.0, 2.5, 2.9])
+    assert diverged([3.0, 2.5, 3.1, 2.0])
+    assert diverged([3.0, None])
+
+
+def test_every_experiment_has_variants_and_a_table(load):
+    quality, tables = load("quality"), load("tables")
+    for name, experiment in quality.EXPERIMENTS.items():
+        assert set(experiment.variants) <= set(quality.VARIANTS)
+        assert ("quality" if name == "recipes" else f"quality_{name}") in tables.TABLES
+    assert len(quality.ACCUMULATION) == 8
+
+
+def result(variant, seed, loss, rate=1e-3, diverged=False):
+    return {
+        "variant": variant,
+        "rate": rate,
+        "seed": seed,
+        "loss": loss,
+        "held_out_loss": loss,
+        "diverged": diverged,
+        "tokens_per_second": 1000.0,
+    }
+
+
+def test_table_of_paired_losses(load):
+    results = [result("coat", 0, 2.02), result("coat", 1, 1.02)]
+    results += [result("BF16", 0, 2.0), result("BF16", 1, 1.0), result("agoq", 0, None)]
+    _, coat, bf16, agoq = load("tables").TABLES["quality"]({"results": results})
+    assert coat[:5] == ["coat", "2", "1.5200", "+1.50% ± 0.50", "+1.50% ± 0.50"]
+    assert bf16[3] == ""
+    assert agoq[2:4] == ["not finite", "not finite"]
+
+
+def test_table_of_learning_rates(load):
+    results = [result("BF16", 0, 2.0), result("BF16", 0, 3.0, 1e-2, diverged=True)]
+    results += [result("coat", 0, 2.0), result("coat", 0, 2.5, 1e-2)]
+    _, bf16, coat = load("tables").TABLES["quality_rates"]({"results": results})
+    assert bf16 == ["BF16", "2.000", "3.000 (1 of 1 diverged)", "0.001"]
+    assert coat == ["coat", "2.000", "2.500", "0.01"]
+
+
+def test_table_of_accumulation(load):
+    def gemm(role, length, fast_ms, precise_ms, experts=0):
+        return {
+            "case": "x", "role": role, "size": [64, 64, length], "experts": experts, "count": 2,
+            "fast_ms": fast_ms, "precise_ms": precise_ms,
+            "fast_error": length * 1e-6, "precise_error": 1e-4,
+        }  # fmt: skip
+
+    results = [gemm("forward", 4096, 1.0, 1.5), gemm("wgrad", 16384, 1.0, 1.1)]
+    (_, row) = load("tables").TABLES["accumulation"]({"results": results})
+    assert row == ["x", "4.00", "× 1.250", "× 1.000", "× 1.050", "× 1.300", "× 1.050",
+                   "1.64%", "0.41%"]  # fmt: skip
+    experts = [gemm("wgrad", 16384, 1.0, 1.1, experts=8)]  # 2048 tokens each
+    (_, row) = load("tables").TABLES["accumulation"]({"results": experts})
+    assert row[6] == "× 1.000"
