@@ -107,6 +107,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moe_convergence": convergence_table,
     "stability": stability_table,
     "simulate": layer_table,
+    "stability_clamps": stability_table,
     "stability_ranks": stability_ranks,
     "guard": guard_table,
     "guard_cases": guard_cases_table,

@@ -302,7 +302,7 @@ def option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
-    return key, tuple(value.split(",")) if key in LISTS else _literal(value)
+    return key, tuple(filter(None, value.split(","))) if key in LISTS else _literal(value)
 
 
 def _literal(text: str) -> Any:

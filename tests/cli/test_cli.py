@@ -81,12 +81,14 @@ def test_files_can_import_their_neighbours(run, here):
 
 def test_options_become_a_config(run):
     words = ("--recipe", "agoq", "--option", "skip=up,*.gate", "--option", "memory_budget=0.9")
+    words += ("--option", "fast_accumulation=")
     words += ("--option", "tolerance=inf", "--option", "group_size=64")
     words += ("--option", "keep_exact=down", "--option", "quantize_lm_head=True")
     data = json.loads(ok(run("explain", "factories:with_args", "--json", *words)))
     want = Config.recipe(
         "agoq",
         skip=("up", "*.gate"),
+        fast_accumulation=(),
         memory_budget=0.9,
         tolerance=float("inf"),
         group_size=64,

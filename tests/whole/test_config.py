@@ -203,6 +203,36 @@ def test_blocks_compiled_one_by_one_have_configurations_of_their_own():
         blocks[1](x)
 
 
+# --- accumulation -------------------------------------------------------------------------------
+
+
+def test_accumulation_by_role_and_length():
+    config = Config(fast_accumulation=["wgrad", "forward"], longest_fast=100)
+    assert config.fast_accumulation == ("forward", "wgrad")
+    assert config.accumulates_fast("wgrad", 100)
+    assert not config.accumulates_fast("wgrad", 101)
+    assert not config.accumulates_fast("dgrad", 16)
+    assert not Config.recipe("exact").accumulates_fast("forward", 16)
+    symbolic = torch.SymInt  # a dynamic length is no int
+    assert not config.accumulates_fast("wgrad", symbolic)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fast_accumulation": "wgrad"}, r"fast_accumulation=\('wgrad',\)"),
+        ({"fast_accumulation": ("wgard",)}, "Did you mean 'wgrad'"),
+        ({"fast_accumulation": True}, "must be a tuple"),
+        ({"longest_fast": -1}, "longest_fast must be a whole number"),
+        ({"longest_fast": 1.5}, "longest_fast must be a whole number"),
+        ({"longest_fast": True}, "longest_fast must be a whole number"),
+    ],
+)
+def test_wrong_accumulation(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(**options)
+
+
 # --- simulated formats --------------------------------------------------------------------------
 
 
