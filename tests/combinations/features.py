@@ -167,9 +167,9 @@ class Loading(Feature):
     """A checkpoint of model and optimizer that is saved and loaded two steps later."""
 
     def before_step(self, t: Training, step: int) -> None:
-        if step == CHANGE - 2:
-            t.saved = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
         if step == CHANGE:
+            t.saved = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
+        if step == CHANGE + 2:
             model, optimizer = t.saved
             t.model.load_state_dict(model)
             t.optimizer.load_state_dict(optimizer)
