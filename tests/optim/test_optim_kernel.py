@@ -442,7 +442,8 @@ for first, second, weights, state_rounding, group_size, aligned in [
     }
     source = ASTSource(function, signature, {"ALIGNED": aligned})
     compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
-    assert compiled.metadata.shared < 16384, (first, compiled.metadata.shared)
+    # Registers let a multiprocessor run 12 programs, which share 228 KiB, less 1 KiB for each.
+    assert compiled.metadata.shared <= 18432, (first, compiled.metadata.shared)
     ptx = compiled.asm["ptx"]
     # Two exchanges within four threads for each extreme of a group: the largest and the smallest
     # magnitude of an expanded moment, the largest one of an FP16 master copy.
