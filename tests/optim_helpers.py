@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8pass.optim import groups
 from fp8pass.optim.groups import decode
-from fp8pass.optim.slots import to_rows
+from fp8pass.optim.slots import state_key, to_rows
 from fp8pass.optim.state_formats import moment_format
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
@@ -65,8 +65,8 @@ def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
     option = "first_moment" if signed else "second_moment"
     format, size = moment_format(group[option], signed=signed), group["group_size"]
     state = optimizer.state[p]
-    parts = [state[f"{name}_{part}"] for part in format.parts]
-    rows_ = to_rows(state[name], size, format.stored)
+    parts = [state[state_key(name, format, part)] for part in format.parts]
+    rows_ = to_rows(state[state_key(name, format)], size, format.stored)
     return decode(groups.Stored(rows_, *parts), format).reshape(-1)[: p.numel()]
 
 

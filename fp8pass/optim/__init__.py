@@ -15,7 +15,7 @@
     kernel.py         the fused update as Triton source, one kernel for all parameters
     fused.py          the launch of the kernel: its tables and arguments
     adamw.py          the optimizer
-    checkpoint.py     states of other formats and of torch.optim.AdamW, converted
+    checkpoint.py     states in other formats, or of torch.optim.AdamW, converted
     sums.py           sums of gradients of several backwards
     sum_kernel.py     the same as Triton kernels
     backward.py       `attach`: updates within the backward

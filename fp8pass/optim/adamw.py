@@ -17,7 +17,7 @@ from fp8pass.optim import checkpoint, fused, host
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
-from fp8pass.optim.slots import Slot, State, new_state
+from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.staging import Staging
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.streamed import StreamedUpdate
@@ -156,7 +156,7 @@ class AdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient; returns the result of `closure`.
 
         Raises:
-            RuntimeError: as `update`; nothing has been updated then.
+            RuntimeError, ConfigError: as `update`; nothing has been updated then.
         """
         loss = None
         if closure is not None:
@@ -166,7 +166,8 @@ class AdamW(torch.optim.Optimizer):
             (group, [p for p in group["params"] if p.grad is not None])
             for group in self.param_groups
         ]
-        for _, parameters in groups:
+        for group, parameters in groups:
+            Storage.of(group)  # raises ConfigError before any group is updated
             for parameter in parameters:
                 _check_can_be_updated(parameter)
         try:
@@ -185,6 +186,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse, or distributed otherwise than its parameter, or a
                 weight is in codes that are all of it.
+            ConfigError: an option of the group that was changed has an invalid value.
         """
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
@@ -266,7 +268,9 @@ class AdamW(torch.optim.Optimizer):
         """The update of these parameters, prepared again if they or gradients changed."""
         key = tuple(map(id, parameters))
         pointers = [local(p).data_ptr() for p in parameters]
-        signature = (pointers, [g.dtype for g in gradients], storage)
+        offloaded = host.is_offloaded(group, "states", parameters[0])
+        dtypes = parameters[0].dtype, [g.dtype for g in gradients]
+        signature = (pointers, dtypes, storage, offloaded)
         found = self._prepared.get(key)
         if found is None or found[0] != signature:
             slots = self._slots(storage, group, parameters)
@@ -276,7 +280,7 @@ class AdamW(torch.optim.Optimizer):
                 del self._prepared[other]
             states = [self.state[p] for p in parameters]
             prepared: FusedUpdate | StreamedUpdate
-            if host.is_offloaded(group, "states", parameters[0]):
+            if offloaded:
                 staging = self._staging_of(parameters[0].device)
                 prepared = StreamedUpdate(
                     slots, parameters, states, gradients, storage, staging, fuses=fuses
@@ -303,14 +307,30 @@ class AdamW(torch.optim.Optimizer):
     def _slots(
         self, storage: Storage, group: dict[str, Any], parameters: Sequence[Tensor]
     ) -> list[Slot]:
-        """The slots of parameters; their states are created if they have none."""
+        """The slots of parameters; states are created, or converted to the group's options."""
         slots = []
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
                 state.update(self._placed(new_state(parameter, storage), group, parameter))
+            elif not self._is_converted(state, storage, group, parameter):
+                new = self._placed(
+                    checkpoint.converted(state, parameter, storage), group, parameter
+                )
+                for key in [key for key in state if name_of(key) in checkpoint.STATES]:
+                    del state[key]
+                state.update(new)
             slots.append(Slot.of(self._number(parameter), parameter, state, storage))
         return slots
+
+    @staticmethod
+    def _is_converted(
+        state: State, storage: Storage, group: dict[str, Any], parameter: Tensor
+    ) -> bool:
+        """Whether a state is in the formats, and on the device, that the group's options name."""
+        offloaded = host.is_offloaded(group, "states", parameter)
+        device = torch.device("cpu") if offloaded else parameter.device
+        return checkpoint.is_converted(state, parameter, storage, device)
 
     def _placed(self, state: State, group: dict[str, Any], parameter: Tensor) -> State:
         """A new state, moved to the host if it belongs there."""
@@ -360,12 +380,16 @@ class AdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        loaded = {  # converted first: a checkpoint that is refused changes nothing
+            key: checkpoint.converted(x, key.parameter, storage_of(key.group, key.parameter))
+            for key, x in state.get("state", {}).items()
+            if isinstance(key, checkpoint.Hidden)
+        }
         super().__setstate__(state)
         self.__dict__.setdefault("_staging", {})  # copies and unpickled ones begin without
         self._forget()
-        for key in [key for key in self.state if isinstance(key, checkpoint.Hidden)]:
-            values = self.state.pop(key)
-            new = checkpoint.converted(values, key)
+        for key, new in loaded.items():
+            self.state.pop(key)  # type: ignore[call-overload]
             self.state[key.parameter] = self._placed(new, key.group, key.parameter)
 
 

@@ -6,9 +6,10 @@ Those of several backwards are added up in `sums.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -76,6 +77,10 @@ def attach(
     shard is updated as soon as its gradient has been reduced. Methods that need all gradients at
     once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
 
+    Layers may be frozen and unfrozen afterwards. A backward that finds a parameter to train that
+    the optimizer lacks, or that was added to the model later, raises ConfigError before it updates
+    anything; so does DistributedDataParallel around the model, before or after this call.
+
     Args:
         model: the module to train. A parameter that it uses several times is updated once.
         optimizer: the optimizer of all parameters of `model` that are trained.
@@ -103,6 +108,8 @@ def attach(
             "parameters."
         )
     _check_nothing_reduces_later(model)
+    if torch.distributed.is_available():
+        _watch_wrappers()
     # Numbers instead of the groups, which loading a checkpoint replaces.
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -111,23 +118,29 @@ def attach(
             f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Give it "
             "model.parameters(), or switch their gradients off with requires_grad_(False)."
         )
-    _check_nothing_is_attached(trained)
+    # Frozen ones, too: they may be unfrozen later.
+    updated = {name: p for name, p in model.named_parameters() if p in groups}
+    _check_nothing_is_attached(updated)
     accumulated: dict[Tensor, Accumulated] = {}
     if accumulate > 1:
-        accumulated |= {p: optimizer.new_sum(groups[p], p, format) for p in trained.values()}
-    endings = Endings(ref(optimizer), len(trained), list(accumulated.values()))
-    handles: list[RemovableHandle] = []
+        accumulated |= {p: optimizer.new_sum(groups[p], p, format) for p in updated.values()}
+    # Hooks must not refer to the model or a parameter (see _ATTACHED).
+    names, ids = frozenset(updated), frozenset(map(id, updated.values()))
+    begin = partial(_check_all_are_updated, ref(model), names, ids, _is_sharded(model))
+    endings = Endings(ref(optimizer), begin, list(accumulated.values()))
+    # After fully_shard no hook runs: it replaces all parameters.
+    handles = [optimizer.register_step_pre_hook(partial(_ignoring_arguments, begin))]
     if accumulate > 1:
         finish = partial(_update_by_sums, groups, accumulated)
         # Behind the step: its closure may be the last backward of sums that are complete then.
         handles.append(optimizer.register_step_post_hook(finish))
-    for parameter in trained.values():
+    for parameter in updated.values():
         take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
         if accumulate > 1:
             take = partial(_accumulate, groups[parameter], accumulated[parameter], accumulate)
         hook = partial(_take, endings, take)
-        handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    attached = Attached(optimizer, frozenset(trained.values()), accumulated, handles)
+        handles.append(_add_hook(parameter, hook))
+    attached = Attached(optimizer, frozenset(updated.values()), accumulated, handles)
     for module in model.modules():
         if any(p in groups for p in module.parameters(recurse=False)):
             _ATTACHED.setdefault(module, []).append(attached)
@@ -144,20 +157,109 @@ def default_buffer(accumulate: int) -> str:
     return "e4m3" if accumulate <= FEW else "fp16"
 
 
-def _check_nothing_reduces_later(model: nn.Module) -> None:
-    """Raise ConfigError if a module of `model` reduces gradients over ranks after the hooks."""
-    kinds: list[Any] = [nn.parallel.DistributedDataParallel]
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FullyShardedDataParallel
+@cache
+def _wrappers() -> tuple[type, ...]:
+    """The modules that reduce gradients over ranks after the hooks of parameters have run."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-        kinds.append(FullyShardedDataParallel)
+    from fp8pass.compat.replicate import Replicated
+
+    return nn.parallel.DistributedDataParallel, FullyShardedDataParallel, Replicated
+
+
+def _check_nothing_reduces_later(model: nn.Module) -> None:
+    """Raise ConfigError if a wrapper in, of or around `model` reduces some of its gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
     for module in model.modules():
-        if isinstance(module, tuple(kinds)):
-            raise ConfigError(
-                f"{type(module).__name__} reduces gradients over ranks after each is final on its "
-                "own, too late for a step in the backward: call optimizer.step() instead, or shard "
-                "the model with fully_shard, which reduces before."
-            )
+        if isinstance(module, _wrappers()):
+            raise _reduces_later(module)
+    # No module refers to a wrapper around it.
+    of_model = {id(p) for p in model.parameters()}
+    for found in gc.get_objects():
+        if issubclass(type(found), _wrappers()) and _has_some(found.parameters(), of_model):
+            raise _reduces_later(found)
+
+
+@cache
+def _watch_wrappers() -> None:
+    """Have wrappers that are made from now on refuse a model that an optimizer is attached to.
+
+    `replicate` makes its DistributedDataParallel in the first forward.
+    """
+    nn.modules.module.register_module_module_registration_hook(_check_wrapped)
+
+
+def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> None:
+    """Raise ConfigError if a wrapper is given modules or parameters of an attached optimizer."""
+    if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
+        return
+    attached = {id(p) for each in _ATTACHED.values() for x in each for p in x.parameters}
+    # FullyShardedDataParallel has already replaced the parameters of the modules.
+    replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
+    if replaced or _has_some(wrapped.parameters(), attached):
+        raise _reduces_later(wrapper)
+
+
+def _has_some(parameters: Iterable[Tensor], ids: set[int]) -> bool:
+    return any(id(p) in ids for p in parameters)
+
+
+def _reduces_later(wrapper: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(wrapper).__name__} reduces gradients over ranks after each is final on its own, "
+        "too late for a step in the backward: call optimizer.step() instead of attach, or shard "
+        "the model with fully_shard, which reduces before."
+    )
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards some of a model."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _ignoring_arguments(call: Callable[[], object], *_: Any) -> None:
+    call()
+
+
+def _check_all_are_updated(
+    reference: ref[nn.Module], names: frozenset[str], ids: frozenset[int], sharded: bool
+) -> int:
+    """Raise ConfigError if a parameter to train has no hook; returns how many there are to train.
+
+    In a backward FSDP2 has other tensors in place of its parameters, with the same names. `sharded`
+    is whether FSDP2 sharded the model before the optimizer was attached.
+    """
+    model = reference()
+    if model is None:
+        return 0
+    if not sharded and _is_sharded(model):
+        raise ConfigError(
+            "fully_shard has replaced parameters to which an optimizer was attached: apply it "
+            "before the optimizer is made."
+        )
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if missing := [name for name, p in trained if name not in names and id(p) not in ids]:
+        raise ConfigError(
+            f"Parameters of the model have gradients that no update takes: {', '.join(missing[:3])}"
+            ". Call detach(), give the optimizer these parameters with add_param_group, and attach "
+            "again; or switch their gradients off with requires_grad_(False)."
+        )
+    return len(trained)
+
+
+def _add_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook for gradients of a parameter, which may be frozen: PyTorch refuses that."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trained)
 
 
 def _check_nothing_is_attached(trained: Mapping[str, Tensor]) -> None:
@@ -174,8 +276,8 @@ def _check_nothing_is_attached(trained: Mapping[str, Tensor]) -> None:
 def _take(endings: Endings, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
     """Take a final gradient, which is gone even if that fails: the next would be added to it."""
     optimizer = _alive(endings.optimizer)
-    backward = endings.note()
     try:
+        backward = endings.note()
         backward.updates += take(optimizer, parameter)
     finally:
         parameter.grad = None

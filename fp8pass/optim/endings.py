@@ -8,7 +8,7 @@ others' for good: all begin again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
@@ -25,10 +25,12 @@ class Backward:
     """A backward that is running.
 
     Attributes:
+        parameters: how many the optimizer updates.
         gradients: how many were final so far.
-        updates: how many of them have updated their parameter; others are added to sums.
+        updates: how many of them have updated their parameter; the rest are added to sums.
     """
 
+    parameters: int
     gradients: int = 0
     updates: int = 0
 
@@ -39,12 +41,12 @@ class Endings:
 
     Attributes:
         optimizer: the optimizer, which this does not keep alive.
-        parameters: how many it updates.
+        begin: checks the model when a backward begins; returns how many parameters are updated.
         sums: the sums of their gradients, if there are any.
     """
 
     optimizer: ref[AdamW]
-    parameters: int
+    begin: Callable[[], int]
     sums: Sequence[Accumulated]
     _running: dict[int, Backward] = field(default_factory=dict)
 
@@ -52,7 +54,7 @@ class Endings:
         """The backward of a gradient that is final."""
         number = compat.running_backward()
         if number not in self._running:
-            self._running[number] = Backward()
+            self._running[number] = Backward(self.begin())
             compat.after_backward(partial(self._end, number), partial(self._fail, number))
         self._running[number].gradients += 1
         return self._running[number]
@@ -75,7 +77,7 @@ class Endings:
         log.warning(
             "A backward failed after %d of %d gradients: %d parameters have been updated by it, "
             "the others have not.%s Training can go on; to undo these updates, load a checkpoint.",
-            *(backward.gradients, self.parameters, backward.updates),
+            *(backward.gradients, backward.parameters, backward.updates),
             " Sums of gradients are dropped: the next backward is the first of new ones."
             if self.sums
             else "",

@@ -188,6 +188,14 @@ for bit in tl.static_range(8):
 # The sign of a code that is a float, above the bits of its magnitude.
 _SIGNED = "{x}_code = {x}_code | bits_of({x}) >> {down} & {sign}"
 
+_DECODE = "{x} = {code}.to({dtype}, bitcast=True).to(tl.float32) * {x}_scale{each_row}"
+
+# Where the parameter is not its master copy, rounded, the user has written the parameter.
+_TAKE_WRITTEN = """
+as_parameter = master.to({dtype}).to(tl.float32)
+master = tl.where(as_parameter == parameter, master, parameter)
+"""
+
 # The factor of a state when it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
 
@@ -214,18 +222,21 @@ class UpdateWriter:
         self._load(GRADIENT)
         for name, format in self.states.items():
             self._read(name, format)
-        if weights == PARAMETER:
-            self._load(PARAMETER)
+        self._load(PARAMETER)
+        if weights == "master":
+            self._add(_TAKE_WRITTEN, dtype=_TYPES[self.dtypes[PARAMETER]])
         self._update(weights)
         if self.rounded:
             pairs = self.group_size // self.parts // 2
             key = _KEY.format(each_row=axes().each_row, parts=self.parts, pairs=pairs)
             self.before += key.strip().splitlines()
             self.lines.append(_DRAW)
+        if weights == "master":  # the parameter is the stored copy, rounded
+            self._write_state("master", self.states["master"])
         # In the order that takes the fewest registers.
         self._store_parameter(weights)
-        for name, format in reversed(self.states.items()):
-            self._write_state(name, format)
+        for name in ("exp_avg_sq", "exp_avg"):
+            self._write_state(name, self.states[name])
         # Loads of codes' values depend on other loads, which would have to be prefetched, too.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
@@ -347,7 +358,10 @@ class UpdateWriter:
         if format.signed:
             sign = shift + 8 * format.dtype.itemsize - 1
             self._add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)
-        self._store(x, _upper_bits(f"{x}_code", format), format.stored, bitcast=True)
+        code = _upper_bits(f"{x}_code", format)
+        self._store(x, code, format.stored, bitcast=True)
+        if x == "master":
+            self._add(_DECODE, x=x, code=code, dtype=_TYPES[format.dtype])
 
     def _bits(self, name: str) -> str:
         """The random bits by which `name` is rounded."""

@@ -74,7 +74,11 @@ class Storage:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Storage:
-        """The storage of a parameter group."""
+        """The storage of a parameter group.
+
+        Raises:
+            ConfigError: an option has an invalid value.
+        """
         # Checkpoints that were saved before the option existed do not contain it.
         state_rounding = group.get("state_rounding", "stochastic")
         return _storage(*(group[name] for name in STORAGE), state_rounding)
@@ -118,13 +122,26 @@ def state_bytes(group: Mapping[str, Any], parameter: Tensor) -> float:
 def _storage(
     first: str, second: str, weights: str, group_size: int, state_rounding: str
 ) -> Storage:
+    check_choice("weights", weights, WEIGHTS)
+    check_choice("state_rounding", state_rounding, STATE_ROUNDINGS)
+    sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"
+    in_range = isinstance(group_size, int) and SMALLEST_GROUP <= group_size <= LARGEST_GROUP
+    if not in_range or group_size & (group_size - 1):
+        raise ConfigError(f"group_size must be a power of two {sizes}, got {group_size!r}.")
     return Storage(
-        moment_format(first, signed=True),
-        moment_format(second, signed=False),
+        _moment_format("first_moment", first, signed=True),
+        _moment_format("second_moment", second, signed=False),
         weights,
         group_size,
         state_rounding,
     )
+
+
+def _moment_format(option: str, name: str, *, signed: bool) -> StateFormat:
+    try:
+        return moment_format(name, signed=signed)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,19 +161,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         ConfigError: an option has an invalid value, or a parameter cannot be optimized.
     """
     _check_numbers(group)
-    for name, signed in (("first_moment", True), ("second_moment", False)):
-        try:
-            moment_format(group[name], signed=signed)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
-    check_choice("weights", group["weights"], WEIGHTS)
-    check_choice("state_rounding", group["state_rounding"], STATE_ROUNDINGS)
+    Storage.of(group)
     check_offload(group["offload"])
-    size = group["group_size"]
-    sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"
-    in_range = isinstance(size, int) and SMALLEST_GROUP <= size <= LARGEST_GROUP
-    if not in_range or size & (size - 1):
-        raise ConfigError(f"group_size must be a power of two {sizes}, got {size!r}.")
     if not isinstance(group["seed"], int) or isinstance(group["seed"], bool):
         raise ConfigError(f"seed must be an int, got {group['seed']!r}.")
     for parameter in group["params"]:

@@ -1,8 +1,11 @@
 """The states of a parameter in the optimizer's `state`, and their local tensors.
 
-`state[p]` has `step` and for each state its codes, shaped like the parameter. Formats with groups
-of consecutive elements add `<name>_scale` and perhaps `<name>_power`, one for each group. The
-states of a DTensor are DTensors (`shards.py`).
+`state[p]` has `step` and for each state its values or codes, shaped like the parameter. The keys of
+codes contain their format, for example `exp_avg:e4m3+expand`, so that no reader takes codes for
+values, or codes of one format for codes of another. Formats with groups of consecutive elements
+add `exp_avg:e4m3+expand:scale` and perhaps `exp_avg:e4m3+expand:power`, with one number for each
+group. States in BF16 and FP32 have the keys of `torch.optim.AdamW`. The states of a DTensor are
+DTensors (`shards.py`).
 """
 
 from __future__ import annotations
@@ -61,12 +64,22 @@ class Slot:
         weights = local(parameter)
         states = {
             name: Stored(
-                local(state[name]),
-                *(local(state[f"{name}_{part}"]).view(-1) for part in format.parts),
+                local(state[state_key(name, format)]),
+                *(local(state[state_key(name, format, x)]).view(-1) for x in format.parts),
             )
             for name, format in storage.states(parameter.dtype).items()
         }
         return cls(number, weights, state["step"], states)
+
+
+def state_key(name: str, format: StateFormat, part: str = "") -> str:
+    """The key of the state `name` in `format`, or of a part of it (`scale`, `power`)."""
+    return ":".join([name, *([format.name] if format.grouped else []), *([part] if part else [])])
+
+
+def name_of(key: str) -> str:
+    """The name of the state that a key belongs to; of other keys the key itself."""
+    return key.split(":")[0]
 
 
 def new_state(parameter: Tensor, storage: Storage) -> State:
@@ -87,10 +100,10 @@ def stored_state(
     rows = to_rows(values, group_size, torch.float32)
     stored = encode(rows, format)
     codes = from_rows(stored.codes, values.shape)
-    state = {name: like_parameter(codes, parameter)}
+    state = {state_key(name, format): like_parameter(codes, parameter)}
     for part in format.parts:
         groups = getattr(stored, part)
-        state[f"{name}_{part}"] = like_groups(groups, parameter, group_size)
+        state[state_key(name, format, part)] = like_groups(groups, parameter, group_size)
     return state
 
 
@@ -98,11 +111,11 @@ def _zeros(name: str, parameter: Tensor, format: StateFormat, group_size: int) -
     """The entries of a state that is zero, made without fp32 values."""
     weights = local(parameter)
     codes = weights.new_full(weights.shape, format.zero, dtype=format.stored)
-    state = {name: like_parameter(codes, parameter)}
+    state = {state_key(name, format): like_parameter(codes, parameter)}
     groups = group_count(weights.numel(), group_size)
     for part in format.parts:
         ones = torch.ones(groups, dtype=GROUP_SCALE_DTYPE, device=weights.device)
-        state[f"{name}_{part}"] = like_groups(ones, parameter, group_size)
+        state[state_key(name, format, part)] = like_groups(ones, parameter, group_size)
     return state
 
 

@@ -4,8 +4,11 @@ that tests compare the kernel with.
     w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 
-in fp32, from decoded states (COAT A), which are encoded again afterwards. Parameters are joined to
-one matrix of groups, so that small ones take no operators of their own.
+in fp32, from decoded states (COAT A), which are encoded again afterwards. A parameter with a master
+copy is the stored copy rounded to the parameter's dtype. Where it is another number, the user has
+written it, and the update continues from this number, as `torch.optim` does.
+
+Parameters are joined to one matrix of groups, so that small ones take no operators of their own.
 """
 
 from __future__ import annotations
@@ -179,21 +182,25 @@ def _update_batch(
     m = _read(rows, slots, "exp_avg", storage.first).lerp(gradient, 1 - beta1)
     v = _read(rows, slots, "exp_avg_sq", storage.second) * beta2
     v = v.addcmul(gradient, gradient, value=1 - beta2)
+    weights = rows.join((s.parameter for s in slots), torch.float32)
     if master:
-        weights = _read(rows, slots, "master", master)
-    else:
-        weights = rows.join((s.parameter for s in slots), torch.float32)
+        copies = _read(rows, slots, "master", master)
+        rounded = copies.to(slots[0].parameter.dtype).float()
+        weights = torch.where(rounded == weights, copies, weights)
     weights = weights * decay - rate * (m / (v.sqrt() * correction + eps))
 
     bits: dict[str, Tensor] = {}
-    if rounded := storage.rounded(slots[0].parameter.dtype):
+    if names := storage.rounded(slots[0].parameter.dtype):
         numbers = torch.tensor([s.number for s in slots], dtype=torch.int32, device=steps.device)
         keys = rows.spread(rounding.keys(group["seed"], numbers, steps))
         shared = rounding.random_bits(keys, rows.elements((s.first for s in slots), steps.device))
-        bits = {name: rounding.rotated(shared, rounding.ROTATIONS[name]) for name in rounded}
+        bits = {name: rounding.rotated(shared, rounding.ROTATIONS[name]) for name in names}
     values = {"exp_avg": m, "exp_avg_sq": v, "master": weights}
     for name, format in storage.states(slots[0].parameter.dtype).items():
-        _write(rows, slots, name, encode(values[name], format, bits.get(name)))
+        stored = encode(values[name], format, bits.get(name))
+        _write(rows, slots, name, stored)
+        if name == "master":  # not what was encoded: the next update compares the two
+            weights = decode(stored, format)
     if PARAMETER in bits:
         weights = rounding.round_to_bf16(weights, bits[PARAMETER])
     rows.split(weights, (s.parameter for s in slots))

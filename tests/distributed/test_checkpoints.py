@@ -30,7 +30,7 @@ from fp8pass.optim import AdamW, host
 from fp8pass.optim.groups import Stored, decode
 from fp8pass.optim.options import PRESETS
 from fp8pass.optim.shards import local, storage_of
-from fp8pass.optim.slots import from_rows, to_rows
+from fp8pass.optim.slots import from_rows, state_key, to_rows
 
 
 def odd_model() -> nn.Module:
@@ -201,8 +201,8 @@ def decoded(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
     state, storage = optimizer.state[parameter], storage_of(optimizer.param_groups[0], parameter)
     whole = {key: full(x) for key, x in state.items()}
     format = storage.states(parameter.dtype)[name]
-    parts = (whole[f"{name}_{part}"].view(-1) for part in format.parts)
-    rows = to_rows(whole[name], storage.group_size, format.stored)
+    parts = (whole[state_key(name, format, part)].view(-1) for part in format.parts)
+    rows = to_rows(whole[state_key(name, format)], storage.group_size, format.stored)
     return from_rows(decode(Stored(rows, *parts), format), parameter.shape)
 
 
@@ -220,10 +220,12 @@ def states_of_columns(device: str) -> dict[str, Any]:
     optimizer.step()
     found = {}
     for name, p in model.named_parameters():
-        scale = optimizer.state[p].get("exp_avg_scale")
+        state = optimizer.state[p]
+        scale = state.get("exp_avg:e4m3+expand:scale")
         assert scale is None or scale.placements == p.placements
         shapes = scale if scale is None else (tuple(scale.shape), tuple(scale.to_local().shape))
-        found[name] = str(optimizer.state[p]["exp_avg"].dtype), shapes
+        codes = state["exp_avg" if scale is None else "exp_avg:e4m3+expand"]
+        found[name] = str(codes.dtype), shapes
     return found
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from optim_helpers import EXACT_STATES, all_parameters, same_state, single_process
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import fp8pass
 from fp8pass.optim import AdamW, attach, host
@@ -420,3 +422,169 @@ def test_what_cannot_be_attached(tmp_path):
         parallel = nn.parallel.DistributedDataParallel(model)
         with pytest.raises(fp8pass.ConfigError, match="reduces gradients over ranks"):
             attach(parallel, optimizer)
+
+
+# --- models that change, and wrappers -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_layers_that_are_unfrozen_later_are_updated(accumulate):
+    """As if the optimizer stepped after the backward."""
+    model, plain = small_model(), small_model()
+    optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
+    for each in (model, plain):
+        each[2].requires_grad_(False)
+    frozen = [p.detach().clone() for p in model[2].parameters()]
+    attach(model, optimizer, accumulate=accumulate, buffer="fp16")
+    assert not any(p.requires_grad for p in model[2].parameters())
+    for number in range(2 * accumulate):
+        if number == accumulate:
+            assert all(map(torch.equal, frozen, model[2].parameters()))
+            for each in (model, plain):
+                each[2].requires_grad_(True)
+        for each in (model, plain):
+            list(losses(each, number + 1))[-1].backward()
+        if number % accumulate == accumulate - 1:
+            after.step()
+            after.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert not torch.equal(frozen[0], model[2].weight)
+    if accumulate == 1:
+        same_state(optimizer, after)
+
+
+def trained_parameters(model: nn.Module):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def unfreeze(model: nn.Module) -> None:
+    model[0].requires_grad_(True)
+
+
+def add_a_layer(model: nn.Module) -> None:
+    model.append(nn.Linear(40, 40))
+
+
+def replace_a_layer(model: nn.Module) -> None:
+    model[2] = nn.Sequential(nn.Linear(40, 40))
+
+
+def wrap_an_adapter(model: nn.Module) -> None:
+    model[2].register_parameter("lora", nn.Parameter(torch.zeros(2, 40)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "change", [unfreeze, add_a_layer, replace_a_layer, wrap_an_adapter], ids=lambda f: f.__name__
+)
+def test_parameters_that_no_update_takes_are_refused(change, accumulate):
+    """Before anything is updated, in every backward until the optimizer has them."""
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = AdamW(trained_parameters(model), lr=0.01)
+    attached = attach(model, optimizer, accumulate=accumulate)
+    next(losses(model, 1)).backward()
+    change(model)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(fp8pass.ConfigError, match=r"that no update takes: .*add_param_group"):
+            next(losses(model, 1)).backward()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name])
+    attached.detach()
+    known = set(all_parameters(optimizer))
+    optimizer.add_param_group({"params": [p for p in trained_parameters(model) if p not in known]})
+    attach(model, optimizer, accumulate=accumulate)
+    for _ in range(accumulate):
+        next(losses(model, 1)).backward()
+    assert not all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def ddp_of_a_parent(model: nn.Module) -> nn.Module:
+    return ddp(nn.Sequential(model, nn.Linear(40, 40)))
+
+
+def ddp_of_a_layer(model: nn.Module) -> nn.Module:
+    model[2] = ddp(model[2])
+    return model
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fsdp_with_original_parameters(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return replicate(model)
+
+
+def replicated_parent(model: nn.Module) -> nn.Module:
+    return replicate(nn.Sequential(model, nn.Tanh()))
+
+
+WRAPS = [
+    ddp,
+    ddp_of_a_parent,
+    ddp_of_a_layer,
+    fsdp,
+    fsdp_with_original_parameters,
+    replicated,
+    replicated_parent,
+]
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("attaches_first", [False, True])
+@pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
+def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_first, runs):
+    """At the latest in the first forward, whichever came first."""
+    with single_process(tmp_path):
+        model = small_model()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(fp8pass.ConfigError, match="reduces gradients over ranks"):  # noqa: PT012
+            if attaches_first:
+                attach(model, optimizer)
+            wrapped = wrap(model)
+            if runs and not attaches_first:
+                wrapped(torch.ones(2, 40))
+            if not attaches_first:
+                attach(model, optimizer)
+            wrapped(torch.ones(2, 40)).sum().backward()
+        if "fsdp" not in wrap.__name__:
+            assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("child", [False, True])
+def test_fully_shard_after_attach_is_refused(tmp_path, child):
+    """In the next step, or backward if that has gradients of parameters that are still there."""
+    with single_process(tmp_path):
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = small_model()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        attach(model, optimizer)
+        fully_shard(model[2] if child else model, mesh=mesh)
+        with pytest.raises(fp8pass.ConfigError, match="before the optimizer is made"):  # noqa: PT012
+            next(losses(model, 1)).backward()
+            assert not child
+            optimizer.step()
+
+
+def test_other_models_may_be_wrapped(tmp_path):
+    with single_process(tmp_path):
+        first, second = small_model(), small_model()
+        wrapped = ddp(first)
+        attached = attach(second, AdamW(second.parameters()))
+        ddp(copy.deepcopy(second))
+        for each in (wrapped, second):
+            next(losses(first if each is wrapped else each, 1)).backward()
+        attached.detach()
+        ddp(second)

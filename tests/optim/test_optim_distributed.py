@@ -42,9 +42,9 @@ def sharded_training(rank: int, folder: str, world: int) -> None:
     train(model, optimizer, range(2))
     weight = model[0].weight
     state = optimizer.state[weight]
-    assert isinstance(state["exp_avg"], DTensor)
-    assert state["exp_avg"].to_local().shape == weight.to_local().shape
-    assert state["exp_avg_scale"].shape == (33, 48 / 16)
+    assert isinstance(state["exp_avg:e4m3+expand"], DTensor)
+    assert state["exp_avg:e4m3+expand"].to_local().shape == weight.to_local().shape
+    assert state["exp_avg:e4m3+expand:scale"].shape == (33, 48 / 16)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     train(model, optimizer, range(2, 4))

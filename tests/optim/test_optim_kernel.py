@@ -101,7 +101,8 @@ def test_every_format_rounded_to_nearest(device, monkeypatch, name):
     got, want = both(device, monkeypatch, torch.bfloat16, steps=1, **options)
     assert_alike(got, want, torch.bfloat16)
     for p, q in zip(all_parameters(got), all_parameters(want), strict=True):
-        for state in ("exp_avg", "exp_avg_sq", "master"):
+        for state in (f"exp_avg:{name}", f"exp_avg_sq:{name}", "master:fp16"):
+            state = state.removesuffix(":bf16")
             differ = codes_that_differ(got.state[p], want.state[q], state)
             assert differ.sum() <= 0.004 * p.numel()
 
@@ -109,7 +110,7 @@ def test_every_format_rounded_to_nearest(device, monkeypatch, name):
 def codes_that_differ(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.Tensor:
     """Where two states have the same scale and power, but other codes: bool [elements]."""
     differ = (a[name] != b[name]).reshape(-1)
-    for part in (f"{name}_scale", f"{name}_power"):
+    for part in (f"{name}:scale", f"{name}:power"):
         if part in a:
             same = (a[part] == b[part]).reshape(-1)
             assert same.double().mean() >= 0.75
@@ -242,7 +243,7 @@ def test_a_rate_of_zero_moves_no_weight(device, rate):
         optimizer.step()
     for p, q in zip(params, before, strict=True):
         assert torch.equal(p, q)
-        assert (optimizer.state[p]["exp_avg_sq"] != 0).any()
+        assert (optimizer.state[p]["exp_avg_sq:e4m3+expand"] != 0).any()
 
 
 @pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3, -1e-3])
@@ -441,7 +442,8 @@ for first, second, weights, state_rounding, group_size, aligned in [
     }
     source = ASTSource(function, signature, {"ALIGNED": aligned})
     compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
-    assert compiled.metadata.shared < 16384, (first, compiled.metadata.shared)
+    # Registers let a multiprocessor run 12 programs, which share 228 KiB, less 1 KiB for each.
+    assert compiled.metadata.shared <= 18432, (first, compiled.metadata.shared)
     ptx = compiled.asm["ptx"]
     # Two exchanges within four threads for each extreme of a group: the largest and the smallest
     # magnitude of an expanded moment, the largest one of an FP16 master copy.

@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass.optim import AdamW
+from fp8pass.optim.checkpoint import PARTS
 
 
 def test_user_hooks_see_checkpoints_and_steps():
@@ -36,11 +37,16 @@ def test_parameter_groups_have_options_of_their_own():
     optimizer.add_param_group({"params": [third], "second_moment": "fp32"})
     run([first, second, third], optimizer, range(2))
     dtypes = [
-        (optimizer.state[p]["exp_avg"].dtype, optimizer.state[p]["exp_avg_sq"].dtype)
+        {key: x.dtype for key, x in optimizer.state[p].items() if not key.endswith(PARTS)}
         for p in (first, second, third)
     ]
-    f8 = torch.uint8
-    assert dtypes == [(f8, f8), (torch.bfloat16, f8), (f8, torch.float32)]
+    step = {"step": torch.float32}
+    codes = [{f"{x}:e4m3+expand": torch.uint8} for x in ("exp_avg", "exp_avg_sq")]
+    assert dtypes == [
+        step | codes[0] | codes[1],
+        step | {"exp_avg": torch.bfloat16} | codes[1],
+        step | codes[0] | {"exp_avg_sq": torch.float32},
+    ]
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'e4m3'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "first_moment": "e4m4"})
     assert len(optimizer.param_groups) == 3
@@ -58,7 +64,7 @@ def test_a_group_has_a_preset_of_its_own():
         ("bf16", "fp16", "fp16", "nearest"),
         ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic"),
     ]
-    assert optimizer.state[params[0]]["exp_avg_sq"].dtype is torch.float16
+    assert optimizer.state[params[0]]["exp_avg_sq:fp16"].dtype is torch.float16
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'fp8-lm'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "preset": "fp8lm"})
     with pytest.raises(fp8pass.ConfigError, match="did you mean 'first_moment'"):
@@ -163,7 +169,7 @@ def test_training_with_hugging_face(tmp_path):
         return model, optimizer
 
     whole, optimizer = trained(4, resume=False)
-    assert optimizer.state[whole.lm_head.weight]["exp_avg"].dtype == torch.uint8
+    assert optimizer.state[whole.lm_head.weight]["exp_avg:e4m3+expand"].dtype == torch.uint8
     trained(2, resume=False)
     for folder in tmp_path.glob("checkpoint-4"):
         shutil.rmtree(folder)
