@@ -129,7 +129,10 @@ def attach(
     begin = partial(_check_all_are_updated, ref(model), names, ids, _is_sharded(model))
     endings = Endings(ref(optimizer), begin, list(accumulated.values()))
     # After fully_shard no hook runs: it replaces all parameters.
-    handles = [optimizer.register_step_pre_hook(partial(_ignoring_arguments, begin))]
+    handles = [
+        optimizer.register_step_pre_hook(partial(_ignoring_arguments, begin)),
+        optimizer.register_step_pre_hook(_check_no_scaler),
+    ]
     if accumulate > 1:
         finish = partial(_update_by_sums, groups, accumulated)
         # Behind the step: its closure may be the last backward of sums that are complete then.
@@ -199,6 +202,15 @@ def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> 
     replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
     if replaced or _has_some(wrapped.parameters(), attached):
         raise _reduces_later(wrapper)
+
+
+def _check_no_scaler(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise ConfigError if a GradScaler steps: the backward has updated by scaled gradients."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ConfigError(
+            "torch.amp.GradScaler cannot unscale gradients that attach has used in the backward: "
+            "train in BF16 without a GradScaler, or call optimizer.step() instead of attach."
+        )
 
 
 def _has_some(parameters: Iterable[Tensor], ids: set[int]) -> bool:

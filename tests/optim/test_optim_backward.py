@@ -588,3 +588,19 @@ def test_other_models_may_be_wrapped(tmp_path):
             next(losses(first if each is wrapped else each, 1)).backward()
         attached.detach()
         ddp(second)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_grad_scaler_is_refused(accumulate):
+    """It asks in the first step; switched off it changes nothing."""
+    model = nn.Linear(64, 64)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    attach(model, optimizer, accumulate=accumulate)
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(model(torch.randn(4, 64)).square().mean()).backward()
+        if enabled:
+            with pytest.raises(fp8pass.ConfigError, match="train in BF16 without a GradScaler"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
