@@ -39,6 +39,54 @@ def factor_of(op: Any, ranks: int) -> float | None:
     return float(factor)
 
 
+class GradientBuffer(Tensor):
+    """Memory that FSDP2 copies gradients to, which remembers their sizes.
+
+    A reduce-scatter gets the buffer alone, and parameters without a gradient are not in it.
+    """
+
+    shapes: list[torch.Size]
+
+    @classmethod
+    def empty(cls, *size: int, dtype: torch.dtype, device: torch.device) -> GradientBuffer:
+        """A buffer that is not initialized."""
+        buffer = torch.empty(*size, dtype=dtype, device=device).as_subclass(cls)
+        buffer.shapes = []
+        return buffer
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def sizes_of(self, ranks: int) -> tuple[int, ...]:
+        """Elements of each parameter in one rank's part.
+
+        Raises:
+            RuntimeError: the buffer was filled by other operators than `fsdp.chunk_cat`.
+        """
+        sizes = tuple(-(-shape[0] // ranks) * shape[1:].numel() for shape in self.shapes)
+        if sum(sizes) * ranks != self.numel():
+            raise RuntimeError(
+                "compress does not recognize how this version of FSDP2 collects gradients: leave "
+                "gradients as they are, with compress(model, gradients='none')."
+            )
+        return sizes
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        if func is Tensor.view:
+            found = found.as_subclass(cls)
+            found.shapes = args[0].shapes
+        elif func is torch.ops.fsdp.chunk_cat:
+            kwargs["out"].shapes[:] = [x.shape for x in args[0]]
+        return found
+
+
 def writing_to_what_autograd_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """While gathered weights are written that a forward saved; the backward reads the same again.
 
