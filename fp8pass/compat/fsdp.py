@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,33 @@ def factor_of(op: Any, ranks: int) -> float | None:
         return None
     _, factor = op.__getstate__()  # which its copies and pickles are made of
     return float(factor)
+
+
+@contextmanager
+def reducing_anew(model: nn.Module) -> Iterator[None]:
+    """Set aside the gradients that FSDP2 has accumulated without a reduction, and have it reduce.
+
+    Afterwards the gradients are put back, and FSDP2 reduces or accumulates as before.
+    """
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
+    parameters = [p for group in groups for p in group.fsdp_params]
+    # Whole parameters exist from the first forward on.
+    whole = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
+    held = [
+        *((g, "reduce_grads", True) for g in groups),
+        *((g, "all_reduce_grads", True) for g in groups),
+        *((g, "_partial_reduce_output", None) for g in groups),
+        *((p, "unsharded_accumulated_grad", None) for p in parameters),
+        *((x, "grad", None) for x in whole),
+    ]
+    before = [getattr(holder, name) for holder, name, _ in held]
+    for holder, name, meanwhile in held:
+        setattr(holder, name, meanwhile)
+    try:
+        yield
+    finally:
+        for (holder, name, _), value in zip(held, before, strict=True):
+            setattr(holder, name, value)
 
 
 class GradientBuffer(Tensor):
@@ -120,13 +147,17 @@ class Gathered:
     is_kept_in_parts: bool
 
 
-def gathered_parameters(module: FSDPModule) -> Iterator[Gathered]:
-    """The parameters that FSDP2 gathers for a module itself, in their order."""
+def _groups_of(module: FSDPModule) -> Sequence[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before there were several
         groups = [g for g in (state._fsdp_param_group,) if g is not None]
-    for group in groups:
+    return groups
+
+
+def gathered_parameters(module: FSDPModule) -> Iterator[Gathered]:
+    """The parameters that FSDP2 gathers for a module itself, in their order."""
+    for group in _groups_of(module):
         in_parts = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:
             info = each._module_info
