@@ -4,9 +4,13 @@ Compiled code takes the codes as they are for the forward's GEMM, which would co
 row into the same bits. The backward decodes them.
 
 Modules move them as other weights: to another device, to another dtype of their values, as copies
-and through pickles. A copy to one is a new weight, of which codes are made, where the weight is
-somebody's to change: where what was coded is elsewhere (`source`), or gone (`is_all`). Those that
-others make anew, FSDP2's, cannot be changed.
+and through pickles.
+
+A weight with a `source` is that tensor, which is exact, and its FP8 data are a cache of it. Outside
+of compiled graphs operators read the source. Operators that write to the weight write to the
+source, which is quantized again before the next use of the FP8 data. Where the FP8 data are all
+that is left (`is_all`), only a copy changes the weight, and is quantized. FSDP2 gathers its weights
+anew each time: they cannot be changed.
 """
 
 from __future__ import annotations
@@ -33,14 +37,10 @@ class CodedWeight(Tensor):
     """A matrix [M, K] as E4M3 codes and a scale for each row; its values to every operator.
 
     Attributes:
-        codes: float8_e4m3fn [M, K].
-        scales: fp32 [M, 1].
-        source: the matrix that was coded, if it is elsewhere; copies to the weight go there.
+        source: the exact matrix [M, K] in host memory, if there is one. It may be written to.
         is_all: whether nothing else is left of the matrix; copies to the weight are only coded.
     """
 
-    codes: Tensor
-    scales: Tensor
     source: Tensor | None = None
     is_all: bool = False
 
@@ -49,20 +49,57 @@ class CodedWeight(Tensor):
         return compat.wrapper(cls, codes, dtype)
 
     def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        self.codes, self.scales = codes, scales
+        self._codes, self._scales = codes, scales
+        self._quantized = -1  # of the source, when it was quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Without numbers: compilers print weights that have none."""
         return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
+    def codes(self) -> Tensor:
+        """The quantized matrix, float8_e4m3fn [M, K]."""
+        self._follow_source()
+        return self._codes
+
+    @property
+    def scales(self) -> Tensor:
+        """The scales of its rows, fp32 [M, 1]."""
+        self._follow_source()
+        return self._scales
+
+    def _follow_source(self) -> None:
+        """Quantize the source again if it was written to."""
+        if self.source is not None and self._quantized != compat.version_of(self.source):
+            self.mark_quantized()
+            self.code_again()
+
+    def mark_quantized(self) -> None:
+        """Record that the FP8 data match the present version of the source."""
+        assert self.source is not None
+        self._quantized = compat.version_of(self.source)
+
+    @property
     def data(self) -> Tensor:
-        """The weight itself, without a gradient; to assign is to change it."""
+        """The weight itself, without a gradient; to assign is to change it.
+
+        Raises:
+            RuntimeError: a tensor is assigned that has another shape, or another dtype than the
+                source.
+        """
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self.change(values)
+        other_dtype = self.source is not None and values.dtype != self.dtype
+        if values.shape != self.shape or other_dtype:
+            raise RuntimeError(
+                f"A tensor {tuple(values.shape)} of {values.dtype} cannot be the data of a "
+                f"quantized weight {tuple(self.shape)} of {self.dtype}: convert the tensor, or "
+                "write to the weight with copy_."
+            )
+        if values is not self:
+            self.change(values)
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Raise RuntimeError: only the whole weight can be changed, and a part would be a copy."""
@@ -78,6 +115,18 @@ class CodedWeight(Tensor):
         """Whether processes share it."""
         return self.codes.is_shared()
 
+    def exact(self) -> Tensor:
+        """The source in a plain tensor on the device of the weight; without one, the FP8 values."""
+        if self.source is None:
+            return self.decoded()
+        self.wait_for_source()
+        return self.source.to(self.device, copy=True)
+
+    def wait_for_source(self) -> None:
+        """Wait until the source can be read or written to on the CPU."""
+        if self.is_cuda:  # an optimizer may be copying to it
+            torch.cuda.synchronize(self.device)
+
     def decoded(self) -> Tensor:
         """The values, in a plain tensor."""
         return fp8.dequantize.default(self.codes, self.scales, self.dtype)
@@ -85,14 +134,22 @@ class CodedWeight(Tensor):
     def like_this(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
         """The same weight with its codes elsewhere, or with values of another dtype."""
         found = CodedWeight(codes, scales, dtype)
-        found.source, found.is_all = self.source, self.is_all
+        found.source, found.is_all, found._quantized = self.source, self.is_all, self._quantized
         return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Quantize the source first, if it was written to: versions do not survive a pickle."""
+        self._follow_source()
+        return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
         """With a copy of its source; a parameter if this is one."""
         if id(self) not in memo:
             found = self.like_this(*copy.deepcopy((self.codes, self.scales), memo), self.dtype)
-            found.source = copy.deepcopy(self.source, memo)
+            if self.source is not None:
+                self.wait_for_source()
+                found.source = copy.deepcopy(self.source, memo)
+                found.mark_quantized()
             is_parameter = isinstance(self, nn.Parameter)
             memo[id(self)] = nn.Parameter(found, self.requires_grad) if is_parameter else found
         return memo[id(self)]
@@ -104,8 +161,10 @@ class CodedWeight(Tensor):
             RuntimeError: the weight is not there to be changed.
         """
         if self.source is not None:
-            self.source.copy_(_decoded(values))
-            self.code_again()
+            values = values.exact() if isinstance(values, CodedWeight) else values
+            self.wait_for_source()
+            self.source.copy_(values)
+            self.code_again()  # operators within __torch_dispatch__ leave no trace in versions
         elif not self.is_all:
             raise RuntimeError(_cannot(aten.copy_.default, self))
         elif isinstance(values, CodedWeight):
@@ -120,9 +179,10 @@ class CodedWeight(Tensor):
         """Make codes of the source anew, or of `rows` [R, K] of it, from row `first` on."""
         if rows is None:
             assert self.source is not None
-            rows = self.source.to(self.codes.device)
+            self.wait_for_source()
+            rows = self.source.to(self.device)
         part = slice(first, first + len(rows))
-        into = self.codes[part], self.scales[part]
+        into = self._codes[part], self._scales[part]
         coded([rows], rows.dtype, Room(into[0].view(-1), into[1].view(-1), [into]))
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
@@ -150,13 +210,86 @@ class CodedWeight(Tensor):
         kwargs = kwargs or {}
         if func is aten._to_copy.default and (moved := _moved(args[0], **kwargs)) is not None:
             return moved
-        if (changed := _changed(func, args, kwargs)) is not None:
-            if func is not aten.copy_.default:
-                raise RuntimeError(_cannot(func, changed))
-            args[0].change(args[1])
-            return args[0]
-        args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.decoded, (args, kwargs))
-        return func(*args, **kwargs)
+        if written := _written(func, args, kwargs, CodedWeight):
+            return _write(func, args, kwargs, written)
+        is_owned = any(
+            isinstance(x, CodedWeight) and (x.source is not None or x.is_all)
+            for x in compat.tree_leaves((args, kwargs))
+        )
+        args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.exact, (args, kwargs))
+        found = func(*args, **kwargs)
+        return _protect_views(func, found) if is_owned else found
+
+
+class WeightView(Tensor):
+    """A view of a `CodedWeight`, or of a view of one, which cannot be written to.
+
+    It is a copy of the values: what is written to it would be lost.
+    """
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> WeightView:
+        return compat.wrapper(cls, values, values.dtype)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values_of_weight = values
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.values_of_weight)
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor: collectives that scatter views read their memory without dispatch."""
+        return self.values_of_weight.contiguous(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if written := _written(func, args, kwargs, WeightView):
+            raise RuntimeError(
+                f"{func} would change a part or a view {tuple(written[0].shape)} of a quantized "
+                "weight, and be lost: write to all of the weight, with weight.copy_(values)."
+            )
+        args, kwargs = compat.tree_map_only(
+            WeightView, lambda x: x.values_of_weight, (args, kwargs)
+        )
+        return _protect_views(func, func(*args, **kwargs))
+
+
+def _protect_views(func: Any, found: Any) -> Any:
+    """Return the result of an operator, as `WeightView` if the operator makes views."""
+    if not any(x.alias_info for x in compat.schema_of(func).returns):
+        return found
+    return compat.tree_map_only(Tensor, WeightView, found)
+
+
+def _write(func: Any, args: Any, kwargs: Any, written: Sequence[CodedWeight]) -> Any:
+    """Run an operator that writes to weights on their exact values, and make these the weights.
+
+    Raises:
+        RuntimeError: a weight cannot be changed, or not by this operator.
+    """
+    if func is aten.copy_.default:
+        written[0].change(args[1])
+        return written[0]
+    changes_values = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
+    for weight in written:
+        if weight.source is None or not changes_values:
+            raise RuntimeError(_cannot(func, weight))
+    values: dict[int, Tensor] = {}
+
+    def exact(weight: CodedWeight) -> Tensor:
+        if id(weight) not in values:
+            values[id(weight)] = weight.exact()
+        return values[id(weight)]
+
+    args, kwargs = compat.tree_map_only(CodedWeight, exact, (args, kwargs))
+    found = func(*args, **kwargs)
+    for weight in written:
+        weight.change(values[id(weight)])
+    weights = {id(values[id(weight)]): weight for weight in written}
+    return compat.tree_map_only(Tensor, lambda x: weights.get(id(x), x), found)
 
 
 def _moved(
@@ -171,20 +304,27 @@ def _moved(
     dtype = dtype or weight.dtype
     if not dtype.is_floating_point:
         return None
-    codes, scales = (x.to(device, non_blocking=non_blocking) for x in (weight.codes, weight.scales))
-    return weight.like_this(codes, scales, dtype)
+    if weight.source is None:
+        codes, scales = weight.codes, weight.scales
+        codes, scales = (x.to(device, non_blocking=non_blocking) for x in (codes, scales))
+        return weight.like_this(codes, scales, dtype)
+    codes, scales = (torch.empty_like(x, device=device) for x in (weight._codes, weight._scales))
+    moved = CodedWeight(codes, scales, dtype)
+    weight.wait_for_source()
+    moved.source = weight.source.to(dtype, copy=True)  # a write to the copy is its own
+    return moved
 
 
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> CodedWeight | None:
-    """The weight in codes that an operator writes to, the first of them; None if there is none."""
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> list[Any]:
+    """The tensors of a kind that an operator writes to."""
     schema = compat.schema_of(func)
-    if not schema.is_mutable:
-        return None
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     written = [
         given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write
     ]
-    return next((x for x in compat.tree_leaves(written) if isinstance(x, CodedWeight)), None)
+    if func.namespace == "c10d" and schema.name.endswith("_"):  # schemas without alias annotations
+        written = list(args[:1])
+    return [x for x in compat.tree_leaves(written) if isinstance(x, kind)]
 
 
 def _cannot(func: Any, weight: CodedWeight) -> str:
@@ -195,14 +335,12 @@ def _cannot(func: Any, weight: CodedWeight) -> str:
             "out of the optimizer, with requires_grad_(False), or the layer out of freeze, with "
             "skip=. load_state_dict gives it new values."
         )
-    return (
-        f"{changes} Change what it was made of, a shard or a matrix on the host, or name its layer "
-        "in `skip` of compress or offload_weights."
-    )
-
-
-def _decoded(values: Tensor) -> Tensor:
-    return values.decoded() if isinstance(values, CodedWeight) else values
+    if weight.source is not None:
+        return (
+            f"{func} cannot change a quantized weight, whose exact values are in host memory: run "
+            "it on a copy, weight.clone(), and write that back with weight.copy_(values)."
+        )
+    return f"{changes} Change the shard it was made of, or name its layer in skip= of compress."
 
 
 @dataclass(frozen=True)

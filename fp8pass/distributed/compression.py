@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass.compat.fsdp import factor_of
+from fp8pass.compat.fsdp import GradientBuffer, factor_of
 from fp8pass.compat.replicate import Replicated, replicas_have_begun, replicas_of
 from fp8pass.config import ConfigError, check_choice, checked_patterns
 from fp8pass.dialect.formats import E4M3
@@ -269,7 +269,7 @@ class ReduceScatter:
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of FSDP2's."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return GradientBuffer.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -279,11 +279,17 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor` over `group` into `output_tensor`."""
+        """Reduce `input_tensor` over `group` into `output_tensor`.
+
+        Raises:
+            RuntimeError: FSDP2 filled the input in a way that shows no parameters.
+        """
+        assert isinstance(input_tensor, GradientBuffer)
+        sizes, terms = input_tensor.sizes_of(group.size()), input_tensor.plain()
         factor = factor_of(op, group.size())
         if factor is None:
             raise RuntimeError(f"Compressed gradients are summed or averaged, not reduced by {op}.")
-        self.sums.reduce_scatter(output_tensor, input_tensor, group, factor)
+        self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
 
 
 # DDP compares a hook's annotations with classes, and ours are strings; by its name copies find it.
@@ -311,7 +317,8 @@ class Hook:
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         with self._beside(x):
-            self.sums.all_reduce(x, self.group, 1 / self.group.size(), bucket.index())
+            sizes = tuple(gradient.numel() for gradient in bucket.gradients())
+            self.sums.all_reduce(x, sizes, self.group, 1 / self.group.size(), bucket.index())
             future.set_result(x)
         return future
 

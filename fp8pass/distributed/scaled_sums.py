@@ -6,11 +6,11 @@
 
 µ leaves room for the sum. It is halved for the next reduction where more than 0.001% of the sums
 reached the largest code, and else doubles in 1,000 of them. It begins with 1 / world, of which no
-sum overflows, and ends at 1, above which the largest gradient itself would. One sum in a buffer of
-less than 100,000 is more than that share: µ of small buffers stays near where it begins.
+sum overflows, and ends at 1, above which the largest gradient itself would. One sum in a parameter
+of less than 100,000 is more than that share: µ of small ones stays near where it begins.
 
-FP8-LM scales tensors. What DDP and FSDP2 reduce are buffers of several, norms and matrices, which
-one scale would not suit; their boundaries are not known there, and chunks need none.
+FP8-LM scales tensors. Chunks of 4096 numbers of a parameter have a scale each here, and each
+parameter has its µ. None depends on what lies beside it in the buffer (`layout.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fp8pass.compat.collectives import all_gather_single, reduce_scatter_single
 from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import Sums, Traffic, Watch
+from fp8pass.distributed.layout import Layout, owners_of
 from fp8pass.distributed.wire import fp8, scales_of
 
 CHUNK = 4096
@@ -35,17 +36,27 @@ GROWTH = 2 ** (1 / 1000)
 
 
 class AutoScale:
-    """µ, equal on all ranks, and how many of the latest sums overflowed; fp32 [1] on a device.
+    """µ, equal on all ranks, and how many of the latest sums overflowed; fp32 [P] on a device.
 
     Attributes:
-        mu: what all codes are multiplied by.
-        overflowed: the share of this rank's sums that reached the largest code.
+        mu: what all codes of a parameter are multiplied by.
+        overflowed: the share of this rank's sums of it that reached the largest code.
     """
 
-    def __init__(self, world: int, device: torch.device) -> None:
+    def __init__(self, world: int, device: torch.device, parameters: int = 1) -> None:
         # Adapted once before it is used.
-        self.mu = torch.full((1,), 1 / (GROWTH * world), device=device)
-        self.overflowed = torch.zeros(1, device=device)
+        self.mu = torch.full((parameters,), 1 / (GROWTH * world), device=device)
+        self.overflowed = torch.zeros(parameters, device=device)
+
+    def count_overflows(self, reached: Tensor, owners: Tensor) -> None:
+        """Take the shares from chunks [chunks, N] with 1 for a sum that reached the largest code.
+
+        `owners` int64 [chunks] are the numbers of their parameters.
+        """
+        zeros = torch.zeros_like(self.overflowed)
+        counts = zeros.index_add(0, owners, reached.sum(-1))
+        elements = zeros.index_add(0, owners, torch.full_like(reached[:, 0], reached.shape[-1]))
+        self.overflowed = counts / elements.clamp_min(1)
 
     def adapt(self, overflowed: Tensor) -> None:
         """Choose the next µ by the largest share over all ranks, without waiting for the device."""
@@ -57,45 +68,52 @@ class ScaledSums(Sums):
     """In chunks whose scale all ranks share, so that codes can be added up.
 
     Attributes:
-        scales: µ of each buffer, by its number.
+        scales: µ of each buffer's parameters, by its number and their sizes.
     """
+
+    unit = CHUNK
 
     def __init__(self, traffic: Traffic, watch: Watch | None = None) -> None:
         super().__init__(traffic, watch)
-        self.scales: dict[int, AutoScale] = {}
+        self.scales: dict[tuple[int, Layout], AutoScale] = {}
 
-    def reduce_scatter(self, output: Tensor, terms: Tensor, group: Any, factor: float) -> None:
+    def _scattered(self, rows: Tensor, layout: Layout, group: Any, factor: float) -> Tensor:
         """As `Sums` says, rounded after each addition."""
-        codes, scales = self._sums(terms, group, 0)
+        codes, scales = self._sums(rows, layout, group, 0)
         mine = scales[dist.get_rank(group)].unsqueeze(0)
-        output.copy_(_decoded(codes.unsqueeze(0), mine)[0].mul_(factor))
+        return _decoded(codes.unsqueeze(0), mine).mul_(factor)
 
-    def _all_reduced(self, terms: Tensor, group: Any, factor: float, buffer: int) -> Tensor:
-        codes, scales = self._sums(terms, group, buffer)
+    def _all_reduced(
+        self, terms: Tensor, layout: Layout, group: Any, factor: float, buffer: int
+    ) -> Tensor:
+        codes, scales = self._sums(terms.view(group.size(), -1), layout, group, buffer)
         sums = codes.new_empty(group.size(), codes.numel())
-        self.traffic.add(codes.numel(), codes.nbytes, group.size() - 1)
+        self.traffic.add(0, codes.nbytes, group.size() - 1)
         pair = sums.view(-1).view(torch.uint8), codes.view(torch.uint8)
         all_gather_single(*pair, group=group)
         return _decoded(sums, scales).mul_(factor).flatten()
 
-    def _sums(self, terms: Tensor, group: Any, buffer: int) -> tuple[Tensor, Tensor]:
-        """Codes of this rank's part of the sum, E4M3 [N], and the scales [world, chunks] of all."""
-        rows = terms.view(group.size(), -1)
-        if buffer not in self.scales:
-            self.scales[buffer] = AutoScale(group.size(), terms.device)
-        auto = self.scales[buffer]
+    def _sums(self, rows: Tensor, layout: Layout, group: Any, buffer: int) -> tuple[Tensor, Tensor]:
+        """Codes of this rank's row of the sum, E4M3 [N], and the scales [world, chunks] of all."""
+        if (buffer, layout) not in self.scales:
+            # The last one is for chunks of zeros after all parameters.
+            new = AutoScale(group.size(), rows.device, len(layout.sizes) + 1)
+            self.scales[buffer, layout] = new
+        auto = self.scales[buffer, layout]
+        owners = owners_of(layout, (len(rows), -(-rows.shape[-1] // CHUNK)), rows.device)
         whole = pad(rows.float(), (0, -rows.shape[-1] % CHUNK)).unflatten(-1, (-1, CHUNK))
-        scales = self._shared_scales(whole.abs().amax(-1), auto, group)
+        scales = self._shared_scales(whole.abs().amax(-1), owners, auto, group)
         flat = whole.flatten(-2)
         if self.watch and self.watch.looks:
-            self.watch(flat, scales, CHUNK, auto.mu)
+            self.watch(flat, scales, CHUNK, auto.mu.amin().view(1))
         codes = fp8.quantize_groups.default(flat, scales, E4M3.name, CHUNK)[:, : rows.shape[-1]]
-        self.traffic.count(rows, codes, 1 - 1 / group.size())
+        self.traffic.add(0, codes.nbytes, 1 - 1 / group.size())
         mine = added_up(codes.contiguous(), group)
-        auto.overflowed = (mine.float().abs() >= E4M3.max).float().mean().view(1)
+        reached = pad((mine.float().abs() >= E4M3.max).float(), (0, -len(mine) % CHUNK))
+        auto.count_overflows(reached.view(-1, CHUNK), owners[dist.get_rank(group)])
         return mine, scales
 
-    def _shared_scales(self, amax: Tensor, auto: AutoScale, group: Any) -> Tensor:
+    def _shared_scales(self, amax: Tensor, owners: Tensor, auto: AutoScale, group: Any) -> Tensor:
         """The scales of all rows' chunks, with µ, from the largest numbers on any rank.
 
         µ is adapted first: what it follows from comes with these.
@@ -105,8 +123,8 @@ class ScaledSums(Sums):
         dist.all_reduce(shared, dist.ReduceOp.MAX, group)
         ways = 2 * (1 - 1 / group.size())
         self.traffic.add(0, shared.nbytes, ways)
-        auto.adapt(shared[-1:])
-        return scales_of(shared[:-1].view_as(amax) / auto.mu)
+        auto.adapt(shared[amax.numel() :])
+        return scales_of(shared[: amax.numel()].view_as(amax) / auto.mu[owners])
 
 
 def added_up(codes: Tensor, group: Any) -> Tensor:

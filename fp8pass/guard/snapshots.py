@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.host.arena import Arena
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.shards import local
@@ -66,9 +65,6 @@ class Snapshot:
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
         _set_values(optimizer, self.values)
-        for parameter in model.parameters():
-            if isinstance(parameter, CodedWeight) and parameter.source is not None:
-                parameter.code_again()
         if isinstance(optimizer, AdamW):
             optimizer.prepare_again()
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fp8pass import compat, graph
 from fp8pass.config import FIELDS, Config, checked_config, split_options
 from fp8pass.dynamo import Backend, fp8pass
+from fp8pass.optim.shards import local
 
 
 def configuration_of(model: nn.Module) -> Config:
@@ -217,22 +218,36 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             "nothing can run. Give them memory with model.to_empty(device='cpu'), or make the "
             "model with fewer layers: equal ones are treated alike."
         )
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    modules = [(m, dict(m._buffers)) for m in module.modules()]
+    values = {b: b.detach().clone() for b in module.buffers()}
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
+        for part, buffers in modules:
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        _put_back(values)
+
+
+@torch.no_grad()
+def _put_back(values: Mapping[Tensor, Tensor]) -> None:
+    """Write values to the tensors that they were copied from, where these have changed."""
+    for x, value in values.items():
+        if local(x).shape != value.shape:
+            x.resize_(value.shape)
+        now = local(x.detach())
+        if not torch.equal(now, value):
+            now.copy_(value)
 
 
 @contextmanager
 def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """The leaf tensors, whose gradients are None meanwhile; the earlier ones are put back.
 
-    Nobody is told that a gradient is there: an optimizer in the backward would train the model.
+    So are the sums of gradients that FSDP2 has not reduced yet; it reduces meanwhile. Values are
+    put back, too: DistributedDataParallel writes to the memory of the earlier gradients. No hook of
+    an accumulated gradient is called: an optimizer in the backward would train the model.
 
     Raises:
         ValueError: inference mode is on, in which nothing has a gradient.
@@ -244,14 +259,26 @@ def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
         )
     leaves = [*module.parameters(), *leaves_of(batch)]
     gradients = [x.grad for x in leaves]
+    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
+    values = {g: local(g.detach()).clone() for g in dense}
     for x in leaves:
         x.grad = None
     try:
-        with compat.without_gradient_hooks(leaves):
+        with compat.without_gradient_hooks(leaves), _unreduced_gradients(module):
             yield leaves
     finally:
         for x, gradient in zip(leaves, gradients, strict=True):
             x.grad = gradient
+        _put_back(values)
+
+
+def _unreduced_gradients(module: nn.Module) -> AbstractContextManager[None]:
+    """A context without gradients that FSDP2 has not reduced, and in which it reduces all."""
+    if not is_sharded(module):
+        return nullcontext()
+    from fp8pass.compat.fsdp import reducing_anew
+
+    return reducing_anew(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 from fp8pass.config import ConfigError
+from fp8pass.inspect.running import unchanged
 
 EPSILON = 5e-4
 
@@ -102,7 +103,10 @@ class Landscape:
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
         self._output: Any = None
         self._current: Tensor | None = None
-        with _evaluating(model):
+        with (
+            _evaluating(model),
+            unchanged(model) if isinstance(model, nn.Module) else nullcontext(),
+        ):
             self._loss()
         self.logits = self._logits_then()
 

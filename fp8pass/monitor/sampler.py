@@ -8,7 +8,9 @@ backward of its own, so that forward and backward are always of the same version
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +25,9 @@ from fp8pass.graph.tags import OPERAND_OF
 from fp8pass.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
+
+# Forwards of a graph that may still have a backward: blocks times micro-batches that wait at once.
+MOST_FORWARDS = 4096
 
 
 class Sink(Protocol):
@@ -48,9 +53,8 @@ class Sampler:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.trains = False
-        # Paths of the parts of the model whose forward has run and whose backward has not. A graph
-        # may serve many blocks that are compiled on their own; backwards run in reverse order.
-        self._prefixes: list[str] = []
+        # A graph may serve many blocks that are compiled on their own.
+        self._forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The graph as a callable on a list of inputs."""
@@ -65,15 +69,48 @@ class Sampler:
 
         def run(arguments: list[Any]) -> Any:
             if half == "backward":
-                interpreter.prefix = self._prefixes.pop() if self._prefixes else ""
-            else:
-                interpreter.prefix = interpreter.find_prefix(arguments)
-                for index, _ in interpreter.weights[:1]:
-                    self.sink.saw(arguments[index])
-                self._prefixes.append(interpreter.prefix)
-            return interpreter.boxed_run(arguments)
+                interpreter.prefix = self._prefix_of_backward(arguments)
+                return interpreter.boxed_run(arguments)
+            interpreter.prefix = interpreter.find_prefix(arguments)
+            for index, _ in interpreter.weights[:1]:
+                self.sink.saw(arguments[index])
+            given = _memory(arguments)
+            results = interpreter.boxed_run(arguments)
+            self._forwards.append(Forward(interpreter.prefix, given, _memory(results) - given))
+            return results
 
         return compat.interpret(gm, run)
+
+    def _prefix_of_backward(self, arguments: Sequence[Any]) -> str:
+        """The path of the forward that shares most memory with a backward, or of the last one."""
+        given = _memory(arguments)
+        found = max(
+            reversed(self._forwards),
+            key=lambda x: (len(given & x.results), len(given & x.arguments)),
+            default=None,
+        )
+        if found and not given & (found.results | found.arguments):
+            self._forwards.remove(found)  # saved tensors were copied: take forwards in reverse
+        return found.prefix if found else ""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward whose backward may follow, in any order and more than once.
+
+    Attributes:
+        prefix: the path of the part of the model that ran.
+        arguments: the memory of its inputs.
+        results: the memory that it made, for its caller and for its backward.
+    """
+
+    prefix: str
+    arguments: frozenset[compat.StorageWeakRef]
+    results: frozenset[compat.StorageWeakRef]
+
+
+def _memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:
+    return frozenset(compat.weak_storage(x) for x in values if isinstance(x, Tensor))
 
 
 class MeasuringInterpreter(fx.Interpreter):

@@ -127,6 +127,9 @@ class StreamedUpdate:
             into = list(zip(piece.host, piece.device, strict=True))
             out = list(zip(piece.device, piece.host, strict=True))
             self.staging.run(piece.buffer, into, launch, out, self._coding(piece))
+        for weight in self.coded:
+            if weight is not None:
+                weight.mark_quantized()
 
     def _coding(self, piece: Piece) -> Callable[[], object] | None:
         """Makes codes of new weights, if the device has these alone."""

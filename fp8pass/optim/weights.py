@@ -40,9 +40,11 @@ def offload_weights(
         model.compile(backend="fp8pass")
 
     The weights stay on the host, in memory that the GPU copies from, and so do the optimizer's
-    states of these. They are what `state_dict` gives and `load_state_dict` changes; the parameters
-    of the model are their codes, which behave as a tensor of rounded values. Call it before the
-    optimizer is made, and before the model is compiled.
+    states of these. Compiled code multiplies their codes. Every other operator reads the exact
+    weights, which cross the link for it, and writes to them; the codes are made again before their
+    next use. Writes to a part or to a view of a weight raise RuntimeError. `fully_shard` and
+    `parallelize_module` shard the exact weights on the device: they end the offloading. Call this
+    before the optimizer is made, and before the model is compiled.
 
     Args:
         model: a module with BF16 weights, on the host or on the device.
@@ -115,6 +117,7 @@ def _in_codes(weight: Tensor, device: torch.device, arena: Arena) -> nn.Paramete
     ((codes, scales),) = coded([weight.to(device)], weight.dtype)
     found = CodedWeight(codes, scales, weight.dtype)
     found.source = arena.take(weight.detach())
+    found.mark_quantized()
     return nn.Parameter(found, requires_grad=weight.requires_grad)
 
 
@@ -122,6 +125,5 @@ def _give_source(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
     """Have a state dict hold the weight instead of its codes."""
     weight = module.weight
     if isinstance(weight, CodedWeight) and f"{prefix}weight" in state:
-        if weight.is_cuda:  # it may be on its way
-            torch.cuda.synchronize(weight.device)
+        weight.wait_for_source()
         state[f"{prefix}weight"] = weight.source

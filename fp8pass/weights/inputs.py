@@ -71,6 +71,11 @@ def choose_codes(
     for i, (node, weight) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if i in unused or not _is_weight_of_linear_layers(node, weight, config):
             continue
+        if compat.is_of_fsdp(node):
+            # A gather writes to the same memory without a trace, and what it writes depends on
+            # shards that other ranks may have changed.
+            left_out.append((i, "FSDP gathers the weight in every run"))
+            continue
         needed = weight.numel() + 4 * weight.shape[0]  # E4M3, scales of rows in FP32
         if needed > room:
             left = (

@@ -79,7 +79,8 @@ def same_weights() -> Iterator[None]:
     Weights that change all the same are coded anew if PyTorch can know: by in-place operators
     (`optimizer.step()`, `load_state_dict`, `weight.copy_`), or because their memory is another one
     (`model.to`, `weight.data = ...`). After `weight.data.copy_(...)`, or a kernel that writes to a
-    weight, leave the context before the next forward.
+    weight, leave the context before the next forward. Codes of weights that FSDP gathers are made
+    in every run: a gather leaves no trace.
     """
     hook = register_optimizer_step_post_hook(forget)
     _kept.contexts += 1

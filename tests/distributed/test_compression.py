@@ -49,7 +49,8 @@ def compressed_gradients_are_near(device: str, way: str) -> None:
     sent = compression.gradients.elements
     # Half to the other rank, and DDP half of the sums; FSDP2 fills up what it cannot halve.
     assert elements / 2 <= sent / (2 if way in COPIES else 1) <= elements / 2 + 64
-    assert compression.gradients.ratio <= 0.51
+    # A parameter's last group is filled up: these are small.
+    assert compression.gradients.ratio <= 0.52
     assert_replicas_are_equal(model)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import parallel
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
 from fp8pass import Config
@@ -62,6 +66,89 @@ def what_bisect_says(device: str, broken: bool) -> str:
         return str(fp8pass.bisect(model, loss, x, config=EAGER, most=1))
     except ValueError as wrong:
         return str(wrong)
+
+
+# --- tools in the middle of a step ---------------------------------------------------------------
+
+WAYS = (
+    "ddp",
+    "ddp views",
+    "ddp views, no_sync",
+    "fsdp",
+    "fsdp no sync",
+    "fsdp no sync, fp32",
+    "hsdp",
+)
+
+
+TOOLS = {
+    "diagnose": lambda m, x: fp8pass.diagnose(m, loss, x, config=EAGER),
+    "bisect": lambda m, x: fp8pass.bisect(m, loss, x, config=EAGER, most=1),
+    "calibrate": lambda m, x: fp8pass.calibrate(m, loss, x, config=EAGER),
+    "sharpness": lambda m, x: fp8pass.sharpness(m, loss, x, search=False),
+}
+
+
+def trainable(device: str, way: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack().to(device)
+    if way.startswith("ddp"):
+        return DistributedDataParallel(model, gradient_as_bucket_view="views" in way)
+    policy = MixedPrecisionPolicy()
+    if "fp32" in way:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device, (2,))
+    if way == "hsdp":
+        mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("copies", "shards"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def held_back(model: nn.Module, way: str, last: bool) -> AbstractContextManager[object]:
+    """A context whose backward is reduced if it is the last one of a step."""
+    if "no_sync" in way and not last:
+        return model.no_sync()
+    if "no sync" in way:
+        model.set_requires_gradient_sync(last)
+    if way == "hsdp":
+        model.set_requires_all_reduce(last)
+    return nullcontext()
+
+
+def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
+    """Two steps of three backwards: the same bits with and without a tool."""
+    found = []
+    for uses_tool in (False, True):
+        torch._dynamo.reset()
+        model = trainable(device, way)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        batches = torch.randn(2, 3, 32, parallel.WIDTH, generator=generator).to(device)
+        for step in range(2):
+            for i, x in enumerate(batches[step]):
+                with held_back(model, way, i == 2):
+                    loss(model, x).backward()
+                if uses_tool and i == (2 if where == "before the step" else 1):
+                    TOOLS[tool](model, 3 * batches[1, 0])
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parallel.full(p).detach() for p in model.parameters()])
+    for with_tool, without in zip(*found, strict=True):
+        assert torch.equal(with_tool, without)
+
+
+@pytest.mark.parametrize("where", ["between backwards", "before the step"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tools_leave_a_step_alone(two, way, where):
+    two(a_step_with_tools, way, "diagnose", where)
+
+
+@pytest.mark.parametrize("tool", [name for name in TOOLS if name != "diagnose"])
+@pytest.mark.parametrize("way", ["ddp views, no_sync", "fsdp no sync"])
+def test_all_tools_leave_a_step_alone(two, way, tool):
+    two(a_step_with_tools, way, tool, "between backwards")
 
 
 def guarded(device: str) -> int:

@@ -8,6 +8,7 @@ from torch import nn
 
 import fp8pass
 
+EAGER = fp8pass.Config(compiler="eager")
 TOOLS = [fp8pass.diagnose, fp8pass.bisect, fp8pass.calibrate]
 
 
@@ -47,6 +48,66 @@ def test_hooks_of_gradients_are_not_called(tool):
     hook.remove()
     mean_square(program, batch).backward()
     assert len(called) == 1
+
+
+class Counted(nn.Module):
+    """A layer that replaces one buffer in every forward, and enlarges another one in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("latest", torch.zeros(0))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        self.latest.resize_(32).copy_(x.detach().mean(0))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        *(lambda m, x, tool=tool: tool(m, mean_square, x, config=EAGER) for tool in TOOLS),
+        lambda m, x: fp8pass.explain(m, x),
+        lambda m, x: fp8pass.sharpness(m, mean_square, x, search=False),
+    ],
+    ids=["diagnose", "bisect", "calibrate", "explain", "sharpness"],
+)
+def test_buffers_and_random_state_stay(tool):
+    torch._dynamo.reset()
+    outer = nn.Sequential(Counted(), nn.Dropout(0.5), nn.Linear(32, 32))
+    outer[0].forward = torch.compiler.disable(outer[0].forward)
+    counted, state = outer[0], torch.random.get_rng_state()
+    seen, latest = counted.seen, counted.latest
+    tool(outer, torch.ones(32, 32))
+    assert counted.seen is seen
+    assert not seen.any()
+    assert counted.latest is latest
+    assert latest.shape == (0,)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_and_sums_stay(tool, accumulate):
+    """Accumulated in `.grad`, or by an optimizer in the backward."""
+    found = []
+    for uses_tool in (False, True):
+        model, program, _ = trained()
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-2)
+        if accumulate > 1:
+            fp8pass.optim.attach(model, optimizer, accumulate=accumulate)
+        generator = torch.Generator().manual_seed(0)
+        for i in range(4):
+            x = torch.randn(32, 32, generator=generator)
+            mean_square(program, x).backward()
+            if uses_tool and i == 2:
+                tool(program, mean_square, 3 * x)
+        if accumulate == 1:
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("tool", TOOLS)

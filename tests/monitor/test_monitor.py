@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import timeit
 
@@ -277,3 +278,60 @@ def test_resuming_and_closing():
     monitor.step()
     assert not monitor.latest
     assert not monitor.sampling
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+def in_order(losses):
+    for loss in losses:
+        loss.backward()
+
+
+def interleaved(losses):
+    for i in (1, 0, 2):
+        losses[i].backward()
+
+
+def twice(losses):
+    losses[0].backward(retain_graph=True)
+    losses[2].backward()
+    losses[0].backward()
+    losses[1].backward()
+
+
+def with_forwards_that_have_no_backward(losses):
+    losses[1].backward()
+    losses[0].backward()
+
+
+ORDERS = [in_order, interleaved, twice, with_forwards_that_have_no_backward]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("recipe", ["coat", "linear"])
+def test_gradients_belong_to_their_block_in_any_order(order, recipe):
+    """Blocks share compiled code, and each has a loss of its own size."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.ModuleList(Half() for _ in range(3))
+    monitor = Monitor(every=1, model=model)
+    backend = fp8pass.backend(Config.recipe(recipe, compiler="eager"), monitor=monitor)
+    for block in model:
+        block.compile(backend=backend)
+    x = torch.randn(32, 64)
+    losses = [
+        scale * block(x).square().mean() for scale, block in zip((1e3, 1, 1e-3), model, strict=True)
+    ]
+    order(losses)
+    monitor.step()
+    found = {r.module: r.amax for r in monitor.latest if r.tensor == "gradient"}
+    amax = [found[f"{i}.down"] for i in range(3) if f"{i}.down" in found]
+    assert len(amax) == (2 if order is with_forwards_that_have_no_backward else 3)
+    assert all(one > 100 * other for one, other in itertools.pairwise(amax))

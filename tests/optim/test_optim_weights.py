@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 from optim_helpers import through_a_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8pass
 from fp8pass.config import ConfigError
@@ -217,10 +219,132 @@ def test_what_cannot_be_in_codes():
         offload_weights(nn.Sequential(nn.Linear(64, 64)).bfloat16(), "cpu", skip=["0"])
 
 
-def test_weights_change_through_the_host_alone():
+def check_exact(weight: CodedWeight, want: torch.Tensor) -> None:
+    """Check the source, what operators read, and the FP8 data of a weight."""
+    assert torch.equal(weight.source, want)
+    assert torch.equal(weight + 0, want)
+    ((codes, scales),) = coded([want], torch.bfloat16)
+    assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(weight.scales, scales)
+
+
+def swap_in_and_out(model: Model) -> None:
+    """Evaluate with other weights, as averages are swapped in and out."""
+    saved = [p.data.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.zero_()
+    for p, values in zip(model.parameters(), saved, strict=True):
+        p.data.copy_(values)
+
+
+def flatten_and_scale(model: Model) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(2 * vector, model.parameters())
+
+
+def write_to_state_dict(model: Model) -> None:
+    for values in {id(x): x for x in model.state_dict().values()}.values():
+        values.mul_(2)
+
+
+WRITES = {
+    "itself": (lambda m: m.up.weight.copy_(m.up.weight), lambda w: w),
+    "mul_": (lambda m: m.up.weight.mul_(2), lambda w: 2 * w),
+    "lerp_": (
+        lambda m: m.up.weight.lerp_(torch.ones_like(m.up.weight), 0.5),
+        lambda w: (w + 1) / 2,
+    ),
+    "data": (lambda m: setattr(m.up.weight, "data", m.up.weight.data * 2), lambda w: 2 * w),
+    "out": (lambda m: torch.mul(m.up.weight, 2, out=m.up.weight.detach()), lambda w: 2 * w),
+    "foreach": (lambda m: torch._foreach_mul_([m.up.weight, torch.ones(3)], 2.0), lambda w: 2 * w),
+    "initialize": (lambda m: nn.init.zeros_(m.up.weight), torch.zeros_like),
+    "swap": (swap_in_and_out, lambda w: w),
+    "flatten": (flatten_and_scale, lambda w: 2 * w),
+    "state dict": (write_to_state_dict, lambda w: 2 * w),
+    "round trip": (lambda m: m.float().bfloat16(), lambda w: w),
+    "copy": (lambda m: copy.deepcopy(m).up.weight.zero_(), lambda w: w),
+    "dtype": (lambda m: m.up.weight.float().zero_(), lambda w: w),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@torch.no_grad()
+def test_writes_reach_the_exact_weight(name):
+    write, expected = WRITES[name]
+    model, before = new("cpu"), Model().bfloat16().up.weight.detach()
+    check_exact(model.up.weight, before)
+    write(model)
+    check_exact(model.up.weight, expected(before))
+    assert model.again.weight is model.up.weight
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w[0].zero_(),
+        lambda w: w.view(-1).mul_(2),
+        lambda w: w.t()[:3].copy_(torch.ones(())),
+        lambda w: w.chunk(2)[1].add_(1),
+        lambda w: w.__setitem__(0, 0.0),
+        lambda w: w.t_(),
+        lambda w: setattr(w, "data", w.float() * 2),
+        lambda w: setattr(w, "data", w[:1]),
+    ],
+)
+@torch.no_grad()
+def test_writes_that_would_be_lost_are_refused(write):
+    model, before = new("cpu"), Model().bfloat16().up.weight.detach()
+    with pytest.raises(RuntimeError, match="quantized weight"):
+        write(model.up.weight)
+    check_exact(model.up.weight, before)
+
+
+@torch.no_grad()
+def test_averages_are_exact():
     model = new("cpu")
-    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
-        model.up.weight.mul_(2)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    model.up.weight.mul_(2)
+    for _ in range(2):  # the first update copies
+        average.update_parameters(model)
+    check_exact(average.module.up.weight, model.up.weight.source)
+    average.module.up.weight.zero_()
+    assert model.up.weight.source.any()
+
+
+@torch.no_grad()
+def test_pickles_have_fp8_data_of_the_weights():
+    model = new("cpu")
+    model.state_dict()["up.weight"].mul_(2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    check_exact(torch.load(file, weights_only=False).up.weight, model.up.weight.source)
+
+
+def test_eager_layers_use_exact_weights():
+    model, plain = new("cpu"), Model().bfloat16()
+    for each in (model, plain):
+        each(ids("cpu")).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    torch.optim.AdamW(plain.parameters(), 0.1).step()
+    check_exact(model.up.weight, plain.up.weight.detach())
+
+
+def test_compiled_code_sees_writes_to_a_state_dict():
+    model = new("cpu")
+    program = torch.compile(model, backend=fp8pass.backend(fp8pass.Config(compiler="eager")))
+    program(ids("cpu"))
+    with torch.no_grad():
+        model.state_dict()["down.weight"].zero_()
+        changed = program(ids("cpu"))
+    fresh = new("cpu")
+    fresh.load_state_dict(model.state_dict())
+    torch._dynamo.reset()
+    program = torch.compile(fresh, backend=fp8pass.backend(fp8pass.Config(compiler="eager")))
+    with torch.no_grad():
+        assert torch.equal(program(ids("cpu")), changed)
 
 
 @torch.no_grad()
