@@ -28,6 +28,7 @@ from fp8pass.dialect.formats import E2M5, E4M3, Format
 from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
+from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import KEPT_BY_CHOICE
 from fp8pass.rules import attention as attention_rule
 from fp8pass.rules.derivation import MASKED, UNITY, Amplification, Known, RegionRule, derive
@@ -46,6 +47,7 @@ UNUSED = Amplification(0.0, 0.0, 0.0)
 
 ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used as no gradient is"
 IN_A_DISTANCE = "a distance is computed from its square and its products, which nearly cancel"
+OF_THE_HEAD = "the forward computes it from the logits, for the gradients of an output head"
 FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
 
 
@@ -98,6 +100,7 @@ class Rules:
         self.constants = splitter.constants
         self.discrete = splitter.discrete
         self.differences = splitter.differences
+        self._head_gradients = fused_gradients(g).values - self.constants
         self._distances = expanded_distances(g) - self.constants - self.backward
         self._weights = self._computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
@@ -238,6 +241,8 @@ class Rules:
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
         if node in self._distances:
             yield IN_A_DISTANCE
+        if node in self._head_gradients:
+            yield OF_THE_HEAD
         yield from self._found.get(node, ())
         yield from self._uses_outside(node)
 

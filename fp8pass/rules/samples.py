@@ -49,7 +49,7 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Values of a region's symbols, [scales and constants, rows, width]; a statistic has one for each row.
+    """Values of symbols, [scales and constants, rows, width]; a statistic has one for each row.
 
     Attributes:
         values: the value of each symbol.
