@@ -110,7 +110,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
 
 
 def _whole(operand: fx.Node) -> fx.Node:
-    """The tensor of whose elements an operand has some: heads may be computed in chunks."""
+    """Return the tensor that an operand is a part of: heads may be computed in chunks."""
     node = source(operand)
     while node.target in SELECTIONS or graph.is_getitem(node):
         node = source(node.all_input_nodes[0])

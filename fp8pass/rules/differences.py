@@ -1,4 +1,4 @@
-"""Differences: sums whose terms may nearly cancel, so that no error of a term is small beside them.
+"""Find differences: sums whose terms may nearly cancel, which amplifies the errors of the terms.
 
 Samples of two values are independent and have no mean, so that they do not show this. The backward
 therefore never computes a difference from low bits of its terms: it reads the stored difference, or
@@ -33,8 +33,7 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Functions whose results have a size of their own, whatever is added to their operand: where a
-# number is subtracted, samples show how much is left.
+# Functions whose results have a typical size. Samples show how much they and a number cancel.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -46,17 +45,17 @@ class Differences:
 
     Args:
         constants: nodes that are exact. It may still grow, in the order of the graph.
-        signs: the signs of the nodes of which something is known.
+        signs: the known signs of nodes.
     """
 
     def __init__(self, constants: Collection[fx.Node], signs: Mapping[fx.Node, Sign]) -> None:
         self._constants, self._signs = constants, signs
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether a node is a difference, one of whose terms is inexact.
+        """Whether a node is a difference with an inexact term.
 
-        The variance of each row is one. What batch normalization computes is not: AOTAutograd
-        subtracts its mean twice.
+        The variance of each row is a difference. The deviations of batch normalization are not,
+        because AOTAutograd subtracts the mean twice.
         """
         if node.target in VARIANCES:
             return _is_for_each_row(node)
@@ -94,7 +93,7 @@ class Differences:
         return bool(common)
 
     def _is_negative(self, x: Any, scale: float) -> bool:
-        """Whether a term is subtracted; products of a constant are taken for what they are."""
+        """Whether a term is subtracted. A constant times a negative number is not: it may be a mask."""
         number = _number(x)
         if number is not None:
             return number * scale < 0
@@ -112,7 +111,7 @@ class Differences:
             node = node.args[0]  # type: ignore[assignment]
 
     def _adds_up_negations(self, total: fx.Node) -> bool:
-        """Whether a sum goes over values of which some are negated: `stack([x, -y]).sum(0)`."""
+        """Whether a sum adds up values and negated values: `stack([x, -y]).sum(0)`."""
         stacked: Any = total.args[0]
         while stacked.target in COPIES:
             stacked = stacked.args[0]
@@ -151,7 +150,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _factor(node: fx.Node) -> float | None:
-    """The number by which a node multiplies its first operand."""
+    """The number that a node multiplies its first operand with."""
     if node.target not in (*PRODUCTS, *QUOTIENTS) or not isinstance(node.args[0], fx.Node):
         return None
     return _number(node.args[1])
@@ -184,8 +183,8 @@ def _is_for_each_row(variance: fx.Node) -> bool:
 def expanded_distances(g: fx.Graph) -> set[fx.Node]:
     """The values of squared distances that are written as x² + y² - 2 x y, with a matrix product.
 
-    The gradient of x is 2 x Σ g - 2 g y, of which only the part of the distance is left. That holds
-    for exact operands only, and the two terms are added in places that the graph does not connect.
+    The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel, and the backward may add them in
+    places far from each other.
     """
     found, values = set[fx.Node](), dict[fx.Node, frozenset[fx.Node]]()
     squares, products = dict(values), dict(values)

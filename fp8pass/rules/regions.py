@@ -5,7 +5,7 @@ and backward in one, between GEMMs, attention and the edges of the graph. Two mo
 end a region. Their results have the relative error of their operands, which needs no derivation:
 
 - a *junction*, a sum of independent values (`x + attention(x)`): without this the residual stream
-  would join all layers into one region. A difference of two values is another one
+  would join all layers into one region. A difference of two values is a junction, too
   (`differences.py`);
 - *movement* of elements: slices, concatenations, gathers.
 

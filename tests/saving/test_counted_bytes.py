@@ -1,4 +1,4 @@
-"""The bytes that a plan says are kept are those that autograd keeps."""
+"""The saved bytes of a plan agree with the bytes that autograd saves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sizes_that_depend_on_data(function):
 
 
 class Complex(nn.Module):
-    """A complex layer whose weight is conjugated, in one of several spellings."""
+    """A complex layer that conjugates its weight."""
 
     def __init__(self, spelling):
         super().__init__()
