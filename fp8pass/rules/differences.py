@@ -93,7 +93,7 @@ class Differences:
         return bool(common)
 
     def _is_negative(self, x: Any, scale: float) -> bool:
-        """Whether a term is subtracted. A constant times a negative number is not: it may be a mask."""
+        """Whether a term is subtracted; a constant times a negative number may be a mask."""
         number = _number(x)
         if number is not None:
             return number * scale < 0
