@@ -51,8 +51,9 @@ scaled_mm = torch._scaled_mm
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# Stands for a size that only the data decides.
+# Stands for a size that only the data decides, where nothing bounds it below the second number.
 _UNBACKED_HINT = 4096
+_LARGEST_BOUND = 1 << 40
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -78,11 +79,21 @@ def has_unbacked(value: object) -> bool:
 
 
 def size_hint(value: int | torch.SymInt) -> int:
-    """The number behind a size: itself, or the one it was traced with, or a guess."""
+    """The number behind a size: itself, or the one it was traced with, or a guess.
+
+    The guess is the middle of the sizes that are possible: a mask selects half of its elements.
+    """
     if isinstance(value, int):
         return value
     hint = None if has_unbacked(value) else value.node.hint
-    return _UNBACKED_HINT if hint is None else int(hint)
+    return _middle_of_range(value) if hint is None else int(hint)
+
+
+def _middle_of_range(size: torch.SymInt) -> int:
+    possible = size.node.shape_env.bound_sympy(size.node.expr)
+    if not (possible.lower >= 0 and possible.upper < _LARGEST_BOUND):
+        return _UNBACKED_HINT
+    return int(possible.lower + possible.upper) // 2
 
 
 def guard_count(graph: torch.fx.Graph) -> int:

@@ -59,6 +59,7 @@ VIEWS = (
         aten.transpose.int,
         aten.t.default,
         aten.expand.default,
+        aten._conj.default,
         aten.lift_fresh.default,
         prims.broadcast_in_dim.default,
     }

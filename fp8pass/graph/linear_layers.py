@@ -41,7 +41,13 @@ from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
-from fp8pass.graph.output_heads import has_head_name, is_tied_to_embedding, logits, routers
+from fp8pass.graph.output_heads import (
+    fused_gradients,
+    has_head_name,
+    is_tied_to_embedding,
+    logits,
+    routers,
+)
 from fp8pass.graph.tags import ADDED
 from fp8pass.plan import Linear
 
@@ -169,7 +175,7 @@ def parts_with_layers(gm: fx.GraphModule, facts: JointFacts, skip: tuple[str, ..
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
     """The linear layers of a graph and what comes close, with the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
-    before_softmax, before_choice = logits(g), routers(g)
+    of_heads, before_choice = logits(g) | fused_gradients(g).gemms, routers(g)
     layers: list[Layer] = []
     by_weight: dict[fx.Node, list[Layer]] = {}
     by_input: dict[fx.Node, list[Layer]] = {}
@@ -180,7 +186,7 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
         if node not in backward:
             differentiated.setdefault(node.meta.get("seq_nr", -1), []).append(node)
             if layer := _layer_of(node, facts, origins):
-                layer.is_head = _is_head(layer, before_softmax)
+                layer.is_head = _is_head(layer, of_heads)
                 layer.is_router = node in before_choice
                 layers.append(layer)
                 by_weight.setdefault(layer.weight, []).append(layer)
@@ -307,9 +313,9 @@ def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
-def _is_head(layer: Layer, before_softmax: set[fx.Node]) -> bool:
+def _is_head(layer: Layer, of_heads: set[fx.Node]) -> bool:
     named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
-    return named or layer.forward in before_softmax
+    return named or layer.forward in of_heads
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:

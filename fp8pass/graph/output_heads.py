@@ -5,6 +5,9 @@ with nothing but pointwise operators, views, reductions and copies between. The 
 stream ends that way back: the last layer of a branch that is added to a stream is no head, even if
 the stream ends in a log-softmax without one.
 
+Where the forward computes gradients of a head, as fused linear cross entropies do, these belong to
+the head: they are exact, too.
+
 A layer is a router if the same lies between it and a choice of the largest, which a small error may
 change.
 """
@@ -12,17 +15,18 @@ change.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fp8pass import graph
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, value
 from fp8pass.graph.order import ancestors
-from fp8pass.graph.patterns import is_sum_of_alike
+from fp8pass.graph.patterns import is_sum_of_alike, source
 
 HEAD_NAMES = ("lm_head", "embed_out", "unembed")
 TOP_LEVEL_HEAD_NAMES = ("output",)
@@ -69,6 +73,53 @@ def logits(g: fx.Graph) -> set[fx.Node]:
 def routers(g: fx.Graph) -> set[fx.Node]:
     """The GEMMs of whose result the forward takes the largest."""
     return _gemms_before(g, CHOICES)
+
+
+@dataclass(frozen=True)
+class FusedGradients:
+    """Gradients of output heads that the forward computes, as fused linear cross entropies do.
+
+    Attributes:
+        gemms: the products of gradients of logits with the weight or the input of their head.
+        values: these products, gradients of logits, and the values that follow from them.
+    """
+
+    gemms: set[fx.Node] = field(default_factory=set)
+    values: set[fx.Node] = field(default_factory=set)
+
+
+def fused_gradients(g: fx.Graph) -> FusedGradients:
+    """Find the gradients of output heads that the forward of a joint graph computes."""
+    backward, found = graph.tangent_dependent(g), FusedGradients()
+    heads = logits(g)
+    origins = {head: {head} for head in heads}  # of a value between two GEMMs: the heads behind it
+    for node in (n for n in g.nodes if n not in backward and n not in heads):
+        behind = set[fx.Node]().union(*(origins.get(n, ()) for n in node.all_input_nodes))
+        if kind(node) is Kind.GEMM:
+            operands = {_whole(n) for n in node.all_input_nodes}
+            if any(operands & {_whole(n) for n in head.all_input_nodes} for head in behind):
+                found.gemms.add(node)
+                found.values.add(node)
+        elif kind(node) in (*BETWEEN, Kind.OTHER):  # scatters, and kernels of losses
+            if behind:
+                origins[node] = behind
+            follows = not found.values.isdisjoint(node.all_input_nodes)
+            if follows or any(_has_columns_of(node, head) for head in behind):
+                found.values.add(node)
+    return found
+
+
+def _whole(operand: fx.Node) -> fx.Node:
+    """Return the tensor that an operand is a part of: heads may be computed in chunks."""
+    node = source(operand)
+    while node.target in SELECTIONS or graph.is_getitem(node):
+        node = source(node.all_input_nodes[0])
+    return node
+
+
+def _has_columns_of(node: fx.Node, head: fx.Node) -> bool:
+    val = value(node)
+    return val is not None and val.ndim > 1 and val.shape[-1] == graph.tensor(head).shape[-1]
 
 
 def _gemms_before(g: fx.Graph, ends: Set[Any]) -> set[fx.Node]:

@@ -90,6 +90,24 @@ _FIRST_COLUMNS: dict[Any, Callable[..., Any]] = {
 }
 
 
+FILLS = (aten.full.default, aten.full_like.default)
+ZEROS = (aten.zeros.default, aten.zeros_like.default)
+ONES = (aten.ones.default, aten.ones_like.default)
+
+
+def filled_with(node: fx.Node) -> float | None:
+    """The number that all elements of a node equal; None if the graph does not contain it."""
+    while node.target in RESHAPES or node.target in CASTS:
+        node = node.all_input_nodes[0]
+    if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
+        return float(node.args[1])
+    if node.target is aten.scalar_tensor.default and isinstance(node.args[0], (int, float)):
+        return float(node.args[0])
+    if node.target in ZEROS:
+        return 0.0
+    return 1.0 if node.target in ONES else None
+
+
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
     """A matrix and whether `node` is its transpose, looking through swaps of two dimensions."""
     flipped = False

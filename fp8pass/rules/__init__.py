@@ -10,6 +10,7 @@ ranges.py         values that a mask may make huge in places
 scans.py          gradients that are summed over positions, where small elements may count most
 signs.py          which values are nowhere positive, as the logarithms of decays
 growth.py         exponentials that nothing bounds, for which there is no rule
+differences.py    which sums may nearly cancel, so that low bits of their terms do not do
 divisors.py       values that something divides by
 work.py           what a derivation takes, and when it is not tried
 derivation.py     the rule of one region, from these

@@ -28,9 +28,11 @@ from fp8pass.dialect.formats import E2M5, E4M3, Format
 from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
+from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import KEPT_BY_CHOICE
 from fp8pass.rules import attention as attention_rule
 from fp8pass.rules.derivation import MASKED, UNITY, Amplification, Known, RegionRule, derive
+from fp8pass.rules.differences import expanded_distances
 from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
 from fp8pass.rules.samples import Moments
@@ -41,11 +43,11 @@ aten = torch.ops.aten
 # Their gradients are linear in the value kept for them, so that both have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
-VARIANCES = (aten.var_mean.correction, aten.var.correction)
-
 UNUSED = Amplification(0.0, 0.0, 0.0)
 
 ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used as no gradient is"
+IN_A_DISTANCE = "a distance is computed from its square and its products, which nearly cancel"
+OF_THE_HEAD = "the forward computes it from the logits, for the gradients of an output head"
 FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
 
 
@@ -97,6 +99,9 @@ class Rules:
         self.junctions = splitter.junctions
         self.constants = splitter.constants
         self.discrete = splitter.discrete
+        self.differences = splitter.differences
+        self._head_gradients = fused_gradients(g).values - self.constants
+        self._distances = expanded_distances(g) - self.constants - self.backward
         self._weights = self._computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
         self._moments = _moments_of(g, config)
@@ -221,9 +226,7 @@ class Rules:
         """
         if format.lossless or node in self.constants:
             return True
-        if node in self.discrete:
-            return False
-        if self._is_difference(node):
+        if node in self.discrete or node in self.differences:
             return False
         if self._are_off:
             return True
@@ -235,24 +238,11 @@ class Rules:
             node in self._derived and node not in self._findings.compared
         )
 
-    def _is_difference(self, node: fx.Node) -> bool:
-        """Whether a node is the difference of two inexact tensors, which may be far larger.
-
-        Of tensors of one shape, or of a tensor and a mean for each of its rows; the variance of a
-        row is of these, too. Means over rows, as batch normalization subtracts them, are left out:
-        AOTAutograd subtracts them twice.
-        """
-        if node.target in VARIANCES:
-            return _is_for_each_row(node)
-        operand = _subtracted(node)
-        if operand is None or not self.constants.isdisjoint(node.all_input_nodes):
-            return False
-        shape, other = (graph.tensor(x).shape for x in (node, operand))
-        if shape == other:
-            return True
-        return len(shape) == len(other) and shape[0] == other[0] and other[-1] == 1
-
     def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
+        if node in self._distances:
+            yield IN_A_DISTANCE
+        if node in self._head_gradients:
+            yield OF_THE_HEAD
         yield from self._found.get(node, ())
         yield from self._uses_outside(node)
 
@@ -337,25 +327,6 @@ class Rules:
             elif (amplification := rule.by_index.get(index)) is not None:
                 needs_signs = amplification.needs_signs or region in bounded
                 found.append(replace(amplification, needs_signs=needs_signs))
-
-
-def _subtracted(node: fx.Node) -> fx.Node | None:
-    """What a node subtracts from its first operand, a tensor; None if it is no such operator."""
-    if node.target not in (aten.sub.Tensor, aten.add.Tensor) or len(node.args) < 2:
-        return None
-    operand, negative = node.args[1], node.target is aten.sub.Tensor
-    if not isinstance(operand, fx.Node) or not isinstance(node.args[0], fx.Node):
-        return None
-    if node.target is aten.add.Tensor:
-        negative = operand.target is aten.neg.default
-    return operand if negative else None
-
-
-def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance leaves the first dimension; without dimensions it is one number."""
-    rank = graph.tensor(variance.all_input_nodes[0]).ndim
-    dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
-    return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
 
 
 def _moments_of(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:

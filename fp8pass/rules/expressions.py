@@ -19,9 +19,10 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten, prims
+from fp8pass.graph.patterns import filled_with
 from fp8pass.graph.pointwise import POINTWISE
 from fp8pass.graph.symbols import Operand, Underivable
-from fp8pass.rules.regions import Region, Role, filled_with
+from fp8pass.rules.regions import Region, Role
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8pass.graph.symbols import Where
 from fp8pass.rules.expressions import Expressions
-from fp8pass.rules.samples import HUGE, Samples
+from fp8pass.rules.samples import HUGE, SCALES, Samples
 
 MASKED = -1e9  # infinity is found by the same path
 
@@ -38,7 +38,7 @@ def wild_symbols(
     masked = (_added(expressions) - set(weights) - expressions.numbers.keys()) | wild
     if not masked and not huge:
         return set()
-    inputs = dict(samples.inputs)
+    inputs = {s: x[: len(SCALES)] for s, x in samples.inputs.items()}
     inputs |= {s: torch.full_like(inputs[s], x) for s, x in huge.items()}
     for number, symbol in enumerate(sorted(masked, key=str)):
         rest = inputs[symbol] if symbol in wild else torch.zeros_like(inputs[symbol])

@@ -5,7 +5,8 @@ and backward in one, between GEMMs, attention and the edges of the graph. Two mo
 end a region. Their results have the relative error of their operands, which needs no derivation:
 
 - a *junction*, a sum of independent values (`x + attention(x)`): without this the residual stream
-  would join all layers into one region;
+  would join all layers into one region. A difference of two values is a junction, too
+  (`differences.py`);
 - *movement* of elements: slices, concatenations, gathers.
 
 What is no longer a float ends a region, too, unless the maths of the comparison that it comes from
@@ -25,8 +26,9 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.nodes import aten
-from fp8pass.graph.patterns import SUMS
-from fp8pass.rules.signs import nonpositive
+from fp8pass.graph.patterns import SUMS, filled_with
+from fp8pass.rules.differences import Differences
+from fp8pass.rules.signs import Sign, signs
 
 # Kinds of nodes that a region consists of, junctions aside.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
@@ -107,24 +109,6 @@ class Region:
         return roles, members
 
 
-FILLS = (aten.full.default, aten.full_like.default)
-ZEROS = (aten.zeros.default, aten.zeros_like.default)
-ONES = (aten.ones.default, aten.ones_like.default)
-
-
-def filled_with(node: fx.Node) -> float | None:
-    """The number that all elements of a node are, where the graph says so."""
-    while node.target in graph.RESHAPES or node.target in graph.CASTS:
-        node = node.all_input_nodes[0]
-    if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
-        return float(node.args[1])
-    if node.target is aten.scalar_tensor.default and isinstance(node.args[0], (int, float)):
-        return float(node.args[0])
-    if node.target in ZEROS:
-        return 0.0
-    return 1.0 if node.target in ONES else None
-
-
 def is_movement(node: fx.Node) -> bool:
     """Whether `node` only selects or moves elements of its operands."""
     return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS
@@ -145,6 +129,7 @@ class Splitter:
         constants: after `split`, the nodes computed from `exact` inputs and discrete values alone.
         discrete: after `split`, the nodes that are no floats although their operands are.
         junctions: after `split`, the nodes that end a region and have their operands' error.
+        differences: after `split`, the nodes that must not be computed from inexact values.
     """
 
     def __init__(
@@ -161,9 +146,11 @@ class Splitter:
         self.junctions: set[fx.Node] = set()
         self.constants: set[fx.Node] = set()
         self.discrete: set[fx.Node] = set()
+        signs_ = signs(g)
+        self.differences = Differences(self.constants, signs_)
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self._members: dict[fx.Node, None] = {}
-        self._nonpositive = nonpositive(g)
+        self._nonpositive = {n for n, sign in signs_.items() if Sign.NONPOSITIVE in sign}
 
     def split(self) -> list[Region]:
         """The regions, in the order of their first members."""
@@ -207,6 +194,8 @@ class Splitter:
         return derivable and self.has_formula(node) and (not rounds or node.target in COMPARISONS)
 
     def _is_junction(self, node: fx.Node) -> bool:
+        if node not in self.backward and self.differences.is_of_equals(node):
+            return True
         if node.target not in SUMS:
             return False
         operands = node.all_input_nodes

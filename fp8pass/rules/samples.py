@@ -1,8 +1,9 @@
 """Values of a region on random samples, or on real data.
 
-Inputs are normal, gradients normal with unit variance, masks random, other constants one. The same
-numbers come at several scales, because a bound has to hold for the values that there are: the
-amplification of `tanh(x) ** 1000` depends on how large x is.
+Inputs are normal, gradients normal with unit variance, masks random. The same numbers come at
+several scales, because a bound has to hold for the values that there are: the amplification of
+`tanh(x) ** 1000` depends on how large x is. Parameters, buffers and data are one, then much larger
+and much smaller, because their values change in training: `tanh(50 * x)` is steep near zero.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fp8pass.rules.expressions import Expressions, Pointwise, Statistic
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
 HUGE = 1e6  # no sample is as large, but for what a mask adds (`ranges.py`)
 SCALES = (1.0, 0.5, 2.0)  # times the given moments, which come first
+CONSTANTS = (64.0, 1 / 64)  # what constants are besides 1, at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # shape of samples, at each scale
 
 
@@ -47,7 +49,7 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Values of a region's symbols, [scales, rows, width]; a statistic has one for each row.
+    """Values of symbols, [scales and constants, rows, width]; a statistic has one for each row.
 
     Attributes:
         values: the value of each symbol.
@@ -57,10 +59,10 @@ class Samples:
         self.expressions = expressions
         self.width = min(max(expressions.length, SMALLEST_WIDTH), LARGEST_WIDTH)
         self._random = torch.Generator().manual_seed(0)
-        size = len(SCALES), ROWS, self.width
+        size = len(SCALES) + len(CONSTANTS), ROWS, self.width
         constants = sorted(expressions.constants, key=str)
         self.inputs = {s: self._constant(s).expand(size) for s in constants}
-        scales = torch.tensor(SCALES, **ON_CPU)[:, None, None]
+        scales = torch.tensor((*SCALES, *(SCALES[0] for _ in CONSTANTS)), **ON_CPU)[:, None, None]
         for symbol in expressions.values:
             given = moments.get(symbol, UNIT_VARIANCE)
             x = scales * (given.mean + given.std * self.normal(*size[1:]))
@@ -72,9 +74,12 @@ class Samples:
     def _constant(self, symbol: Symbol) -> Tensor:
         if symbol in self.expressions.masks:
             return (self.normal(ROWS, self.width) > 0).to(torch.float64)
+        number = self.expressions.numbers.get(symbol)
+        if number is not None:
+            return torch.tensor(number if abs(number) < HUGE else 1.0, **ON_CPU)
         sign = -1.0 if symbol in self.expressions.nonpositive else 1.0
-        number = self.expressions.numbers.get(symbol, sign)
-        return torch.tensor(number if abs(number) < HUGE else 1.0, **ON_CPU)
+        sizes = torch.tensor((*(1.0 for _ in SCALES), *CONSTANTS), **ON_CPU)
+        return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
         """Take the inputs from real tensors instead: the same rows of each, a subset."""

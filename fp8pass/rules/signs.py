@@ -32,11 +32,6 @@ SignOf = Callable[[Any], Sign]
 Rule = Callable[[fx.Node, SignOf], Sign]
 
 
-def nonpositive(g: fx.Graph) -> set[fx.Node]:
-    """The nodes that have no positive element."""
-    return {node for node, sign in signs(g).items() if Sign.NONPOSITIVE in sign}
-
-
 def signs(g: fx.Graph) -> dict[fx.Node, Sign]:
     """The signs of the nodes of which something is known."""
     known: dict[fx.Node, Sign] = {}
@@ -50,6 +45,11 @@ def signs(g: fx.Graph) -> dict[fx.Node, Sign]:
         if (rule := _RULES.get(node.target)) and (sign := rule(node, sign_of)):
             known[node] = sign
     return known
+
+
+def scaled(sign: Sign, factor: float) -> Sign:
+    """The sign of a value times a number."""
+    return _product(sign, _of_number(factor))
 
 
 def _of_number(x: float) -> Sign:

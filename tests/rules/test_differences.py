@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rules_helpers import gradient_cosines, plan_of
+from rules_helpers import ROWS, D, gradient_cosines, plan_of, rules_of
 from torch.nn import functional as F
 
 
@@ -67,3 +67,78 @@ def test_losses_that_compare_two_numbers(name, save_format):
         return x * 0.01 + number
 
     assert min(gradient_cosines(function, save_format)) > 0.97
+
+
+OFFSET = 30.0
+
+
+def gated(step):
+    return F.silu(step) * step
+
+
+def distances(steps):
+    """A number for each row."""
+    return (steps.square() + 1).log().flatten(1).sum(1, keepdim=True)
+
+
+DIFFERENCES = {
+    "of all pairs": lambda m, h, t: distances(h[:, None] - h[None]),
+    "of all pairs in a row": lambda m, h, t: distances(h[:, :, None] - h[:, None, :32]),
+    "of pairs, scaled": lambda m, h, t: distances(2 * h[:, None] - 2 * h[None]),
+    "of pairs of results": lambda m, h, t: distances(F.softplus(h)[:, None] - F.softplus(h)[None]),
+    "from all targets": lambda m, h, t: distances(h[:, :, None] - t[:, None, :32]),
+    "from a target": lambda m, h, t: gated(h - t),
+    "of a mean square": lambda m, h, t: 99 * F.mse_loss(h, t),
+    "of a Huber loss": lambda m, h, t: 99 * F.huber_loss(h, t),
+    "of a pairwise distance": lambda m, h, t: F.pairwise_distance(h, t)[:, None],
+    "from a parameter": lambda m, h, t: gated(h - OFFSET * m.gain),
+    "from a buffer": lambda m, h, t: gated(h - OFFSET * m.ema),
+    "from a number": lambda m, h, t: gated(h - OFFSET),
+    "of a number": lambda m, h, t: gated(OFFSET - h),
+    "plus a negative number": lambda m, h, t: gated(h + -OFFSET),
+    "plus a negation": lambda m, h, t: gated(t + -h),
+    "plus a negation that is viewed": lambda m, h, t: gated((-h.view(-1, 16)).view_as(h) + t),
+    "plus a negative multiple": lambda m, h, t: gated(h * -1 + t),
+    "of a negation": lambda m, h, t: gated(-h + t),
+    "with alpha": lambda m, h, t: gated(h.add(t / 2, alpha=-2)),
+    "reversed": lambda m, h, t: gated(torch.rsub(h, t)),
+    "of a stack": lambda m, h, t: gated(torch.stack([h, -t]).sum(0)),
+    "from the mean of rows": lambda m, h, t: gated(h - h.mean(0)),
+    "from the mean of all": lambda m, h, t: gated(h - h.mean()),
+    "of an interpolation": lambda m, h, t: torch.lerp(h, t, torch.sigmoid(m.gain * (h - t))) / 30,
+    "of squares": lambda m, h, t: expanded(h, t),
+}
+
+
+def expanded(x, y):
+    """Distances as squares and a product of matrices."""
+    squares = x.square().sum(-1)[:, None] - 2 * x @ y.T + y.square().sum(-1)
+    return (squares.relu() + 1).log().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_in_other_spellings(name, save_format):
+    """Beside another use of the values, for which these are kept."""
+    targets = OFFSET + torch.randn(ROWS, D, generator=torch.Generator().manual_seed(0))
+
+    def function(m, h, t):
+        return DIFFERENCES[name](m, h, t) + h / 256
+
+    cosines = gradient_cosines(function, save_format, targets, offset=OFFSET)
+    assert min(cosines) > 0.97
+
+
+NO_DIFFERENCES = {
+    "gate": lambda m, h: h.roll(1, 0) * (1 - torch.sigmoid(h)),
+    "log sigmoid": lambda m, h: F.logsigmoid(h),
+    "slope of a tanh": lambda m, h: 1 - torch.tanh(h) ** 2,
+    "sum of negations": lambda m, h: F.silu(-h - h.abs()),
+}
+
+
+@pytest.mark.parametrize("name", NO_DIFFERENCES)
+def test_what_samples_show_is_no_difference(name):
+    rules = rules_of(NO_DIFFERENCES[name])
+    inexact = set(rules.graph.nodes) - rules.backward - rules.constants
+    assert not [n for n in inexact if n in rules.differences]
