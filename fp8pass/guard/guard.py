@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8pass.config import ConfigError
 from fp8pass.guard import callbacks
 from fp8pass.guard.events import Event, Signal, Suspect
 from fp8pass.guard.loss_scale import LossScale
-from fp8pass.guard.norms import Norms
+from fp8pass.guard.norms import Norms, trained_names
 from fp8pass.guard.readings import Reading, Readings
 from fp8pass.guard.responses import ROLL_BACK, Responses
 from fp8pass.guard.signals import Signals
@@ -112,6 +113,7 @@ class Guard:
         self._readings = Readings()
         self._norms: Norms | None = None
         self._loss_scale: LossScale | None = None
+        self._handle: RemovableHandle | None = None
         self._signals = Signals()
         self._noticed: list[tuple[int, Signal]] = []
         self._alarm: Alarm | None = None
@@ -141,6 +143,7 @@ class Guard:
         self._norms = Norms(model)
         self._leave()
         self._loss_scale = LossScale(optimizer)
+        self._handle = optimizer.register_step_pre_hook(self._follow_trained)
         self._needs_gradients = not steps_in_backward(optimizer)
 
     def step(
@@ -162,6 +165,7 @@ class Guard:
         """
         if self._norms is None:
             raise ConfigError("Guard has no optimizer: Guard(monitor, optimizer, model=model).")
+        self._follow_trained()
         self.steps += 1
         self._readings.add(loss, gradient_norm)
         if self.steps % self.every == 0:
@@ -262,6 +266,23 @@ class Guard:
         if self._loss_scale is not None:
             self._loss_scale.close()
             self._loss_scale = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _follow_trained(self, *_: Any) -> None:
+        """Watch the parameters that are trained now, if others were frozen or unfrozen.
+
+        Before an optimizer's step, so that the values of what was unfrozen are those of all earlier
+        steps; where the backward updates, after it.
+        """
+        assert self._norms is not None
+        assert self.model is not None
+        trained = trained_names(self.model)
+        if trained != self._norms.trained:
+            self._responses.follow_trained(trained)
+            self._norms = Norms(self.model)
+            self._readings.drop()  # numbers that are still on the device are of other parameters
 
     def _judge(self, reading: Reading, norms: Norms) -> None:
         found = [*self._signals.read(reading, norms.names), *self._of_monitor()]

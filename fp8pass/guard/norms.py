@@ -23,12 +23,15 @@ class Norms:
     """Measures the parameters of a model that are trained.
 
     Attributes:
+        trained: their names in the model, when this was made.
         names: path of the module and name of the parameter, of each one.
         gradients_seen: whether any parameter had a gradient when it was measured last.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(graph.clean_path(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        self.trained = trained_names(model)
+        parameters = dict(model.named_parameters())
+        named = [(graph.clean_path(name), parameters[name]) for name in self.trained]
         self.names = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n, _ in named]
         self.gradients_seen = False
         self._parameters = [p for _, p in named]
@@ -64,6 +67,11 @@ class Norms:
         self.gradients_seen = bool(found)
         norms = iter(_norms(found))
         return [nothing if g is None or g.is_sparse else next(norms) for g in given]
+
+
+def trained_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters that require a gradient."""
+    return tuple(name for name, p in model.named_parameters() if p.requires_grad)
 
 
 def _measured(parameter: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,11 @@ class Responses:
             return None
         good.restore(*self._training)
         return good.step
+
+    def follow_trained(self, names: Collection[str]) -> None:
+        """Act on parameters, too, that are trained from the next step on."""
+        if self._training is not None:
+            self._snapshots.add(self._training[0], names)
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
         """After each step: end what is over, and take copies of weights where all is quiet."""

@@ -185,7 +185,8 @@ class Signals:
             if broken.size < len(names):  # else they say nothing about where it began
                 self._suspects += [Suspect(*names[int(i)], math.inf, math.inf) for i in broken]
         weights, *others = (logs(x) for x in norms)
-        growth = weights - self._weights if self._weights.size else np.full(len(names), np.nan)
+        is_known = self._weights.shape == weights.shape
+        growth = weights - self._weights if is_known else np.full(len(names), np.nan)
         self._weights = weights
         jumps = []
         for (kind, history), row in zip(self._histories.items(), (growth, *others), strict=True):

@@ -11,6 +11,7 @@ before the loss shows it. The two copies take turns in two sets of buffers.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,14 @@ class Snapshot:
                 arena = arenas.setdefault(x.device, Arena(x.device))
                 host = arena.empty(x.shape, x.dtype)
             self.tensors[key] = host.copy_(x, non_blocking=True)
+
+    @torch.no_grad()
+    def add(self, model: nn.Module, names: Collection[str]) -> None:
+        """Copy parameters that were frozen until now, and so are those of this step."""
+        for name, parameter in model.named_parameters():
+            if name in names and ("model", name) not in self.tensors:
+                x = local(parameter).detach()
+                self.tensors["model", name] = Arena(x.device).empty(x.shape, x.dtype).copy_(x)
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -99,6 +108,12 @@ class Snapshots:
         self._trial = self._spare or Snapshot()
         self._spare = None
         self._trial.take(step, model, optimizer)
+
+    def add(self, model: nn.Module, names: Collection[str]) -> None:
+        """Copy parameters that are trained from the next step on."""
+        for snapshot in (self.good, self._trial):
+            if snapshot is not None:
+                snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take a copy that is good."""

@@ -126,6 +126,56 @@ def test_a_run_that_breaks_is_rolled_back_and_recovers():
     assert loss(training.model) < 1.05 * loss(expected.model)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_layers_that_are_unfrozen_later_are_rolled_back(name):
+    """To the values that they had while they were frozen."""
+    training = Training(OPTIMIZERS[name], act="roll back", quiet=5, every=1)
+    first = training.model[0]
+    first.requires_grad_(False)
+    training.run(23)
+    before = first.weight.detach().clone()
+    first.requires_grad_(True)
+    training.run(2).run(1, factor=torch.nan).run(2)
+    assert "roll back" in kinds(training.guard)
+    assert all(p.isfinite().all() for p in training.model.parameters())
+    assert training.guard.events[-1].step < 30
+    unfrozen = next(e for e in training.guard.events if e.kind == "roll back")
+    assert "step" in unfrozen.message
+    # Steps since the copy are few: the layer is near what it was.
+    assert (first.weight - before).abs().max() < 0.05
+
+
+def test_layers_that_are_unfrozen_in_the_backward_are_rolled_back():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-3)
+    fp8pass.optim.attach(model, optimizer)
+    guard = Guard(None, optimizer, model=model, act=("roll back",), every=1, quiet=5)
+    for step in range(30):
+        model[0].requires_grad_(step >= 20)
+        x = torch.randn(32, 16)
+        loss = model(x).square().mean() * (torch.nan if step == 25 else 1)
+        loss.backward()
+        guard.step(loss)
+    assert "roll back" in kinds(guard)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_layers_that_are_unfrozen_are_watched():
+    """And those that are frozen no longer."""
+    training = Training(every=1)
+    for part, trained in ((0, False), (2, False), (0, True), (4, False)):
+        training.model[part].requires_grad_(trained)
+        training.run(12)
+        names = {name for name, p in training.model.named_parameters() if p.requires_grad}
+        assert {".".join(name) for name in training.guard._norms.names} == names
+    assert not training.guard.events
+    with torch.no_grad():
+        training.model[0].weight.fill_(torch.nan)
+    training.run(2)
+    assert "0 weight" in training.guard.events[0].message
+
+
 def test_without_good_weights_it_says_so():
     training = Training(act="roll back", quiet=100).run(50).run(100, factor=torch.nan)
     assert kinds(training.guard) == ["alarm", "confirmed", "no roll back"]
