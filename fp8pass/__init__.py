@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from fp8pass.inspect.fitting import Fit as Fit
     from fp8pass.inspect.fitting import Gpu as Gpu
     from fp8pass.inspect.fitting import fit as fit
+    from fp8pass.inspect.landscape import sharpness as sharpness
     from fp8pass.integrations.compressed_tensors import export as export
     from fp8pass.monitor import Monitor as Monitor
-    from fp8pass.monitor.landscape import sharpness as sharpness
     from fp8pass.weights.frozen import freeze as freeze
     from fp8pass.weights.kept import same_weights as same_weights
 
@@ -58,7 +58,7 @@ _MODULES = {
     "fit": "inspect.fitting",
     "freeze": "weights.frozen",
     "same_weights": "weights.kept",
-    "sharpness": "monitor.landscape",
+    "sharpness": "inspect.landscape",
 }
 
 # The public modules, each with its place.

@@ -1,6 +1,7 @@
 """Training on several ranks: 8 bits on the wire, memory budgets for pipelines.
 
 pipeline_parallel.py   a memory budget for each stage of a pipeline
+layout.py              groups of gradients that begin at each parameter
 wire.py                numbers as they cross the wire
 wire_kernels.py        the same as Triton kernels
 collectives.py         sums over ranks of numbers that cross it so

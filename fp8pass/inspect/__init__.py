@@ -13,5 +13,6 @@ fitting/              `fit`: whether a model trains on a GPU, and how
 calibration.py        `calibrate`: means and standard deviations of activations
 recording.py          the joint graphs and inputs of one step, for diagnose and calibrate
 saved_bytes.py        bytes that a model saves for its backward, measured
+landscape.py          `sharpness`, of the loss around the last token's logits
 running.py            the options a model was compiled with; its state put back after a run
 """

@@ -141,18 +141,20 @@ class Predictor:
             for x, f in zip(operands, formats, strict=True)
         ]
         if gemm.args[6]:
-            errors.append(accumulation_error(*map(self._rows_of_experts, operands)))
+            a, b = map(self._matrix_of_experts, operands)
+            length = min(a.shape[1], b.shape[1])
+            errors.append(accumulation_error(a[:, :length], b[:, :length]))
         return math.hypot(*errors)
 
-    def _rows_of_experts(self, node: fx.Node) -> Tensor:
+    def _matrix_of_experts(self, node: fx.Node) -> Tensor:
         """A matrix that was quantized, contracted over its last dimension.
 
-        Of one that is contracted over the tokens of an expert, as many as an average expert has.
+        Of one that is contracted over the tokens of each expert: as many as an average expert has.
         """
         matrix = self.values[node.args[0]]  # type: ignore[index]
         if node.target is fp8.quantize.default:
             return matrix
-        experts = len(self.values[node.args[2]])  # type: ignore[index]
+        experts = graph.tensor(node.args[2]).shape[0]  # type: ignore[arg-type]
         return matrix[: max(len(matrix) // experts, 1)].t()
 
     def _operand(self, node: fx.Node) -> tuple[Tensor, float]:

@@ -3,7 +3,6 @@
 statistics.py   the statistics of one quantized tensor, measured on its device
 sampler.py      runs the graphs of a sampled step op by op and measures the tensors they quantize
 findings.py     warnings: which tensors have a problem, and what to do about it
-landscape.py    `sharpness`, of the loss around the last token's logits
 writers.py      statistics to CSV and TensorBoard
 callbacks.py    callbacks for Hugging Face's and Lightning's `Trainer`
 monitor.py      `Monitor`, which puts these together
