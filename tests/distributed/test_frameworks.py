@@ -59,7 +59,7 @@ def in_a_trainer(device: str, folder: str) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert float(losses[-1]) < 0.95 * float(losses[0])
     assert callback.done.modules == ("",)
-    assert 0.5 < callback.done.gradients.ratio <= 0.51
+    assert 0.5 < callback.done.gradients.ratio <= 0.53
     sent = callback.done.gradients.bytes
     trainer.train()
     assert callback.done.gradients.bytes > sent
