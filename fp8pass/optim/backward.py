@@ -195,6 +195,8 @@ def _watch_wrappers() -> None:
 
 def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> None:
     """Raise ConfigError if a wrapper is given modules or parameters of an attached optimizer."""
+    if torch.compiler.is_compiling():  # Dynamo would guard on the attached modules
+        return
     if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
         return
     attached = {id(p) for each in _ATTACHED.values() for x in each for p in x.parameters}

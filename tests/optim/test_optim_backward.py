@@ -604,3 +604,18 @@ def test_a_grad_scaler_is_refused(accumulate):
                 scaler.step(optimizer)
         else:
             scaler.step(optimizer)
+
+
+def test_a_forward_that_makes_modules_does_not_guard_on_what_is_attached():
+    model = nn.Linear(64, 64)
+    attach(model, AdamW(model.parameters(), lr=1e-3))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(x):
+        return nn.Sequential(nn.SiLU())(x)
+
+    forward(torch.randn(4, 64))
+    del model
+    gc.collect()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        forward(torch.randn(4, 64))
