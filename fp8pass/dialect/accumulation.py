@@ -7,8 +7,9 @@ fraction bits again. *Fast* accumulation keeps one running sum over the whole co
 accumulation starts a new running sum after 128 products and adds the old one to an FP32 sum.
 
 Truncation has a bias towards zero, which grows with the length of the contraction: sums of 16,384
-products of correlated operands lose 4% (`benchmarks/accumulation.py`). Both rules are bit-equal to
-cuBLASLt, CUTLASS (row scales, grouped GEMMs) and Triton on an H100 (`tests/whole/test_gpu.py`). A
+products of correlated operands lose 4% (`benchmarks/accumulation.py`). Compared on an
+H100, fast sums are bit-equal to cuBLASLt, CUTLASS and Triton for up to 16,384 products, precise
+ones to cuBLASLt and CUTLASS for up to 4,096 (`tests/codegen/test_gemm_accumulation.py`). A
 GEMM that a library splits along its contraction is more precise.
 
 References of the dialect's GEMMs sum in FP32, which is fast and independent of the device. Inside
