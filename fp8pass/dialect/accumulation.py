@@ -55,7 +55,7 @@ def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
 
     A GPU with FP8 tensor cores multiplies with them. Elsewhere, with `emulate`, products are
     emulated, at some 10 elementwise operations for each pair of numbers. Only graphs that run
-    operator by operator call references: those of `compiler="eager"`, `diagnose` and `bisect`.
+    operator by operator call references: those of `compiler="eager"` and of `diagnose`.
     """
     global _mode
     before, _mode = _mode, _Mode(True, emulate or _mode.emulated)

@@ -279,7 +279,7 @@ class Guard:
         assert self._norms is not None
         assert self.model is not None
         trained = trained_names(self.model)
-        if trained != self._norms.trained:
+        if trained and trained != self._norms.trained:  # without any there is nothing to measure
             self._responses.follow_trained(trained)
             self._norms = Norms(self.model)
             self._readings.drop()  # numbers that are still on the device are of other parameters

@@ -65,7 +65,7 @@ def test_gradients_are_measured_without_the_scale(make_optimizer, order):
 
 def test_what_has_no_gradient_has_none_with_a_scale():
     training = Scaled(AdamW, scaler())
-    training.model[0].requires_grad_(False)  # the guard still asks for it
+    training.model[0].register_forward_hook(lambda module, args, result: result.detach())
     assert (training.run(1)[0, :2] == -1).all()
 
 
@@ -103,7 +103,8 @@ def test_a_closed_guard_leaves_the_optimizer_alone():
     model = network()
     optimizer = plain(model.parameters(), lr=1e-3)
     guard = Guard(None, optimizer, model=model)
-    guard.watch(model, optimizer)
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    guard.watch(model, optimizer)  # in place of the one before
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks > 0
     guard.close()
     assert not optimizer._optimizer_step_pre_hooks
