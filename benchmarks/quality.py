@@ -16,6 +16,11 @@ see the same batches, so that losses are compared in pairs. Every GPU trains ano
 replays its steps as CUDA graphs. Variants with several ranks use that many GPUs under FSDP2, with
 the same global batch.
 
+In `recipes` and `accumulation` BF16 trains the first 1,200 steps of a seed, at a constant rate, and
+all variants continue from these weights with a new optimizer. From random weights the loss stays on
+a plateau for about 600 steps, and two runs that differ in rounding alone leave it at different
+times: their final losses then differ by 1%.
+
 The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
 trained forward. Tables give the mean difference to BF16 over seeds with its standard error. A run
 diverges if the mean loss of 50 steps rises half a nat above the lowest one, or is not finite. The
@@ -29,8 +34,10 @@ import itertools
 import math
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -87,6 +94,7 @@ VARIANTS = {
     "coat, FP8 AdamW": Variant({"recipe": "coat"}, optimizer=FP8_STATES),
     "coat, FP8 AdamW, 8-bit wire, 2 ranks": Variant({"recipe": "coat"}, "", FP8_STATES, 2),
     "coat, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "coat"}, "", FP8_STATES, 4),
+    "agoq, FP8 AdamW, 8-bit wire, 2 ranks": Variant({"recipe": "agoq"}, "", FP8_STATES, 2),
     "agoq, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "agoq"}, "", FP8_STATES, 4),
 }
 RECIPES = tuple(VARIANTS)
@@ -104,6 +112,7 @@ FOUR_RANKS = "BF16, 4 ranks"
 VARIANTS |= ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
 
 MODEL = Size(768, 12, 12, 12, 3072, seq=1024, batch=16, steps=2000, peak_lr=6e-4)
+CONTINUED = replace(MODEL, steps=800)
 LARGE = Size(1024, 28, 16, 16, 4096, seq=1024, batch=64, steps=4600, peak_lr=3e-4)
 TINY = Size(64, 2, 2, 2, 256, seq=32, batch=4, steps=30, peak_lr=2e-3)
 
@@ -117,17 +126,19 @@ class Experiment:
         size: of the model and its batches.
         seeds: how many.
         rates: peak learning rates; none means that of `size`.
+        start: steps in BF16 before the variants of a seed part.
     """
 
     variants: tuple[str, ...]
     size: Size = MODEL
     seeds: int = 6
     rates: tuple[float, ...] = ()
+    start: int = 0
 
 
 EXPERIMENTS = {
-    "recipes": Experiment(RECIPES),
-    "accumulation": Experiment((BASELINE, *ACCUMULATION), seeds=4),
+    "recipes": Experiment(RECIPES, CONTINUED, start=1200),
+    "accumulation": Experiment((BASELINE, *ACCUMULATION), CONTINUED, seeds=4, start=1200),
     "rates": Experiment(
         (BASELINE, "linear", "coat", "agoq", "torchao tensorwise"),
         replace(MODEL, steps=600),
@@ -146,17 +157,22 @@ RISE = 0.5  # nats, by which a run has diverged
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
-SEEDS_A_JOB = 3
+START_DATA = 1_000_000  # added to a seed: the batches before the start are others
 MOST_TEXT = 256 << 20
 
 
 @dataclass
 class Result:
-    """One run; see the module's docstring. A loss that is not finite is None."""
+    """One run; see the module's docstring. A loss that is not finite is None.
+
+    Attributes:
+        start: identifies the weights that the run started from; '' is the seed's random weights.
+    """
 
     variant: str
     rate: float
     seed: int
+    start: str
     loss: float | None
     held_out_loss: float | None
     losses: list[float | None]
@@ -169,6 +185,7 @@ class Job:
     """Runs of one variant.
 
     Attributes:
+        start: steps in BF16 before the variants of a seed part.
         until: wall clock time after which no run begins.
     """
 
@@ -176,7 +193,14 @@ class Job:
     rate: float
     seeds: tuple[int, ...]
     size: Size
+    start: int = 0
     until: float = math.inf
+
+    def start_file(self, seed: int) -> Path:
+        """Where this machine has the weights that all variants of a seed start from."""
+        size = self.size
+        name = f"{size.dim}-{size.layers}-{size.tokens}-{size.peak_lr}-{self.start}-{seed}.pt"
+        return Path(tempfile.gettempdir()) / "fp8pass-quality" / name
 
 
 @cache
@@ -246,15 +270,20 @@ class Trainer:
             return AdamW(groups, **options, **self.variant.optimizer)
         return torch.optim.AdamW(groups, fused=self.device.type == "cuda", **options)
 
-    def reset(self, seed: int) -> None:
-        """Set the weights of a seed."""
-        fresh = new_model(self.size, seed, self.device).parameters()
+    def reset(self, job: Job, seed: int) -> str:
+        """Set the weights that a seed starts from, and return what identifies them."""
+        model, start = new_model(self.size, seed, self.device), ""
+        if job.start:
+            saved = torch.load(job.start_file(seed), map_location=self.device)
+            model.load_state_dict(saved["weights"])
+            start = saved["id"]
         with torch.no_grad():
-            for own, value in zip(self.model.parameters(), fresh, strict=True):
+            for own, value in zip(self.model.parameters(), model.parameters(), strict=True):
                 if isinstance(own, DTensor):
-                    own.copy_(distribute_tensor(value, own.device_mesh, own.placements))
+                    own.copy_(distribute_tensor(value.detach(), own.device_mesh, own.placements))
                 else:
                     own.copy_(value)
+        return start
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The loss of this rank's part of a batch."""
@@ -273,12 +302,47 @@ class Trainer:
         return stacked
 
     def run(self, job: Job, seed: int, data: Data) -> Result:
-        """Train from scratch."""
-        self.reset(seed)
-        optimizer, size = self.optimizer(job.rate), self.size
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: share(i, size.steps))
+        """Train a variant."""
+        start, size = self.reset(job, seed), self.size
+        losses, seconds = self._train(data.train_batches(size, seed), job.rate, share)
+        batches = data.held_out_batches(size, HELD_OUT_BATCHES)
+        held_out = self.mean([self.loss(batch).detach().clone() for batch in batches])
+        trained = self.mean(losses)
+        windows = [finite(window.mean()) for window in trained.split(WINDOW)]
+        return Result(
+            job.variant,
+            job.rate,
+            seed,
+            start,
+            finite(trained[-LAST:].mean()),
+            finite(held_out.mean()),
+            windows,
+            diverged(windows),
+            (size.steps - FIRST_STEPS) * size.tokens / seconds,
+        )
+
+    def make_start(self, job: Job, seed: int, data: Data) -> None:
+        """Train and save the weights that all variants of a seed start from."""
+        self.reset(replace(job, start=0), seed)
+        batches = data.train_batches(replace(self.size, steps=job.start), START_DATA + seed)
+        self._train(batches, self.size.peak_lr, warm_up)
+        file = job.start_file(seed)
+        file.parent.mkdir(exist_ok=True)
+        torch.save({"id": uuid.uuid4().hex[:8], "weights": self.model.state_dict()}, file)
+
+    def _train(
+        self,
+        batches: Iterator[tuple[Tensor, Tensor]],
+        rate: float,
+        share: Callable[[int, int], float],
+    ) -> tuple[list[Tensor], float]:
+        """The losses of all steps, and the seconds that all but the first few took."""
+        optimizer = self.optimizer(rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: share(step, self.size.steps)
+        )
         losses: list[Tensor] = []
-        for step, batch in enumerate(data.train_batches(size, seed)):
+        for step, batch in enumerate(batches):
             if step == FIRST_STEPS:
                 self._wait()
                 start = time.perf_counter()
@@ -290,21 +354,7 @@ class Trainer:
             optimizer.zero_grad()
             losses.append(loss.detach().clone())  # a CUDA graph overwrites what it returned
         self._wait()
-        seconds = time.perf_counter() - start
-        batches = data.held_out_batches(size, HELD_OUT_BATCHES)
-        held_out = self.mean([self.loss(batch).detach().clone() for batch in batches])
-        trained = self.mean(losses)
-        windows = [finite(window.mean()) for window in trained.split(WINDOW)]
-        return Result(
-            job.variant,
-            job.rate,
-            seed,
-            finite(trained[-LAST:].mean()),
-            finite(held_out.mean()),
-            windows,
-            diverged(windows),
-            (size.steps - FIRST_STEPS) * size.tokens / seconds,
-        )
+        return losses, time.perf_counter() - start
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -333,11 +383,19 @@ def diverged(windows: list[float | None]) -> bool:
 
 def share(step: int, steps: int) -> float:
     """The learning rate of a step, as a share of the peak."""
-    warm_up = max(1, int(WARM_UP * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
-    return LEAST_RATE + (1 - LEAST_RATE) * cosine
+    first = warm_up_steps(steps)
+    cosine = 0.5 + 0.5 * math.cos(math.pi * max(step - first, 0) / (steps - first))
+    return warm_up(step, steps) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
+
+
+def warm_up(step: int, steps: int) -> float:
+    """The same, constant after the warm-up."""
+    return min((step + 1) / warm_up_steps(steps), 1.0)
+
+
+def warm_up_steps(steps: int) -> int:
+    """How long the learning rate rises."""
+    return max(1, int(WARM_UP * steps))
 
 
 def finite(loss: Tensor) -> float | None:
@@ -359,21 +417,33 @@ def train(job: Job, device: torch.device) -> Iterator[Result]:
         yield trainer.run(job, seed, data)
 
 
+def make_starts(job: Job, device: torch.device) -> Iterator[Result]:
+    """Make the weights that variants start from."""
+    data, trainer = corpus(device), Trainer(VARIANTS[job.variant], job.size, device)
+    for seed in job.seeds:
+        trainer.make_start(job, seed, data)
+    yield from ()
+
+
+def start_ids(of: Job) -> dict[int, str]:
+    """What identifies the start of each seed. Starts that this machine lacks are made."""
+    if not of.start:
+        return dict.fromkeys(of.seeds, "")
+    missing = tuple(seed for seed in of.seeds if not of.start_file(seed).exists())
+    gpus = max(torch.cuda.device_count(), 1)
+    jobs = [replace(of, seeds=missing[gpu::gpus]) for gpu in range(min(gpus, len(missing)))]
+    list(run_jobs(make_starts, jobs))
+    return {seed: torch.load(of.start_file(seed), mmap=True)["id"] for seed in of.seeds}
+
+
 def jobs_of(
-    variants: list[str],
-    rates: list[float],
-    seeds: list[int],
-    done: set[tuple[str, float, int]],
-    size: Size,
-    until: float,
+    variants: list[str], rates: list[float], done: set[tuple[str, float, int]], of: Job
 ) -> Iterator[Job]:
-    """The runs without a result, a few seeds of a variant in each job."""
-    for first in range(0, len(seeds), SEEDS_A_JOB):
-        some = seeds[first : first + SEEDS_A_JOB]
-        for variant, rate in itertools.product(variants, rates):
-            missing = tuple(seed for seed in some if (variant, rate, seed) not in done)
-            if missing:
-                yield Job(variant, rate, missing, size, until)
+    """The runs of `of` without a result, for each variant and rate."""
+    for variant, rate in itertools.product(variants, rates):
+        missing = tuple(seed for seed in of.seeds if (variant, rate, seed) not in done)
+        if missing:
+            yield replace(of, variant=variant, rate=rate, seeds=missing)
 
 
 def parsed() -> argparse.Namespace:
@@ -384,6 +454,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--rates", nargs="+", type=float)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--start", type=int, help="steps in BF16 before the variants part")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
     parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
@@ -392,6 +463,8 @@ def parsed() -> argparse.Namespace:
     of = EXPERIMENTS[args.experiment]
     size = TINY if args.tiny else of.size
     args.size = replace(size, steps=args.steps or size.steps)
+    if args.start is None:
+        args.start = 0 if args.tiny else of.start
     args.variants = args.variants or list(of.variants)
     args.seeds = args.seeds or list(range(of.seeds))
     args.rates = args.rates or list(of.rates) or [args.size.peak_lr]
@@ -407,16 +480,20 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     if not gpus and not args.tiny:
         sys.exit("GPT-2 124M needs an NVIDIA GPU; --tiny runs on the CPU.")
-    text = {"text_bytes": sum(file.stat().st_size for file in source_files())}
-    record = resume(args.out, {**asdict(args.size), "last": LAST, **text}, again=args.again)
-    keys = "variant", "rate", "seed"
-    done = {tuple(r[key] for key in keys) for r in record["results"]}
+    text_bytes = sum(file.stat().st_size for file in source_files())
+    settings = {**asdict(args.size), "start": args.start, "last": LAST, "text_bytes": text_bytes}
+    record = resume(args.out, settings, again=args.again)
+    of = Job(BASELINE, args.size.peak_lr, tuple(args.seeds), args.size, args.start, until)
+    starts = start_ids(of)
+    keys = "variant", "rate", "seed", "start"
+    found = (r for r in record["results"] if r["start"] == starts.get(r["seed"]))
+    done = {(r["variant"], r["rate"], r["seed"]) for r in found}
     for ranks in sorted({VARIANTS[v].ranks for v in args.variants}):
         some = [v for v in args.variants if VARIANTS[v].ranks == ranks]
         if gpus and ranks > gpus:
             print(f"left out, for they take {ranks} GPUs: {', '.join(some)}", file=sys.stderr)
             continue
-        jobs = list(jobs_of(some, args.rates, args.seeds, done, args.size, until))
+        jobs = list(jobs_of(some, args.rates, done, of))
         for result in run_jobs(train, jobs, ranks=ranks) if jobs else ():
             merge(record, asdict(result), keys)
             write_json(args.out, record)

@@ -30,21 +30,26 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
 
 
 def quality_table(data: dict[str, Any]) -> list[list[str]]:
-    """Losses beside those of BF16 with the same seeds: mean and standard error."""
-    runs = {(r["variant"], r["seed"]): r for r in data["results"]}
-    baseline = next(variant for variant, _ in runs if variant.startswith("BF16"))
+    """Losses beside those of BF16 with the same seed and start: mean and standard error."""
+    results = data["results"]
+    baseline = next(r["variant"] for r in results if r["variant"].startswith("BF16"))
+    bases = {_pair(r): r for r in results if r["variant"] == baseline}
     rows = [["variant", "seeds", "loss", f"vs {baseline}", "held out", "tokens/s"]]
-    for variant in dict.fromkeys(variant for variant, _ in runs):
-        seeds = sorted(seed for name, seed in runs if name == variant and (baseline, seed) in runs)
-        own = [runs[variant, seed] for seed in seeds]
+    for variant in dict.fromkeys(r["variant"] for r in results):
+        own = [r for r in results if r["variant"] == variant and _pair(r) in bases]
         if not own:
             continue
-        base = [runs[baseline, seed] for seed in seeds]
+        base = [bases[_pair(r)] for r in own]
         cells = [_paired(own, base, key) for key in ("loss", "held_out_loss")]
         loss = "not finite" if any(r["loss"] is None for r in own) else _mean(own, "loss")
         speed = f"{median(r['tokens_per_second'] for r in own):,.0f}"
-        rows.append([variant, str(len(seeds)), loss, *cells, speed])
+        rows.append([variant, str(len(own)), loss, *cells, speed])
     return rows
+
+
+def _pair(run: dict[str, Any]) -> tuple[int, str]:
+    """What two runs have in common if their losses can be compared."""
+    return run["seed"], run.get("start", "")
 
 
 def quality_rates_table(data: dict[str, Any]) -> list[list[str]]:

@@ -46,6 +46,23 @@ def test_seeds_are_paired_and_runs_are_resumed(quality, monkeypatch, tmp_path):
     assert not any(r["diverged"] for r in results)
 
 
+def test_variants_continue_from_weights_that_bf16_has_trained(quality, monkeypatch, tmp_path):
+    monkeypatch.setattr(quality.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = tmp_path / "quality.json"
+    options = "--variants", "BF16", "coat", "--seeds", "0", "--start", "60"
+    results = trained(quality, monkeypatch, path, *options)
+    (start,) = {r["start"] for r in results}
+    assert start
+    bf16, coat = (r["loss"] for r in results)
+    assert coat == pytest.approx(bf16, rel=0.02)
+    (other,) = tmp_path.glob("fp8pass-quality/*.pt")
+    assert trained(quality, monkeypatch, path, *options) == results
+    other.unlink()  # another machine: its runs are no pairs of these
+    assert len(trained(quality, monkeypatch, path, *options)) == 4
+    (scratch, *_) = trained(quality, monkeypatch, tmp_path / "x.json", *options[:-2])
+    assert scratch["loss"] > bf16 + 0.1
+
+
 def test_learning_rates(quality, monkeypatch, tmp_path):
     options = "--variants", "BF16", "E8M3", "--seeds", "0", "--rates", "1e-3", "1e-2"
     results = trained(quality, monkeypatch, tmp_path / "x.json", *options)
@@ -111,6 +128,8 @@ def test_table_of_paired_losses(load):
     assert coat[:5] == ["coat", "2", "1.5200", "+1.50% ± 0.50", "+1.50% ± 0.50"]
     assert bf16[3] == ""
     assert agoq[2:4] == ["not finite", "not finite"]
+    results.append(result("linear", 0, 2.0) | {"start": "other"})
+    assert "linear" not in [row[0] for row in load("tables").TABLES["quality"]({"results": results})]
 
 
 def test_table_of_learning_rates(load):
