@@ -50,7 +50,7 @@ from tables_runs import quality_rates_table, quality_table
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from workers import run_jobs
 
@@ -277,6 +277,8 @@ class Trainer:
             saved = torch.load(job.start_file(seed), map_location=self.device)
             model.load_state_dict(saved["weights"])
             start = saved["id"]
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # what the last forward, without a backward, left gathered
         with torch.no_grad():
             for own, value in zip(self.model.parameters(), model.parameters(), strict=True):
                 if isinstance(own, DTensor):
