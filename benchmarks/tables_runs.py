@@ -32,7 +32,7 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
 def quality_table(data: dict[str, Any]) -> list[list[str]]:
     """Losses beside those of BF16 with the same seed and start: mean and standard error."""
     results = data["results"]
-    baseline = next(r["variant"] for r in results if r["variant"].startswith("BF16"))
+    baseline = next((r["variant"] for r in results if r["variant"].startswith("BF16")), "BF16")
     bases = {_pair(r): r for r in results if r["variant"] == baseline}
     rows = [["variant", "seeds", "loss", f"vs {baseline}", "held out", "tokens/s"]]
     for variant in dict.fromkeys(r["variant"] for r in results):
@@ -84,7 +84,7 @@ def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> 
     if not any(changes):
         return ""
     error = f" ± {stdev(changes) / math.sqrt(len(changes)):.2f}" if len(changes) > 1 else ""
-    return f"{mean(changes):+.2f}%{error}"
+    return f"{round(mean(changes), 2) + 0.0:+.2f}%{error}"  # -0.0 + 0.0 is 0.0
 
 
 # Of the model of stability.py, whose loss begins at the logarithm of that.
