@@ -25,6 +25,7 @@ Noise is random, so before a complaint is raised it is measured again with more 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ class Reference:
         formats: what a recipe rounds.
         run: how a step runs the model, under autocast for example.
         wide: the dtype of exact steps and of those with noise.
+        between: `between(model, i)` changes the model before step `i`.
     """
 
     model: nn.Module
@@ -70,6 +72,7 @@ class Reference:
     formats: Formats
     run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda program: program
     wide: torch.dtype = torch.float64
+    between: Callable[[nn.Module, int], None] = lambda model, i: None
     noisy: list[list[TrainingStep]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -86,10 +89,12 @@ class Reference:
         batches = self.batches()
         if dtype is not None:
             model, batches = model.to(dtype), [in_dtype(b, dtype) for b in batches]
-        if noise is None:
-            return [step(run(model), model, batch) for batch in batches]
-        with noise.entered():
-            return [step(run(model), model, batch) for batch in batches]
+        steps = []
+        with noise.entered() if noise else contextlib.nullcontext():
+            for i, batch in enumerate(batches):
+                self.between(model, i)
+                steps.append(step(run(model), model, batch))
+        return steps
 
     def measure(self, seeds: int) -> None:
         """Have noise of at least so many seeds."""

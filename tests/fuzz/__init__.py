@@ -2,6 +2,7 @@
 
 operators.py   the operators that programs are drawn from
 parts.py       functions that they call
+events.py      what happens between its steps
 program.py     a program as data, and as Python
 drawing.py     draws one
 checks.py      what must hold for it

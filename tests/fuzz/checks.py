@@ -150,7 +150,12 @@ def _run(program: Program, device: str, backend: Any, spy: Spy | None = None) ->
     compiled = torch.compile(model, backend=backend, dynamic=program.dynamic, fullgraph=True)
     mode = in_mode(program, device)(compiled)
     start = time.process_time()
-    steps = [step(mode, model, program.batch(i, device)) for i in range(len(program.batches))]
+    steps = []
+    for i in range(len(program.batches)):
+        program.act(model, i)
+        if isinstance(backend, Backend):
+            program.use_tools(compiled, i, program.batch(i, device))
+        steps.append(step(mode, model, program.batch(i, device)))
     return Run(steps, spy or Spy(), time.process_time() - start, mode, model)
 
 
@@ -340,6 +345,7 @@ def _reference(program: Program, device: str) -> Reference:
         lambda: program.all_batches(device),
         Formats.of(program.config),
         in_mode(program, device),
+        between=program.act,
     )
 
 

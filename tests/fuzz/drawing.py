@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fp8pass.testing.closeness import Reference
 from fp8pass.testing.noise import Formats
 
+from .events import EVENTS, TOOLS
 from .operators import EMBEDDING, FAMILIES, OPERATORS, RANDOM, Operator, Shape
 from .program import PARTS, Input, Instruction, Parameter, Program, make_input, rng_of
 
@@ -48,7 +49,10 @@ def runs(program: Program) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = Reference(program.model(), program.all_batches, Formats(), in_mode(program))
+            found = Reference(
+                program.model(), program.all_batches, Formats(), in_mode(program),
+                between=program.act,
+            )  # fmt: skip
     except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
         return False
     steps = [*found.plain, *found.exact]
@@ -97,15 +101,20 @@ class _Drawing:
         batches = [sizes]
         if dynamic:
             batches += [{k: v + rng.choice((1, 3, 16)) for k, v in sizes.items()} for _ in range(2)]
-        elif rng.random() < 0.2:
+        elif rng.random() < 0.35:
             batches.append(dict(sizes))
         drawn = recipe or rng.choices(list(RECIPES), list(RECIPES.values()))[0]
         program = Program(
             self.seed, self.inputs, self.parameters, tuple(self.code), self._draw_returned(),
-            tuple(batches), self._draw_dtype(), dynamic, drawn,
+            tuple(batches), self._draw_dtype(), dynamic, drawn, events=self._draw_events(batches),
         )  # fmt: skip
         program = self._with_options(without_unused(program), inductor_share)
         return program if _has_reference(program) else None
+
+    def _draw_events(self, batches: list[dict[str, int]]) -> tuple[str, ...]:
+        names = ("", *EVENTS, *TOOLS)
+        weights = (len(names), *[1] * (len(names) - 1))  # as often nothing as something
+        return tuple(self.rng.choices(names, weights, k=len(batches) - 1))
 
     def _draw_dtype(self) -> str:
         names = ("float32", "bfloat16", "float16", "autocast")

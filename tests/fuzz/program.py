@@ -8,7 +8,7 @@ import inspect
 import linecache
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fp8pass.config import Config
 
 from . import parts
+from .events import EVENTS, TOOLS
 from .operators import OPERATORS
 
 PARTS = {
@@ -93,6 +94,7 @@ class Program:
         code: the instructions.
         returned: names of the values that it returns.
         batches: the sizes that vary, for every step.
+        events: what the user does before every step but the first, '' for nothing (events.py).
         dtype: of parameters and inputs, or `autocast`: fp32 under autocast to bf16.
         dynamic: whether it is compiled for sizes that vary.
         recipe, options: how it is compiled.
@@ -115,6 +117,7 @@ class Program:
     compiler: str = "eager"
     path: str = "inductor"
     observed: bool = True
+    events: tuple[str, ...] = ()
 
     def changed(self, **changes: Any) -> Program:
         """A copy with other fields."""
@@ -211,6 +214,19 @@ class Program:
             .requires_grad_(i.grad and i.kind == "float")
             for i in self.inputs.values()
         ]
+
+    def act(self, model: nn.Module, index: int) -> None:
+        """Change the model as the user does before a step."""
+        if event := EVENTS.get(self._event(index)):
+            event(model)
+
+    def use_tools(self, compiled: Any, index: int, batch: Sequence[Any]) -> None:
+        """Run the tools that the user runs before a step."""
+        if tool := TOOLS.get(self._event(index)):
+            tool(compiled, batch)
+
+    def _event(self, index: int) -> str:
+        return self.events[index - 1] if 0 < index <= len(self.events) else ""
 
     def all_batches(self, device: str = "cpu") -> list[list[Tensor]]:
         """The inputs of every step."""

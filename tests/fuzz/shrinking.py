@@ -62,6 +62,9 @@ def _fewer_instructions(program: Program) -> Iterator[Program]:
 def _simpler_compilation(program: Program) -> Iterator[Program]:
     if program.dynamic:
         yield program.changed(dynamic=False, batches=program.batches[:1])
+    for i, event in enumerate(program.events):
+        if event:
+            yield program.changed(events=(*program.events[:i], "", *program.events[i + 1 :]))
     if len(program.batches) > 1:
         yield program.changed(batches=program.batches[:1])
     for name in program.options:

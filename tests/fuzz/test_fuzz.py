@@ -20,11 +20,13 @@ from fp8pass.dialect import ops
 from fp8pass.testing.closeness import Reference
 from fp8pass.testing.noise import GRIDS, Formats
 
+from . import checks
 from .checks import Outcome, check
 from .drawing import draw
+from .events import EVENTS, TOOLS
 from .found import FOUND
 from .operators import OPERATORS
-from .program import Program
+from .program import Input, Instruction, Parameter, Program
 from .script import parse, save
 from .shrinking import shrink
 from .workers import Settings, guarded, results
@@ -114,6 +116,37 @@ def test_programs_are_the_same_for_the_same_seed():
 def test_every_operator_is_drawn():
     drawn = {i.operator for index in range(120) for i in draw(5, index).code}
     assert len(drawn) > 0.75 * len(OPERATORS), set(OPERATORS) - drawn
+
+
+EVENTFUL = Program(
+    seed=3,
+    inputs={"x0": Input(("S", 64))},
+    parameters={"w1": Parameter((64, 64)), "w2": Parameter((32, 64), trained=False)},
+    code=(
+        Instruction("v0", "linear", ("x0",), ("w1",)),
+        Instruction("v1", "gelu", ("v0",)),
+        Instruction("v2", "linear", ("v1",), ("w2",)),
+    ),
+    returned=("v2",),
+    batches=({"S": 32}, {"S": 32}),
+    recipe="coat",
+    options={"weight_codes": "1MiB"},
+)
+
+
+@pytest.mark.parametrize("event", [*EVENTS, *TOOLS])
+def test_what_a_user_does_between_two_steps(event):
+    """Codes of weights are kept for the second step, which must notice what was written."""
+    outcome = check(EVENTFUL.changed(events=(event,)))
+    assert not outcome.failure, outcome.message
+    assert outcome.judged
+
+
+def test_a_step_that_ignores_a_write_is_found():
+    program = EVENTFUL.changed(options={}, events=("scale_weights",))
+    with patch.object(Program, "act", lambda self, model, i: None):
+        steps = checks._ours(program, "cpu").steps
+    assert checks._reference(program, "cpu").judge(steps).complaints
 
 
 def dies(settings: Settings, index: int) -> None:
