@@ -174,7 +174,7 @@ def rewrite_inference(
     ctx = Context(compilation.config, facts)
     observed = compilation.observer is not None
     records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=observed)
-    ctx.plan.note = "inference"
+    ctx.plan.inference = True
     report(ctx.plan)
     if observed:
         ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)

@@ -200,6 +200,7 @@ class Head:
         bytes: of the logits that exist at once.
         chunks: how many parts of the tokens it computes logits, loss and gradients of, in turn.
         reason: why all at once, '' where it does not.
+        can_chunk: whether it computes all at once by choice: it is small, or `head_chunks` says so.
     """
 
     module: str
@@ -207,6 +208,7 @@ class Head:
     bytes: int
     chunks: int
     reason: str
+    can_chunk: bool = True
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,9 @@ class Plan:
     layers that share a GEMM for the gradient of their common input; `collectives` is what ranks
     send each other; `heads` are output heads with a loss behind them; `checkpointing` says what the
     user has computed again; `simulated` is the format that linear layers compute in as if there
-    were hardware for it; `offload` is what is on the host, if anything; `fp8_work` is what FP8
-    GEMMs compute, and the casts of their operands move. Where somebody observes: `stock_bytes` is
+    were hardware for it; `offload` is what is on the host, if anything; `inference` is true for a
+    graph without a backward; `fp8_work` is what FP8 GEMMs compute, and the casts of their
+    operands move. Where somebody observes: `stock_bytes` is
     what PyTorch's own partitioner would keep for the same graph, `flops` counts the operations of
     all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an
     entry for the forward and one for the backward.
@@ -330,6 +333,7 @@ class Plan:
     checkpointing: Checkpointing | None = None
     simulated: str | None = None
     offload: Offload | None = None
+    inference: bool = False
     note: str = ""
 
     @property
@@ -380,6 +384,7 @@ class Plan:
             " for the backward"
             + (f" instead of {bytes_text(self.exact_bytes)}" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} on the host" if self.offload else "")
+            + "; inference" * self.inference
             + (f"; {self.note}" if self.note else "")
         )
 

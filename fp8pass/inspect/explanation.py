@@ -131,8 +131,9 @@ class Explanation(ExplanationData):
 
     def _title(self, number: int, compiled: CompiledGraph) -> str:
         """The graph's number, the modules that its paths start from, and what else there is."""
-        runs, note = len(compiled.runs), compiled.plan.note
-        notes = [*([note] if note else []), *([f"runs {runs}×"] if runs > 1 else [])]
+        runs, plan = len(compiled.runs), compiled.plan
+        notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
+        notes += [f"runs {runs}×"] * (runs > 1)
         of = f" of {path_pattern(modules)}" if any(modules := self.modules_of(compiled)) else ""
         return f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
 

@@ -174,7 +174,7 @@ def remarks(explanation: ExplanationData) -> str:
 
 def _evaluates(explanation: ExplanationData) -> str:
     """Why nothing is kept, where no graph has a backward."""
-    if {g.plan.note for g in explanation.graphs} != {"inference"}:
+    if not explanation.graphs or not all(g.plan.inference for g in explanation.graphs):
         return ""
     return (
         "\nThe graphs keep nothing: none has a backward, as in evaluation. To see training, call "

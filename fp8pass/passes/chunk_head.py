@@ -70,7 +70,8 @@ def _chunk(gm: fx.GraphModule, heads: Sequence[fx.Node], ctx: Context) -> dict[f
     hints = compat.size_hint(rows), compat.size_hint(hidden)
     count = ctx.config.head_chunks or rule_of_chunks(*hints)
     if count == 1 or rows < 2 * count:  # a guard, where the number of tokens varies
-        return {head: _whole(head, "there are too few tokens or features for chunks to pay")}
+        why = "there are too few tokens or features for chunks to pay"
+        return {head: _whole(head, why, can_chunk=True)}
     try:
         part = find_part(head)
         Chunking(gm, head, part, count).run()
@@ -85,9 +86,10 @@ def _chunk(gm: fx.GraphModule, heads: Sequence[fx.Node], ctx: Context) -> dict[f
     }
 
 
-def _whole(head: fx.Node, reason: str) -> Head:
-    """A head that stays as it is."""
-    return Head(graph.module_path(head), _shape(head), graph.nbytes(head), 1, reason)
+def _whole(head: fx.Node, reason: str, *, can_chunk: bool = False) -> Head:
+    """Describe a head that stays as it is."""
+    size = graph.nbytes(head)
+    return Head(graph.module_path(head), _shape(head), size, 1, reason, can_chunk)
 
 
 def _shape(head: fx.Node) -> str:

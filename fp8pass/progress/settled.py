@@ -85,7 +85,7 @@ def told(program: Callable[..., Any], compilation: Compilation) -> Callable[...,
     as much about the same layers.
     """
     compiled = compilation.compiled
-    if compiled is None or compiled.plan.note == "inference" or is_later_rank():
+    if compiled is None or compiled.plan.inference or is_later_rank():
         return program
     part = _Part(compiled.plan, compilation.config)
     _waiting.append(part)

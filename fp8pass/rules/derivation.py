@@ -69,6 +69,7 @@ class RegionRule:
         compared: members that must not be computed from inexact values, since a comparison would
             jump.
         ungrouped: those whose elements cannot share a scale, each with the reason.
+        wild: members that may be huge or infinite in a few places.
         grows: whether an exponential that nothing but the moments of values bounds is in it.
         reason: why no rule could be derived; '' if one was.
     """
@@ -76,6 +77,7 @@ class RegionRule:
     by_index: dict[int, Amplification] = field(default_factory=dict)
     compared: frozenset[int] = frozenset()
     ungrouped: Mapping[int, str] = field(default_factory=dict)
+    wild: frozenset[int] = frozenset()
     grows: bool = False
     reason: str = ""
 
@@ -188,11 +190,13 @@ class Derivation:
         barriers = self.jumps.exact | self.jumps.signs - set(self.expressions.values)
         reasons = dict.fromkeys(divisors(self.expressions, self.samples), DIVISOR)
         reasons |= dict.fromkeys(self.expressions.statistics, "one number for many values")
-        reasons |= dict.fromkeys(self._wild(), MASKED)
+        wild = self._wild()
+        reasons |= dict.fromkeys(wild, MASKED)
         return RegionRule(
             storable,
             frozenset(first[s] for s in barriers),  # what follows are casts and views of it
             {i: reasons[symbols[n]] for i, n in enumerate(nodes) if symbols.get(n) in reasons},
+            frozenset(i for i, n in enumerate(nodes) if symbols.get(n) in wild),
             self.grows,
         )
 

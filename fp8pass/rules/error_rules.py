@@ -72,7 +72,7 @@ class _Findings:
         members = (*region.inputs, *region.nodes)
         self.rules[region] = rule
         self.ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
-        self.wild.update(members[i] for i, why in rule.ungrouped.items() if why == MASKED)
+        self.wild.update(members[i] for i in rule.wild)
         self.compared.update(members[i] for i in rule.compared)
 
 

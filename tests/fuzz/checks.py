@@ -389,7 +389,7 @@ def _check_plan(program: Program, device: str, run: Run) -> None:
     plan = run.spy.plan
     contiguous = all(i.layout == "contiguous" for i in program.inputs.values())
     trained = any(y.requires_grad for y in run.steps[0].outputs) or plan.saved
-    if plan.note or not trained:
+    if plan.inference or plan.note or not trained:
         return
     exact = program.recipe == "exact"
     if contiguous and (program.compiler == "eager" or not exact):

@@ -132,7 +132,7 @@ class Candidates:
         """Configurations, each of which takes more time than those before it."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
-        if base.head_chunks is None and any("few" in head.reason for head in heads):
+        if base.head_chunks is None and any(head.chunks == 1 and head.can_chunk for head in heads):
             found.append(replace(base, head_chunks=HEAD_CHUNKS))
         if base.memory_budget is None:
             found += [replace(c, memory_budget=share) for share in BUDGETS for c in list(found[:2])]
