@@ -2,7 +2,6 @@
 
     python benchmarks/optimizer.py errors            any device
     python benchmarks/optimizer.py speed             needs an NVIDIA GPU; torchao to compare with
-    python benchmarks/optimizer.py convergence       --tiny on a CPU
 
 `errors` trains the demo's model with states in FP32, and rounds them to every pair of formats,
 stochastically, as the optimizer does by default, and to nearest, as COAT does. It measures the mean
@@ -12,9 +11,6 @@ numbers, too.
 `speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
 step are the weights and states, read and written, and the gradients, read; `limit` is the time that
 they take at the bandwidth of a large copy in the same run.
-
-`convergence` trains the model of `convergence.py` in BF16, with states and weights kept
-in different ways, against states and master weights in FP32. Results are written as they end.
 """
 
 from __future__ import annotations
@@ -28,17 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence import MODEL, TINY, corpus, train
 from kernels import busiest_ms
-from report import environment, merge, print_rows, resume, use_expandable_segments, write_json
+from report import environment, print_rows, use_expandable_segments, write_json
 from tables_kernels import optimizer_errors_table, optimizer_speed_table
-from tables_runs import optimizer_convergence_table
 from torch import Tensor, nn
 
 from fp8pass.demo.data import Data, read_text
-from fp8pass.demo.model import Decoder, new_model
+from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
-from fp8pass.demo.train import free_memory, learning_rate
+from fp8pass.demo.train import learning_rate
 from fp8pass.optim import AdamW
 from fp8pass.optim.groups import decode, encode
 from fp8pass.optim.options import STATE_ROUNDINGS
@@ -265,42 +259,6 @@ def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
     return record
 
 
-# --- convergence --------------------------------------------------------------------------------
-
-EXACT = {"first_moment": "fp32", "second_moment": "fp32"}
-TRAINED: dict[str, dict[str, Any]] = {
-    "fp32": EXACT | {"weights": "fp32"},
-    "coat": {},
-    "e4m3": {"first_moment": "e4m3", "second_moment": "e4m3"},
-    "fp8-lm": {"preset": "fp8-lm"},
-    "coat, fp32 weights": {"weights": "fp32"},
-    "fp32, stochastic weights": EXACT,
-    "fp32, nearest weights": EXACT | {"weights": "nearest"},
-}
-
-
-def measure_convergence(
-    path: Path, variants: list[str], seeds: list[int], *, tiny: bool, again: bool
-) -> dict[str, Any]:
-    """Train with the optimizers that are not in the results yet."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size, data = TINY if tiny else MODEL, corpus(device)
-    record = resume(path, asdict(size), again=again)
-    done = {(r["variant"], r["seed"]) for r in record["results"]}
-    for name, seed in [(n, s) for s in seeds for n in variants]:
-        if (name, seed) in done:
-            continue
-        free_memory()
-        torch.manual_seed(seed)
-        model = Decoder(size).to(device, torch.bfloat16)
-        options = {"betas": (0.9, 0.95), "weight_decay": 0.1, **TRAINED[name]}
-        optimizer = AdamW(model.parameters(), lr=size.peak_lr, **options)
-        result = train(name, seed, torch.compile(model), optimizer, size, data)
-        merge(record, asdict(result), ("variant", "seed"))
-        write_json(path, record)
-    return record
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -310,12 +268,7 @@ def main() -> None:
     errors.add_argument("--steps", type=int, default=200)
     speed = commands.add_parser("speed", help="time and memory of a step")
     speed.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    trained = commands.add_parser("convergence", help="losses of training with every storage")
-    trained.add_argument("--variants", nargs="+", choices=TRAINED, default=list(TRAINED))
-    trained.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
-    trained.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    trained.add_argument("--again", action="store_true", help="start the results anew")
-    for command in (errors, speed, trained):
+    for command in (errors, speed):
         command.add_argument("--out", type=Path, help="default: benchmarks/results/")
     args = parser.parse_args()
     out = args.out or RESULTS / f"optimizer_{args.command}.json"
@@ -325,9 +278,6 @@ def main() -> None:
         for rounding, gain in data["expansion_gain"].items():
             print(f"expansion of E4M3, {rounding}: {gain:.2f}× less (COAT, to nearest: 1.63×)")
         print(f"rank correlation with COAT's tables: {data['rank_correlation']:.3f}")
-    elif args.command == "convergence":
-        data = measure_convergence(out, args.variants, args.seeds, tiny=args.tiny, again=args.again)
-        print_rows("training a byte-level Llama", optimizer_convergence_table(data))
     else:
         if not torch.cuda.is_available():
             sys.exit("speed needs an NVIDIA GPU.")

@@ -6,7 +6,7 @@ python benchmarks/plots.py    what has been measured; needs matplotlib
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from fp8pass.demo.show import running_mean
-from fp8pass.inspect.fitting.replay import KINDS, Moment
-from fp8pass.inspect.fitting.timeline import plot_timeline
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -63,49 +59,6 @@ def _relative(values: list[float], base: list[float]) -> list[float]:
     return [(x / y - 1) * 100 for x, y in zip(values, base, strict=True)]
 
 
-def frontier(data: dict[str, Any]) -> Figure:
-    """Time against bytes held for the backward, and against the peak."""
-    figure, (held, peak) = pyplot.subplots(
-        1, 2, sharey=True, figsize=(10, 4.5), layout="constrained"
-    )
-    results = sorted(
-        (r for r in data["results"] if not r["error"]), key=lambda r: -(r["budget"] or 1.0)
-    )
-    for variant in dict.fromkeys(r["variant"] for r in results):
-        mine = [r for r in results if r["variant"] == variant]
-        for axes, key in ((held, "activation_bytes"), (peak, "peak_bytes")):
-            _plot_points(axes, mine, key, variant)
-    held.set(xlabel="held for the backward, GiB", ylabel="forward + backward, ms")
-    peak.set(xlabel="peak of a step, GiB")
-    held.legend()
-    return figure
-
-
-def _plot_points(axes: Axes, results: list[dict[str, Any]], key: str, label: str) -> None:
-    gib = [r[key] / 2**30 for r in results]
-    axes.plot(gib, [r["ms"] for r in results], "o-", markersize=4, label=label)
-
-
-def projection(data: dict[str, Any]) -> Figure:
-    """Speed of a GPU by the speed of its link, on the most GPUs."""
-    models = list(dict.fromkeys(r["model"] for r in data["results"]))
-    most = max(r["gpus"] for r in data["results"])
-    figure, axes = pyplot.subplots(1, len(models), figsize=(10, 4.5), layout="constrained")
-    for model, each in zip(models, axes, strict=True):
-        mine = [r for r in data["results"] if (r["model"], r["gpus"]) == (model, most)]
-        for variant in dict.fromkeys(r["variant"] for r in mine):
-            points = [r for r in mine if r["variant"] == variant]
-            x = [r["gigabits"] for r in points]
-            y = [r["tokens_per_second"] for r in points]
-            each.plot(x, y, "o-", markersize=4, label=variant)
-        each.set(title=f"{model}, {most:,} GPUs", xlabel="link of a GPU, Gb/s", xscale="log")
-        each.set_xticks(x, [str(gigabits) for gigabits in x], minor=False)
-        each.xaxis.set_minor_locator(NullLocator())
-    axes[0].set(ylabel="tokens per second and GPU, projected")
-    axes[0].legend()
-    return figure
-
-
 def stability(data: dict[str, Any]) -> Figure:
     """Final loss by learning rate, and sharpness over steps at the lowest rate of all."""
     figure, (final, sharp) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
@@ -136,35 +89,9 @@ def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def memory(data: dict[str, Any]) -> Figure:
-    """The GPU's memory by kind over a forward and backward, as `fit` predicts it."""
-    results = data["results"]
-    figure, axes = pyplot.subplots(
-        1, len(results), sharey=True, figsize=(11, 4.5), layout="constrained"
-    )
-    for each, result in zip(axes, results, strict=True):
-        columns = [result[name] for name in ("backward", *KINDS)]
-        moments = [Moment(half, "", *alive) for half, *alive in zip(*columns, strict=True)]
-        plot_timeline(each, result["standing"], moments)
-        each.set_title(result["setup"].replace(" · ", "\n"), fontsize="small")
-        each.label_outer()
-    axes[0].legend(*_all_labels(axes), loc="lower left", fontsize="small")
-    return figure
-
-
-def _all_labels(axes: Iterable[Axes]) -> tuple[list[Any], list[str]]:
-    """Handles and labels of all plots, each label once."""
-    pairs = [pair for each in axes for pair in zip(*each.get_legend_handles_labels(), strict=True)]
-    found = {label: handle for handle, label in reversed(pairs)}
-    return list(found.values()), list(found)
-
-
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "convergence": convergence,
-    "frontier": frontier,
-    "projection": projection,
     "stability": stability,
-    "memory": memory,
 }
 
 

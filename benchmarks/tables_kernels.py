@@ -55,42 +55,6 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
-# Of the settings of a kernel, how many are shown.
-FASTEST = 5
-
-
-def sweeps_table(data: dict[str, Any]) -> list[list[str]]:
-    """The fastest settings of the largest kernels, and the slowest; what fp8pass uses is bold."""
-    rows = [["", "elements a thread", "ms", "of a copy"]]
-    for program in dict.fromkeys(r["program"] for r in data["results"]):
-        results = [r for r in data["results"] if r["program"] == program]
-        (m, n), kernel = results[0]["size"], results[0]["kernel"]
-        rows.append([f"**{program}**, `{kernel}`, {m} × {n}", "", "", ""])
-        ordered = sorted(results, key=lambda r: r["ms"])
-        shown = [r for i, r in enumerate(ordered) if i < FASTEST or r["shipped"]]
-        for r in shown if ordered[-1] in shown else [*shown, ordered[-1]]:
-            share = r["bytes"] / data["copy_bandwidth"] * 1e3 / r["ms"]
-            row = [r["setting"], str(r["held"]), f"{r['ms']:.3f}", f"{share:.0%}"]
-            rows.append([f"**{cell}**" for cell in row] if r["shipped"] else row)
-    return rows
-
-
-def gemms_table(data: dict[str, Any]) -> list[list[str]]:
-    """GEMMs with a scale for each operand and for each row: cuBLASLt, and Triton beside it."""
-    versus = "× cuBLASLt"
-    header = ["ms", "M × N × K", "cuBLASLt", "TFLOP/s", "by row"]
-    header += ["Triton", versus, "by row", versus]
-    rows = [header]
-    for r in data["results"]:
-        (m, n, k), cublaslt, triton = r["size"], r["cublaslt_ms"], r["triton_ms"]
-        row = [f"{r['case']}, {r['product']}", f"{m} × {n} × {k}", f"{cublaslt[0]:.3f}"]
-        row += [f"{2 * m * n * k / cublaslt[0] / 1e9:.0f}", f"{cublaslt[1]:.3f}"]
-        for theirs, library in zip(triton, cublaslt, strict=True):
-            row += [f"{theirs:.3f}", f"{theirs / library:.3f}"]
-        rows.append(row)
-    return rows
-
-
 # The default of `longest_fast`.
 LONGEST_FAST = 4096
 
@@ -161,13 +125,4 @@ def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
                     f"{r['peak_bytes'] / 2**30:.1f}",
                 ]
             )
-    return rows
-
-
-def optimizer_sweep_table(data: dict[str, Any]) -> list[list[str]]:
-    """A step with other constants, from the fastest on; what fp8pass uses is bold."""
-    rows = [["changed", "ms", "× limit"]]
-    for r in sorted(data["results"], key=lambda r: r["ms"]):
-        row = [r["setting"] or "nothing", f"{r['ms']:.2f}", f"{r['ms'] / r['limit_ms']:.3f}"]
-        rows.append(row if r["setting"] else [f"**{cell}**" for cell in row])
     return rows

@@ -164,91 +164,6 @@ def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
     return tuple(f"{median(x):.3g}%" if x else "" for x in (before, at))  # type: ignore[return-value]
 
 
-def guard_cases_table(data: dict[str, Any]) -> list[list[str]]:
-    """What went wrong, when the guard warned, whom it blamed, and how runs ended."""
-    header = ["what goes wrong", "at step", "warned", "loss doubled", "first suspect"]
-    rows = [[*header, "held-out loss", "acting", "quiet run"]]
-    found = {(r["kind"], r["detail"], r["mode"]): r for r in data["results"]}
-    for kind, detail in dict.fromkeys((r["kind"], r["detail"]) for r in data["results"]):
-        quiet, watched, acting = (
-            found.get((kind, detail, m), {}) for m in ("quiet", "watched", "acting")
-        )
-        planted = watched.get("planted")
-        since = [
-            f"+{watched[key] - planted}" if watched.get(key) else "never"
-            for key in ("warned", "doubled")
-        ]
-        losses = [
-            f"{r['loss']:.3f}" if r.get("loss") is not None else "not finite"
-            for r in (watched, acting, quiet)
-        ]
-        suspect = next(iter(watched.get("suspects", ())), "")
-        rows.append([f"{kind} {detail}", str(planted), *since, suspect, *losses])
-    return rows
-
-
-# The most that a run that was rolled back may end above its quiet twin.
-RECOVERED = 1.02
-# Steps by which a warning is in time.
-IN_TIME = 20
-
-
-def guard_table(data: dict[str, Any]) -> list[list[str]]:
-    """The guard's figures, beside what it should reach."""
-    modes = {
-        mode: {(r["kind"], r["detail"]): r for r in data["results"] if r["mode"] == mode}
-        for mode in ("quiet", "watched", "acting")
-    }
-    quiet, watched, acting = modes.values()
-    warned = [r for r in watched.values() if r["warned"] is not None]
-    doubled = [r for r in watched.values() if r["doubled"] is not None]
-    early = [r for r in doubled if r in warned and r["warned"] + IN_TIME <= r["doubled"]]
-    calm = [r for r in warned if r["doubled"] is None]
-    planted = [r for r in watched.values() if r["kind"] == "weights"]
-    named = [r for r in planted if r["suspects"] and r["suspects"][0].split(" ")[0] == r["detail"]]
-    within = {
-        case
-        for case, r in acting.items()
-        if r["loss"] is not None and case in quiet and r["loss"] <= RECOVERED * quiet[case]["loss"]
-    }
-    diverged = {case for case, r in watched.items() if r["doubled"] is not None}
-    recovered = f"{len(within & diverged)} of {len(acting.keys() & diverged)}"
-    others = f"{len(within - diverged)} of {len(acting.keys() - diverged)} others"
-    early_of = f"{len(early)} of {len(doubled)}; {len(calm)} more whose loss never doubled"
-    rows = [
-        ["", "measured", "wanted"],
-        ["warned", f"{len(warned)} of {len(watched)}", ""],
-        [f"warned {IN_TIME} steps before the loss had doubled", early_of, "9 of 12"],
-        ["the scaled layer is the first suspect", f"{len(named)} of {len(planted)}", "3 of 4"],
-        [
-            "alarms in quiet runs",
-            f"{sum(r['alarms'] for r in quiet.values())} in {len(quiet)}",
-            "1 in 12",
-        ],
-        ["within 2% of the quiet run's loss, acting", f"{recovered}; {others}", "8 of 12"],
-    ]
-    if took := data.get("overhead"):
-        for key, name, wanted in (
-            ("between", "the guard's share of a step between readings", "1%"),
-            ("reading", "of one with a reading", ""),
-        ):
-            share = f"{took[key] / took['step']:.2%}: {took[key]:.3f} of {took['step']:.1f} ms"
-            rows.append([name, share, wanted])
-    return rows
-
-
-def wire_convergence_table(data: dict[str, Any]) -> list[list[str]]:
-    """Runs on several ranks: validation loss beside that with BF16 on the wire, and bytes sent."""
-    header, *body = convergence_table(data, baseline="bf16 wire")
-    sent = {(r["variant"], str(r["seed"])): r for r in data["results"]}
-    rows = [[*header[:4], "gradients sent", "weights sent"]]
-    for row in body:
-        r = sent.get((row[0], row[1]), {})
-        ratios = (r.get(key) for key in ("gradients_sent", "weights_sent"))
-        rows.append([*row[:4], *(f"{x:.3f}×" if x else "" for x in ratios)])
-    return rows
-
-
 def _convergence_cells(runs: list[dict[str, Any]], base: dict[int, float | None]) -> list[str]:
     losses = [r["validation_loss"] for r in runs]
     if any(r["diverged"] for r in runs):
@@ -261,13 +176,3 @@ def _convergence_cells(runs: list[dict[str, Any]], base: dict[int, float | None]
     peaks = [r["peak_bytes"] for r in runs]
     peak = f"{mean(peaks) / 2**30:.2f}" if all(peaks) else ""
     return [loss, versus, f"{mean(r['tokens_per_second'] for r in runs):,.0f}", peak]
-
-
-def optimizer_convergence_table(data: dict[str, Any]) -> list[list[str]]:
-    """Training runs beside that with states and master weights in FP32.
-
-    Without their speed, as runs may share a GPU.
-    """
-    rows = convergence_table(data, baseline="fp32")
-    speed = rows[0].index("tokens/s")
-    return [row[:speed] + row[speed + 1 :] for row in rows]

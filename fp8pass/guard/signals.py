@@ -2,7 +2,7 @@
 
 Every number is compared with its own past (`trend.py`, `history.py`), and has to be far from it
 both in units of its noise and as a factor. `LIMITS` has the thresholds; they were set on training
-runs of other seeds than those that `benchmarks/guard.py` reports.
+runs of other seeds than those that `benchmarks/results/guard.json` reports.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ TILE = 1024  # elements of a tile, which has at least one group
 STAGES = 3  # tiles that are prefetched
 MAX_PARTS = 4  # of a group; each thread has elements of all parts
 # The fastest on an H200, but for longer chunks: 1% for 7B, and fewer programs for a small model
-# (benchmarks/optimizer_sweep.py).
+# (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
 # A smaller rate counts as zero, so that no finite second moment gives a divisor beyond 2^126. An
 # infinite one gives no finite quotient, and a group that is not finite from the next step on.

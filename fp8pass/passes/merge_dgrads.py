@@ -36,7 +36,7 @@ from fp8pass.passes.context import Context
 fp8 = torch.ops.fp8pass
 
 # The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than one at 16384,
-# and 12% less at 22016 (`benchmarks/merged.py`).
+# and 12% less at 22016 (`benchmarks/results/merged.json`).
 LONGEST_CONTRACTION = 16384
 
 

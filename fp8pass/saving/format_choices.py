@@ -41,7 +41,7 @@ ERROR_BYTES = 0.5
 # A `keep_exact` pattern with it is the name of a value, `module:operator:number`, not of a module.
 VALUE_SEPARATOR = ":"
 
-# Elements of attention's output that share a scale (`benchmarks/attention_storage.py`).
+# Elements of attention's output that share a scale (`benchmarks/results/attention_storage.json`).
 OUTPUT_GROUP = 32
 
 NO_GROUPS = "its last dimension cannot be cut into equal groups of 16 or more"

@@ -6,18 +6,11 @@ Of those that only a GPU can run: that they find what they are to measure.
 import json
 import sys
 import weakref
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-
-from fp8pass.dialect import hardware
-from fp8pass.dialect.coding import decode, encode
-from fp8pass.dialect.formats import FORMATS
-from fp8pass.optim import fused, kernel
-from fp8pass.optim.options import PRESETS, Storage
 
 OURS = "fp8pass coat + fp8pass attach"
 PEERS = "torchao tensorwise + torchao AdamW8bit"
@@ -143,56 +136,6 @@ def test_steps_and_floors_beside_those_of_torchao(load, compared):
     assert rows["floor"][1] == "6.00"
 
 
-def test_every_shape_is_one_product(load):
-    gemms = load("gemms")
-    products = gemms.distinct_products()
-    assert len(products) == 9
-    assert products[16384, 4096, 11008] == ("h4096 gate", "dgrad")  # and down's forward
-
-
-@pytest.mark.parametrize(
-    "code", ["buf0 = extern_kernels._scaled_mm(", "triton_tem_0; extern_kernels._scaled_mm(", ""]
-)
-def test_what_is_no_template_is_not_timed(load, code):
-    with pytest.raises(SystemExit, match="no Triton template"):
-        load("gemms").template_of(code)
-
-
-@pytest.mark.long
-def test_the_shipped_setting_of_every_hot_kernel_is_swept(load, monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
-    sweeps, layer = load("sweeps"), load("layer")
-    calls = sweeps.kernel_calls(layer.Case("", 1, 128, 2, 8208, 2304, 4), "cpu")
-    tasks = sweeps.hot_tasks(calls)
-    for name, task in tasks.items():
-        rows, columns = (16384, 11008 if "SwiGLU" in sweeps.HOT[name] else 4096)
-        found = sweeps.variants_of(task.kind, task.program, rows, columns)
-        assert sum(v.shipped for v in found) == 1, name
-        width = {store.width for store in task.program.stores}
-        assert width == {0}, "counted with what lies beside it"
-    stores = tasks["tiles_cast"].program.stores
-    assert {layout for store in stores for layout in store.layouts} == {"rows", "columns"}
-
-
-def test_a_sweep_leaves_the_constants_as_they_are(load):
-    pytest.importorskip("triton")
-    sweep = load("optimizer_sweep")
-    settings = [sweep.Setting(**changes) for changes in sweep.CHANGES]
-    assert len(set(settings)) == len(settings)
-    assert [s.changes for s in settings[:3]] == ["", "tile 512", "tile 512, parts 2"]
-    storage = Storage.of(PRESETS["coat"] | {"group_size": 128})
-    chunk = fused.CHUNK
-    with sweep.used(sweep.Setting(chunk=2 * chunk, parts=2)):
-        changed = fused.CHUNK
-        source = kernel.UpdateWriter(storage, torch.bfloat16, torch.bfloat16).write()
-    assert f"tl.minimum(size - begin, {2 * chunk})" in source
-    assert "of_part = part * 64" in source
-    assert changed == 2 * chunk
-    restored = fused.CHUNK, kernel.CHUNK, kernel.MAX_PARTS
-    assert restored == (chunk, chunk, 4)
-
-
 def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
     """From few layers to many; what takes too long, and what comes after it, is left out."""
     module, clock = load("compile_time"), [0.0]
@@ -219,20 +162,6 @@ def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
 
 
 # --- memory, predicted ----------------------------------------------------------------------------
-
-
-def test_fit_predicts_beside_what_was_measured(load):
-    benchmark, tables = load("fit"), load("tables")
-    assert len({case.name for case in benchmark.CASES}) == len(benchmark.CASES)
-    tiny = dict.fromkeys(benchmark.MODELS, benchmark.TINY["7B"])
-    case = next(c for c in benchmark.CASES if c.recorded and c.blocks)
-    result = benchmark.predict(case, case.size(tiny), case.gpu)
-    assert result.predicted_bytes > 0
-    beside = benchmark.with_recorded(result, case)
-    assert beside.peak_bytes > result.predicted_bytes
-    _, row = tables.fit_table({"results": [vars(beside)]})
-    assert row[0] == case.name
-    assert row[3] == f"{result.predicted_bytes / beside.peak_bytes - 1:+.1%}"
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -281,19 +210,6 @@ def test_table_of_adapters(load):
     ]
 
 
-def test_table_of_micro_batches(load):
-    def result(variant, speed, peak, error=None):
-        found = {"variant": variant, "tokens_per_second": speed, "peak_bytes": peak and peak << 30}
-        return {**found, "loss": 0.5, "error": error}
-
-    results = [result("each", 1000, 40), result("once", 1100, None), result("x", None, None, "no")]
-    assert load("tables").micro_batches_table({"results": results})[1:] == [
-        ["each", "1,000", "1.000", "40.0", "0.5000"],
-        ["once", "1,100", "1.100", "", "0.5000"],
-        ["x", "no", "", "", ""],
-    ]
-
-
 def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
     models, size = load("models"), load("convergence").TINY
     model = models.MoEDecoder(size)
@@ -309,16 +225,6 @@ def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
     (0.01 * model.experts[0].imbalance + 0.01 * model.experts[1].imbalance).backward()
     torch.testing.assert_close(found, plain + router.grad)
     assert router.grad.norm() > 1e-3 * plain.norm()
-
-
-def test_table_of_checkpointing_is_beside_fp8pass_without_it(load):
-    def result(variant, speed):
-        found = {"variant": variant, "tokens_per_second": speed, "peak_bytes": 40 << 30}
-        return {**found, "loss": 0.5, "error": None}
-
-    results = [result("BF16", 800), result("fp8pass", 1000), result("fp8pass, budget 0.5", 900)]
-    rows = load("tables").checkpointing_table({"results": results})
-    assert [row[2] for row in rows] == ["× fp8pass", "0.800", "1.000", "0.900"]
 
 
 def test_a_variant_that_fails_leaves_its_error_and_is_tried_again(load, tmp_path):
@@ -352,93 +258,3 @@ def test_a_variant_that_fails_leaves_its_error_and_is_tried_again(load, tmp_path
     alone.measure_each(record, path, ["good", "bad"], [str(script)])
     assert {"variant": "bad", "loss": 1.0, "error": None} in record["results"]
     assert (tmp_path / "script.py.calls").read_text().split() == ["good", "bad", "bad"]
-
-
-def test_formats_of_attention_s_values_are_those_of_the_dialect(load):
-    storage = load("attention_storage")
-    x = torch.randn(4, 64)
-    for name in storage.ELEMENTS:
-        scale = x.abs().amax(-1, keepdim=True) / FORMATS[name].max
-        want = decode(encode(x / scale, FORMATS[name]), FORMATS[name]) * scale
-        torch.testing.assert_close(storage.Rounding(name)(x.double()), want.double())
-
-
-def test_ways_to_keep_attention_s_values_are_shares_of_fp8_noise(load):
-    storage, tables = load("attention_storage"), load("tables_models")
-    what = {"values": "normal", "length": 32, "head_dim": 32}
-    rows = [what | row for row in storage.measure(storage.random_layer(32, 32))]
-    header, noise, *rest = tables.attention_storage_table({"results": rows})
-    assert header[1] == "normal"
-    assert noise[1] == "1.00"
-    shares = {name: float(share) for name, share, *_ in rest}
-    assert shares["output e2m5 1×32"] < shares["output e4m3"] < shares["q, k, v e4m3"]
-    lengths = tables.attention_lengths_table({"results": rows})
-    assert lengths[0][1:] == ["share of the noise, 32 tokens", "sums off by, 32 tokens"]
-    assert "FP8" not in " ".join(row[0] for row in lengths)
-
-
-def eagerly(model, backend=None, mode=None):
-    """`torch.compile` without Inductor, which would take most of the time."""
-    del mode
-    if backend is not None:
-        backend = replace(backend, config=replace(backend.config, compiler="eager"))
-    return compile_as_is(model, backend=backend or "eager")
-
-
-compile_as_is = torch.compile
-
-
-def test_whole_steps_of_gpt2_are_timed(load, monkeypatch, tmp_path):
-    module, out = load("gpt2_steps"), tmp_path / "gpt2_steps.json"
-    monkeypatch.setattr(torch, "compile", eagerly)
-    options = ["--tiny", "--recipes", "coat", "--rounds", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["gpt2_steps.py", *options])
-    module.main()
-    record = json.loads(out.read_text())
-    found = [(r["recipe"], r["graphed"], r["micro_batches"]) for r in record["results"]]
-    graphed = (False, True) if torch.cuda.is_available() else (False,)
-    assert found == [(r, g, n) for r in ("bf16", "coat") for g in graphed for n in (1, 4)]
-    assert all(r["ms"] > 0 for r in record["results"])
-    assert all(r["gradient_error"] < 0.01 for r in record["results"])
-
-
-@pytest.mark.parametrize("graphed", [False, True])
-def test_a_step_of_gpt2_trains_with_the_sum_of_all_micro_batches(load, monkeypatch, graphed):
-    module = load("gpt2_steps")
-    monkeypatch.setattr(torch, "compile", eagerly)
-    size, device = replace(module.TINY, layers=1), torch.device("cpu")
-    base = module.GPT(size.layers, size.hidden, size.heads, size.vocabulary, size.seq)
-    batches = module.batches_of(size, device)
-    subject = module.Subject(module.Trained(base, module.BF16, graphed), batches)
-    whole = tuple(torch.cat(x) for x in zip(*batches, strict=True))
-    alone = module.Subject(module.Trained(base, module.BF16, False), [whole])
-    assert subject.gradients() == pytest.approx(alone.gradients(), abs=2e-3)
-    before = [p.clone() for p in subject.trained.parameters]
-    for _ in range(2):
-        subject.clear()
-        subject.step()
-    for p, kept, old in zip(subject.trained.parameters, subject.sums, before, strict=True):
-        assert not torch.equal(p, old)
-        assert p.grad is kept  # which is no part of a graph's memory
-        assert kept is None or not kept.any()
-
-
-def test_steps_of_gpt2_stand_beside_bf16_in_its_faster_mode(load):
-    def result(recipe, graphed, count, ms):
-        numbers = {"ms": ms, "cpu_ms": 1.0, "gpu_ms": 2.0, "gradient_error": 1e-3}
-        return {"recipe": recipe, "graphed": graphed, "micro_batches": count, **numbers}
-
-    results = [
-        result("bf16", False, 1, 40.0),
-        result("bf16", True, 1, 32.0),
-        result("bf16", False, 4, 100.0),
-        result("coat", True, 1, 24.0),
-    ]
-    settings = {"batch": 16, "seq": 1000}
-    header, *rows = load("tables_layers").gpt2_steps_table(
-        {"settings": settings, "results": results}
-    )
-    assert [row[header.index("× bf16")] for row in rows] == ["1.250", "1.000", "0.750", "1.000"]
-    assert rows[2][0] == "fp8pass coat, CUDA graphs"
-    assert rows[2][header.index("tokens/s")] == "666,667"
-    assert [row[-1] for row in rows] == ["", "1.0e-03", "1.0e-03", ""]

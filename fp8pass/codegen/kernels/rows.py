@@ -22,7 +22,7 @@ LONGEST_HELD = 16384
 # Longer rows are not summed over: sums take registers, too.
 LONGEST_SUMMED = 8192
 # Most elements that a thread holds: with more, too few threads fit on the GPU to hide its latency
-# (`benchmarks/sweeps.py`).
+# (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32
 # Elements of a chunk in a loop.

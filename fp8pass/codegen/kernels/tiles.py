@@ -35,7 +35,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> Part:
-    """One program in a launch, with the tiles that were fastest (`benchmarks/sweeps.py`).
+    """One program in a launch, with the tiles that were fastest (`benchmarks/results/sweeps.json`).
 
     Tiles that are stored in rows, too, are smaller: the codes of all stores are held at once.
     Raises UnsupportedProgram if this kernel cannot store or compute something.
