@@ -1,4 +1,4 @@
-"""Groups of ranks, each of which trains many pairs."""
+"""Fixture for groups of ranks that train many pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a pair of features with fp8pass and without it, and judge what came out."""
+"""Train a pair of features with fp8pass and without it, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SENTENCES = 2
 
 
 class Result(NamedTuple):
-    """What came out of a pair.
+    """The outcome of a pair.
 
     Attributes:
         complaints: what is wrong with the training with fp8pass.
@@ -55,7 +55,7 @@ def train_on_rank(device: str, names: Sequence[str]) -> Result:
 
 
 def judge(names: tuple[str, ...], results: Sequence[Result]) -> list[str]:
-    """Return what is wrong with a pair, whose refusal must be the one of the table."""
+    """Return what is wrong with a pair, which must be refused as the table states."""
     failed = [r for r in results if r.failed]
     refused = REFUSED.get(names)
     if refused is None:

@@ -42,7 +42,7 @@ class DDP(Distributed):
 
 
 class FSDP(Distributed):
-    """Shards of each parameter, also of replicas (HSDP) and beside tensor parallelism.
+    """Shards of each parameter, also with replicas (HSDP) or tensor parallelism.
 
     Args:
         name: the name of the feature.
@@ -118,7 +118,7 @@ def clip_by_total(parameters: Iterable[nn.Parameter], norm: float, *, over_ranks
 
 
 class Stage(nn.Module):
-    """A part of the decoder, whose parameters have the names that they have in the decoder."""
+    """A part of the decoder. Its parameters have the same names as in the decoder."""
 
     def __init__(self, decoder: nn.Module, index: int, count: int) -> None:
         super().__init__()
