@@ -1,6 +1,7 @@
 # make demo       train a small language model with and without fp8pass
 # make test       run the tests
-# make test-long  run the tests, with many more random examples of each
+# make test-all   run all tests once: the long ones, and all pairs of features
+# make test-long  run all tests, with many more random examples of each
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in site/; nothing is fetched
 # make dist       wheel and sdist, in dist/, checked
@@ -20,13 +21,16 @@ export OMP_WAIT_POLICY ?= passive
 # Some virtual machines advertise AMX and kill the process that uses it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test test-long lint docs dist
+.PHONY: demo test test-all test-long lint docs dist
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m fp8pass.demo $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-all: export FP8PASS_ALL = 1
+test-all: test
 
 test-long: export HYPOTHESIS_PROFILE = thorough
 test-long: test

@@ -302,12 +302,12 @@ class Config:
 
     @property
     def why_no_weight_codes(self) -> str:
-        """Why codes of weights cannot be inputs of a graph; '' if they can."""
+        """Return why quantized weights cannot be inputs of a graph, or '' if they can."""
         if (self.forward_format, self.forward_scales) == ("e4m3", "row"):
             return ""
         return (
-            "weights are kept in E4M3 with a scale for each row: forward_format='e4m3' and "
-            "forward_scales='row', as in recipes 'coat' and 'agoq'"
+            "weights are quantized once a step only with forward_format='e4m3' and "
+            "forward_scales='row'. Use recipe 'coat' or 'agoq', or leave weight_codes out"
         )
 
     @property

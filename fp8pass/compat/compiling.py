@@ -169,8 +169,12 @@ def compiled_in_vain(module: nn.Module) -> bool:
     """Whether a module was compiled in place although Dynamo does not trace its class.
 
     The forward of a class of `torch.nn` is traced only where something else calls it.
+    DistributedDataParallel calls the forward of its module, which Dynamo traces.
     """
-    return module._compiled_call_impl is not None and trace_rules.check(module.forward)
+    if module._compiled_call_impl is None:
+        return False
+    called = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    return trace_rules.check(called.forward)
 
 
 def original_of(model: nn.Module) -> nn.Module:

@@ -196,10 +196,10 @@ def _why_nothing_reduces(model: nn.Module) -> str:
             "one is wrapped in FullyShardedDataParallel: shard it with fully_shard instead."
         )
     return (
-        f"No module of this {type(model).__name__} reduces gradients over ranks: wrap it in "
-        "DistributedDataParallel, or apply torch.distributed.fsdp.fully_shard, before compress. If "
-        "it is wrapped already, give compress the wrapper (Trainer's model_wrapped, Lightning's "
-        "trainer.model, what accelerate's prepare returned)."
+        f"No module of this {type(model).__name__} reduces gradients over ranks: apply "
+        "DistributedDataParallel or torch.distributed.fsdp.fully_shard before compress. If the "
+        "model is wrapped already, give compress the wrapper (Trainer's model_wrapped, Lightning's "
+        "trainer.model, the result of accelerate's prepare)."
     )
 
 

@@ -70,6 +70,16 @@ def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
         yield f"and {len(reasons) - LISTED} more"
 
 
+def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield the first few reasons, each after the first name and the number of other names."""
+    names_of: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names_of.setdefault(why, []).append(name)
+    for why, names in itertools.islice(names_of.items(), LISTED):
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{others}: {why}"
+
+
 def _last_parts(names: list[str]) -> list[str]:
     return sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
 

@@ -340,7 +340,9 @@ def _before_copies(node: fx.Node) -> fx.Node:
 
 def _untransposed(codes: fx.Node) -> fx.Node:
     codes = _before_copies(codes)
-    return codes.args[0] if codes.target is fp8.transpose.default else codes  # type: ignore
+    if codes.target is not fp8.transpose.default:
+        return codes
+    return _before_copies(codes.args[0])  # type: ignore[arg-type]
 
 
 def _is_visible(codes: fx.Node) -> bool:

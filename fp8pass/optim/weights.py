@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp8pass import graph
 from fp8pass.config import ConfigError, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.graph.names import common_reasons
 from fp8pass.host.arena import Arena
 from fp8pass.optim.host import SMALLEST
 from fp8pass.optim.kernel import CHUNK
@@ -85,10 +86,10 @@ def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list
             why,
         )
     if not choice.layers:
-        listed = [f"{path}: {why}" for path, why in choice.reasons.items()]
+        listed = "; ".join(common_reasons(choice.reasons))
         raise ConfigError(
-            "No weight of the model can be on the host with its codes on the device: "
-            f"{'; '.join(listed[:3]) or 'it has no linear layer'}."
+            "No weight of the model can be in host memory with FP8 data on the device: "
+            f"{listed or 'it has no linear layer'}."
         )
     return choice.layers
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8pass import graph
 from fp8pass.config import ConfigError, bytes_text, checked_patterns
 from fp8pass.dialect.coded_weight import CodedWeight, coded
-from fp8pass.graph.names import first_reasons
+from fp8pass.graph.names import common_reasons, first_reasons
 from fp8pass.weights.choice import choose
 
 log = logging.getLogger("fp8pass")
@@ -103,8 +103,8 @@ def _why_nothing(frozen: int, reasons: dict[str, str]) -> str:
             "No linear layer of the model is frozen: model.requires_grad_(False) comes first, then "
             "requires_grad_(True) for what is trained."
         )
-    listed = "; ".join(first_reasons(reasons, ": "))
-    return f"No frozen weight of the model can be in codes: {listed}."
+    listed = "; ".join(common_reasons(reasons))
+    return f"No frozen weight of the model can be in FP8: {listed}."
 
 
 def _in_codes(weight: Tensor) -> CodedWeight:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import nn
-from training import CHANGE, Feature, Training, batches_of
+from training import CHANGE, Feature, Training
+from ways import WAYS
 
 import fp8pass
+from fp8pass.dialect.coded_weight import CodedWeight
+from fp8pass.host import copies
 
 
 class Option(Feature):
@@ -39,7 +41,7 @@ class Optimizer(Feature):
         self.options = options
 
     def configure(self, t: Training) -> None:
-        t.optimizer_options = self.options
+        t.optimizer_options = {**(t.optimizer_options or {}), **self.options}
 
 
 class Attach(Optimizer):
@@ -50,7 +52,8 @@ class Attach(Optimizer):
         t.steps_in_backward = True
 
     def start(self, t: Training) -> None:
-        fp8pass.optim.attach(t.model, t.optimizer, accumulate=t.accumulate)
+        backwards = t.accumulate * t.way.backwards
+        fp8pass.optim.attach(t.model, t.optimizer, accumulate=backwards)
 
 
 class Frozen(Feature):
@@ -81,6 +84,10 @@ class OffloadedWeights(Feature):
         t.dtype = torch.bfloat16
         t.optimizer_options = t.optimizer_options or {}
 
+    def finish(self, t: Training) -> None:
+        offloaded = [isinstance(p, CodedWeight) for p in t.model.parameters() if p.ndim == 2]
+        assert any(offloaded) != t.way.shards
+
 
 class Unfrozen(Feature):
     """A block that is trained from the middle of the training on."""
@@ -92,7 +99,7 @@ class Unfrozen(Feature):
 
     def before_step(self, t: Training, step: int) -> None:
         if step == CHANGE:
-            t.add_trained(t.model.layers[0].parameters())
+            t.add_trained(t.first_block())
 
 
 class Precision(Feature):
@@ -145,8 +152,8 @@ class Clipping(Feature):
         if t.scaler:
             t.scaler.unscale_(t.optimizer)
         if t.steps_in_backward:
-            raise Impossible("attach updates weights before all gradients are known")
-        nn.utils.clip_grad_norm_(t.model.parameters(), 1.0)
+            raise Impossible("gradients are freed before they could be clipped")
+        t.way.clip(t, 1.0)
 
 
 class Average(Feature):
@@ -197,8 +204,7 @@ class Evaluation(Feature):
     def before_step(self, t: Training, step: int) -> None:
         if step % 4 == 3:
             t.model.eval()
-            with torch.no_grad():
-                t.loss(batches_of(1)[0][0])
+            t.way.evaluate(t, t.batches[0][0])
             t.model.train()
 
 
@@ -216,14 +222,13 @@ class Watched(Feature):
 
 
 class Guarded(Feature):
-    """A Guard that would lower the learning rate."""
+    """A Guard that would lower the learning rate, or would only warn where there are ranks."""
 
     ours = True
 
     def start(self, t: Training) -> None:
-        t.guard = fp8pass.Guard(
-            model=t.model, optimizer=t.optimizer, act=("lower lr", "roll back"), every=2
-        )
+        act = ("lower lr", "roll back") if t.way.ranks == 1 else ()
+        t.guard = fp8pass.Guard(model=t.model, optimizer=t.optimizer, act=act, every=2)
 
     def after_step(self, t: Training, step: int) -> None:
         t.guard.step(torch.tensor(t.losses[-1] if t.losses else 5.5))
@@ -243,7 +248,7 @@ class Tool(Feature):
 
     def between_backward_and_step(self, t: Training, step: int) -> None:
         if step == CHANGE:
-            self.tool(t.model, lambda model, batch: t.loss(batch, model), batches_of(1)[0][0])
+            t.way.use_tool(t, self.tool)
 
 
 class Explained(Feature):
@@ -253,25 +258,73 @@ class Explained(Feature):
 
     def between_backward_and_step(self, t: Training, step: int) -> None:
         if step == CHANGE:
-            batch = batches_of(1)[0][0]
-            fp8pass.explain(t.model, batch[:, :-1], batch[:, 1:])
+            t.way.explain(t)
 
 
-class Impossible(Exception):
-    """Why two features cannot be combined, found by the training itself."""
+class OffloadedStates(Feature):
+    """Optimizer states in host memory."""
+
+    ours = True
+
+    def configure(self, t: Training) -> None:
+        t.optimizer_options = {**(t.optimizer_options or {}), "offload": ("states",)}
+        t.patches.enter_context(patch("fp8pass.optim.host.SMALLEST", 1 << 10))
+
+    def finish(self, t: Training) -> None:
+        assert all(group["offload"] == ("states",) for group in t.optimizer.param_groups)
+
+
+class OffloadedActivations(Option):
+    """Saved tensors in host memory."""
+
+    def __init__(self, name: str) -> None:
+        # A bandwidth that scales with the tiny model.
+        link = {"offload": True, "host_bandwidth": 5e12}
+        super().__init__(name, "budget", memory_budget=0.3, **link)
+
+    def configure(self, t: Training) -> None:
+        super().configure(t)
+        t.patches.enter_context(patch("fp8pass.saving.link.SMALLEST", 1 << 10))
+        copies.lane_of.cache_clear()
+
+    def finish(self, t: Training) -> None:
+        assert copies.lane_of(torch.device("cpu")).buffers._taken > 0
+
+
+class Compressed(Feature):
+    """Gradients, and the weights that FSDP2 gathers, in 8 bits on the wire."""
+
+    ranks = 2
+
+    def configure(self, t: Training) -> None:
+        # Weights are gathered in 8 bits where layers compute in BF16.
+        t.param_dtype = None if t.autocast else torch.bfloat16
+
+    def after_distribution(self, t: Training) -> None:
+        if not t.plain:
+            t.sent = fp8pass.distributed.compress(t.outer)
+
+    def finish(self, t: Training) -> None:
+        if t.plain:
+            return
+        assert 0 < t.sent.gradients.ratio < 0.6, t.sent
+        if t.way is BY_NAME["FSDP2"] and t.param_dtype:
+            assert 0 < t.sent.weights.ratio < 0.6, t.sent
 
 
 FEATURES: tuple[Feature, ...] = (
     Option("recipe linear", "recipe", recipe="linear"),
     Option("recipe agoq", "recipe", recipe="agoq"),
     Option("recipe exact", "recipe", recipe="exact"),
-    Option("memory budget", memory_budget=0.5),
+    Option("memory budget", "budget", memory_budget=0.5),
+    OffloadedActivations("activations in host memory"),
     Option("head in chunks", head_chunks=2),
     Option("precise accumulation", fast_accumulation=()),
     Optimizer("fp8pass AdamW"),
     Optimizer("preset fp8-lm", preset="fp8-lm"),
     Optimizer("preset coat-paper", preset="coat-paper"),
     Attach("attach"),
+    OffloadedStates("states in host memory"),
     Frozen("frozen weights", quantized=False),
     Frozen("frozen weights in FP8", quantized=True),
     OffloadedWeights("weights in host memory"),
@@ -291,12 +344,99 @@ FEATURES: tuple[Feature, ...] = (
     Tool("diagnose", fp8pass.diagnose),
     Tool("calibrate", fp8pass.calibrate),
     Explained("explain"),
+    *WAYS,
+    Compressed("compress"),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
 
+class Impossible(Exception):
+    """Raised by a feature that another feature makes meaningless."""
+
+
+class Refused(NamedTuple):
+    """The reason why two features cannot be combined, and the error that users get.
+
+    Attributes:
+        by: what raises the error: "fp8pass"; "PyTorch" if the plain training fails, too; or
+            "nothing" if users get no error.
+        error: a regular expression that the error matches.
+        why: the reason, for the documentation.
+    """
+
+    by: str
+    error: str
+    why: str
+
+
+REFUSED: dict[tuple[str, str], Refused] = {
+    ("attach", "clipping"): Refused(
+        "nothing", "gradients are freed", "each gradient is freed before the next one is computed"
+    ),
+    ("attach", "FP16 autocast, GradScaler"): Refused(
+        "fp8pass",
+        "GradScaler",
+        "weights are updated before the scaler can check the gradients",
+    ),
+    ("attach", "DDP"): Refused(
+        "fp8pass",
+        "DistributedDataParallel reduces gradients over ranks after",
+        "DDP reduces gradients after the backward has updated the weights",
+    ),
+    **{
+        ("weights in host memory", name): Refused(
+            "fp8pass", r"it is in float32; model\.bfloat16\(\) comes first", "it needs BF16 weights"
+        )
+        for name in ("BF16 autocast", "FP16 autocast, GradScaler")
+    },
+    ("FP16 autocast, GradScaler", "tensor parallel"): Refused(
+        "PyTorch",
+        "got mixed torch.Tensor and DTensor",
+        "GradScaler cannot unscale DTensors and other tensors together",
+    ),
+    **{
+        (recipe, "same_weights"): Refused(
+            "fp8pass",
+            "weights are quantized once a step only with forward_format='e4m3'",
+            "weights are quantized once a step only with a scale for each row",
+        )
+        for recipe in ("recipe linear", "recipe exact")
+    },
+    **{
+        (way, "compress"): Refused(
+            "fp8pass",
+            "No module of this .* reduces gradients over ranks",
+            "no gradients are reduced over ranks",
+        )
+        for way in ("tensor parallel", "pipeline")
+    },
+    ("a block unfrozen later", "compress"): Refused(
+        "PyTorch",
+        "attempting to assign a gradient with dtype",
+        "FSDP2 with mixed precision cannot train a block that was frozen when it was sharded",
+    ),
+    ("a block unfrozen later", "DDP"): Refused(
+        "PyTorch",
+        "drifted apart",
+        "DDP reduces only the parameters that were trained when it was made: wrap the model again",
+    ),
+}
+
+
 def pairs() -> Iterator[tuple[Feature, Feature]]:
-    """All pairs of features that are not alternatives."""
+    """Yield all pairs of features that are not alternatives."""
     for a, b in itertools.combinations(FEATURES, 2):
         if not a.one_of or a.one_of != b.one_of:
             yield a, b
+
+
+def ranks_of(pair: Sequence[Feature]) -> int:
+    """Return how many ranks train a pair."""
+    return max(feature.ranks for feature in trained_with(pair))
+
+
+def trained_with(pair: Sequence[Feature]) -> tuple[Feature, ...]:
+    """Return the features of a training: `compress` alone needs a way to distribute the model."""
+    if BY_NAME["compress"] in pair and not any(way in pair for way in WAYS):
+        return (*pair, BY_NAME["FSDP2"])
+    return tuple(pair)

@@ -1,7 +1,7 @@
-"""Features that meet: every pair of the table trains like plain PyTorch, or is refused.
+"""Features in pairs: each pair trains like plain PyTorch, or is refused.
 
-A run draws a few pairs, `FP8PASS_SEED=...` the same again. `make test-long
-ARGS=tests/combinations` trains all of them.
+A run draws a few pairs, and `FP8PASS_SEED=...` draws the same pairs again. `make test-all
+ARGS=tests/combinations` trains all pairs.
 """
 
 from __future__ import annotations
@@ -10,41 +10,56 @@ import os
 import random
 
 import pytest
-from features import FEATURES, Feature, Impossible, pairs
-from training import Training, compare
+from features import BY_NAME, FEATURES, REFUSED, Feature, pairs, ranks_of
+from judging import Result, judge, train, train_on_rank
 
-from fp8pass import ConfigError
-
-LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+ALL = "FP8PASS_ALL" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 DRAWN = 10
-# A refusal is no more than this: what is wrong, and what to do.
-SENTENCES = 2
+DRAWN_RANKS = 2  # all on the same group of ranks, because starting a group is slow
 
 
-def drawn() -> list[tuple[Feature, Feature]]:
-    """All pairs, or a few of them."""
-    found = list(pairs())
-    return found if LONG else random.Random(os.environ["FP8PASS_SEED"]).sample(found, DRAWN)
+def drawn() -> list[tuple[str, str]]:
+    """Return all pairs, or some of them, so that pairs of as many ranks are together."""
+    found = sorted(pairs(), key=ranks_of)
+    if not ALL:
+        draw = random.Random(os.environ["FP8PASS_SEED"])
+        world = ranks_of(draw.choice([pair for pair in found if ranks_of(pair) > 1]))
+        found = [
+            *draw.sample([pair for pair in found if ranks_of(pair) == 1], DRAWN),
+            *draw.sample([pair for pair in found if ranks_of(pair) == world], DRAWN_RANKS),
+        ]
+    return [(a.name, b.name) for a, b in found]
 
 
-def complaints(*features: Feature) -> list[str]:
-    """What is wrong with a training beside the plain one, or with the way it was refused."""
-    try:
-        ours, plain = (Training(features, plain=plain).run() for plain in (False, True))
-    except (ConfigError, Impossible) as refusal:
-        return [] if str(refusal).count(". ") < SENTENCES else [f"a long refusal: {refusal}"]
-    return compare(ours, plain)
+def results_of(names: tuple[str, ...], groups) -> list[Result]:
+    """Return what comes out of a training, on each rank."""
+    features = [BY_NAME[name] for name in names]
+    world = ranks_of(features)
+    if world == 1:
+        return [train(features)]
+    results = groups.of(world)(train_on_rank, names)
+    if len({result.error for result in results}) > 1:
+        groups.close()  # a rank may still wait for the ranks that failed
+    return results
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
-def test_one_feature(feature):
-    assert not complaints(feature)
+@pytest.mark.parametrize("name", [f.name for f in FEATURES if ALL or f.ranks == 1])
+def test_one_feature(name, groups):
+    assert not judge((name,), results_of((name,), groups))
 
 
-@pytest.mark.parametrize("pair", drawn(), ids=lambda pair: " + ".join(f.name for f in pair))
-def test_pair(pair):
-    assert not complaints(*pair)
+@pytest.mark.parametrize("names", drawn(), ids=" + ".join)
+def test_pair(names, groups):
+    assert not judge(names, results_of(names, groups))
+
+
+def test_refused_pairs_are_pairs():
+    assert REFUSED.keys() <= {(a.name, b.name) for a, b in pairs()}
+
+
+def complaints_of(feature: Feature) -> list[str]:
+    return train([feature]).complaints
 
 
 def test_a_training_that_loses_weights_is_found():
@@ -58,7 +73,7 @@ def test_a_training_that_loses_weights_is_found():
                 t.initial["layers.0.mlp.up_proj.weight"]
             )
 
-    assert any("up_proj" in complaint for complaint in complaints(Lost("lost")))
+    assert any("up_proj" in complaint for complaint in complaints_of(Lost("lost")))
 
     class Stuck(Feature):
         ours = True
@@ -67,4 +82,25 @@ def test_a_training_that_loses_weights_is_found():
             for group in t.optimizer.param_groups:
                 group["lr"] = 1e-6
 
-    assert any("the loss ends at" in complaint for complaint in complaints(Stuck("stuck")))
+    assert any("the loss ends at" in complaint for complaint in complaints_of(Stuck("stuck")))
+
+
+def test_a_wrong_gradient_is_found():
+    class Negated(Feature):
+        ours = True
+
+        def start(self, t):
+            t.model.norm.weight.register_hook(lambda gradient: -gradient)
+
+    found = complaints_of(Negated("negated"))
+    assert any(complaint.startswith("the gradient of norm.weight") for complaint in found)
+
+
+def test_a_refusal_must_be_in_the_table():
+    refused, trained = next(iter(REFUSED)), ("recipe exact", "evaluation")
+    entry = REFUSED[refused]
+    assert not judge(refused, [Result([], entry.by, entry.error)])
+    assert judge(refused, [Result([])])
+    assert judge(refused, [Result([], entry.by, "another error")])
+    assert judge(trained, [Result([], entry.by, entry.error)])
+    assert not judge(trained, [Result([])])

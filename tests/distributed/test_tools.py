@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import parallel
@@ -149,6 +150,21 @@ def test_tools_leave_a_step_alone(two, way, where):
 @pytest.mark.parametrize("way", ["ddp views, no_sync", "fsdp no sync"])
 def test_all_tools_leave_a_step_alone(two, way, tool):
     two(a_step_with_tools, way, tool, "between backwards")
+
+
+def warnings_about_a_wrapper(device: str) -> list[str]:
+    """Return what `diagnose` warns of where DistributedDataParallel is compiled in place."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Stack().to(device))
+    model.compile(backend=fp8pass.backend(EAGER))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fp8pass.diagnose(model, loss, torch.randn(32, parallel.WIDTH, device=device))
+    return [str(w.message) for w in caught if "has no effect" in str(w.message)]
+
+
+def test_a_compiled_wrapper_is_not_taken_for_eager(two):
+    assert two(warnings_about_a_wrapper) == [[], []]
 
 
 def guarded(device: str) -> int:

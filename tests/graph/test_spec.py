@@ -18,6 +18,7 @@ from fp8pass.graph import spec
 from fp8pass.graph.nodes import aten, emit
 from fp8pass.graph.spec import MalformedGraph
 from fp8pass.graph.tags import ROLE
+from fp8pass.host.copies import from_host, settled, to_host
 from fp8pass.passes import JOINT_PASSES
 
 fp8 = torch.ops.fp8pass
@@ -48,6 +49,16 @@ def test_wrong_scale(joint, operand):
     other = next(n for n in scales if n not in gemm.args)
     gemm.update_arg(operand, other)
     rejected(joint, gemm, "quantized with another scale")
+
+
+def test_data_that_was_in_host_memory_before_its_transpose(joint):
+    transpose = joint.calls(fp8.transpose.default)[0]
+    g, data, cpu = joint.gm.graph, transpose.args[0], torch.device("cpu")
+    with g.inserting_before(transpose):
+        sent = emit(g, settled, emit(g, to_host, data, like=data), data, like=data)
+        back = emit(g, settled, emit(g, from_host, sent, cpu, like=data), sent, like=data)
+    transpose.update_arg(0, back)
+    spec.verify(g)
 
 
 def test_swapped_scales(joint):

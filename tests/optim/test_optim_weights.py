@@ -209,8 +209,9 @@ def test_state_dicts_have_the_weights(device):
 
 
 def test_what_cannot_be_in_codes():
-    with pytest.raises(ConfigError, match=r"0: it is in float32; model.bfloat16\(\) comes first"):
-        offload_weights(nn.Sequential(nn.Linear(64, 64)), "cpu")
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(ConfigError, match=r"0 and 1 more: it is in float32; model.bfloat16\(\) co"):
+        offload_weights(layers, "cpu")
     with pytest.raises(ConfigError, match=r"the device that the model trains on.*got 'gpu'"):
         offload_weights(nn.Linear(64, 64).bfloat16(), "gpu")
     with pytest.raises(ConfigError, match="it has no linear layer"):

@@ -237,7 +237,7 @@ def test_sizes_are_checked(size):
 
 
 def test_recipes_without_scales_of_rows_have_none():
-    with pytest.raises(ConfigError, match=r"weight_codes='1GiB': .* as in recipes 'coat'"):
+    with pytest.raises(ConfigError, match=r"weight_codes='1GiB': .* Use recipe 'coat'"):
         Config.recipe("linear", weight_codes="1GiB")
 
 
