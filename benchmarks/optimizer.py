@@ -1,12 +1,17 @@
 """FP8 optimizer states: their rounding errors, and the time and memory of a step.
 
     python benchmarks/optimizer.py errors            any device
+    python benchmarks/optimizer.py sums              any device
     python benchmarks/optimizer.py speed             needs an NVIDIA GPU; torchao to compare with
 
 `errors` trains the demo's model with states in FP32, and rounds them to every pair of formats,
 stochastically, as the optimizer does by default, and to nearest, as COAT does. It measures the mean
 squared error of m / (√v + ε). Tables 1 and 9 of COAT report the same error; the record has their
 numbers, too.
+
+`sums` adds gradients to buffers of every format (`attach(..., accumulate=n)`): equal gradients, and
+random ones without a common mean. It measures the relative error of the sum, and its length along
+the exact sum.
 
 `speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
 step are the weights and states, read and written, and the gradients, read; `limit` is the time that
@@ -20,13 +25,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from kernels import busiest_ms
 from report import environment, print_rows, use_expandable_segments, write_json
-from tables_kernels import optimizer_errors_table, optimizer_speed_table
+from tables_kernels import optimizer_errors_table, optimizer_speed_table, optimizer_sums_table
 from torch import Tensor, nn
 
 from fp8pass.demo.data import Data, read_text
@@ -142,6 +148,54 @@ def rank_correlation(results: list[dict[str, Any]]) -> float:
     both = [(r["mse"], r["coat"]) for r in results if r["coat"] is not None]
     ranks = torch.tensor(both, dtype=torch.float64).argsort(0).argsort(0).double()
     return float(torch.corrcoef(ranks.T)[0, 1])
+
+
+# --- sums ---------------------------------------------------------------------------------------
+
+BF16 = "BF16 `.grad`"
+SUMS = ("e4m3, to nearest", "e4m3", "e5m2", "de8", "fp16", BF16)
+COUNTS = (4, 16, 64, 256)
+ELEMENTS = 128 * 1024
+
+
+def measure_sums() -> dict[str, Any]:
+    """Measure the error of sums of equal and of random gradients."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = [
+        {"gradients": gradients, "buffer": name, "count": count, "error": off, "length": length}
+        for gradients in ("equal", "random")
+        for name in SUMS
+        for count, off, length in sum_errors(name, gradients, device)
+    ]
+    return {"settings": {"elements": ELEMENTS, "group_size": GROUP_SIZE}, "results": results}
+
+
+def sum_errors(
+    name: str, gradients: str, device: torch.device
+) -> Iterator[tuple[int, float, float]]:
+    """Yield each count with the error of the sum and its length along the exact sum."""
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, ELEMENTS // GROUP_SIZE, GROUP_SIZE, device=device)
+    gradient = draw(generator=generator)
+    exact, stored = torch.zeros_like(gradient, dtype=torch.float64), torch.zeros_like(gradient)
+    for count in range(1, max(COUNTS) + 1):
+        exact += gradient
+        if count in COUNTS:
+            last = stored + gradient  # the optimizer reads the last sum before it is stored
+            found = last.bfloat16().double() if name == BF16 else last.double()
+            length = (found * exact).sum() / exact.square().sum()
+            yield count, ((found - exact).norm() / exact.norm()).item(), length.item()
+        stored = rounded_sum(stored + gradient, name, count)
+        gradient = gradient if gradients == "equal" else draw(generator=generator)
+
+
+def rounded_sum(rows: Tensor, name: str, count: int) -> Tensor:
+    """A sum [R, G] after storing it in the format `name`."""
+    if name == BF16:
+        return rows.bfloat16().float()
+    format = moment_format(name.removesuffix(", to nearest"), signed=True)
+    bits = None if "nearest" in name else bits_of(rows, count, "exp_avg")
+    return decode(encode(rows, format, bits), format)
 
 
 # --- speed --------------------------------------------------------------------------------------
@@ -266,9 +320,10 @@ def main() -> None:
     errors = commands.add_parser("errors", help="rounding errors of all formats")
     errors.add_argument("--size", choices=SIZES, default="small")
     errors.add_argument("--steps", type=int, default=200)
+    sums = commands.add_parser("sums", help="errors of sums of gradients")
     speed = commands.add_parser("speed", help="time and memory of a step")
     speed.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    for command in (errors, speed):
+    for command in (errors, sums, speed):
         command.add_argument("--out", type=Path, help="default: benchmarks/results/")
     args = parser.parse_args()
     out = args.out or RESULTS / f"optimizer_{args.command}.json"
@@ -278,6 +333,9 @@ def main() -> None:
         for rounding, gain in data["expansion_gain"].items():
             print(f"expansion of E4M3, {rounding}: {gain:.2f}× less (COAT, to nearest: 1.63×)")
         print(f"rank correlation with COAT's tables: {data['rank_correlation']:.3f}")
+    elif args.command == "sums":
+        data = {**environment(), **measure_sums()}
+        print_rows("errors of sums of gradients", optimizer_sums_table(data))
     else:
         if not torch.cuda.is_available():
             sys.exit("speed needs an NVIDIA GPU.")

@@ -27,6 +27,7 @@ from tables_kernels import (
     kernels_table,
     optimizer_errors_table,
     optimizer_speed_table,
+    optimizer_sums_table,
 )
 from tables_layers import (
     ablation_table,
@@ -100,6 +101,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "zoo": zoo_table,
     "zoo_operators": zoo_operators_table,
     "optimizer_errors": optimizer_errors_table,
+    "optimizer_sums": optimizer_sums_table,
     "optimizer_speed": optimizer_speed_table,
 }
 

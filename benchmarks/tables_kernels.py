@@ -106,6 +106,20 @@ def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def optimizer_sums_table(data: dict[str, Any]) -> list[list[str]]:
+    """Errors of sums of gradients by their number, with the length along the exact sum."""
+    results = data["results"]
+    counts = sorted({r["count"] for r in results})
+    rows = [["sum of", *map(str, counts)]]
+    for gradients in dict.fromkeys(r["gradients"] for r in results):
+        rows.append([f"**{gradients} gradients**", *[""] * len(counts)])
+        for name in dict.fromkeys(r["buffer"] for r in results):
+            alike = [r for r in results if (r["gradients"], r["buffer"]) == (gradients, name)]
+            cells = [f"{r['error']:.1%} ({r['length']:.2f})" for r in alike]
+            rows.append([name, *cells])
+    return rows
+
+
 def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
     """Optimizer steps: time, beside what the bytes need, and memory."""
     rows = [["", "ms", "× limit", "× torch fused", "first step s", "state bytes", "peak GiB"]]
