@@ -63,6 +63,22 @@ def verify(g: fx.Graph) -> None:
             VERIFIERS[node.target](node)
 
 
+def verify_no_kernels(g: fx.Graph) -> None:
+    """Raise MalformedGraph if a joint or inference graph calls a kernel.
+
+    Kernels replace the dialect only in the graphs that Inductor compiles.
+    """
+    for node in g.nodes:
+        kernel = getattr(node.target, "namespace", None) == "fp8pass_codegen"
+        _require(not kernel, node, "is a kernel in a graph that is not lowered yet")
+
+
+def verify_lowered(g: fx.Graph) -> None:
+    """Raise MalformedGraph if an operator of the dialect is left in a lowered graph."""
+    for node in g.nodes:
+        _require(node.target not in OPERATORS, node, "was not lowered")
+
+
 def verify_guards(g: fx.Graph, before: int) -> None:
     """Raise MalformedGraph if more is asked of the sizes that vary than `before` a pass.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from fp8pass.graph import spec
 from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.chunk_head import chunk_head
 from fp8pass.passes.context import Context
@@ -85,11 +86,19 @@ ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *HALF_PASSES)
 # Without these no graph could be cut, or compiled.
 INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, unroll_chunks, lower_dialect)
 
+# What holds for a graph after all passes of a list, checked with FP8PASS_CHECK=1.
+CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
+    JOINT_PASSES: spec.verify_no_kernels,
+    INFERENCE_PASSES: spec.verify_no_kernels,
+    HALF_PASSES: spec.verify_lowered,
+}
+
 # These ask something of sizes that vary: few tokens are compiled anew, with a head that is whole.
 GUARDING: tuple[Pass, ...] = (chunk_head,)
 
 __all__ = [
     "ALL_PASSES",
+    "CONTRACTS",
     "GUARDING",
     "HALF_PASSES",
     "INFERENCE_PASSES",

@@ -26,7 +26,7 @@ from fp8pass import compat, graph
 from fp8pass.config import ConfigError, unknown
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.passes import ALL_PASSES, GUARDING, INDISPENSABLE, Context, Pass
+from fp8pass.passes import ALL_PASSES, CONTRACTS, GUARDING, INDISPENSABLE, Context, Pass
 from fp8pass.plan import Plan
 
 log = logging.getLogger("fp8pass")
@@ -116,6 +116,8 @@ def run_passes(
         _trace(number, entry)
         if folder:
             _dump(Path(folder), number, index, entry)
+    if check and (contract := CONTRACTS.get(tuple(passes))):
+        contract(gm.graph)
     gm.recompile()  # once: its code is only for those who call it
     return records
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import compat, graph
+from fp8pass.codegen.buffers import buffer
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph import spec
@@ -19,7 +20,7 @@ from fp8pass.graph.nodes import aten, emit
 from fp8pass.graph.spec import MalformedGraph
 from fp8pass.graph.tags import ROLE
 from fp8pass.host.copies import from_host, settled, to_host
-from fp8pass.passes import JOINT_PASSES
+from fp8pass.passes import CONTRACTS, HALF_PASSES, JOINT_PASSES, runner
 
 fp8 = torch.ops.fp8pass
 JOINED = fp8.joined.default
@@ -112,6 +113,27 @@ def test_operand_that_nobody_quantized(joint):
     gemm.update_arg(0, gemm.args[0].args[0])
     with pytest.raises(MalformedGraph, match=gemm.name):
         spec.verify(joint.gm.graph)
+
+
+def test_contracts_of_stages(joint):
+    """The joint graph has no kernels, a lowered graph has no operator of the dialect."""
+    g = joint.gm.graph
+    CONTRACTS[JOINT_PASSES](g)
+    with pytest.raises(MalformedGraph, match="was not lowered"):
+        CONTRACTS[HALF_PASSES](g)
+    first = next(n for n in joint.calls(fp8.transpose.default)).args[0]
+    with g.inserting_after(first):
+        emit(g, buffer, first, (0, 1), like=first)
+    with pytest.raises(MalformedGraph, match="not lowered yet"):
+        CONTRACTS[JOINT_PASSES](g)
+
+
+def test_a_stage_that_breaks_its_contract_raises(joint):
+    with (
+        patch.object(runner, "_enabled", lambda passes: []),
+        pytest.raises(MalformedGraph, match="was not lowered"),
+    ):
+        runner.run_passes(HALF_PASSES, joint.gm, joint.ctx, of="forward")
 
 
 def test_scales_of_other_groups(joint):
