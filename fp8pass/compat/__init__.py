@@ -12,6 +12,7 @@ randomness.py  what Inductor has operators of its own for, run op by op
 fakes.py       running a model without memory
 frames.py      the function that Dynamo traces
 fsdp.py        FSDP2
+loading.py     loads of distributed checkpoints
 collectives.py those that have other names in newer versions
 replicate.py   DDP that leaves a model as it is
 pipelining.py  schedules of pipelines
@@ -92,6 +93,7 @@ from fp8pass.compat.launching import (  # noqa: E402
     lower_to_parts,
     lower_to_triton,
 )
+from fp8pass.compat.loading import prepare_loads  # noqa: E402
 from fp8pass.compat.pipelining import (  # noqa: E402
     PipelineAction,
     pipeline_actions,
@@ -196,6 +198,7 @@ __all__ = [
     "original_of",
     "pipeline_actions",
     "planned_schedule",
+    "prepare_loads",
     "real_tensors",
     "recompiled",
     "recompute_always",

@@ -16,6 +16,7 @@
     fused.py          the launch of the kernel: its tables and arguments
     adamw.py          the optimizer
     checkpoint.py     states in other formats, or of torch.optim.AdamW, converted
+    distributed_checkpoint.py  the same while torch.distributed.checkpoint loads
     sums.py           sums of gradients of several backwards
     sum_kernel.py     the same as Triton kernels
     backward.py       `attach`: updates within the backward

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass.compat import prepare_loads
 from fp8pass.config import ConfigError
 from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.host.arena import Arena
 from fp8pass.optim import checkpoint, fused, host
+from fp8pass.optim.distributed_checkpoint import stage_states
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
@@ -354,9 +356,13 @@ class AdamW(torch.optim.Optimizer):
         return self._numbers[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """A checkpoint; what is on its way to the host has arrived there."""
+        """A checkpoint; what is on its way to the host has arrived there.
+
+        `torch.distributed.checkpoint` loads into it from a checkpoint in any format.
+        """
         for staging in self._staging.values():
             staging.synchronize()
+        prepare_loads(stage_states)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
