@@ -356,6 +356,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def compiles_backward() -> bool:
+    """Whether compiled autograd runs the current backward."""
+    return compiled_autograd.in_compiled_autograd_region
+
+
 def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """Call a function when the backward that is running has ended, on its caller's stream.
 

@@ -217,6 +217,11 @@ class AdamW(torch.optim.Optimizer):
                 # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
+    def make_state(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Make the state of a parameter that has not been updated yet."""
+        if not self.state.get(parameter):
+            self._slots(storage_of(group, parameter), group, [parameter])
+
     def new_sum(self, group: int, parameter: Tensor, format: StateFormat) -> Accumulated:
         """An empty sum of gradients of a parameter of the numbered group."""
         elsewhere = None

@@ -35,7 +35,7 @@ class Staged:
     Attributes:
         name: name of the state.
         own: the optimizer's tensors, by key.
-        read: the tensors that DCP reads into, by key; none for a state to be left as it is.
+        read: the tensors that DCP reads into, by key; empty if the state stays.
     """
 
     name: str
