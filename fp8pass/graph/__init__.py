@@ -7,6 +7,7 @@ patterns.py        looking through views, casts and transposes; sums of a residu
 order.py           which nodes come before which
 joint.py           what is known about a joint graph before any pass
 pointwise.py       pointwise operators: one row for each, in sympy and in Triton
+regions.py         inlines regions of nested_compile_region into Dynamo's graph
 symbols.py         the sympy that these rows are written in
 classify.py        the class of an operator: GEMM, view, reduction, ...
 collectives.py     what ranks send each other; gathers, and what they gather
