@@ -13,6 +13,7 @@ classify.py        the class of an operator: GEMM, view, reduction, ...
 collectives.py     what ranks send each other; gathers, and what they gather
 origins.py         which values depend on the data, which on parameters or constants alone
 output_heads.py    which layers compute logits, and which are routers
+called_graphs.py   linear layers in graphs that torch.cond and its like call
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          parts that run on some rows after others
 by_rows.py         such a part, written for any number of rows, operator by operator

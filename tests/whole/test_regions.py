@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import while_loop
+from torch._higher_order_ops.map import map as map_
 
 import fp8pass
 from fp8pass import Config
@@ -129,3 +131,57 @@ def test_a_region_without_gradients():
     with torch.no_grad():
         want = torch.compile(plain, backend="fp8pass", options=EAGER)(data(requires_grad=False))
     assert torch.equal(got, want)
+
+
+# --- graphs that operators call -----------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """Two blocks in graphs that an operator calls, and one outside of them."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = Block(), Block(), Block()
+        self.call = call
+
+    def forward(self, x):
+        return self.last(self.call(self, x))
+
+
+def by_cond(model, x):
+    return torch.cond(x.sum() > 0, lambda y: model.first(y), lambda y: model.second(y), (x,))
+
+
+def by_while_loop(model, x):
+    def body(i, y):
+        return i + 1, model.second(model.first(y))
+
+    with torch.no_grad():
+        _, y = while_loop(lambda i, _: i < 2, body, (torch.tensor(0), x.detach()))
+    return x + y
+
+
+def by_map(model, x):
+    return map_(lambda y: model.second(model.first(y)), x.unflatten(0, (2, 16))).flatten(0, 1)
+
+
+@pytest.mark.parametrize("call", [by_cond, by_while_loop, by_map])
+def test_layers_in_called_graphs_are_listed_with_a_reason(call):
+    (compiled,) = explained(Calls(call)).graphs
+    linears = compiled.plan.linears
+    assert [x.module for x in linears if x.fp8] == ["last.up", "last.down"]
+    left = [x for x in linears if not x.fp8]
+    assert len(left) == 4
+    assert all("calls, which no pass rewrites" in x.reason for x in left)
+    assert {(x.in_features, x.out_features) for x in left} == {(64, 128), (128, 64)}
+
+
+@pytest.mark.parametrize("call", [by_cond, by_map])
+def test_called_graphs_train(call):
+    """Within the rounding of the layers outside of them."""
+    ours = gradients(Calls(call))
+    want = gradients(Calls(call), recipe="exact")
+    compared = [(a, b) for a, b in zip(ours, want, strict=True) if b is not None]
+    assert len(compared) >= 12
+    assert all((a - b).norm() <= 0.2 * b.norm() for a, b in compared)
