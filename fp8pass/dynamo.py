@@ -23,6 +23,7 @@ from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts, UnusedCodes, codes_among, inputs_among
+from fp8pass.graph.regions import inline_regions
 from fp8pass.host.bandwidth import bandwidth
 from fp8pass.monitor import Monitor
 from fp8pass.monitor.sampler import Sampler
@@ -64,6 +65,7 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile one graph captured by Dynamo."""
         compat.rename_self(gm)
+        inline_regions(gm)
         config = self.config
         inductor_options = dict(_mode_options(mode))
         if options:

@@ -12,6 +12,7 @@ randomness.py  what Inductor has operators of its own for, run op by op
 fakes.py       running a model without memory
 frames.py      the function that Dynamo traces
 fsdp.py        FSDP2
+loading.py     loads of distributed checkpoints
 collectives.py those that have other names in newer versions
 replicate.py   DDP that leaves a model as it is
 pipelining.py  schedules of pipelines
@@ -35,6 +36,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     compile_fx,
     compile_fx_inner,
     compiled_in_vain,
+    compiles_backward,
     copy_captured,
     counters,
     fresh_compilation,
@@ -45,6 +47,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     interpret,
     is_checkpointing,
     is_of_fsdp,
+    is_region,
     list_mode_options,
     list_options,
     mark_static,
@@ -53,6 +56,7 @@ from fp8pass.compat.compiling import (  # noqa: E402
     recompiled,
     replayed_memory,
     running_backward,
+    source_of,
     static_inputs,
     trace_structured,
     type_of_option,
@@ -92,8 +96,11 @@ from fp8pass.compat.launching import (  # noqa: E402
     lower_to_parts,
     lower_to_triton,
 )
+from fp8pass.compat.loading import prepare_loads  # noqa: E402
 from fp8pass.compat.pipelining import (  # noqa: E402
     PipelineAction,
+    find_schedule,
+    gradient_divisor,
     pipeline_actions,
     planned_schedule,
     runs_one_stage_a_rank,
@@ -109,6 +116,7 @@ from fp8pass.compat.symbols import (  # noqa: E402
     FakeTensor,
     StorageWeakRef,
     arg_tree_leaves,
+    calls_graphs,
     fake_mode_of,
     foreach_norm,
     foreach_sub,
@@ -150,23 +158,27 @@ __all__ = [
     "autocast_for_cpu",
     "backend_of",
     "boxed",
+    "calls_graphs",
     "captures_backward",
     "ceil_div",
     "check_version",
     "compile_fx",
     "compile_fx_inner",
     "compiled_in_vain",
+    "compiles_backward",
     "copy_captured",
     "copy_region",
     "counters",
     "extract_forward_backward",
     "fake_mode_of",
     "fake_tensors",
+    "find_schedule",
     "foreach_norm",
     "foreach_sub",
     "forget_checkpointing",
     "fresh_compilation",
     "get_cpp_compiler",
+    "gradient_divisor",
     "grouped_mm",
     "guard_count",
     "half_of",
@@ -180,6 +192,7 @@ __all__ = [
     "is_opaque",
     "is_operator",
     "is_primal",
+    "is_region",
     "is_sym_node",
     "is_tangent",
     "list_mode_options",
@@ -196,6 +209,7 @@ __all__ = [
     "original_of",
     "pipeline_actions",
     "planned_schedule",
+    "prepare_loads",
     "real_tensors",
     "recompiled",
     "recompute_always",
@@ -213,6 +227,7 @@ __all__ = [
     "seeded_random_ops",
     "size_hint",
     "sizes_that_vary",
+    "source_of",
     "static_inputs",
     "statically_known_true",
     "stock_partition",

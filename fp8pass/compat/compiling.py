@@ -257,6 +257,19 @@ def mark_static(node: fx.Node) -> None:
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
+def source_of(node: fx.Node) -> str:
+    """The expression by which Dynamo reached an input of its graph; empty for other nodes."""
+    source = getattr(node, "_dynamo_source", None)
+    # A method in older versions, an attribute in newer ones.
+    name = "" if source is None else source.name
+    return name() if callable(name) else name
+
+
+def is_region(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph calls a region of `torch.compiler.nested_compile_region`."""
+    return node.target is torch.ops.higher_order.invoke_subgraph
+
+
 def is_of_fsdp(node: fx.Node) -> bool:
     """Whether Dynamo found an input of its graph in a module that FSDP manages."""
     source = getattr(node, "_dynamo_source", None)
@@ -358,6 +371,11 @@ def replayed_memory(device: torch.device) -> frozenset[int]:
 def running_backward() -> int:
     """The number of the backward that is running, of the innermost where one runs in another."""
     return torch._C._current_graph_task_id()
+
+
+def compiles_backward() -> bool:
+    """Whether compiled autograd runs the current backward."""
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:

@@ -5,9 +5,13 @@ PyTorch is imported where it is used: there are builds without torch.distributed
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from torch import nn
 
 
 class PipelineAction(NamedTuple):
@@ -35,6 +39,34 @@ def _actions(row: list[Any]) -> Iterator[PipelineAction]:
             # A forward that overlaps with a backward is one step.
             for action in step.sub_actions or (step,):
                 yield PipelineAction(action.computation_type.value, action.stage_index)
+
+
+def find_schedule(model: nn.Module) -> Any:
+    """The schedule that trains `model` as a stage of a pipeline, or some of it; None without one.
+
+    Modules do not refer to their stages, and stages not to their schedules.
+    """
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is None:
+        return None
+    parameters = {id(p) for p in model.parameters()}
+    for found in gc.get_objects():
+        if issubclass(type(found), schedules._PipelineSchedule) and any(
+            id(p) in parameters for stage in _stages(found) for p in stage.submod.parameters()
+        ):
+            return found
+    return None
+
+
+def gradient_divisor(schedule: Any) -> int:
+    """Return what a schedule divides gradients by after the last micro-batch."""
+    return schedule._n_microbatches if schedule.scale_grads else 1
+
+
+def _stages(schedule: Any) -> list[Any]:
+    """The stages that a schedule runs on this rank."""
+    one = getattr(schedule, "_stage", None)
+    return getattr(schedule, "_stages", [] if one is None else [one])
 
 
 def schedule_names() -> list[str]:

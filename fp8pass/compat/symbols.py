@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher as sizes_that_vary
 from torch._dynamo.source import TensorProperty
 from torch._higher_order_ops import flex_attention, flex_attention_backward
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.fx.experimental.proxy_tensor import is_sym_node
@@ -173,6 +175,11 @@ def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
 
 # FlexAttention, forward and backward: no operators with a schema, but functions of subgraphs.
 FLEX_ATTENTION = flex_attention, flex_attention_backward
+
+
+def calls_graphs(node: fx.Node) -> bool:
+    """Whether an operator calls graphs that it gets, such as `torch.cond` and `scan`."""
+    return isinstance(node.target, HigherOrderOperator) and node.target not in FLEX_ATTENTION
 
 
 def schema_of(operator: Any) -> Any:

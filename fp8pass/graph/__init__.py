@@ -7,11 +7,13 @@ patterns.py        looking through views, casts and transposes; sums of a residu
 order.py           which nodes come before which
 joint.py           what is known about a joint graph before any pass
 pointwise.py       pointwise operators: one row for each, in sympy and in Triton
+regions.py         inlines regions of nested_compile_region into Dynamo's graph
 symbols.py         the sympy that these rows are written in
 classify.py        the class of an operator: GEMM, view, reduction, ...
 collectives.py     what ranks send each other; gathers, and what they gather
 origins.py         which values depend on the data, which on parameters or constants alone
 output_heads.py    which layers compute logits, and which are routers
+called_graphs.py   linear layers in graphs that torch.cond and its like call
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          parts that run on some rows after others
 by_rows.py         such a part, written for any number of rows, operator by operator

@@ -25,6 +25,8 @@ class LowerRate:
         self._handles = [
             optimizer.register_step_pre_hook(self._lower),
             optimizer.register_step_post_hook(self._restore),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_post_hook(self._forget),
         ]
 
     def close(self) -> None:
@@ -47,6 +49,16 @@ class LowerRate:
             return
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             _set_rate(group, rate)
+        self._rates = None
+
+    def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Give a checkpoint, which may be saved within a step, the rates of the schedule."""
+        if self._rates is not None:
+            for group, rate in zip(state_dict["param_groups"], self._rates, strict=True):
+                group["lr"] = _copy(rate)
+
+    def _forget(self, _: torch.optim.Optimizer) -> None:
+        """Leave the rates of a checkpoint as they are, where the step before it failed."""
         self._rates = None
 
 

@@ -138,6 +138,22 @@ class Explanation(ExplanationData):
         return f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
 
 
+def _measure_in_eager(
+    explanation: Explanation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Measure what a forward without a compiler saves, and note the linear layers that run."""
+    try:  # parts may be compiled in functions
+        with torch.compiler.set_stance("force_eager"), linears_that_run(module) as linears:
+            explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
+    except AssertionError:
+        # Dynamo has to trace torch.cond, scan and map, and does not take hooks of modules in them.
+        with torch.compiler.set_stance("default", force_backend="eager"):
+            explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
+    else:
+        explanation.linears = linears
+        explanation.owners |= linears
+
+
 def explain(
     model: nn.Module,
     *args: Any,
@@ -180,15 +196,8 @@ def explain(
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
     with unchanged(module):
-        with (
-            compat.uncompiled(module),
-            torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),  # parts may be compiled in functions
-            linears_that_run(module) as linears,
-        ):
-            explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
-        explanation.linears = linears
-        explanation.owners |= linears
+        with compat.uncompiled(module), torch.enable_grad():
+            _measure_in_eager(explanation, module, args, kwargs)
         with compiled_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

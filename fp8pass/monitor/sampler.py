@@ -28,6 +28,8 @@ fp8 = torch.ops.fp8pass
 
 # Forwards of a graph that may still have a backward: blocks times micro-batches that wait at once.
 MOST_FORWARDS = 4096
+# After so many forwards, references to memory that has been freed are dropped.
+COMPACTED_EVERY = 64
 
 
 class Sink(Protocol):
@@ -55,6 +57,7 @@ class Sampler:
         self.trains = False
         # A graph may serve many blocks that are compiled on their own.
         self._forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
+        self._count = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The graph as a callable on a list of inputs."""
@@ -76,10 +79,19 @@ class Sampler:
                 self.sink.saw(arguments[index])
             given = _memory(arguments)
             results = interpreter.boxed_run(arguments)
-            self._forwards.append(Forward(interpreter.prefix, given, _memory(results) - given))
+            self._note(Forward(interpreter.prefix, given, _memory(results) - given))
             return results
 
         return compat.interpret(gm, run)
+
+    def _note(self, forward: Forward) -> None:
+        """Remember a forward. Many never have a backward, and must not hold what they ran with."""
+        self._forwards.append(forward)
+        self._count += 1
+        if self._count % COMPACTED_EVERY == 0:
+            shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]] = {}
+            compacted = [x.without_freed(shared) for x in self._forwards]
+            self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _prefix_of_backward(self, arguments: Sequence[Any]) -> str:
         """The path of the forward that shares most memory with a backward, or of the last one."""
@@ -107,6 +119,16 @@ class Forward:
     prefix: str
     arguments: frozenset[compat.StorageWeakRef]
     results: frozenset[compat.StorageWeakRef]
+
+    def without_freed(
+        self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
+    ) -> Forward:
+        """The forward without memory that has been freed; equal sets are one, from `shared`."""
+        arguments, results = (
+            frozenset(x for x in memory if not x.expired())
+            for memory in (self.arguments, self.results)
+        )
+        return Forward(self.prefix, shared.setdefault(arguments, arguments), results)
 
 
 def _memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:

@@ -16,9 +16,11 @@
     fused.py          the launch of the kernel: its tables and arguments
     adamw.py          the optimizer
     checkpoint.py     states in other formats, or of torch.optim.AdamW, converted
+    distributed_checkpoint.py  the same while torch.distributed.checkpoint loads
     sums.py           sums of gradients of several backwards
     sum_kernel.py     the same as Triton kernels
     backward.py       `attach`: updates within the backward
+    microbatches.py   gradients of a pipeline's stage, divided by the number of micro-batches
     endings.py        what it does when a backward ends, or fails
 
 COAT section 4, FP8-LM section 2.2, LLMQ section 3.

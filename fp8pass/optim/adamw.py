@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass.compat import prepare_loads
 from fp8pass.config import ConfigError
 from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.host.arena import Arena
 from fp8pass.optim import checkpoint, fused, host
+from fp8pass.optim.distributed_checkpoint import stage_states
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.options import Storage, check_group, preset_options
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
@@ -215,6 +217,11 @@ class AdamW(torch.optim.Optimizer):
                 # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
+    def make_state(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Make the state of a parameter that has not been updated yet."""
+        if not self.state.get(parameter):
+            self._slots(storage_of(group, parameter), group, [parameter])
+
     def new_sum(self, group: int, parameter: Tensor, format: StateFormat) -> Accumulated:
         """An empty sum of gradients of a parameter of the numbered group."""
         elsewhere = None
@@ -354,9 +361,13 @@ class AdamW(torch.optim.Optimizer):
         return self._numbers[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """A checkpoint; what is on its way to the host has arrived there."""
+        """A checkpoint; what is on its way to the host has arrived there.
+
+        `torch.distributed.checkpoint` loads into it from a checkpoint in any format.
+        """
         for staging in self._staging.values():
             staging.synchronize()
+        prepare_loads(stage_states)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ Those of several backwards are added up in `sums.py`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fp8pass import compat
 from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.endings import Endings
 from fp8pass.optim.host import is_offloaded
+from fp8pass.optim.microbatches import Microbatches
 from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import Accumulated
@@ -126,11 +128,16 @@ def attach(
         accumulated |= {p: optimizer.new_sum(groups[p], p, format) for p in updated.values()}
     # Hooks must not refer to the model or a parameter (see _ATTACHED).
     names, ids = frozenset(updated), frozenset(map(id, updated.values()))
-    begin = partial(_check_all_are_updated, ref(model), names, ids, _is_sharded(model))
+    check = partial(_check_all_are_updated, ref(model), names, ids, _is_sharded(model))
+    # The dict of sums has parameters as its keys, which hooks must not refer to.
+    begin = partial(_begin, check, [(ref(p), x) for p, x in accumulated.items()])
     endings = Endings(ref(optimizer), begin, list(accumulated.values()))
+    microbatches = Microbatches(ref(model))
+    microbatches.find()
     # After fully_shard no hook runs: it replaces all parameters.
     handles = [
-        optimizer.register_step_pre_hook(partial(_ignoring_arguments, begin)),
+        optimizer.register_step_pre_hook(partial(_ignoring_arguments, check)),
+        optimizer.register_step_pre_hook(partial(_ignoring_arguments, microbatches.divisor)),
         optimizer.register_step_pre_hook(_check_no_scaler),
     ]
     if accumulate > 1:
@@ -141,7 +148,8 @@ def attach(
         take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
         if accumulate > 1:
             take = partial(_accumulate, groups[parameter], accumulated[parameter], accumulate)
-        hook = partial(_take, endings, take)
+        # Dynamo would trace the hook where compiled autograd runs the backward.
+        hook = torch.compiler.disable(partial(_take, endings, microbatches, take))
         handles.append(_add_hook(parameter, hook))
     attached = Attached(optimizer, frozenset(updated.values()), accumulated, handles)
     for module in model.modules():
@@ -287,12 +295,38 @@ def _check_nothing_is_attached(trained: Mapping[str, Tensor]) -> None:
         )
 
 
-def _take(endings: Endings, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
+def _begin(check: Callable[[], int], sums: Sequence[tuple[ref[Tensor], Accumulated]]) -> int:
+    """Check a backward that begins, and drop the sums of layers that were frozen before it."""
+    if compat.compiles_backward():
+        raise ConfigError(
+            "Compiled autograd does not report the end of a backward, in which attach updates. "
+            "Switch torch._dynamo.config.compiled_autograd off, or call optimizer.step() instead "
+            "of attach."
+        )
+    for reference, sum_ in sums:
+        parameter = reference()
+        if sum_.count and parameter is not None and not parameter.requires_grad:
+            sum_.clear()
+    return check()
+
+
+def _take(
+    endings: Endings,
+    microbatches: Microbatches,
+    take: Callable[[AdamW, Tensor], bool],
+    parameter: Tensor,
+) -> None:
     """Take a final gradient, which is gone even if that fails: the next would be added to it."""
     optimizer = _alive(endings.optimizer)
     try:
         backward = endings.note()
+        divisor = microbatches.divisor()
+        if divisor != 1:
+            with torch.no_grad():
+                parameter.grad.div_(divisor)  # type: ignore[union-attr]
         backward.updates += take(optimizer, parameter)
+        if not backward.ends:
+            optimizer.join()
     finally:
         parameter.grad = None
 
@@ -314,6 +348,8 @@ def _accumulate(
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
+        # With states get_state_dict of DCP takes no step to make some, which would use up the sum.
+        optimizer.make_state(options, parameter)
         accumulated.add(gradient, options["seed"], optimizer.step_of(parameter))
         return False
     _update_by_sum(group, accumulated, optimizer, parameter, gradient)
@@ -336,6 +372,9 @@ def _update_by_sums(
     groups: Mapping[Tensor, int], sums: Mapping[Tensor, Accumulated], optimizer: AdamW, *_: Any
 ) -> None:
     """Update by sums that are not complete: no other gradients of this step will come."""
+    for parameter, sum_ in sums.items():
+        if not parameter.requires_grad:  # frozen in the middle of a step
+            sum_.clear()
     pending = [parameter for parameter, sum_ in sums.items() if sum_.count]
     try:
         for parameter in pending:

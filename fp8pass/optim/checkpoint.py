@@ -162,10 +162,10 @@ class Saved:
         if self.format is None:
             return codes
         parts = [_copy(x, device).view(-1) for x in self.parts]
-        rows = to_rows(codes, self._group_size(), self.format.stored)
+        rows = to_rows(codes, self.group_size(), self.format.stored)
         return from_rows(decode(Stored(rows, *parts), self.format), codes.shape)
 
-    def _group_size(self) -> int:
+    def group_size(self) -> int:
         """The size that gives as many groups as there are scales."""
         elements, groups = self.codes.numel(), self.parts[0].numel()
         sizes = (1 << i for i in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()))
@@ -200,7 +200,15 @@ def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> Saved | Non
             f"The checkpoint has {' and '.join(others)} for one parameter: load what "
             "optimizer.state_dict() returned."
         )
-    key = (others or keys)[0]
+    return saved_state(name, (others or keys)[0], values)
+
+
+def saved_state(name: str, key: str, values: Mapping[str, Any]) -> Saved:
+    """Return the state `name` of a parameter from its entry `key` and the entries of its groups.
+
+    Raises:
+        ConfigError: the format is unknown, or an entry of the groups is missing.
+    """
     codes = values[key]
     if key == name:
         if not codes.is_floating_point():

@@ -19,6 +19,9 @@ from fp8pass.optim.sums import Accumulated
 
 log = logging.getLogger("fp8pass")
 
+# The number of the running backward outside of any.
+NO_BACKWARD = -1
+
 
 @dataclass
 class Backward:
@@ -28,11 +31,14 @@ class Backward:
         parameters: how many the optimizer updates.
         gradients: how many were final so far.
         updates: how many of them have updated their parameter; the rest are added to sums.
+        ends: whether autograd reports the end. It does not where FSDP2 reduces the gradients of a
+            pipeline's stage after the last backward.
     """
 
     parameters: int
     gradients: int = 0
     updates: int = 0
+    ends: bool = True
 
 
 @dataclass(eq=False)
@@ -53,6 +59,8 @@ class Endings:
     def note(self) -> Backward:
         """The backward of a gradient that is final."""
         number = compat.running_backward()
+        if number == NO_BACKWARD:
+            return Backward(self.begin(), gradients=1, ends=False)
         if number not in self._running:
             self._running[number] = Backward(self.begin())
             compat.after_backward(partial(self._end, number), partial(self._fail, number))

@@ -34,6 +34,7 @@ from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect import hardware
 from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity
+from fp8pass.graph.called_graphs import layers_in_called_graphs
 from fp8pass.graph.joint import JointFacts, UnusedCodes
 from fp8pass.graph.linear_layers import (
     Layer,
@@ -84,6 +85,9 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
         in_fp8 |= quantize_layers(part, ctx)
         if part.gm is not gm:
             part.gm.recompile()
+    for operator, layer in layers_in_called_graphs(gm, ctx.facts):
+        reason = Reason(f"in a graph that {operator} calls, which no pass rewrites")
+        ctx.plan.linears.append(layer.entry(reason, ""))
     _check_codes_are_used(ctx.facts, in_fp8)
 
 

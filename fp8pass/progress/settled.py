@@ -54,23 +54,32 @@ class _Part:
     waits: bool = True
 
     def note(self, parameters: list[nn.Parameter]) -> bool:
-        """Note a run; whether it is the second one with these parameters, if there are any.
+        """Note a run, and return whether it belongs to a second forward.
 
-        What has none, such as attention between graph breaks, may run in each block.
+        It does if it is the second run with these parameters, or if those of another run have been
+        freed: then each step has new ones (`torch.func.functional_call`). A graph without
+        parameters, such as attention between graph breaks, may run in each block.
         """
         places = tuple((compat.weak_storage(x), x.storage_offset()) for x in parameters)
         if places in self.runs:
             return bool(parameters)
+        freed = [run for run in self.runs if _are_freed(run)]
+        for run in freed:
+            del self.runs[run]
         self.runs[places] = None
         self.device = parameters[0].device if parameters else self.device
-        return False
+        return bool(freed)
 
     def new_runs(self) -> Iterator[tuple[Place, ...]]:
         """Of the runs whose parameters are still there those that nothing was said about."""
         for places in self.runs:
-            is_there = not any(storage.expired() for storage, _ in places)
-            if is_there and not (places and _known.issuperset(places)):
+            if not _are_freed(places) and not (places and _known.issuperset(places)):
                 yield places
+
+
+def _are_freed(places: tuple[Place, ...]) -> bool:
+    """Whether some of the parameters at these places are no more."""
+    return any(storage.expired() for storage, _ in places)
 
 
 _waiting: list[_Part] = []

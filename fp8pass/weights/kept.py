@@ -109,6 +109,8 @@ def codes_of(weights: Sequence[Tensor], *, in_place: bool = False) -> list[Tenso
         found[i] = made = _written_in_place(weights[i], new) if in_place else new
         if _kept.contexts:
             _kept.by_weight[id(weights[i])] = made
+    if missing:  # the new ones may take the place of weights that have been freed
+        _drop_freed(_kept.by_weight)
     return [x for kept in found if kept for x in (kept.codes, kept.scales)]
 
 
@@ -154,14 +156,19 @@ def _written_in_place(weight: Tensor, new: Kept) -> Kept:
     return written
 
 
+def _drop_freed(kept: dict[int, Kept]) -> None:
+    """Drop the codes of weights that are no more."""
+    for i, codes in [*kept.items()]:
+        if codes.trace.memory.expired():
+            del kept[i]
+
+
 def _differ(codes: Tensor, others: Tensor) -> bool:
     return (codes.shape, codes.device) != (others.shape, others.device)
 
 
 def _in_own_memory(new: Kept) -> Kept:
     """A copy of what one launch wrote beside others' codes, which count their versions together."""
-    for i, kept in [*_kept.in_place.items()]:
-        if kept.trace.memory.expired():  # of a weight that is no more
-            del _kept.in_place[i]
+    _drop_freed(_kept.in_place)
     with torch.inference_mode(False):  # it outlives it
         return Kept(new.trace, new.codes.clone(), new.scales.clone())

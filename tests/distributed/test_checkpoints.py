@@ -196,6 +196,48 @@ def from_shards_to_a_whole_model(device: str, preset: str, dtype: Any, folder: P
             assert (got - want).norm() <= 0.05 * want.norm(), name
 
 
+def into_other_formats(device: str, preset: str, dtype: Any, folder: Path) -> None:
+    """Shards on two ranks in another preset, and on one rank; moments agree within rounding."""
+    two = Trained(device, None, preset, dtype)
+    two.train(3)
+    two.save(folder)
+    other_preset = "fp8-lm" if preset != "fp8-lm" else "coat"
+    others = [Trained(device, None, other_preset, dtype)]
+    others.append(Trained(device, alone(device), other_preset, dtype))
+    for other, on_one in zip(others, (False, True), strict=True):
+        other.load(folder, alone=on_one)
+        for p, q in zip(other.model.parameters(), two.model.parameters(), strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                got, want = (decoded(x.optimizer, y, name) for x, y in ((other, p), (two, q)))
+                assert (got - want).norm() <= 0.05 * want.norm(), name
+        other.train(2)
+        with torch.no_grad():
+            assert other.loss() < two.loss()
+        two.model.reshard()  # the outermost module stays whole after a forward
+
+
+def from_shards_to_a_plain_model(device: str, preset: str, dtype: Any, folder: Path) -> None:
+    """Moments that shards have in FP32, and groups of rows, become groups of the whole."""
+    two = Trained(device, None, preset, dtype)
+    two.train(3)
+    two.save(folder)
+    plain = odd_model().to(device, dtype)
+    optimizer = AdamW(plain.parameters(), preset=preset)
+    content = dict(zip(("model", "optimizer"), get_state_dict(plain, optimizer), strict=True))
+    dcp.load(content, checkpoint_id=folder, no_dist=True)
+    set_state_dict(
+        plain,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+    )
+    for p, q in zip(plain.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(p, full(q).to(device))
+        for name in ("exp_avg", "exp_avg_sq"):
+            got, want = (decoded(o, x, name) for o, x in ((optimizer, p), (two.optimizer, q)))
+            assert (got - want).norm() <= 0.05 * want.norm(), name
+
+
 def decoded(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
     """A moment's values."""
     state, storage = optimizer.state[parameter], storage_of(optimizer.param_groups[0], parameter)
@@ -241,6 +283,8 @@ def states_of_columns(device: str) -> dict[str, Any]:
         from_one_to_two,
         from_the_host_to_the_device,
         from_shards_to_a_whole_model,
+        from_shards_to_a_plain_model,
+        into_other_formats,
     ],
 )
 def test_other_numbers_of_ranks(two, journey, preset, dtype, tmp_path):

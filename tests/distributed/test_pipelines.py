@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -41,23 +44,28 @@ class Stage(nn.Module):
 class Pipeline:
     """One rank of it."""
 
-    def __init__(self, name: str, device: str, base: Config | None) -> None:
+    def __init__(
+        self, name: str, device: str, base: Config | None, *, shards: bool = False, **options: bool
+    ) -> None:
         torch.manual_seed(0)
         self.rank, self.device, ranks = dist.get_rank(), device, dist.get_world_size()
-        count = ranks * STAGES_EACH[name]
+        count = ranks * STAGES_EACH.get(name, 2)
         decoder = parallel.Decoder(count).to(device)
-        stages = [
-            PipelineStage(Stage(decoder, i), i, count, torch.device(device))
-            for i in range(self.rank, count, ranks)
-        ]
+        parts = {i: Stage(decoder, i) for i in range(self.rank, count, ranks)}
+        if shards:
+            mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("pipeline", "shards"))
+            for part in parts.values():
+                fully_shard(part, mesh=mesh["shards"])
+        stages = [PipelineStage(x, i, count, torch.device(device)) for i, x in parts.items()]
         kind = get_schedule_class(name)
         of = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self.schedule = kind(of, MICROBATCHES, loss_fn=parallel.loss_of)
+        self.schedule = kind(of, MICROBATCHES, loss_fn=parallel.loss_of, **options)
         if base is not None:
             configs = fp8pass.pipeline_parallel.configs(self.schedule, base=base)
             assert len(configs) == count
             for stage in stages:
                 stage.submod.compile(backend=fp8pass.backend(configs[stage.stage_index]))
+        self.model = nn.ModuleList(stage.submod for stage in stages)
         self.parameters = [p for stage in stages for p in stage.submod.parameters()]
 
     def step(self) -> list[Tensor]:
@@ -95,10 +103,59 @@ def trains(device: str, schedule: str) -> None:
     assert dist.get_rank() == 0 or losses[-1] < 0.95 * losses[0]
 
 
+def moments_after_two_steps(
+    device: str, schedule: str, attaches: int, **options: bool
+) -> list[Tensor]:
+    """First moments, which are proportional to gradients; `attaches` is the length of sums or 0."""
+    pipeline = Pipeline(schedule, device, None, **options)
+    exact = {"first_moment": "fp32", "second_moment": "fp32"}
+    optimizer = fp8pass.optim.AdamW(pipeline.parameters, lr=1e-3, **exact)
+    if attaches:
+        fp8pass.optim.attach(pipeline.model, optimizer, accumulate=attaches, buffer="fp16")
+    for _ in range(2):
+        pipeline.step()
+        if not attaches:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parallel.full(optimizer.state[p]["exp_avg"]) for p in pipeline.parameters]
+
+
+def attached_equals_a_step(device: str, schedule: str, **options: bool) -> None:
+    """Schedules divide gradients by the number of micro-batches unless `scale_grads=False`."""
+    # FSDP2 reduces the sum of all micro-batches.
+    count = 1 if options.get("shards") else MICROBATCHES
+    want, got = (moments_after_two_steps(device, schedule, x, **options) for x in (0, count))
+    for a, b in zip(got, want, strict=True):
+        assert float(b.norm()) > 0
+        assert float((a - b).norm()) <= 2e-3 * float(b.norm())
+
+
+def backwards_in_two_parts_are_refused(device: str) -> None:
+    pipeline = Pipeline("InterleavedZeroBubble", device, None)
+    optimizer = fp8pass.optim.AdamW(pipeline.parameters)
+    refused = pytest.raises(fp8pass.ConfigError, match="without the hooks that attach updates in")
+    with refused:
+        fp8pass.optim.attach(pipeline.model, optimizer, accumulate=MICROBATCHES)
+    with mock.patch("fp8pass.compat.find_schedule", return_value=None):  # as if it came later
+        fp8pass.optim.attach(pipeline.model, optimizer, accumulate=MICROBATCHES)
+    with refused:
+        optimizer.step()
+
+
 @pytest.mark.parametrize("claim", [exact_equals_eager, trains], ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("schedule", STAGES_EACH)
 def test_pipeline(two, schedule, claim):
     two(claim, schedule)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_grads": False}, {"shards": True}], ids=str)
+@pytest.mark.parametrize("schedule", STAGES_EACH)
+def test_attach_in_a_pipeline(two, schedule, options):
+    two(partial(attached_equals_a_step, **options), schedule)
+
+
+def test_attach_is_refused_where_backwards_are_in_two_parts(two):
+    two(backwards_in_two_parts_are_refused)
 
 
 def run_as_a_module(device: str, code: str) -> list[float]:

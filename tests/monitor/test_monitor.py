@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import itertools
 import math
 import timeit
@@ -29,6 +30,7 @@ import fp8pass
 from fp8pass import Config, Monitor, compat
 from fp8pass.dynamo import Backend, _chosen
 from fp8pass.inspect.saved_bytes import saved_bytes
+from fp8pass.monitor import sampler
 
 AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
 
@@ -335,3 +337,66 @@ def test_gradients_belong_to_their_block_in_any_order(order, recipe):
     amax = [found[f"{i}.down"] for i in range(3) if f"{i}.down" in found]
     assert len(amax) == (2 if order is with_forwards_that_have_no_backward else 3)
     assert all(one > 100 * other for one, other in itertools.pairwise(amax))
+
+
+def references() -> int:
+    """How many references to memory exist, whose sizes and addresses PyTorch keeps meanwhile."""
+    gc.collect()
+    return sum(type(x) is compat.StorageWeakRef for x in gc.get_objects())
+
+
+def forwards_alone(run, model):
+    run(BATCHES[0].float())
+
+
+def evaluations_with_gradients(run, model):
+    model.eval()
+    run(BATCHES[0].float())
+    model.train()
+
+
+def steps_with_new_weights(run, model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+    run(BATCHES[0].float()).square().mean().backward()
+
+
+def steps(run, model):
+    run(BATCHES[0].float()).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "step", [forwards_alone, evaluations_with_gradients, steps_with_new_weights, steps]
+)
+def test_a_sample_without_an_end_takes_no_more_memory(step):
+    """Forwards whose results have been freed have no backward any more."""
+    torch._dynamo.reset()
+    monitor, model = Monitor(), Half()
+    run = monitored(model, monitor, Config(compiler="eager"))
+    found = []
+    for _ in range(3):
+        for _ in range(sampler.COMPACTED_EVERY):
+            step(run, model)
+        found.append(references())
+    assert found[1] == found[2]
+    assert found[2] < found[0] + 64
+
+
+def test_forwards_that_wait_for_their_backward_are_remembered():
+    """However many others have run without one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.ModuleList(Half() for _ in range(2))
+    monitor = Monitor(every=1, model=model)
+    backend = fp8pass.backend(Config(compiler="eager"), monitor=monitor)
+    for block in model:
+        block.compile(backend=backend)
+    x = torch.randn(32, 64)
+    losses = [scale * model[i](x).square().mean() for i, scale in enumerate((1e3, 1e-3))]
+    for _ in range(2 * sampler.COMPACTED_EVERY):
+        model[1](x)
+    for loss in losses:
+        loss.backward()
+    monitor.step()
+    found = {r.module: r.amax for r in monitor.latest if r.tensor == "gradient"}
+    assert found["0.down"] > 100 * found["1.down"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -171,37 +174,138 @@ def test_the_way_back_to_torch(preset):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def trained(seed: int, **options) -> tuple[nn.Module, AdamW]:
+def trained(seed: int, dtype=torch.float32, **options) -> tuple[nn.Module, AdamW]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to(dtype)
     optimizer = AdamW(model.parameters(), 3e-3, **options)
     run(list(model.parameters()), optimizer, range(seed, seed + 3))
     return model, optimizer
 
 
+def save_distributed(path, optimizer, model, **options) -> None:
+    states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
+    dcp.save({"optimizer": states}, checkpoint_id=path)
+
+
+def load_distributed(path, optimizer, model, planner=None, **options) -> None:
+    options = StateDictOptions(**options)
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.load(content, checkpoint_id=path, planner=planner)
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
+
+
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {"preset": "fp8-lm"},
-        {"first_moment": "e5m2+expand"},
-        {"second_moment": "de8"},
-        {"first_moment": "fp32"},
-        {"group_size": 64},
+        ({"preset": "fp8-lm"}, torch.float32),
+        ({"first_moment": "e5m2+expand"}, torch.float32),
+        ({"second_moment": "de8"}, torch.bfloat16),
+        (EXACT_STATES, torch.bfloat16),
+        ({"group_size": 64}, torch.float32),
+        ({"first_moment": "bf16", "second_moment": "fp16"}, torch.bfloat16),
     ],
     ids=str,
 )
-def test_a_distributed_checkpoint_in_other_formats_is_refused(tmp_path, options):
-    """PyTorch writes into the optimizer's tensors, and finds no such keys, or other sizes."""
-    content = dict(zip(("model", "optimizer"), get_state_dict(*trained(0)), strict=True))
-    dcp.save(content, checkpoint_id=tmp_path)
-    _, optimizer = other = trained(1, **options)
-    before = copy.deepcopy(optimizer.state_dict())
-    model_state, states = get_state_dict(*other)
-    with pytest.raises(CheckpointException, match=r"Missing key .*exp_avg|Size mismatch"):
-        dcp.load({"model": model_state, "optimizer": states}, checkpoint_id=tmp_path)
-    for key, state in before["state"].items():
-        for name, x in state.items():
-            assert torch.equal(optimizer.state_dict()["state"][key][name], x)
+def test_a_distributed_checkpoint_in_other_formats_is_converted(tmp_path, options, dtype, flat):
+    """States become the ones that `load_state_dict` makes, in both directions."""
+    for source, target in (({}, options), (options, {})):
+        model, optimizer = trained(0, dtype, **source)
+        folder = tmp_path / str(bool(source))
+        save_distributed(folder, optimizer, model, flatten_optimizer_state_dict=flat)
+        other_model, other = trained(1, dtype, **target)
+        load_distributed(folder, other, other_model, flatten_optimizer_state_dict=flat)
+        want = AdamW(all_parameters(other), **target)
+        want.load_state_dict(optimizer.state_dict())
+        same_state(other, want)
+        assert other.param_groups == want.param_groups
+
+
+def test_the_optimizer_itself_loads_a_distributed_checkpoint(tmp_path):
+    _model, optimizer = trained(0, preset="fp8-lm")
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    _, other = trained(1)
+    dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
+    want = AdamW(all_parameters(other))
+    want.load_state_dict(optimizer.state_dict())
+    same_state(other, want)
+
+
+def test_a_distributed_checkpoint_without_master_copies(tmp_path):
+    """The next step makes the copies from the weights, which are loaded after the optimizer."""
+    model, optimizer = trained(0, torch.bfloat16)
+    save_distributed(tmp_path, optimizer, model)
+    other_model, other = trained(1, torch.bfloat16, weights="fp32")
+    load_distributed(tmp_path, other, other_model)
+    other_model.load_state_dict(model.state_dict())
+    want_model, _ = trained(2, torch.bfloat16)
+    want_model.load_state_dict(model.state_dict())
+    want = AdamW(want_model.parameters(), weights="fp32")
+    want.load_state_dict(optimizer.state_dict())
+    for each in (other, want):
+        run(all_parameters(each), each, range(3, 5))
+    for p, q in zip(all_parameters(other), all_parameters(want), strict=True):
+        # Where the old copy rounds to the loaded weight, the optimizer keeps the old copy.
+        is_same = other.state[p]["master"] == want.state[q]["master"]
+        assert is_same.float().mean() > 0.98
+        torch.testing.assert_close(p, q, rtol=0.01, atol=0)
+
+
+def test_a_distributed_checkpoint_of_torch(tmp_path):
+    model, _ = trained(0)
+    theirs = torch.optim.AdamW(model.parameters(), 0.02)
+    run(list(model.parameters()), theirs, range(3))
+    save_distributed(tmp_path, theirs, model)
+    other_model, other = trained(1)
+    load_distributed(tmp_path, other, other_model)
+    assert other.param_groups[0]["lr"] == 0.02
+    assert other.param_groups[0]["first_moment"] == "e4m3+expand"
+    want = AdamW(all_parameters(other))
+    want.load_state_dict(theirs.state_dict())
+    same_state(other, want)
+
+
+def test_one_planner_loads_two_distributed_checkpoints(tmp_path):
+    planner = dcp.DefaultLoadPlanner()
+    other_model, other = trained(9)
+    for seed, preset in enumerate(("fp8-lm", "coat")):
+        model, optimizer = trained(seed, preset=preset)
+        save_distributed(tmp_path / preset, optimizer, model)
+        load_distributed(tmp_path / preset, other, other_model, planner)
+        want = AdamW(all_parameters(other))
+        want.load_state_dict(optimizer.state_dict())
+        same_state(other, want)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_distributed_checkpoints_of_strangers_are_refused(tmp_path, make):
+    """Neither takes the other's entries for its own, and nothing changes."""
+    model, optimizer = trained(0)
+    save_distributed(tmp_path / "ours", optimizer, model)
+    stranger_model, _ = trained(1)
+    stranger = make(stranger_model.parameters(), lr=0.1)
+    run(list(stranger_model.parameters()), stranger, range(2))
+    before = copy.deepcopy(stranger.state_dict()["state"])
+    with pytest.raises(CheckpointException, match=r"Missing key .*(exp_avg|momentum_buffer)"):
+        load_distributed(tmp_path / "ours", stranger, stranger_model)
+    for number, state in stranger.state_dict()["state"].items():
+        assert all(torch.equal(x, before[number][key]) for key, x in state.items())
+    if make is not torch.optim.AdamW:
+        save_distributed(tmp_path / "theirs", stranger, stranger_model)
+        ours = copy.deepcopy(optimizer)
+        with pytest.raises(CheckpointException, match="Missing key in checkpoint"):
+            load_distributed(tmp_path / "theirs", optimizer, model)
+        same_state(optimizer, ours)
+
+
+def test_a_distributed_checkpoint_that_is_not_complete_is_refused(tmp_path):
+    model, optimizer = trained(0)
+    states = get_optimizer_state_dict(model, optimizer)
+    del states["state"]["0.weight"]["exp_avg:e4m3+expand:power"]
+    dcp.save({"optimizer": states}, checkpoint_id=tmp_path)
+    other_model, other = trained(1, preset="fp8-lm")
+    with pytest.raises(CheckpointException, match=r"without exp_avg:e4m3\+expand:power"):
+        load_distributed(tmp_path, other, other_model)
 
 
 def test_a_distributed_checkpoint_is_converted_after_it_was_loaded(tmp_path):

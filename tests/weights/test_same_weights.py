@@ -464,3 +464,17 @@ def test_updates_within_the_backward(device, mode):
                 losses.append(loss.item())  # CUDA graphs write the next one to the same memory
     assert losses[:6] == losses[6:]
     assert losses[0] != losses[2]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_codes_of_weights_that_are_no_more_are_dropped(in_place):
+    """In a context around all of training, too, where each step may have weights of its own."""
+    stays = nn.Parameter(torch.randn(32, 32))
+    before = len(kept._kept.in_place)
+    with fp8pass.same_weights():
+        for _ in range(5):
+            new = nn.Parameter(torch.randn(32, 32))
+            kept.codes_of([stays, new], in_place=in_place)
+        assert len(kept._kept.by_weight) <= 3
+        assert id(stays) in kept._kept.by_weight
+    assert len(kept._kept.in_place) <= before + 3

@@ -257,3 +257,57 @@ def test_a_plan_with_a_remark_is_counted(said):
     ((_, line),) = said()
     assert ALL_OF_TWO in line
     assert line.endswith("; offload=True has no memory_budget to meet")
+
+
+# --- parameters that each step makes -------------------------------------------------------------
+
+
+def with_new_parameters(model, run, x):
+    """A step of `torch.func.functional_call`, with parameters that die with it."""
+    made = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    run(made, x).backward()
+
+
+def with_moved_parameters(model, run, x):
+    """A step with the model's parameters, whose memory is another one each time."""
+    for p in model.parameters():
+        p.data = p.data.clone()
+    run(dict(model.named_parameters()), x).backward()
+
+
+def with_some_new_parameters(model, run, x):
+    made = dict(model.named_parameters())
+    last = next(reversed(made))
+    run(made | {last: nn.Parameter(made[last].detach().clone())}, x).backward()
+
+
+@pytest.mark.parametrize(
+    "step", [with_new_parameters, with_moved_parameters, with_some_new_parameters]
+)
+def test_steps_with_new_parameters_are_not_remembered(step, said):
+    """The second step has freed those of the first: all graphs have run, and the line is said."""
+    model = MLP((WIDTH, 128, WIDTH))
+
+    def loss_of(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    run = torch.compile(loss_of, backend="fp8pass", options={"compiler": "eager"})
+    (x,) = (torch.randn(32, WIDTH),)
+    for _ in range(4):
+        step(model, run, x)
+    assert [level for level, _ in said()] == ["INFO"]
+    assert ALL_OF_TWO in said()[0][1]
+    for _ in range(4):
+        step(model, run, x)
+    assert not settled._waiting
+    assert len(said()) == 1
+
+
+def test_parts_that_wait_forget_parameters_that_are_no_more():
+    part = settled._Part(plan=None, config=Config())
+    kept = nn.Parameter(torch.randn(4))
+    assert not part.note([kept])
+    assert not part.note([nn.Parameter(torch.randn(4))])
+    assert part.note([nn.Parameter(torch.randn(4))])
+    assert len(part.runs) == 2
+    assert part.note([kept])

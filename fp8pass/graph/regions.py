@@ -1,0 +1,134 @@
+"""Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
+
+Dynamo makes one graph of equal regions and calls it with the parameters of each. Nothing in it
+shows which of its inputs are parameters, and its paths are those of the first region.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fp8pass import compat
+from fp8pass.graph.names import clean_path, module_path
+
+STACK = "nn_module_stack"
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """The module paths of a region that replace those of the first region with the same graph.
+
+    Attributes:
+        prefixes: pairs of an old and a new prefix, as parts of paths, the longest first.
+    """
+
+    prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> Renaming:
+        """Derive it from pairs of an old and a new path of the same parameter's module."""
+        found = set()
+        for old, new in pairs:
+            same = 0
+            while same < min(len(old), len(new)) and old[-1 - same] == new[-1 - same]:
+                same += 1
+            found.add((old[: len(old) - same], new[: len(new) - same]))
+        return cls(tuple(sorted(found, key=lambda pair: -len(pair[0]))))
+
+    def apply(self, stack: dict[str, Any]) -> dict[str, Any]:
+        """Rename the modules of a node's `nn_module_stack`."""
+        return {key: (self._renamed(path), *rest) for key, (path, *rest) in stack.items()}
+
+    def _renamed(self, path: str) -> str:
+        parts = tuple(clean_path(path).split("."))
+        for old, new in self.prefixes:
+            if parts[: len(old)] == old:
+                return ".".join((*new, *parts[len(old) :]))
+        return path
+
+
+def inline_regions(gm: fx.GraphModule) -> None:
+    """Replace the calls of regions in a Dynamo graph by copies of their graphs."""
+    first: dict[fx.GraphModule, list[fx.Node]] = {}
+    for call in [n for n in gm.graph.nodes if compat.is_region(n)]:
+        arguments: tuple[Any, ...] = call.args
+        reference, _, *operands = arguments
+        region = getattr(gm, reference.target)
+        if region not in first:
+            inline_regions(region)
+            first[region] = operands
+        _inline(gm, call, region, operands, _renaming(region, first[region], operands))
+        gm.graph.erase_node(call)
+        gm.graph.erase_node(reference)
+    if first:
+        gm.delete_all_unused_submodules()
+        gm.recompile()
+
+
+def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
+    """The renaming for a call with `operands` of a region that was traced with the `first`."""
+    if operands is first:
+        return Renaming()
+    pairs = []
+    for placeholder, one, other in zip(_placeholders(region), first, operands, strict=True):
+        module = module_path(placeholder).split(".")
+        old, new = (_module_of_source(x) for x in (one, other))
+        # Sources may begin with a variable that is no part of a path.
+        if new and old[-len(module) :] == module:
+            begin = len(old) - len(module)
+            pairs.append((tuple(module), tuple(new[begin:])))
+    return Renaming.of(pairs)
+
+
+def _module_of_source(node: fx.Node) -> list[str]:
+    """The parts of the path by which Dynamo reached a parameter's module; empty for others."""
+    path, _, name = compat.source_of(node).rpartition("._parameters[")
+    return clean_path(path).split(".") if name else []
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _inline(
+    gm: fx.GraphModule,
+    call: fx.Node,
+    region: fx.GraphModule,
+    operands: list[fx.Node],
+    renaming: Renaming,
+) -> None:
+    """Copy the graph of a region to where it is called, and use the results of the copy."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for placeholder, operand in zip(_placeholders(region), operands, strict=True):
+        copies[placeholder] = operand
+        stack = placeholder.meta.get(STACK)
+        if stack and STACK not in operand.meta and compat.source_of(operand):
+            operand.meta[STACK] = renaming.apply(stack)
+    for node in region.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with gm.graph.inserting_before(call):
+            copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr":
+            copy.target = _attribute(gm, operator.attrgetter(str(node.target))(region))
+        if STACK in node.meta:
+            copy.meta[STACK] = renaming.apply(node.meta[STACK])
+    results: Any = fx.map_arg(region.graph.output_node().args[0], copies.__getitem__)
+    items: list[Any] = list(call.users)
+    for item in items:
+        item.replace_all_uses_with(results[item.args[1]])
+        gm.graph.erase_node(item)
+
+
+def _attribute(gm: fx.GraphModule, value: Any) -> str:
+    """The name of a new attribute of a graph module with this value."""
+    number = 0
+    while hasattr(gm, f"_of_region_{number}"):
+        number += 1
+    setattr(gm, f"_of_region_{number}", value)
+    return f"_of_region_{number}"
