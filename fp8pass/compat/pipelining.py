@@ -52,7 +52,7 @@ def find_schedule(model: nn.Module) -> Any:
     parameters = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
         if issubclass(type(found), schedules._PipelineSchedule) and any(
-            id(p) in parameters for stage in _stages(found) for p in stage.submod.parameters()
+            id(p) in parameters for module in _modules(found) for p in module.parameters()
         ):
             return found
     return None
@@ -63,10 +63,15 @@ def gradient_divisor(schedule: Any) -> int:
     return schedule._n_microbatches if schedule.scale_grads else 1
 
 
-def _stages(schedule: Any) -> list[Any]:
-    """The stages that a schedule runs on this rank."""
+def _modules(schedule: Any) -> Iterator[nn.Module]:
+    """The modules of the stages that a schedule runs on this rank.
+
+    Stages that only plan memory have no module.
+    """
     one = getattr(schedule, "_stage", None)
-    return getattr(schedule, "_stages", [] if one is None else [one])
+    for stage in getattr(schedule, "_stages", [one]):
+        if (module := getattr(stage, "submod", None)) is not None:
+            yield module
 
 
 def schedule_names() -> list[str]:

@@ -11,6 +11,7 @@ scans.py          gradients that are summed over positions, where small elements
 signs.py          which values are nowhere positive, as the logarithms of decays
 growth.py         exponentials that nothing bounds, for which there is no rule
 differences.py    which sums may nearly cancel, so that low bits of their terms do not do
+small_parameters.py  sums that make up the gradient of a few numbers
 divisors.py       values that something divides by
 work.py           what a derivation takes, and when it is not tried
 derivation.py     the rule of one region, from these

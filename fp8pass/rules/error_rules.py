@@ -37,6 +37,7 @@ from fp8pass.rules.expressions import has_formula
 from fp8pass.rules.regions import DERIVABLE, Region, Splitter
 from fp8pass.rules.samples import Moments
 from fp8pass.rules.scans import SCANNED, scanned
+from fp8pass.rules.small_parameters import CANCELLATION, factors_of_small_gradients
 
 aten = torch.ops.aten
 
@@ -101,6 +102,7 @@ class Rules:
         self.discrete = splitter.discrete
         self.differences = splitter.differences
         self._head_gradients = fused_gradients(g).values - self.constants
+        self._small_sums = factors_of_small_gradients(g, self.backward, facts.num_fwd_outputs)
         self._distances = expanded_distances(g) - self.constants - self.backward
         self._weights = self._computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
@@ -230,7 +232,8 @@ class Rules:
             return False
         if self._are_off:
             return True
-        if node in self.junctions or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
+        summed = node in self.junctions or node in self._small_sums
+        if summed or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
             return self.allows(node, format)
         if kind(node) is Kind.ATTENTION:
             return False
@@ -247,7 +250,9 @@ class Rules:
         yield from self._uses_outside(node)
 
     def _uses_outside(self, node: fx.Node) -> Iterator[Amplification | str]:
-        """Uses by operators that are in no region."""
+        """Uses by operators that are in no region, and by sums of many regions."""
+        if node in self._small_sums:
+            yield Amplification(CANCELLATION, CANCELLATION, CANCELLATION, needs_signs=True)
         for user in node.users:
             yield from self._use_by(user, node)
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fp8pass
+from fp8pass import compat
 from fp8pass.optim import AdamW, attach
 
 
@@ -174,3 +175,10 @@ def test_compiled_autograd_is_refused_before_an_update(accumulate, by):
     run_backwards(model, range(accumulate))
     assert not any(map(torch.equal, before, model.parameters()))
     assert all(state["step"] == 1 for state in optimizer.state.values())
+
+
+def test_a_schedule_that_only_plans_memory_trains_no_model():
+    kept = compat.planned_schedule(compat.schedule_class("1F1B"), 2, 2, 4)
+    model = nn.Linear(4, 4)
+    assert compat.find_schedule(model) is None
+    del kept

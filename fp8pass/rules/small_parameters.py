@@ -1,0 +1,76 @@
+"""Find forward values whose products with a gradient sum up to the gradient of a small parameter.
+
+    out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
+    grad scale = sum over tokens of f(token) * <grad out, streams>
+
+Such a gradient is a few numbers. Its terms have any sign, and their sum may be a tenth of what
+independent terms would give, while their errors do not cancel. Adam divides by the size of the
+gradient, so that a small one counts as much as any other. The gradient of a matrix has thousands of
+such sums, most of which do not cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.rules.differences import COPIES, PRODUCTS
+
+SMALL = 32  # parameters of fewer elements
+WIDE = 16  # elements of a row that is summed up; the smallest group that shares a scale
+CANCELLATION = 10.0
+
+
+def factors_of_small_gradients(
+    g: fx.Graph, backward: Collection[fx.Node], forward_outputs: int
+) -> set[fx.Node]:
+    """Return the forward values whose low bits would show in gradients of small parameters.
+
+    Args:
+        g: a joint graph.
+        backward: its nodes that depend on a gradient.
+        forward_outputs: how many of its outputs belong to the forward.
+    """
+    gradients = graph.outputs(g)[forward_outputs:]
+    waiting = [x for x in gradients if isinstance(x, fx.Node) and _is_small(x)]
+    seen, found = set(waiting), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if kind(node) is Kind.GEMM or _is_product_of_rows(node):
+            found.update(_copied(x) for x in node.all_input_nodes if x not in backward)
+            continue
+        operands = [x for x in node.all_input_nodes if x in backward and x not in seen]
+        seen.update(operands)
+        waiting += [x for x in operands if _may_lead_to_rows(x, node)]
+    return {node for node in g.nodes if node not in backward and _copied(node) in found}
+
+
+def _is_small(gradient: fx.Node) -> bool:
+    if graph.is_no_tensor(gradient):
+        return False
+    count = graph.tensor(gradient).numel()
+    return isinstance(count, int) and count < SMALL
+
+
+def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
+    """Whether the way up from a small gradient goes on: through narrow values, to one wide one."""
+    return not _is_wide(node) or not _is_wide(user)
+
+
+def _is_product_of_rows(node: fx.Node) -> bool:
+    return node.target in PRODUCTS and _is_wide(node)
+
+
+def _is_wide(node: fx.Node) -> bool:
+    shape = graph.tensor(node).shape
+    return bool(shape) and not (isinstance(shape[-1], int) and shape[-1] < WIDE)
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The node that `node` is a view, cast or copy of."""
+    while node.target in COPIES and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
