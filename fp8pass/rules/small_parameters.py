@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import fx
 
 from fp8pass import graph
@@ -49,15 +50,20 @@ def factors_of_small_gradients(
 
 
 def _is_small(gradient: fx.Node) -> bool:
-    if graph.is_no_tensor(gradient):
+    value = graph.value(gradient)
+    if not isinstance(value, torch.Tensor):
         return False
-    count = graph.tensor(gradient).numel()
+    count = value.numel()
     return isinstance(count, int) and count < SMALL
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether the way up from a small gradient goes on: through narrow values, to one wide one."""
-    return not _is_wide(node) or not _is_wide(user)
+    """Whether the way up from a small gradient goes on: through narrow values, to one wide one.
+
+    An operator with several results ends it.
+    """
+    is_tensor = isinstance(graph.value(node), torch.Tensor)
+    return is_tensor and not (_is_wide(node) and _is_wide(user))
 
 
 def _is_product_of_rows(node: fx.Node) -> bool:
