@@ -159,7 +159,7 @@ RISE = 0.5  # nats, by which a run has diverged
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
-START_DATA = 1_000_000  # added to a seed: the batches before the start are others
+START_DATA = 1_000_000  # added to the seed of the batches before the start
 MOST_TEXT = 256 << 20
 
 
@@ -273,14 +273,14 @@ class Trainer:
         return torch.optim.AdamW(groups, fused=self.device.type == "cuda", **options)
 
     def reset(self, job: Job, seed: int) -> str:
-        """Set the weights that a seed starts from, and return what identifies them."""
+        """Set the weights that a seed starts from, and return their identifier."""
         model, start = new_model(self.size, seed, self.device), ""
         if job.start:
             saved = torch.load(job.start_file(seed), map_location=self.device)
             model.load_state_dict(saved["weights"])
             start = saved["id"]
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # what the last forward, without a backward, left gathered
+            self.model.reshard()  # a forward without a backward leaves the weights gathered
         with torch.no_grad():
             for own, value in zip(self.model.parameters(), model.parameters(), strict=True):
                 if isinstance(own, DTensor):
@@ -430,7 +430,7 @@ def make_starts(job: Job, device: torch.device) -> Iterator[Result]:
 
 
 def start_ids(of: Job) -> dict[int, str]:
-    """What identifies the start of each seed. Starts that this machine lacks are made."""
+    """Return the identifier of the start of each seed; train the starts that do not exist yet."""
     if not of.start:
         return dict.fromkeys(of.seeds, "")
     missing = tuple(seed for seed in of.seeds if not of.start_file(seed).exists())

@@ -48,7 +48,7 @@ def quality_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def _pair(run: dict[str, Any]) -> tuple[int, str]:
-    """What two runs have in common if their losses can be compared."""
+    """Return the seed and the start of a run. Losses with equal ones can be compared."""
     return run["seed"], run.get("start", "")
 
 

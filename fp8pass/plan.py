@@ -200,7 +200,7 @@ class Head:
         bytes: of the logits that exist at once.
         chunks: how many parts of the tokens it computes logits, loss and gradients of, in turn.
         reason: why all at once, '' where it does not.
-        can_chunk: whether it computes all at once by choice: it is small, or `head_chunks` says so.
+        can_chunk: whether its logits can be computed in chunks, if `head_chunks` asks for it.
     """
 
     module: str

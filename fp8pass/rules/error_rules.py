@@ -250,7 +250,7 @@ class Rules:
         yield from self._uses_outside(node)
 
     def _uses_outside(self, node: fx.Node) -> Iterator[Amplification | str]:
-        """Uses by operators that are in no region, and by sums of many regions."""
+        """Uses by operators outside of regions, and by sums that end in other regions."""
         if node in self._small_sums:
             yield Amplification(CANCELLATION, CANCELLATION, CANCELLATION, needs_signs=True)
         for user in node.users:

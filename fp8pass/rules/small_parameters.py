@@ -3,10 +3,10 @@
     out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
-Such a gradient is a few numbers. Its terms have any sign, and their sum may be a tenth of what
-independent terms would give, while their errors do not cancel. Adam divides by the size of the
-gradient, so that a small one counts as much as any other. The gradient of a matrix has thousands of
-such sums, most of which do not cancel.
+Such a gradient is a few numbers. In hyper-connections the sums were 7 to 21% of the norm of their
+terms, so that an error of 12% of each term made gradients of another sign. Adam divides by the size
+of the gradient: a small gradient counts as much as a large one. The gradient of a matrix has
+thousands of such sums, and few of them cancel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8pass.rules.differences import COPIES, PRODUCTS
 
 SMALL = 32  # parameters of fewer elements
 WIDE = 16  # elements of a row that is summed up; the smallest group that shares a scale
-CANCELLATION = 10.0
+CANCELLATION = 10.0  # norm of the terms over their sum; more in one of twelve random sums
 
 
 def factors_of_small_gradients(
@@ -46,6 +46,8 @@ def factors_of_small_gradients(
         operands = [x for x in node.all_input_nodes if x in backward and x not in seen]
         seen.update(operands)
         waiting += [x for x in operands if _may_lead_to_rows(x, node)]
+    if not found:
+        return found
     return {node for node in g.nodes if node not in backward and _copied(node) in found}
 
 
@@ -58,9 +60,9 @@ def _is_small(gradient: fx.Node) -> bool:
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether the way up from a small gradient goes on: through narrow values, to one wide one.
+    """Whether to go on from `user` to its operand: through narrow values, and to one wide value.
 
-    An operator with several results ends it.
+    Operators with several results end the search.
     """
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))

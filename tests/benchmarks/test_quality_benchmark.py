@@ -57,7 +57,7 @@ def test_variants_continue_from_weights_that_bf16_has_trained(quality, monkeypat
     assert coat == pytest.approx(bf16, rel=0.02)
     (other,) = tmp_path.glob("fp8pass-quality/*.pt")
     assert trained(quality, monkeypatch, path, *options) == results
-    other.unlink()  # another machine: its runs are no pairs of these
+    other.unlink()  # as on another machine, whose runs are not compared with these
     assert len(trained(quality, monkeypatch, path, *options)) == 4
     (scratch, *_) = trained(quality, monkeypatch, tmp_path / "x.json", *options[:-2])
     assert scratch["loss"] > bf16 + 0.1
