@@ -16,7 +16,7 @@ from fp8pass import graph
 from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import filled_with
-from fp8pass.rules.signs import Sign, scaled
+from fp8pass.rules.signs import Sign, of_number, scaled
 
 VARIANCES = (aten.var_mean.correction, aten.var.correction)
 
@@ -70,7 +70,7 @@ class Differences:
         if any(r.target in VARIANCES and not _is_for_each_row(r) for r in reduced):
             return False
         has_number = any(_is_number(x) for x, _ in terms)
-        return not (has_number and all(_is_number(x) or _is_bounded(x) for x, _ in terms))
+        return not (has_number and all(_is_number(x) or self._is_bounded(x) for x, _ in terms))
 
     def is_of_equals(self, node: fx.Node) -> bool:
         """Whether a node subtracts from each other two values that neither is a statistic of.
@@ -85,11 +85,31 @@ class Differences:
         inexact = [x for x in values if x not in self._constants]
         return len(inexact) == 2 and all(_reduction(x) is None for x in inexact)
 
+    def _is_bounded(self, node: fx.Node) -> bool:
+        """Whether arithmetic alone makes a value of numbers, results of `BOUNDED`, and sigmoids."""
+        if node.target in BOUNDED or self._is_sigmoid(node):
+            return True
+        return node.target in ARITHMETIC and all(
+            _is_number(x) or self._is_bounded(x) for x in node.all_input_nodes
+        )
+
+    def _is_sigmoid(self, node: fx.Node) -> bool:
+        """Whether a value is the reciprocal of 1 + x for a nonnegative x.
+
+        PyTorch 2.11 writes the sigmoid in the backward of SiLU as 1 / (1 + exp(-x)).
+        """
+        if node.target is not aten.reciprocal.default:
+            return False
+        terms = _terms(node.all_input_nodes[0])
+        return terms is not None and self._have_one_sign(terms) and any(map(_is_one, terms))
+
     def _have_one_sign(self, terms: list[tuple[Any, float]]) -> bool:
         """Whether no term is positive anywhere, or none is negative: nothing cancels."""
         common = Sign.ZERO
         for x, scale in terms:
-            common &= scaled(self._signs.get(x, Sign.UNKNOWN), scale)
+            number = _number(x)
+            sign = self._signs.get(x, Sign.UNKNOWN) if number is None else of_number(number)
+            common &= scaled(sign, scale)
         return bool(common)
 
     def _is_negative(self, x: Any, scale: float) -> bool:
@@ -141,6 +161,11 @@ def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, (int, float)) else None
 
 
+def _is_one(term: tuple[Any, float]) -> bool:
+    x, scale = term
+    return _number(x) == 1.0 and scale == 1.0
+
+
 def _is_number(x: Any) -> bool:
     """Whether a term is a number or a symbolic size, or has integers as elements."""
     if _number(x) is not None or not isinstance(x, fx.Node):
@@ -162,15 +187,6 @@ def _reduction(x: Any) -> fx.Node | None:
         passes = x.target in COPIES or x.target is aten.neg.default or _factor(x) is not None
         x = x.args[0] if passes else None
     return graph.operator_of(x) if isinstance(x, fx.Node) else None
-
-
-def _is_bounded(node: fx.Node) -> bool:
-    """Whether a value is made of results of `BOUNDED` and numbers, by arithmetic alone."""
-    if node.target in BOUNDED:
-        return True
-    return node.target in ARITHMETIC and all(
-        _is_number(x) or _is_bounded(x) for x in node.all_input_nodes
-    )
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:

@@ -39,7 +39,7 @@ def signs(g: fx.Graph) -> dict[fx.Node, Sign]:
     def sign_of(x: Any) -> Sign:
         if isinstance(x, fx.Node):
             return known.get(x, Sign.UNKNOWN)
-        return _of_number(x) if isinstance(x, (bool, int, float)) else Sign.UNKNOWN
+        return of_number(x) if isinstance(x, (bool, int, float)) else Sign.UNKNOWN
 
     for node in g.nodes:
         if (rule := _RULES.get(node.target)) and (sign := rule(node, sign_of)):
@@ -49,10 +49,11 @@ def signs(g: fx.Graph) -> dict[fx.Node, Sign]:
 
 def scaled(sign: Sign, factor: float) -> Sign:
     """The sign of a value times a number."""
-    return _product(sign, _of_number(factor))
+    return _product(sign, of_number(factor))
 
 
-def _of_number(x: float) -> Sign:
+def of_number(x: float) -> Sign:
+    """The sign of a number."""
     nonnegative = Sign.NONNEGATIVE if x >= 0 else Sign.UNKNOWN
     return nonnegative | (Sign.NONPOSITIVE if x <= 0 else Sign.UNKNOWN)
 
@@ -130,7 +131,7 @@ def _divided(node: fx.Node, sign_of: SignOf) -> Sign:
     """By a number: what a tensor divides by may be a zero of either sign."""
     x, divisor = node.args[:2]
     return (
-        _product(sign_of(x), _of_number(divisor))
+        _product(sign_of(x), of_number(divisor))
         if isinstance(divisor, (int, float))
         else Sign.UNKNOWN
     )
