@@ -59,7 +59,7 @@ def configs(
             choice: no budget, and a `save_format` that is the largest already.
         TypeError: `base` is no `Config`.
     """
-    base = Config.recipe("agoq") if base is None else checked_config(base, "base")
+    base = Config.recipe("agoq", save_format="e2m1") if base is None else checked_config(base, "base")
     _check_choice_left(base)
     order = _order(schedule, stages, ranks, microbatches)
     held = [_peak(actions) for actions in order]

@@ -430,4 +430,4 @@ def test_on_a_gpu_what_is_on_the_host_takes_no_memory(compiler, monkeypatch):
     assert held <= plan.saved_bytes * 1.03 + 2**21
     assert held_without - held > 0.95 * plan.offload.bytes
     for name, gradient in want.gradients.items():
-        assert relative(got.gradients[name], gradient) < (1e-6 if compiler == "eager" else 0.05)
+        assert relative(got.gradients[name], gradient) < (1e-3 if compiler == "eager" else 0.05)
