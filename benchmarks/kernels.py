@@ -34,8 +34,8 @@ from tables_kernels import kernels_table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8pass.passes import HALF_PASSES
-from fp8pass.passes.lower_dialect import lower_dialect
+from fp8pass.passes import LOWERING_PASSES
+from fp8pass.passes.lowering.lower_dialect import lower_dialect
 
 STEPS = 5
 KINDS = {
@@ -46,7 +46,8 @@ KINDS = {
 }
 
 
-KERNEL_PASSES = ",".join(p.__name__ for p in HALF_PASSES[: HALF_PASSES.index(lower_dialect)])
+BEFORE_LOWERING = LOWERING_PASSES[: LOWERING_PASSES.index(lower_dialect)]
+KERNEL_PASSES = ",".join(p.__name__ for p in BEFORE_LOWERING)
 
 
 @dataclass

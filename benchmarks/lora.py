@@ -55,7 +55,7 @@ from fp8pass.demo.data import Data, source_files
 from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size as SmallSize
 from fp8pass.demo.train import free_memory
-from fp8pass.dialect.coded_weight import CodedWeight
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 RANK, ALPHA = 16, 32
 LEARNING_RATE = 1e-4

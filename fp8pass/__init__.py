@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from fp8pass.config import ConfigError as ConfigError
     from fp8pass.distributed import pipeline_parallel as pipeline_parallel
     from fp8pass.dynamo import backend as backend
-    from fp8pass.guard import Guard as Guard
-    from fp8pass.inspect.bisection import Bisection as Bisection
-    from fp8pass.inspect.bisection import bisect as bisect
-    from fp8pass.inspect.calibration import calibrate as calibrate
-    from fp8pass.inspect.diagnosis import Diagnosis as Diagnosis
-    from fp8pass.inspect.diagnosis import diagnose as diagnose
-    from fp8pass.inspect.explanation import Explanation as Explanation
-    from fp8pass.inspect.explanation import explain as explain
-    from fp8pass.inspect.fitting import Fit as Fit
-    from fp8pass.inspect.fitting import Gpu as Gpu
-    from fp8pass.inspect.fitting import fit as fit
-    from fp8pass.inspect.landscape import sharpness as sharpness
     from fp8pass.integrations.compressed_tensors import export as export
-    from fp8pass.monitor import Monitor as Monitor
-    from fp8pass.weights.frozen import freeze as freeze
-    from fp8pass.weights.kept import same_weights as same_weights
+    from fp8pass.stability.guard import Guard as Guard
+    from fp8pass.stability.monitor import Monitor as Monitor
+    from fp8pass.tools.bisection import Bisection as Bisection
+    from fp8pass.tools.bisection import bisect as bisect
+    from fp8pass.tools.calibration import calibrate as calibrate
+    from fp8pass.tools.diagnosis import Diagnosis as Diagnosis
+    from fp8pass.tools.diagnosis import diagnose as diagnose
+    from fp8pass.tools.explanation import Explanation as Explanation
+    from fp8pass.tools.explanation import explain as explain
+    from fp8pass.tools.fitting import Fit as Fit
+    from fp8pass.tools.fitting import Gpu as Gpu
+    from fp8pass.tools.fitting import fit as fit
+    from fp8pass.tools.sharpness import sharpness as sharpness
+    from fp8pass.weights.cached import same_weights as same_weights
+    from fp8pass.weights.freezing import freeze as freeze
 
 __version__ = "0.1.0"
 
@@ -40,25 +40,25 @@ __version__ = "0.1.0"
 # line answers `--help` without waiting for PyTorch, and `fp8pass env` where there is none.
 _MODULES = {
     "RECIPES": "config",
-    "Bisection": "inspect.bisection",
+    "Bisection": "tools.bisection",
     "Config": "config",
     "ConfigError": "config",
-    "Diagnosis": "inspect.diagnosis",
-    "Explanation": "inspect.explanation",
-    "Fit": "inspect.fitting",
-    "Gpu": "inspect.fitting",
-    "Guard": "guard",
-    "Monitor": "monitor",
+    "Diagnosis": "tools.diagnosis",
+    "Explanation": "tools.explanation",
+    "Fit": "tools.fitting",
+    "Gpu": "tools.fitting",
+    "Guard": "stability.guard",
+    "Monitor": "stability.monitor",
     "backend": "dynamo",
-    "bisect": "inspect.bisection",
-    "calibrate": "inspect.calibration",
-    "diagnose": "inspect.diagnosis",
-    "explain": "inspect.explanation",
+    "bisect": "tools.bisection",
+    "calibrate": "tools.calibration",
+    "diagnose": "tools.diagnosis",
+    "explain": "tools.explanation",
     "export": "integrations.compressed_tensors",
-    "fit": "inspect.fitting",
-    "freeze": "weights.frozen",
-    "same_weights": "weights.kept",
-    "sharpness": "inspect.landscape",
+    "fit": "tools.fitting",
+    "freeze": "weights.freezing",
+    "same_weights": "weights.cached",
+    "sharpness": "tools.sharpness",
 }
 
 # The public modules, each with its place.

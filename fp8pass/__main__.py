@@ -1,9 +1,9 @@
-"""`python -m fp8pass`: the command line (`cli/`)."""
+"""`python -m fp8pass`: the command line (`tools/cli/`)."""
 
 from __future__ import annotations
 
 import sys
 
-from fp8pass.cli import main
+from fp8pass.tools.cli import main
 
 sys.exit(main())

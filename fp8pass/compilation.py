@@ -13,14 +13,14 @@ import torch
 from torch import fx, nn
 
 from fp8pass import compat, graph
+from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
-from fp8pass.passes import HALF_PASSES, Context
+from fp8pass.passes import LOWERING_PASSES, Context
 from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan
-from fp8pass.saving.format_choices import VALUE_SEPARATOR
-from fp8pass.weights.inputs import NO_CODES, Given
+from fp8pass.weights.graph_inputs import NO_CODES, Given
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,9 @@ class Compilation:
         # A backward that PyTorch compiles when it first runs comes without what traced its forward:
         # operators made of others would take sizes for numbers.
         with compat.sizes_that_vary():
-            records = run_passes(HALF_PASSES, gm, ctx, of=half, record=self.observer is not None)
+            records = run_passes(
+                LOWERING_PASSES, gm, ctx, of=half, record=self.observer is not None
+            )
         if self.compiled:
             self.compiled.passes.extend(records)
 

@@ -24,17 +24,17 @@ from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint import JointFacts, UnusedCodes, codes_among, inputs_among
 from fp8pass.graph.regions import inline_regions
-from fp8pass.host.bandwidth import bandwidth
-from fp8pass.monitor import Monitor
-from fp8pass.monitor.sampler import Sampler
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context
 from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
 from fp8pass.progress.settled import told
 from fp8pass.progress.spinner import shown
-from fp8pass.weights.gradients import keeping_sums
-from fp8pass.weights.inputs import choose_codes, examples, giving_codes, with_codes
-from fp8pass.weights.moving import compile_for_moving, moving_weights
+from fp8pass.runtime.bandwidth import bandwidth
+from fp8pass.runtime.cuda_graph_gradients import keeping_sums
+from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
+from fp8pass.stability.monitor import Monitor
+from fp8pass.stability.monitor.sampler import Sampler
+from fp8pass.weights.graph_inputs import choose_codes, examples, giving_codes, with_codes
 
 
 @dataclass(frozen=True)

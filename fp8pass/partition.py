@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.activation_memory.stock import stock_saved_bytes
 from fp8pass.compilation import Compilation, CompiledGraph
 from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
@@ -18,7 +19,6 @@ from fp8pass.graph.joint import JointFacts, codes_among, inputs_among, overwritt
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import Watcher, report, run_passes, warn_about_checkpointing
 from fp8pass.plan import Checkpointing
-from fp8pass.saving.stock import stock_saved_bytes
 
 
 class Partitioner(compat.CustomPartitionerFn):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fp8pass.config import bytes_text
-from fp8pass.dialect.gpus import Work
+from fp8pass.hardware import Work
 
 
 @dataclass
@@ -243,7 +243,7 @@ class FrontierPoint:
         peak_bytes: the most that the backward holds at once, estimated, gradients included.
         seconds: that it adds to a step, by computing values again and by waiting for copies of the
             host, to that of the plan without a budget; estimated by the roofline of one GPU
-            (`dialect/hardware.py`).
+            (`hardware.py`).
         error: root mean square of the gradient errors that the kept values are expected to cause.
         host_bytes: kept on the host besides.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fp8pass
-from fp8pass.cli import main
+from fp8pass.tools.cli import main
 
 ROOT = Path(fp8pass.__file__).parents[1]
 

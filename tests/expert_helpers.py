@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from fp8pass.config import Config
 from fp8pass.graph.classify import BATCHED
-from fp8pass.passes.quantize_experts import quantize_experts
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.quantize_experts import quantize_experts
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.plan import Linear
 
 ALL = ("forward", "dgrad", "wgrad")

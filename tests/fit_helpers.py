@@ -7,9 +7,9 @@ from helpers import MLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8pass.inspect.fitting.replay import Fate
-from fp8pass.inspect.fitting.step import own_loss, record_step
-from fp8pass.inspect.fitting.traced import TracedStep
+from fp8pass.tools.fitting.replay import Fate
+from fp8pass.tools.fitting.step import own_loss, record_step
+from fp8pass.tools.fitting.traced import TracedStep
 
 VOCABULARY = 640
 STAY = Fate(stay=True)

@@ -21,7 +21,6 @@ from fp8pass.compilation import Compilation, CompiledGraph, Inputs
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph.nodes import copy_of
-from fp8pass.inspect.explanation import Explanation
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 from fp8pass.passes.runner import PassRecord
@@ -34,6 +33,7 @@ from fp8pass.testing.steps import assert_same_step as assert_same_step
 from fp8pass.testing.steps import identical as identical
 from fp8pass.testing.steps import leaves as leaves
 from fp8pass.testing.steps import step as step
+from fp8pass.tools.explanation import Explanation
 
 EXACT = Config.recipe("exact")
 EXACT_EAGER = Config.recipe("exact", compiler="eager")

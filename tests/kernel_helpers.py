@@ -11,17 +11,16 @@ from helpers import benchmark_models
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import compat, compilation
+from fp8pass import compat, compilation, hardware
 from fp8pass.codegen.kernels import operator
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import reference
 from fp8pass.config import Config
-from fp8pass.dialect import hardware
 from fp8pass.graph.nodes import copy_of
-from fp8pass.passes import HALF_PASSES, Context
-from fp8pass.passes.count_kernels import count_kernels
-from fp8pass.passes.lower_dialect import lower_dialect
+from fp8pass.passes import LOWERING_PASSES, Context
+from fp8pass.passes.counters.count_kernels import count_kernels
+from fp8pass.passes.lowering.lower_dialect import lower_dialect
 from fp8pass.passes.runner import run_passes
 
 fp8 = torch.ops.fp8pass
@@ -37,7 +36,7 @@ INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt"
 
 
 # The passes that put kernels in a half, and count them.
-KERNEL_PASSES = HALF_PASSES[: HALF_PASSES.index(lower_dialect)]
+KERNEL_PASSES = LOWERING_PASSES[: LOWERING_PASSES.index(lower_dialect)]
 
 
 def interpret_halves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +69,8 @@ def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
         gm.graph.lint()
         found.append(copy_of(gm).graph)
 
-    rest = HALF_PASSES[len(KERNEL_PASSES) :]
-    monkeypatch.setattr(compilation, "HALF_PASSES", (*KERNEL_PASSES, record, *rest))
+    rest = LOWERING_PASSES[len(KERNEL_PASSES) :]
+    monkeypatch.setattr(compilation, "LOWERING_PASSES", (*KERNEL_PASSES, record, *rest))
     return found
 
 

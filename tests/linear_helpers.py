@@ -6,7 +6,7 @@ import torch
 from helpers import COAT_EAGER, JointGraph, capture_joint
 from torch import nn
 
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
 def rewritten(model, *args, config=COAT_EAGER, **options) -> JointGraph:

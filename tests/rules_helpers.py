@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass import Config
+from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.plan import Plan
-from fp8pass.rules.error_rules import Rules
 
 D, ROWS = 128, 64
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp8pass.cli.parsing import Parser, UsageError
 from fp8pass.demo.compare import run_demo
 from fp8pass.demo.options import DESCRIPTION, add_options
 from fp8pass.demo.train import Run
+from fp8pass.tools.cli.parsing import Parser, UsageError
 
 
 def main(argv: list[str] | None = None) -> list[Run]:

@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 
 import fp8pass
-from fp8pass.cli.parsing import UsageError, device_of
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import Decoder, new_model
 from fp8pass.demo.show import notes, progress_bar, results_table, write_plot
 from fp8pass.demo.sizes import SIZES, Size
 from fp8pass.demo.train import Compile, Run, free_memory, run_variant
+from fp8pass.tools.cli.parsing import UsageError, device_of
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8pass.cli.parsing import UsageError
 from fp8pass.demo.sizes import Size
+from fp8pass.tools.cli.parsing import UsageError
 
 MAX_TEXT_BYTES = 4 << 20
 HELD_OUT_SHARE = 16  # one byte of so many is held out

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fp8pass.cli.parsing import device_name
 from fp8pass.config import RECIPES, unknown
 from fp8pass.demo.sizes import SIZES
+from fp8pass.tools.cli.parsing import device_name
 
 DESCRIPTION = "Train the same small language model with and without fp8pass, and compare."
 

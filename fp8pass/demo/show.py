@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fp8pass import hardware
 from fp8pass.demo.train import Run
-from fp8pass.dialect import hardware
 
 
 @contextmanager

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8pass import compat
-from fp8pass.dialect import hardware
+from fp8pass import compat, hardware
 
 INSTRUCTION = 32  # products that one instruction adds
 FRACTION_BITS = 13

@@ -24,9 +24,9 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import GroupSums, Sums, Traffic
 from fp8pass.distributed.scaled_sums import ScaledSums
 from fp8pass.distributed.weights import gather_codes, why_too_late
-from fp8pass.monitor import Monitor
-from fp8pass.monitor.findings import SENT
-from fp8pass.monitor.statistics import TensorName, measure
+from fp8pass.stability.monitor import Monitor
+from fp8pass.stability.monitor.findings import SENT
+from fp8pass.stability.monitor.statistics import TensorName, measure
 
 log = logging.getLogger("fp8pass")
 

@@ -4,7 +4,7 @@ A rank holds at once what its stages keep for the backward of several micro-batc
 of the most. AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first one needs with 4
 bits: B_i = 4 · N_1 / N_i bits where rank i holds N_i micro-batches (Eq. 22). Here N_i is read off
 the schedule that PyTorch runs, and stages have budgets of bytes instead of bits, for which the
-planner chooses formats value by value (`saving/more_bits.py`).
+planner chooses formats value by value (`activation_memory/more_bits.py`).
 
     for stage, config in zip(stages, configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))
@@ -52,14 +52,15 @@ def configs(
         stages: how many stages (chunks of the model) the pipeline has, all ranks together.
         ranks: how many ranks it has; not needed where each runs one stage.
         microbatches: how many micro-batches a batch has.
-        base: all other options, by default those of recipe `agoq`.
+        base: all other options; the default is recipe `agoq` with `save_format="e2m1"`, 4 bits.
 
     Raises:
         ConfigError: there is no such schedule, it cannot have these numbers, or `base` leaves no
             choice: no budget, and a `save_format` that is the largest already.
         TypeError: `base` is no `Config`.
     """
-    base = Config.recipe("agoq", save_format="e2m1") if base is None else checked_config(base, "base")
+    smallest = Config.recipe("agoq", save_format="e2m1")
+    base = smallest if base is None else checked_config(base, "base")
     _check_choice_left(base)
     order = _order(schedule, stages, ranks, microbatches)
     held = [_peak(actions) for actions in order]

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
+from fp8pass import hardware
 from fp8pass.compat.collectives import all_gather_single, reduce_scatter_single
-from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import E4M3
 from fp8pass.distributed.collectives import Sums, Traffic, Watch
 from fp8pass.distributed.layout import Layout, owners_of

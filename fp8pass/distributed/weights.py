@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8pass import compat
+from fp8pass import compat, hardware
 from fp8pass.compat.fsdp import (
     fsdp_has_run,
     gathered_parameters,
     shard_of,
     writing_to_what_autograd_saved,
 )
-from fp8pass.dialect import hardware
-from fp8pass.dialect.coded_weight import CodedWeight, coded, divided
 from fp8pass.distributed.coded_layers import reasons_against_codes
 from fp8pass.distributed.collectives import Traffic
 from fp8pass.graph.names import clean_path, first_reasons
+from fp8pass.weights.quantized_parameter import CodedWeight, coded, divided
 
 log = logging.getLogger("fp8pass")
 

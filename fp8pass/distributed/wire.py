@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8pass.dialect import hardware
+from fp8pass import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, rounded_up

@@ -20,7 +20,7 @@ from fp8pass.graph.collectives import GATHER, WAIT
 from fp8pass.graph.linear_layers import is_multiple_of_16
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import CARRIES
-from fp8pass.host.copies import from_host, settled, to_host
+from fp8pass.runtime.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
 

@@ -3,7 +3,7 @@
 A formula takes the arguments of an operator, with an `Operand` in the place of each tensor, and
 returns a sympy expression of one element. It raises `Underivable` where a relative perturbation of
 an operand has no bounded effect: at a division by something that may vanish. Comparisons are
-written down as they are; whether they make anything jump is found later (`rules/jumps.py`).
+written down as they are; `error_analysis/jumps.py` finds whether they make anything jump.
 """
 
 from __future__ import annotations

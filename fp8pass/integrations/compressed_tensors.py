@@ -22,7 +22,7 @@ from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import matching_pattern
-from fp8pass.inspect.running import configuration_of
+from fp8pass.tools.running import configuration_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

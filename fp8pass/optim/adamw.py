@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fp8pass.compat import prepare_loads
 from fp8pass.config import ConfigError
-from fp8pass.dialect.coded_weight import CodedWeight
-from fp8pass.host.arena import Arena
 from fp8pass.optim import checkpoint, fused, host
 from fp8pass.optim.distributed_checkpoint import stage_states
 from fp8pass.optim.fused import FusedUpdate
@@ -25,6 +23,8 @@ from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.streamed import StreamedUpdate
 from fp8pass.optim.sums import Accumulated, Elsewhere
 from fp8pass.optim.update import update
+from fp8pass.runtime.arena import Arena
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 # Of all gradients this part may wait for what is on the host: those of two layers of 32.
 WAITING = 16

@@ -26,7 +26,7 @@ from fp8pass.optim.microbatches import Microbatches
 from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import Accumulated
-from fp8pass.weights import kept
+from fp8pass.weights import cached as kept
 
 # The formats of sums: 8 bits for up to so many gradients, then 16.
 FEW = 8

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.dialect import hardware
+from fp8pass import hardware
 from fp8pass.optim import groups, rounding
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.options import PARAMETER, Storage

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from fp8pass.config import ConfigError
-from fp8pass.dialect.coded_weight import CodedWeight
-from fp8pass.host.arena import available
 from fp8pass.optim.options import state_bytes
 from fp8pass.optim.shards import local
+from fp8pass.runtime.arena import available
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 # Of a smaller parameter the states stay where it is: norms and biases are many, and no memory.
 SMALLEST = 1 << 16

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.optim.options import SMALLEST_GROUP, Storage
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8pass.dialect.coded_weight import CodedWeight
 from fp8pass.optim.fused import FusedUpdate
 from fp8pass.optim.groups import Stored
 from fp8pass.optim.kernel import CHUNK
@@ -24,6 +23,7 @@ from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import Slot, State
 from fp8pass.optim.staging import DEPTH, Staging, largest_piece
 from fp8pass.optim.update import update
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 
 @dataclass(frozen=True)

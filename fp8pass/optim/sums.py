@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp8pass.host.arena import Arena
 from fp8pass.optim import fused
 from fp8pass.optim.groups import Stored, decode, encode
 from fp8pass.optim.rounding import SumStamp, random_bits
@@ -22,6 +21,7 @@ from fp8pass.optim.slots import group_count
 from fp8pass.optim.staging import DEPTH, Staging, largest_piece
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.update import batch_size
+from fp8pass.runtime.arena import Arena
 
 GROUP_SIZE = 128
 SCALE_DTYPE = torch.bfloat16

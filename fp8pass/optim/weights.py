@@ -1,7 +1,7 @@
 """Weights on the host, with their codes on the device: a byte an element there instead of two.
 
-Linear layers take part in graphs as codes (`dialect/coded_weight.py`), which `AdamW` makes anew
-when it updates the weights: once a step, however many backwards it sums (LLMQ 3).
+Linear layers take part in graphs as codes (`weights/quantized_parameter.py`). `AdamW` quantizes the
+weights again when it updates them: once a step, however many backwards it sums (LLMQ 3).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from fp8pass import graph
 from fp8pass.config import ConfigError, checked_patterns
-from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.graph.names import common_reasons
-from fp8pass.host.arena import Arena
 from fp8pass.optim.host import SMALLEST
 from fp8pass.optim.kernel import CHUNK
 from fp8pass.optim.staging import STAGED_BYTES
+from fp8pass.runtime.arena import Arena
 from fp8pass.weights.choice import choose
+from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 log = logging.getLogger("fp8pass")
 

@@ -1,7 +1,8 @@
 """The pipeline: all passes over a graph, in order.
 
-A pass is one function in one file of its name, `pass_(gm, ctx) -> None`, that rewrites `gm.graph`
-in place or adds to `ctx` (`context.py`). Where it does not apply it leaves the graph as it was.
+A pass is one function in one file of its name, `pass_(gm, ctx) -> None`. It rewrites `gm.graph` in
+place or adds to `ctx` (`context.py`), and changes nothing where it does not apply. Files are in the
+folder of their stage: `joint/`, then `lowering/`; those in `counters/` only count.
 `runner.py` runs the passes of a list, records, times and checks them, and leaves out those that
 `FP8PASS_DISABLE_PASSES` names.
 """
@@ -13,30 +14,30 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8pass.graph import spec
-from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
-from fp8pass.passes.chunk_head import chunk_head
 from fp8pass.passes.context import Context
-from fp8pass.passes.count_casts import count_casts
-from fp8pass.passes.count_kernels import count_kernels
-from fp8pass.passes.fuse_launches import fuse_launches
-from fp8pass.passes.fuse_norms import fuse_norms
-from fp8pass.passes.fuse_rows import fuse_rows
-from fp8pass.passes.fuse_scales import fuse_scales
-from fp8pass.passes.fuse_tiles import fuse_tiles
-from fp8pass.passes.gather_again import gather_again
-from fp8pass.passes.gather_codes import gather_codes
-from fp8pass.passes.list_collectives import list_collectives
-from fp8pass.passes.lower_dialect import lower_dialect
-from fp8pass.passes.materialize_plan import materialize_plan
-from fp8pass.passes.merge_dgrads import merge_dgrads
-from fp8pass.passes.offload_saved import offload_saved
-from fp8pass.passes.pin_layouts import pin_layouts
-from fp8pass.passes.plan_saved_values import plan_saved_values
-from fp8pass.passes.quantize_experts import quantize_experts
-from fp8pass.passes.quantize_linears import quantize_linears
-from fp8pass.passes.simulate_format import simulate_format
-from fp8pass.passes.split_cats import split_cats
-from fp8pass.passes.unroll_chunks import unroll_chunks
+from fp8pass.passes.counters.count_casts import count_casts
+from fp8pass.passes.counters.count_kernels import count_kernels
+from fp8pass.passes.counters.list_collectives import list_collectives
+from fp8pass.passes.joint.chunk_head import chunk_head
+from fp8pass.passes.joint.gather_again import gather_again
+from fp8pass.passes.joint.gather_codes import gather_codes
+from fp8pass.passes.joint.materialize_plan import materialize_plan
+from fp8pass.passes.joint.merge_dgrads import merge_dgrads
+from fp8pass.passes.joint.offload_saved import offload_saved
+from fp8pass.passes.joint.plan_saved_values import plan_saved_values
+from fp8pass.passes.joint.quantize_experts import quantize_experts
+from fp8pass.passes.joint.quantize_linears import quantize_linears
+from fp8pass.passes.joint.simulate_format import simulate_format
+from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
+from fp8pass.passes.lowering.fuse_launches import fuse_launches
+from fp8pass.passes.lowering.fuse_norms import fuse_norms
+from fp8pass.passes.lowering.fuse_rows import fuse_rows
+from fp8pass.passes.lowering.fuse_scales import fuse_scales
+from fp8pass.passes.lowering.fuse_tiles import fuse_tiles
+from fp8pass.passes.lowering.lower_dialect import lower_dialect
+from fp8pass.passes.lowering.pin_layouts import pin_layouts
+from fp8pass.passes.lowering.split_cats import split_cats
+from fp8pass.passes.lowering.unroll_chunks import unroll_chunks
 
 Pass = Callable[[fx.GraphModule, Context], None]
 
@@ -67,7 +68,7 @@ INFERENCE_PASSES: tuple[Pass, ...] = (
 )
 
 # The forward and the backward, or an inference graph, right before Inductor compiles them.
-HALF_PASSES: tuple[Pass, ...] = (
+LOWERING_PASSES: tuple[Pass, ...] = (
     unroll_chunks,  # operators that run in chunks -> the chunks, one after the other
     fuse_rows,  # matrices quantized by row -> row kernels
     fuse_norms,  # the backward of norms -> row kernels
@@ -81,7 +82,7 @@ HALF_PASSES: tuple[Pass, ...] = (
     pin_layouts,  # operands of grouped GEMMs -> memory, in the strides they were traced with
 )
 
-ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *HALF_PASSES)
+ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
 
 # Without these no graph could be cut, or compiled.
 INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, unroll_chunks, lower_dialect)
@@ -90,7 +91,7 @@ INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, unroll_chunks, lower_dialec
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,
-    HALF_PASSES: spec.verify_lowered,
+    LOWERING_PASSES: spec.verify_lowered,
 }
 
 # These ask something of sizes that vary: few tokens are compiled anew, with a head that is whole.
@@ -100,9 +101,9 @@ __all__ = [
     "ALL_PASSES",
     "CONTRACTS",
     "GUARDING",
-    "HALF_PASSES",
     "INFERENCE_PASSES",
     "JOINT_PASSES",
+    "LOWERING_PASSES",
     "Context",
     "Pass",
 ]

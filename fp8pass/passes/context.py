@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fp8pass.activation_memory.decision import Decision
 from fp8pass.config import Config
 from fp8pass.graph.joint import JointFacts
 from fp8pass.plan import Plan
-from fp8pass.saving.decision import Decision
 
 
 @dataclass

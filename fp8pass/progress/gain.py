@@ -1,6 +1,6 @@
 """Whether FP8 makes a model faster: what its GEMMs save, against what casts of operands move.
 
-Both by the roofline that `fit` times steps with (`dialect/gpus.py`), each cast as if it were a
+Both by the roofline that `fit` times steps with (`hardware.py`), each cast as if it were a
 kernel of its own. Fused kernels move less, and small GEMMs stay below their peak: in models that
 were measured both make up for each other. Milliseconds saved of a forward and backward:
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8pass.dialect.gpus import Gpu, Work, known_gpu
+from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
 # A smaller share of the time of their GEMMs may be lost elsewhere: between the cases above.

@@ -1,21 +1,12 @@
-"""Codes of the weights of linear layers that outlive a graph. As parameters (`CodedWeight`):
+"""Quantized weights of linear layers.
 
-    choice.py  which layers' weights can be
-    frozen.py  `freeze`: frozen weights, of which nothing else is left
+quantized_parameter.py  `CodedWeight`: a parameter in E4M3 with a scale for each row
+quantization_kernel.py  the Triton kernel that quantizes weights by row
+choice.py               which layers can have quantized weights
+freezing.py             `freeze`: frozen weights are replaced by FP8 data
+graph_inputs.py         FP8 data of trained weights as additional inputs of a graph
+cached.py               `same_weights`: weights are quantized once for several micro-batches
 
-And codes of weights that are trained, beside these:
-
-    inputs.py  as inputs of a graph
-    kept.py    `same_weights`: made once for several runs
-
-Gradients of weights:
-
-    gradients.py  sums of them beside CUDA graphs
-
-Weights that are elsewhere in every step, as FSDP2's:
-
-    moving.py  where CUDA graphs read them
-
-Trained weights of which the device has codes alone are in `optim/weights.py` and
-`distributed/weights.py`.
+FSDP2 gathers quantized weights by `distributed/weights.py`; `optim/weights.py` keeps exact weights
+on the host and FP8 data on the device.
 """

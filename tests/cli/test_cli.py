@@ -12,7 +12,7 @@ from cli_helpers import ok
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.cli.target import config_beside
+from fp8pass.tools.cli.target import config_beside
 
 ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")  # of fit
 

@@ -38,7 +38,7 @@ def test_env_without_pytorch():
     missing = ("torch", "triton", "transformers", "torchao", "rich")
     script = f"""
         import sys
-        from fp8pass.cli import main
+        from fp8pass.tools.cli import main
         sys.modules.update(dict.fromkeys({missing}))
         main(["env"])
     """
@@ -48,7 +48,7 @@ def test_env_without_pytorch():
 
 
 def test_env_lists_why_not(run, monkeypatch):
-    monkeypatch.setattr("fp8pass.dialect.hardware.why_no_fp8_gemm", lambda device: "too old")
+    monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: "too old")
     monkeypatch.setattr("fp8pass.compat.get_cpp_compiler", lambda: 1 / 0)
     out = ok(run("env"))
     assert "fp8_gemms        too old" in out

@@ -9,7 +9,7 @@ import pytest
 from cli_helpers import ok, python
 
 import fp8pass
-from fp8pass.cli import COMMANDS
+from fp8pass.tools.cli import COMMANDS
 
 # --- what goes wrong ----------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ def test_help_has_examples_and_exit_codes(run, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_can_be_parsed(name):
-    from fp8pass.cli import _parsers
+    from fp8pass.tools.cli import _parsers
 
     for example in COMMANDS[name].examples:
         _, *words = example.split()
@@ -171,7 +171,7 @@ def test_help_without_a_command(run):
 def test_help_and_version_do_not_load_pytorch():
     script = f"""
         import sys
-        from fp8pass.cli import main
+        from fp8pass.tools.cli import main
         for words in (["--version"], ["--help"], *([n, "--help"] for n in {list(COMMANDS)})):
             try:
                 main(words)

@@ -13,8 +13,8 @@ from training import CHANGE, Feature, Training
 from ways import WAYS
 
 import fp8pass
-from fp8pass.dialect.coded_weight import CodedWeight
-from fp8pass.host import copies
+from fp8pass.runtime import copies
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 
 class Option(Feature):
@@ -284,7 +284,7 @@ class OffloadedActivations(Option):
 
     def configure(self, t: Training) -> None:
         super().configure(t)
-        t.patches.enter_context(patch("fp8pass.saving.link.SMALLEST", 1 << 10))
+        t.patches.enter_context(patch("fp8pass.activation_memory.link.SMALLEST", 1 << 10))
         copies.lane_of.cache_clear()
 
     def finish(self, t: Training) -> None:

@@ -11,8 +11,8 @@ from kernel_helpers import counts
 from torch import nn
 
 from fp8pass import Config
-from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.dynamo import Backend
+from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 
 class Block(nn.Module):

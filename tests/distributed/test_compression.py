@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.dialect.coded_weight import CodedWeight
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 # --- what ranks do ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import fp8pass
 from fp8pass import compat
 from fp8pass.dynamo import Backend
-from fp8pass.weights.moving import compile_for_moving, handing_on, moving_weights
+from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, handing_on, moving_weights
 
 STEPS = 6
 HALVES = 2  # equal blocks share a forward and a backward

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8pass
-from fp8pass.dialect.coded_weight import CodedWeight, coded
+from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 
 def offloaded(device: str) -> tuple[nn.Module, dict[str, Tensor]]:

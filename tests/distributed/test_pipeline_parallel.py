@@ -19,13 +19,13 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _Action
 
 from fp8pass import Config, ConfigError, compat
+from fp8pass.activation_memory.decision import kept_bytes
+from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.distributed.pipeline_parallel import configs, held_microbatches
-from fp8pass.passes.plan_saved_values import plan_saved_values
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.error_analysis.error_rules import Rules
+from fp8pass.passes.joint.plan_saved_values import plan_saved_values
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.plan import Plan
-from fp8pass.rules.error_rules import Rules
-from fp8pass.saving.decision import kept_bytes
-from fp8pass.saving.format_choices import FormatChoices
 
 RANKS = 4
 

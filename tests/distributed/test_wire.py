@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fp8pass.dialect import hardware
-from fp8pass.dialect.coded_weight import coded, room_for
+from fp8pass import hardware
 from fp8pass.distributed.weights import Layout, Parcel, Parcels, take_apart
 from fp8pass.distributed.wire import add_up, packed, sent_bytes
+from fp8pass.weights.quantized_parameter import coded, room_for
 
 # Largest relative error of a code.
 ROUNDING = 2.0**-4 + 2.0**-20
@@ -210,7 +210,7 @@ OFFLINE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8pass.dialect import coding_kernel
+from fp8pass.weights import quantization_kernel as coding_kernel
 from fp8pass.distributed import wire_kernels
 
 TYPES = {

@@ -30,7 +30,7 @@ import fp8pass
 from fp8pass import compat
 from fp8pass.compilation import Compilation
 from fp8pass.dynamo import Backend
-from fp8pass.passes.materialize_plan import Carrier
+from fp8pass.passes.joint.materialize_plan import Carrier
 from fp8pass.testing.closeness import Reference, Verdict
 from fp8pass.testing.noise import Formats
 

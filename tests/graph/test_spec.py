@@ -19,8 +19,8 @@ from fp8pass.graph import spec
 from fp8pass.graph.nodes import aten, emit
 from fp8pass.graph.spec import MalformedGraph
 from fp8pass.graph.tags import ROLE
-from fp8pass.host.copies import from_host, settled, to_host
-from fp8pass.passes import CONTRACTS, HALF_PASSES, JOINT_PASSES, runner
+from fp8pass.passes import CONTRACTS, JOINT_PASSES, LOWERING_PASSES, runner
+from fp8pass.runtime.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
 JOINED = fp8.joined.default
@@ -120,7 +120,7 @@ def test_contracts_of_stages(joint):
     g = joint.gm.graph
     CONTRACTS[JOINT_PASSES](g)
     with pytest.raises(MalformedGraph, match="was not lowered"):
-        CONTRACTS[HALF_PASSES](g)
+        CONTRACTS[LOWERING_PASSES](g)
     first = next(n for n in joint.calls(fp8.transpose.default)).args[0]
     with g.inserting_after(first):
         emit(g, buffer, first, (0, 1), like=first)
@@ -133,7 +133,7 @@ def test_a_stage_that_breaks_its_contract_raises(joint):
         patch.object(runner, "_enabled", lambda passes: []),
         pytest.raises(MalformedGraph, match="was not lowered"),
     ):
-        runner.run_passes(HALF_PASSES, joint.gm, joint.ctx, of="forward")
+        runner.run_passes(LOWERING_PASSES, joint.gm, joint.ctx, of="forward")
 
 
 def test_scales_of_other_groups(joint):

@@ -15,8 +15,8 @@ from optim_helpers import (
 from torch import nn
 
 from fp8pass.config import ConfigError
-from fp8pass.host.arena import SMALLEST_BLOCK, Arena
 from fp8pass.optim import AdamW, attach, fused, host, kernel, staging, streamed
+from fp8pass.runtime.arena import SMALLEST_BLOCK, Arena
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),

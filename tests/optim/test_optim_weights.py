@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8pass
+from fp8pass import hardware
 from fp8pass.config import ConfigError
-from fp8pass.dialect import hardware
-from fp8pass.dialect.coded_weight import CodedWeight, coded
-from fp8pass.host.arena import Arena
 from fp8pass.optim import AdamW, attach, host, offload_weights, staging, weights
+from fp8pass.runtime.arena import Arena
+from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass import Monitor, diagnose, explain, graph
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten, prims
-from fp8pass.passes.quantize_experts import _shared_matrix
+from fp8pass.passes.joint.quantize_experts import _shared_matrix
 
 fp8 = torch.ops.fp8pass
 # Two operands of 2.6% each, and a result that is rounded to BF16.

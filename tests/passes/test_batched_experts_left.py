@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
-from fp8pass.passes.quantize_experts import quantize_experts
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.quantize_experts import quantize_experts
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
 @pytest.mark.parametrize("name", ["bmm", "matmul", "tokens first"])

@@ -13,7 +13,7 @@ from fp8pass.codegen.buffers import buffer
 from fp8pass.config import Config
 from fp8pass.graph.patterns import is_residual_sum
 from fp8pass.passes import Context
-from fp8pass.passes.buffer_residual_sums import buffer_residual_sums
+from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
 
 
 def buffered(function, *args) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]]:

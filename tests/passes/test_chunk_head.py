@@ -29,7 +29,7 @@ import fp8pass
 from fp8pass.config import Config, ConfigError
 from fp8pass.dynamo import Backend
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.passes.chunk_head import rule_of_chunks
+from fp8pass.passes.joint.chunk_head import rule_of_chunks
 
 
 @pytest.mark.parametrize("loss", LOSSES)

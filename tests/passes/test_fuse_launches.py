@@ -18,7 +18,7 @@ fp8 = torch.ops.fp8pass
 @pytest.mark.parametrize(("most", "together"), [(40 * 32, [3]), (40 * 32 - 1, [2, 1])])
 def test_what_is_there_is_quantized_together(monkeypatch, most, together):
     """Unless codes, of `y` and `z` as many bytes, would be in memory long before."""
-    monkeypatch.setattr(import_module("fp8pass.passes.fuse_launches"), "MOST_EARLY", most)
+    monkeypatch.setattr(import_module("fp8pass.passes.lowering.fuse_launches"), "MOST_EARLY", most)
 
     def function(x, y, z):
         a, _ = by_rows(x)
@@ -33,7 +33,7 @@ def test_what_is_there_is_quantized_together(monkeypatch, most, together):
 @pytest.mark.parametrize("most", [16 * 32 * 5, 16 * 32 * 5 - 1])
 def test_what_takes_longer_than_a_launch_has_its_own(monkeypatch, most):
     """`y`, in fp32, is read, and its codes, of a byte each, are written."""
-    monkeypatch.setattr(import_module("fp8pass.passes.fuse_launches"), "MOST_MOVED", most)
+    monkeypatch.setattr(import_module("fp8pass.passes.lowering.fuse_launches"), "MOST_MOVED", most)
 
     def function(x, y):
         return by_rows(x)[0], by_rows(y)[0]

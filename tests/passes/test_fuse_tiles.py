@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8pass import hardware
 from fp8pass.codegen.kernels.tiles import tiles
 from fp8pass.config import Config
-from fp8pass.dialect import hardware
 from fp8pass.graph import spec
 from fp8pass.passes import Context
-from fp8pass.passes.fuse_tiles import fuse_tiles
+from fp8pass.passes.lowering.fuse_tiles import fuse_tiles
 
 aten, fp8 = torch.ops.aten, torch.ops.fp8pass
 

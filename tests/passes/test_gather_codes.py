@@ -27,8 +27,8 @@ from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import ROLE, WHY_WIDE
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.gather_codes import gather_codes
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.gather_codes import gather_codes
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 WIDTH, ROWS = 1024, 16

@@ -10,7 +10,7 @@ from torch import fx
 import fp8pass
 from fp8pass import compat, compilation, partition
 from fp8pass.graph.nodes import aten, emit
-from fp8pass.passes import HALF_PASSES, JOINT_PASSES, Context
+from fp8pass.passes import JOINT_PASSES, LOWERING_PASSES, Context
 
 
 def add_dead_views(gm: fx.GraphModule, ctx: Context) -> None:
@@ -75,9 +75,9 @@ def test_into_the_joint_passes(index, measured, monkeypatch):
     assert all(measured)
 
 
-@pytest.mark.parametrize("index", range(len(HALF_PASSES) + 1))
+@pytest.mark.parametrize("index", range(len(LOWERING_PASSES) + 1))
 def test_into_the_passes_of_the_halves(index, planned, monkeypatch):
-    monkeypatch.setattr(compilation, "HALF_PASSES", inserted(HALF_PASSES, index))
+    monkeypatch.setattr(compilation, "LOWERING_PASSES", inserted(LOWERING_PASSES, index))
     torch._dynamo.reset()
     got = explained()
     assert got.plan == planned

@@ -19,7 +19,7 @@ from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Load, Program, Store
 from fp8pass.config import Config
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.merge_dgrads import merge_dgrads
+from fp8pass.passes.joint.merge_dgrads import merge_dgrads
 
 fp8 = torch.ops.fp8pass
 ALL = ("forward", "dgrad", "wgrad")
@@ -147,7 +147,7 @@ def test_other_terms_of_the_sum_remain():
 
 
 def test_long_contractions_are_not_merged(monkeypatch):
-    module = import_module("fp8pass.passes.merge_dgrads")
+    module = import_module("fp8pass.passes.joint.merge_dgrads")
     monkeypatch.setattr(module, "LONGEST_CONTRACTION", 100)
     assert dgrads(Parallel(), inputs()) == [64, 64]  # two of three
 

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fp8pass import explain, graph
+from fp8pass.activation_memory import link
 from fp8pass.config import Config, ConfigError
 from fp8pass.graph.flops import is_expensive
-from fp8pass.host import copies
-from fp8pass.host.copies import from_host, settled, to_host
 from fp8pass.passes import JOINT_PASSES, offload_saved
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import HostCopy, Offload
-from fp8pass.saving import link
+from fp8pass.runtime import copies
+from fp8pass.runtime.copies import from_host, settled, to_host
 from fp8pass.testing.strategies import programs
 
 # A link that is as fast beside a tiny model as a real one beside a real model.
@@ -311,7 +311,7 @@ def test_little_is_on_its_way_at_once(monkeypatch):
 def offload_saved_module():
     import importlib
 
-    return importlib.import_module("fp8pass.passes.offload_saved")
+    return importlib.import_module("fp8pass.passes.joint.offload_saved")
 
 
 def test_a_pass_that_has_nothing_to_send_changes_nothing():

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass.codegen.buffers import buffer
 from fp8pass.config import Config
 from fp8pass.passes import Context
-from fp8pass.passes.pin_layouts import pin_layouts
+from fp8pass.passes.lowering.pin_layouts import pin_layouts
 
 
 def pinned(function, *args) -> list[torch.fx.Node]:

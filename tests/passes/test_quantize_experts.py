@@ -30,8 +30,8 @@ from fp8pass import diagnose, explain
 from fp8pass.codegen.kernels.limits import why_no_rows
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
-from fp8pass.passes.quantize_experts import quantize_experts
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.quantize_experts import quantize_experts
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 ALL = ("forward", "dgrad", "wgrad")

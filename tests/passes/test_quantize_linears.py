@@ -24,7 +24,7 @@ from fp8pass.graph.linear_layers import is_narrow
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import ROLE
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 ALL = ("forward", "dgrad", "wgrad")
@@ -298,7 +298,7 @@ def test_deterministic():
 
 @pytest.mark.parametrize("device_reason", ["no FP8 here"])
 def test_devices_without_fp8_gemms_say_so(monkeypatch, device_reason):
-    monkeypatch.setattr("fp8pass.dialect.hardware.why_no_fp8_gemm", lambda device: device_reason)
+    monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: device_reason)
     joint = rewritten(linear(), rows())
     assert reasons(joint)["0"] == device_reason
     assert not joint.calls(fp8.scaled_mm.default)

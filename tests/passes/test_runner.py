@@ -12,10 +12,10 @@ import torch
 from helpers import COAT_EAGER, MLP, capture_joint, compiled, relative, step
 
 from fp8pass.config import Config
-from fp8pass.passes import HALF_PASSES, JOINT_PASSES
+from fp8pass.passes import JOINT_PASSES, LOWERING_PASSES
 
 NAMES = [p.__name__ for p in JOINT_PASSES]
-HALF_NAMES = [p.__name__ for p in HALF_PASSES]
+HALF_NAMES = [p.__name__ for p in LOWERING_PASSES]
 GRAPHS = {"joint": NAMES, "forward": HALF_NAMES, "backward": HALF_NAMES}
 
 

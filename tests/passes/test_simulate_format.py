@@ -28,8 +28,8 @@ from fp8pass import bisect, explain
 from fp8pass.config import GEMMS, Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph.nodes import aten
-from fp8pass.passes.quantize_linears import quantize_linears
-from fp8pass.passes.simulate_format import simulate_format
+from fp8pass.passes.joint.quantize_linears import quantize_linears
+from fp8pass.passes.joint.simulate_format import simulate_format
 
 fp8 = torch.ops.fp8pass
 E8M3 = Config(simulate="e8m3", compiler="eager")

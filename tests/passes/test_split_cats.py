@@ -9,12 +9,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fp8pass import compilation
+from fp8pass import compilation, hardware
 from fp8pass.codegen.buffers import side_by_side
 from fp8pass.config import Config
-from fp8pass.dialect import hardware
-from fp8pass.passes import HALF_PASSES, Context
-from fp8pass.passes.split_cats import split_cats
+from fp8pass.passes import LOWERING_PASSES, Context
+from fp8pass.passes.lowering.split_cats import split_cats
 
 
 def stored(function, *args, recipe="coat") -> list[torch.fx.Node]:
@@ -88,8 +87,8 @@ def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(device, monkeypatch)
         split_cats(gm, ctx)
         seen.extend(n for n in gm.graph.nodes if n.target is side_by_side)
 
-    changed = tuple(recorded if p is split_cats else p for p in HALF_PASSES)
-    monkeypatch.setattr(compilation, "HALF_PASSES", changed)
+    changed = tuple(recorded if p is split_cats else p for p in LOWERING_PASSES)
+    monkeypatch.setattr(compilation, "LOWERING_PASSES", changed)
     if device == "cpu":
         monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
         interpret_halves(monkeypatch)

@@ -18,11 +18,11 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, ConfigError, compat
-from fp8pass.dialect.coded_weight import CodedWeight, coded
 from fp8pass.dynamo import Backend
-from fp8pass.inspect.fitting.parameters import Parameters
-from fp8pass.inspect.fitting.setup import Setup
-from fp8pass.weights import frozen
+from fp8pass.tools.fitting.parameters import Parameters
+from fp8pass.tools.fitting.setup import Setup
+from fp8pass.weights import freezing as frozen
+from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),

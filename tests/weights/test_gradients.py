@@ -11,8 +11,8 @@ from helpers import MLP
 from torch import nn
 
 from fp8pass import compat
-from fp8pass.weights import gradients
-from fp8pass.weights.gradients import keeping_sums
+from fp8pass.runtime import cuda_graph_gradients as gradients
+from fp8pass.runtime.cuda_graph_gradients import keeping_sums
 
 
 @pytest.fixture(autouse=True)

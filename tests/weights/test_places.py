@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass.weights import kept
+from fp8pass.weights import cached as kept
 
 
 @pytest.fixture(autouse=True)

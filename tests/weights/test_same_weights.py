@@ -14,11 +14,10 @@ from kernel_helpers import counts
 from torch import nn
 
 import fp8pass
-from fp8pass import Config, ConfigError, compat, optim
-from fp8pass.dialect import hardware
+from fp8pass import Config, ConfigError, compat, hardware, optim
 from fp8pass.dynamo import Backend
 from fp8pass.passes import Context, runner
-from fp8pass.weights import kept
+from fp8pass.weights import cached as kept
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),

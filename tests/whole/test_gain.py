@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.dialect.gpus import GPUS, known_gpu
-from fp8pass.inspect import tables
-from fp8pass.inspect.fitting.planned import planned
-from fp8pass.inspect.fitting.step import own_loss, record_step
+from fp8pass.hardware import GPUS, known_gpu
 from fp8pass.plan import Plan
 from fp8pass.progress import gain, settled
+from fp8pass.tools import tables
+from fp8pass.tools.fitting.planned import planned
+from fp8pass.tools.fitting.step import own_loss, record_step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H100 = "NVIDIA H100 80GB HBM3"

@@ -22,13 +22,12 @@ from helpers import (
 from torch import nn
 
 import fp8pass
-from fp8pass import compat
+from fp8pass import compat, hardware
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
-from fp8pass.dialect import hardware
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.optim import AdamW
-from fp8pass.weights import kept
+from fp8pass.weights import cached as kept
 
 fp8 = torch.ops.fp8pass
 

@@ -39,7 +39,7 @@ def test_no_module_has_the_name_of_a_function():
 def test_the_script_is_declared():
     tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert declared == {"fp8pass": "fp8pass.cli:main"}
+    assert declared == {"fp8pass": "fp8pass.tools.cli:main"}
 
 
 # PyTorch for CPUs comes without Triton, which the suite has for its interpreter.
@@ -49,7 +49,7 @@ sys.modules["triton"] = None
 
 import torch
 from torch import nn
-import fp8pass.cli
+import fp8pass.tools.cli
 import fp8pass.demo.compare
 from expert_helpers import Experts
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fp8pass.config import Config
 from fp8pass.graph.tags import OPERAND_OF
-from fp8pass.passes.quantize_linears import quantize_linears
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
 @pytest.fixture(params=["reference", "lowered"])

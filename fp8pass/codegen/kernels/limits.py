@@ -7,10 +7,10 @@ from collections.abc import Mapping, Set
 import torch
 from torch import fx
 
+from fp8pass import hardware
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import Program
 from fp8pass.config import BUG
-from fp8pass.dialect import hardware
 from fp8pass.graph.nodes import aten, is_call, tensor
 from fp8pass.graph.patterns import root, swaps_matrices, transposes
 

@@ -1,0 +1,240 @@
+"""Find differences: sums whose terms may nearly cancel, which amplifies the errors of the terms.
+
+Samples of two values are independent and have no mean, so that they do not show this. The backward
+therefore never computes a difference from low bits of its terms: it reads the stored difference, or
+terms that are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.error_analysis.signs import Sign, of_number, scaled
+from fp8pass.graph.classify import VIEWS, Kind, kind
+from fp8pass.graph.nodes import aten
+from fp8pass.graph.patterns import filled_with
+
+VARIANCES = (aten.var_mean.correction, aten.var.correction)
+
+ADDITIONS = (aten.add.Tensor, aten.add.Scalar)
+SUBTRACTIONS = (aten.sub.Tensor, aten.sub.Scalar)
+REVERSED = (aten.rsub.Tensor, aten.rsub.Scalar)
+PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
+TOTALS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+STACKS = (aten.cat.default, aten.stack.default)
+COPIES = VIEWS | graph.CASTS | {aten.clone.default}
+ARITHMETIC = (
+    *(*COPIES, *ADDITIONS, *SUBTRACTIONS, *REVERSED, *PRODUCTS, *QUOTIENTS),
+    *(aten.neg.default, aten.pow.Tensor_Scalar),
+)
+
+# Functions whose results have a typical size. Samples show how much they and a number cancel.
+BOUNDED = (
+    *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
+    *(aten.expm1.default, aten.sin.default, aten.cos.default),
+)
+
+
+class Differences:
+    """Finds the differences among the nodes of a graph.
+
+    Args:
+        constants: nodes that are exact. It may still grow, in the order of the graph.
+        signs: the known signs of nodes.
+    """
+
+    def __init__(self, constants: Collection[fx.Node], signs: Mapping[fx.Node, Sign]) -> None:
+        self._constants, self._signs = constants, signs
+
+    def __contains__(self, node: fx.Node) -> bool:
+        """Whether a node is a difference with an inexact term.
+
+        The variance of each row is a difference. The deviations of batch normalization are not,
+        because AOTAutograd subtracts the mean twice.
+        """
+        if node.target in VARIANCES:
+            return _is_for_each_row(node)
+        if node.target in TOTALS:
+            return self._adds_up_negations(node)
+        terms = _terms(node)
+        if terms is None or self._have_one_sign(terms):
+            return False
+        if len({self._is_negative(*term) for term in terms}) < 2:
+            return False
+        reduced = [r for x, _ in terms if (r := _reduction(x)) is not None]
+        if any(r.target in VARIANCES and not _is_for_each_row(r) for r in reduced):
+            return False
+        has_number = any(_is_number(x) for x, _ in terms)
+        return not (has_number and all(_is_number(x) or self._is_bounded(x) for x, _ in terms))
+
+    def is_of_equals(self, node: fx.Node) -> bool:
+        """Whether a node subtracts from each other two values that neither is a statistic of.
+
+        Both may be computed from the same value, in another place: in symbols, which are the same
+        for every element, nothing of their difference would be left.
+        """
+        terms = _terms(node)
+        if terms is None or node not in self:
+            return False
+        values = [x for x, _ in terms if isinstance(x, fx.Node)]
+        inexact = [x for x in values if x not in self._constants]
+        return len(inexact) == 2 and all(_reduction(x) is None for x in inexact)
+
+    def _is_bounded(self, node: fx.Node) -> bool:
+        """Whether arithmetic alone makes a value of numbers, results of `BOUNDED`, and sigmoids."""
+        if node.target in BOUNDED or self._is_sigmoid(node):
+            return True
+        return node.target in ARITHMETIC and all(
+            _is_number(x) or self._is_bounded(x) for x in node.all_input_nodes
+        )
+
+    def _is_sigmoid(self, node: fx.Node) -> bool:
+        """Whether a value is the reciprocal of 1 + x for a nonnegative x.
+
+        PyTorch 2.11 writes the sigmoid in the backward of SiLU as 1 / (1 + exp(-x)).
+        """
+        if node.target is not aten.reciprocal.default:
+            return False
+        terms = _terms(node.all_input_nodes[0])
+        return terms is not None and self._have_one_sign(terms) and any(map(_is_one, terms))
+
+    def _have_one_sign(self, terms: list[tuple[Any, float]]) -> bool:
+        """Whether no term is positive anywhere, or none is negative: nothing cancels."""
+        common = Sign.ZERO
+        for x, scale in terms:
+            number = _number(x)
+            sign = self._signs.get(x, Sign.UNKNOWN) if number is None else of_number(number)
+            common &= scaled(sign, scale)
+        return bool(common)
+
+    def _is_negative(self, x: Any, scale: float) -> bool:
+        """Whether a term is subtracted; a constant times a negative number may be a mask."""
+        number = _number(x)
+        if number is not None:
+            return number * scale < 0
+        return (scale < 0) != self._is_negated(x)
+
+    def _is_negated(self, node: fx.Node) -> bool:
+        negated = False
+        while True:
+            if node.target is aten.neg.default:
+                negated = not negated
+            elif (factor := _factor(node)) is not None and node not in self._constants:
+                negated ^= factor < 0
+            elif node.target not in COPIES:
+                return negated
+            node = node.args[0]  # type: ignore[assignment]
+
+    def _adds_up_negations(self, total: fx.Node) -> bool:
+        """Whether a sum adds up values and negated values: `stack([x, -y]).sum(0)`."""
+        stacked: Any = total.args[0]
+        while stacked.target in COPIES:
+            stacked = stacked.args[0]
+        if stacked.target not in STACKS:
+            return False
+        return len({self._is_negated(x) for x in stacked.args[0]}) == 2
+
+
+def _terms(node: fx.Node) -> list[tuple[Any, float]] | None:
+    """The two terms of a sum, nodes or numbers, each with its factor; None for other operators."""
+    if len(node.args) < 2:
+        return None
+    first, second = node.args[:2]
+    alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
+    scale = float(alpha) if isinstance(alpha, (int, float)) else 1.0
+    if node.target in ADDITIONS:
+        return [(first, 1.0), (second, scale)]
+    if node.target in SUBTRACTIONS:
+        return [(first, 1.0), (second, -scale)]
+    return [(second, 1.0), (first, -scale)] if node.target in REVERSED else None
+
+
+def _number(x: Any) -> float | None:
+    """The number that a term is; None if it is a tensor of several values, or a symbolic size."""
+    if isinstance(x, fx.Node):
+        return filled_with(x)
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+def _is_one(term: tuple[Any, float]) -> bool:
+    x, scale = term
+    return _number(x) == 1.0 and scale == 1.0
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a term is a number or a symbolic size, or has integers as elements."""
+    if _number(x) is not None or not isinstance(x, fx.Node):
+        return True
+    val = graph.value(x)
+    return val is None or not (val.is_floating_point() or val.is_complex())
+
+
+def _factor(node: fx.Node) -> float | None:
+    """The number that a node multiplies its first operand with."""
+    if node.target not in (*PRODUCTS, *QUOTIENTS) or not isinstance(node.args[0], fx.Node):
+        return None
+    return _number(node.args[1])
+
+
+def _reduction(x: Any) -> fx.Node | None:
+    """The reduction that a term is the result of, perhaps times a number; None for other terms."""
+    while isinstance(x, fx.Node) and kind(x) is not Kind.REDUCTION:
+        passes = x.target in COPIES or x.target is aten.neg.default or _factor(x) is not None
+        x = x.args[0] if passes else None
+    return graph.operator_of(x) if isinstance(x, fx.Node) else None
+
+
+def _is_for_each_row(variance: fx.Node) -> bool:
+    """Whether a variance leaves the first dimension; without dimensions it is one number."""
+    rank = graph.tensor(variance.all_input_nodes[0]).ndim
+    dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
+    return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
+
+
+def expanded_distances(g: fx.Graph) -> set[fx.Node]:
+    """The values of squared distances that are written as x² + y² - 2 x y, with a matrix product.
+
+    The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel, and the backward may add them in
+    places far from each other.
+    """
+    found, values = set[fx.Node](), dict[fx.Node, frozenset[fx.Node]]()
+    squares, products = dict(values), dict(values)
+    nothing = frozenset[fx.Node]()
+    for node in g.nodes:
+        operands = node.all_input_nodes
+        square, product, value = (
+            nothing.union(*(of.get(x, nothing) for x in operands))
+            for of in (squares, products, values)
+        )
+        is_product = kind(node) is Kind.GEMM
+        if _is_square(node):
+            square = value
+        elif not (is_product or _is_linear(node)):
+            square = product = nothing
+        squares[node], products[node] = square, product | value if is_product else product
+        found |= squares[node] & products[node]
+        values[node] = value if _is_scaled_copy(node) else frozenset((node,))
+    return {node for node, of in values.items() if not found.isdisjoint(of)}
+
+
+def _is_square(node: fx.Node) -> bool:
+    if node.target is aten.pow.Tensor_Scalar:
+        return bool(node.args[1] == 2)
+    return node.target in PRODUCTS and node.args[0] is node.args[1]
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return _is_scaled_copy(node) or _terms(node) is not None or node.target in TOTALS
+
+
+def _is_scaled_copy(node: fx.Node) -> bool:
+    """Whether a node moves or stacks elements, or multiplies them by a number."""
+    if node.target is aten.pow.Tensor_Scalar:  # x¹ is in the gradient of x²
+        return bool(node.args[1] == 1)
+    passes = node.target in (*COPIES, *STACKS) or node.target is aten.neg.default
+    return passes or _factor(node) is not None

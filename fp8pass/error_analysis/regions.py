@@ -1,0 +1,231 @@
+"""Cut a joint graph into the regions whose maths the error rules derive.
+
+A region is a maximal set of connected pointwise operators, casts, views and reductions, forward
+and backward in one, between GEMMs, attention and the edges of the graph. Two more kinds of nodes
+end a region. Their results have the relative error of their operands, which needs no derivation:
+
+- a *junction*, a sum of independent values (`x + attention(x)`): without this the residual stream
+  would join all layers into one region. A difference of two values is a junction, too
+  (`differences.py`);
+- *movement* of elements: slices, concatenations, gathers.
+
+What is no longer a float ends a region, too, unless the maths of the comparison that it comes from
+is known: it is *discrete*. An inexact operand may give quite another result, so that the backward
+gets it as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from networkx.utils import UnionFind
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.error_analysis.differences import Differences
+from fp8pass.error_analysis.signs import Sign, signs
+from fp8pass.graph.classify import SELECTIONS, Kind, kind
+from fp8pass.graph.nodes import aten
+from fp8pass.graph.patterns import SUMS, filled_with
+
+# Kinds of nodes that a region consists of, junctions aside.
+DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
+
+COMPARISONS = {
+    *(aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar),
+    *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
+}
+
+# Kinds of nodes whose results may have errors even if all operands are exact.
+ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
+
+
+class Role(Enum):
+    """The kind of value that an input of a region is."""
+
+    VALUE = "value"  # computed in the forward: may be stored inexactly
+    GRADIENT = "gradient"  # depends on a gradient from outside
+    CONSTANT = "constant"  # parameters, masks, tables: always exact
+
+
+@dataclass(eq=False)
+class Region:
+    """One region: its nodes, its inputs and its outputs.
+
+    Attributes:
+        nodes: the members, in the order of the graph.
+        inputs: nodes outside the region that members use, with their roles.
+        outputs: floating point members that are used outside the region.
+        backward: the members that depend on a gradient from outside.
+        nonpositive: the inputs that are nowhere positive.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    inputs: dict[fx.Node, Role] = field(default_factory=dict)
+    outputs: list[fx.Node] = field(default_factory=list)
+    backward: set[fx.Node] = field(default_factory=set)
+    nonpositive: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def values(self) -> list[fx.Node]:
+        """The inputs that may be stored inexactly."""
+        return [n for n, role in self.inputs.items() if role is Role.VALUE]
+
+    @property
+    def cached(self) -> list[fx.Node]:
+        """The values that Case 2 stores besides the inputs: forward values that the backward reads.
+
+        Values that no forward operator uses, such as the cube of a statistic, are left out: the
+        backward computes them.
+        """
+        members, forward = set(self.nodes), set[fx.Node]()
+        for node in reversed(self.nodes):
+            used = any(u in forward or u not in members for u in node.users)
+            if used and node not in self.backward:
+                forward.add(node)
+        return [
+            n for n in self.nodes if n in forward and any(u in members - forward for u in n.users)
+        ]
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for regions of equal structure and sizes, so that repeated layers share a rule."""
+        number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
+        roles = tuple(
+            (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)
+            for n, role in self.inputs.items()
+        )
+        members = tuple(
+            (
+                n.target,
+                fx.map_arg((n.args, n.kwargs), lambda x: ("node", number.get(x))).__repr__(),
+                graph.shape_text(val) if (val := graph.value(n)) is not None else "",
+                n in self.backward,
+                n in self.outputs,
+            )
+            for n in self.nodes
+        )
+        return roles, members
+
+
+def is_movement(node: fx.Node) -> bool:
+    """Whether `node` only selects or moves elements of its operands."""
+    return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS
+
+
+class Splitter:
+    """Assigns the nodes of a joint graph to regions.
+
+    Pointwise operators without a formula end a region, too; their results are inputs of the next.
+
+    Args:
+        g: the joint graph.
+        backward: the nodes that depend on a gradient from outside.
+        exact: inputs that are always exact: parameters, tables, data.
+        has_formula: whether the maths of an operator is known.
+
+    Attributes:
+        constants: after `split`, the nodes computed from `exact` inputs and discrete values alone.
+        discrete: after `split`, the nodes that are no floats although their operands are.
+        junctions: after `split`, the nodes that end a region and have their operands' error.
+        differences: after `split`, the nodes that must not be computed from inexact values.
+    """
+
+    def __init__(
+        self,
+        g: fx.Graph,
+        backward: set[fx.Node],
+        exact: frozenset[fx.Node],
+        has_formula: Callable[[fx.Node], bool],
+    ) -> None:
+        self.graph = g
+        self.exact = exact
+        self.has_formula = has_formula
+        self.backward = backward
+        self.junctions: set[fx.Node] = set()
+        self.constants: set[fx.Node] = set()
+        self.discrete: set[fx.Node] = set()
+        signs_ = signs(g)
+        self.differences = Differences(self.constants, signs_)
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._members: dict[fx.Node, None] = {}
+        self._nonpositive = {n for n, sign in signs_.items() if Sign.NONPOSITIVE in sign}
+
+    def split(self) -> list[Region]:
+        """The regions, in the order of their first members."""
+        for node in self.graph.nodes:
+            if node.op != "output":
+                self._place(node)
+        connected = UnionFind(self._members)
+        for node in self._members:
+            connected.union(node, *(n for n in node.all_input_nodes if n in self._members))
+        regions: dict[fx.Node, Region] = {}
+        for node in self._members:
+            self._add(regions.setdefault(connected[node], Region()), node)
+        return list(regions.values())
+
+    def _place(self, node: fx.Node) -> None:
+        sources = frozenset[fx.Node]().union(*(self._sources[n] for n in node.all_input_nodes))
+        junction = is_movement(node) or self._is_junction(node)
+        if node in self.exact or (not sources and not _is_origin(node)):
+            self.constants.add(node)
+            self._sources[node] = frozenset()
+        elif self._is_discrete(node):
+            self.discrete.add(node)
+            self._sources[node] = frozenset()
+        elif junction or kind(node) not in DERIVABLE or not self.has_formula(node):
+            self._sources[node] = frozenset((node,))
+        else:
+            self._sources[node] = sources
+            self._members[node] = None
+        if junction:
+            self.junctions.add(node)
+
+    def _is_discrete(self, node: fx.Node) -> bool:
+        if node in self.backward or graph.value(node) is None or _is_float(node):
+            return False
+        return not self._is_mask(node)
+
+    def _is_mask(self, node: fx.Node) -> bool:
+        """Whether a node is a comparison, or follows from some, and its maths is known."""
+        derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)
+        rounds = any(_is_float(n) for n in node.all_input_nodes)
+        return derivable and self.has_formula(node) and (not rounds or node.target in COMPARISONS)
+
+    def _is_junction(self, node: fx.Node) -> bool:
+        if node not in self.backward and self.differences.is_of_equals(node):
+            return True
+        if node.target not in SUMS:
+            return False
+        operands = node.all_input_nodes
+        if len(operands) != 2:
+            return False
+        first, second = (self._sources[n] for n in operands)
+        return bool(first and second) and not first & second
+
+    def _add(self, region: Region, node: fx.Node) -> None:
+        region.nodes.append(node)
+        if node in self.backward:
+            region.backward.add(node)
+        for operand in node.all_input_nodes:
+            if operand not in self._members and graph.value(operand) is not None:
+                region.inputs[operand] = self._role(operand)
+                if operand in self._nonpositive:
+                    region.nonpositive.add(operand)
+        if _is_float(node) and any(u not in self._members for u in node.users):
+            region.outputs.append(node)
+
+    def _role(self, node: fx.Node) -> Role:
+        if node in self.constants or node in self.discrete:
+            return Role.CONSTANT
+        return Role.GRADIENT if node in self.backward else Role.VALUE
+
+
+def _is_origin(node: fx.Node) -> bool:
+    return kind(node) in ORIGINS or node.target is aten.embedding.default
+
+
+def _is_float(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and val.is_floating_point()

@@ -1,0 +1,180 @@
+"""Values of a region on random samples, or on real data.
+
+Inputs are normal, gradients normal with unit variance, masks random. The same numbers come at
+several scales, because a bound has to hold for the values that there are: the amplification of
+`tanh(x) ** 1000` depends on how large x is. Parameters, buffers and data are one, then much larger
+and much smaller, because their values change in training: `tanh(50 * x)` is steep near zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+
+from fp8pass.error_analysis.expressions import Expressions, Pointwise, Statistic
+from fp8pass.graph.symbols import TORCH
+
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
+HUGE = 1e6  # no sample is as large, but for what a mask adds (`ranges.py`)
+SCALES = (1.0, 0.5, 2.0)  # times the given moments, which come first
+CONSTANTS = (64.0, 1 / 64)  # what constants are besides 1, at the first scale
+ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # shape of samples, at each scale
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and standard deviation of an activation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    @classmethod
+    def rounded(cls, mean: float, std: float) -> Moments:
+        """Moments rounded to within a fifth, so that similar layers share a rule."""
+        if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
+            return UNIT_VARIANCE
+        near = 2 ** (round(2 * math.log2(std)) / 2)
+        return cls(round(2 * mean / near) * near / 2, near)
+
+
+UNIT_VARIANCE = Moments()
+
+
+class Samples:
+    """Values of symbols, [scales and constants, rows, width]; a statistic has one for each row.
+
+    Attributes:
+        values: the value of each symbol.
+    """
+
+    def __init__(self, expressions: Expressions, moments: Mapping[Symbol, Moments]) -> None:
+        self.expressions = expressions
+        self.width = min(max(expressions.length, SMALLEST_WIDTH), LARGEST_WIDTH)
+        self._random = torch.Generator().manual_seed(0)
+        size = len(SCALES) + len(CONSTANTS), ROWS, self.width
+        constants = sorted(expressions.constants, key=str)
+        self.inputs = {s: self._constant(s).expand(size) for s in constants}
+        scales = torch.tensor((*SCALES, *(SCALES[0] for _ in CONSTANTS)), **ON_CPU)[:, None, None]
+        for symbol in expressions.values:
+            given = moments.get(symbol, UNIT_VARIANCE)
+            x = scales * (given.mean + given.std * self.normal(*size[1:]))
+            self.inputs[symbol] = -x.abs() if symbol in expressions.nonpositive else x
+        for symbol in expressions.gradients:
+            self.inputs[symbol] = self.normal(*size[1:]).expand(size)
+        self.values = self.run()
+
+    def _constant(self, symbol: Symbol) -> Tensor:
+        if symbol in self.expressions.masks:
+            return (self.normal(ROWS, self.width) > 0).to(torch.float64)
+        number = self.expressions.numbers.get(symbol)
+        if number is not None:
+            return torch.tensor(number if abs(number) < HUGE else 1.0, **ON_CPU)
+        sign = -1.0 if symbol in self.expressions.nonpositive else 1.0
+        sizes = torch.tensor((*(1.0 for _ in SCALES), *CONSTANTS), **ON_CPU)
+        return sign * sizes[:, None, None]
+
+    def use(self, data: Mapping[Symbol, Tensor]) -> None:
+        """Take the inputs from real tensors instead: the same rows of each, a subset."""
+        length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
+        numbers = {x.numel() for s, x in data.items() if s not in self.expressions.constants}
+        if len(numbers) != 1 or (count := numbers.pop()) % length or count < length:
+            return  # the inputs broadcast against each other: their rows would not match
+        self.width = length
+        rows_there = count // length
+        chosen = torch.linspace(
+            0, rows_there - 1, min(rows_there, LARGEST_WIDTH), device="cpu"
+        ).long()
+        for symbol in self.inputs:
+            given = data.get(symbol)
+            if given is None or symbol not in self.expressions.constants:
+                rows = None if given is None else given.reshape(-1, length)[chosen.to(given.device)]
+            else:
+                whole = given.numel() in (1, length)
+                rows = given.reshape(-1) if whole else given.double().mean()
+            x = torch.ones((), **ON_CPU) if rows is None else rows.to(**ON_CPU)
+            self.inputs[symbol] = x.broadcast_to(1, len(chosen), length)
+        self.values = self.run()
+
+    def normal(self, *size: int) -> Tensor:
+        """Independent standard normal numbers."""
+        return torch.randn(size, generator=self._random, **ON_CPU)
+
+    def run(
+        self,
+        inputs: Mapping[Symbol, Tensor] | None = None,
+        perturbed: Mapping[Symbol, Tensor] | None = None,
+        stored: Collection[Symbol] = (),
+    ) -> dict[Symbol, Tensor]:
+        """The values of all symbols, those in `perturbed` multiplied by the factors given there.
+
+        Symbols in `stored` are not recomputed from perturbed values.
+        """
+        inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
+        values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
+        for definition in self.expressions.definitions:
+            symbol = definition.symbol
+            if symbol in inputs:
+                continue
+            result = self.values[symbol] if symbol in stored else compute(definition, values)
+            values[symbol] = result * perturbed[symbol] if symbol in perturbed else result
+        return values
+
+    def errors(
+        self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
+    ) -> dict[Symbol, float]:
+        """Relative RMS change of every symbol, for relative rounding errors `noise`."""
+        perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
+        changed = self.run(None, perturbed, stored)
+        return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
+
+
+def compute(definition: Pointwise | Statistic, values: Mapping[Symbol, Tensor]) -> Tensor:
+    """The value of one definition, of its operands' values."""
+    result = evaluate(definition.value, values)
+    return result if isinstance(definition, Pointwise) else reduce(definition, result)
+
+
+def reduce(statistic: Statistic, summand: Tensor) -> Tensor:
+    """A statistic of samples, which are a part of the elements that it reduces."""
+    dim = -2 if statistic.over_rows else -1
+    return float(statistic.weight) * statistic.length * summand.mean(dim=dim, keepdim=True)
+
+
+def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
+    """An expression of symbols as a tensor."""
+    operands = sorted(expression.free_symbols, key=str)
+    numbered = {s: Symbol(f"x{i}", **s.assumptions0) for i, s in enumerate(operands)}
+    function = _compile(expression.xreplace(numbered), tuple(numbered.values()))
+    return torch.as_tensor(function(*(values[s] for s in operands)), **ON_CPU)
+
+
+@lru_cache(maxsize=4096)
+def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., Any]:
+    return sympy.lambdify(operands, expression, modules=[TORCH])
+
+
+def rounding(x: Tensor, relative_error: float) -> Tensor:
+    """Factors that round `x` with a relative RMS error of `relative_error`, as a format would.
+
+    The error is a function of the value, so that equal values have equal errors: in a sum over
+    tokens the errors of repeated rows add up, where independent ones would average out. The grid is
+    even in the logarithm: unlike a format it has no largest and no smallest number.
+    """
+    step = relative_error * math.sqrt(12)
+    position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step
+    return 1 + step * (position.round() - position)
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """‖after - before‖₂ / ‖before‖₂; 0 if `before` is."""
+    before, after = before.double(), after.double()
+    change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
+    return float(change / size) if size > 0 else 0.0

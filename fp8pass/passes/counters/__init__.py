@@ -1,0 +1,1 @@
+"""Passes that rewrite nothing: they count what the plan reports."""

@@ -1,0 +1,1 @@
+"""Passes over joint graphs: forward and backward in one. `JOINT_PASSES` has their order."""

@@ -1,0 +1,260 @@
+"""Run linear layers in FP8: `mm`, `addmm` of a parameter -> quantize + scaled_mm.
+
+For `y = x Wᵀ` the joint graph holds three GEMMs, forward `x Wᵀ`, dgrad `dY W` and wgrad `dYᵀ x`.
+Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
+
+    before   y  = mm(x, t(W))
+             dx = mm(dY, W)
+             dW = mm(t(dY), x)
+    after    y  = scaled_mm(q(x),   q(W))       q(·)  = quantize(·, scale)
+             dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = transpose(q(·))
+             dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·))
+
+Scales are just in time (COAT 5.2, LLMQ 3). In the backward there is one for each tensor: codes are
+used in two layouts, and no scale may vary along what a GEMM contracts. The forward needs one
+layout: there each row of `x` and `W` has a scale of its own (torchao calls that rowwise), so that a
+kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
+per layout and granularity, however many GEMMs share it; a tensor that Inductor padded for one of
+them counts as another tensor.
+
+`einsum` writes a linear layer as a `bmm` of one matrix, which becomes an `mm` first.
+
+Where codes of a weight are inputs of the graph (`weight_codes`), the forward takes these, and the
+backward's scale is the largest of theirs. They are what the graph would make. Which are given was
+guessed by names; if no forward takes some of them, the graph is to be compiled without
+(`UnusedCodes`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph, hardware
+from fp8pass.config import Config
+from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity
+from fp8pass.graph.called_graphs import layers_in_called_graphs
+from fp8pass.graph.joint import JointFacts, UnusedCodes
+from fp8pass.graph.linear_layers import (
+    Layer,
+    Part,
+    Reason,
+    emit_operand,
+    is_multiple_of_16,
+    is_narrow,
+    operands_of,
+    parts_with_layers,
+    why_not_of_this_size,
+)
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.tags import ROLE, TURNED
+from fp8pass.passes.context import Context
+from fp8pass.passes.quantizer import (
+    EXACT_FORMATS,
+    Quantizer,
+    accumulates_fast,
+    fast_roles,
+    mark,
+    take_place,
+    why_not_at_all,
+    why_not_these_rows,
+)
+
+fp8 = torch.ops.fp8pass
+
+# Where codes of weights come from that are made once.
+FROM_INPUTS = "inputs"
+NOT_ALONE = (
+    "not only linear layers in BF16 read the weight, or it is computed from other parameters"
+)
+
+IN_CHUNKS = "the graph: its tokens are computed in chunks"
+ONE_SCALE = "the graph: its input is transposed, for which a weight has one scale"
+
+# Nobody pads an adapter of rank 8 or a head of 10 classes: there is nothing to gain.
+WORTH_PADDING = 64
+
+
+def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
+    """Rewrite every eligible linear layer; record all of them in the plan."""
+    if ctx.config.simulate is not None:  # `simulate_format` takes its place
+        return
+    in_fp8 = set[fx.Node]()
+    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
+        in_fp8 |= quantize_layers(part, ctx)
+        if part.gm is not gm:
+            part.gm.recompile()
+    for operator, layer in layers_in_called_graphs(gm, ctx.facts):
+        reason = Reason(f"in a graph that {operator} calls, which no pass rewrites")
+        ctx.plan.linears.append(layer.entry(reason, ""))
+    _check_codes_are_used(ctx.facts, in_fp8)
+
+
+def quantize_layers(part: Part, ctx: Context) -> set[fx.Node]:
+    """Rewrite the eligible ones of a graph's layers; their weights."""
+    g, eligible = part.gm.graph, dict[fx.Node, Layer]()
+    for layer in part.layers:
+        if layer.experts:  # `quantize_experts` has them
+            continue
+        reason = why_not(layer, ctx.config)
+        roles = mark(layer, reason)
+        if roles:
+            eligible |= {gemm: layer for _, gemm in layer.gemms()}
+        if roles and not ctx.config.quantizes_linears:
+            roles, reason = (), Reason("exact formats: rewritten, not rounded", chosen=True)
+        codes = _where_codes_are_from(layer, part, ctx) if roles else ""
+        fast = fast_roles(layer, ctx.config) if roles else ()
+        entry = layer.entry(reason, part.times, fp8=roles, codes=codes, fast=fast)
+        ctx.plan.linears.append(entry)
+    quantizer = Quantizer(g, ctx.config, ctx.facts.codes)
+    for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
+        if node in eligible:
+            rewrite(node, eligible[node], quantizer)
+    return {layer.weight for layer in eligible.values()}
+
+
+def _check_codes_are_used(facts: JointFacts, in_fp8: set[fx.Node]) -> None:
+    """Raise UnusedCodes if a graph has codes as inputs that none of its GEMMs takes.
+
+    It then names all weights that need none, those for whose codes there was no room, too.
+    """
+    unused = {weight for weight, (data, _) in facts.codes.items() if not data.users}
+    if unused:
+        unused |= {weight for weight in facts.uncoded if weight not in in_fp8}
+        raise UnusedCodes([i for w in unused if (i := compat.input_index(w)) is not None])
+
+
+def _where_codes_are_from(layer: Layer, part: Part, ctx: Context) -> str:
+    """Where the codes of a layer's weight come from; '' if that was not asked for."""
+    if not ctx.config.weight_code_bytes:
+        return ""
+    if part.times:
+        return IN_CHUNKS
+    if granularity_of(layer.forward, ctx.config) is TENSOR:
+        return ONE_SCALE
+    weight = graph.source(layer.weight)
+    if weight in ctx.facts.codes:
+        return FROM_INPUTS
+    return f"the graph: {ctx.facts.uncoded.get(weight, NOT_ALONE)}"
+
+
+def why_not(layer: Layer, config: Config) -> Reason:
+    """Why `layer` cannot or should not run in FP8; an empty reason where it can."""
+    if (reason := why_not_at_all(layer, config)).text:
+        return reason
+    gemm, weight = layer.forward, (layer.out_features, layer.in_features)
+    if _is_batch_of_one(gemm) and not config.quantizes_linears:
+        return EXACT_FORMATS
+    if not _multiplies_two_matrices(gemm):
+        name = graph.operator_name(gemm)
+        return Reason(f"the operator {name} computes it: only products of two matrices run in FP8")
+    biased = gemm.target is aten.addmm.default
+    if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
+        return Reason("its bias is not a vector")
+    if why := why_not_of_this_size(*weight):
+        small = any(compat.size_hint(size) < WORTH_PADDING for size in weight)
+        return Reason(why, routine=small or is_narrow(*weight))
+    if biased and not has_columns_for_tensor_cores(gemm):
+        return Reason(
+            "its bias has an element for each token, and their number is no multiple of 16"
+        )
+    if any(compat.statically_known_true(size == 0) for size in weight):
+        return Reason("empty weight", routine=True)
+    if (reason := why_not_these_rows(layer)).text:
+        return reason
+    device = tensor(gemm).device
+    if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(device)):
+        return Reason(lacking)
+    return Reason()
+
+
+def _multiplies_two_matrices(gemm: fx.Node) -> bool:
+    plain = gemm.target in (aten.mm.default, aten.addmm.default) and not gemm.kwargs
+    return plain or _is_batch_of_one(gemm)
+
+
+def _is_batch_of_one(gemm: fx.Node) -> bool:
+    size = tensor(gemm).shape[0]
+    return gemm.target is aten.bmm.default and isinstance(size, int) and size == 1
+
+
+def granularity_of(gemm: fx.Node, config: Config) -> Granularity:
+    """The granularity of a GEMM's operands: rows only in the forward, and only where they can be.
+
+    Codes of which the GEMM takes the transpose have one scale, as in the backward. So have those of
+    a contraction that nobody knows to be of a length that tensor cores take: they are filled up.
+    """
+    if gemm.meta[ROLE] != "forward" or not config.quantizes_linears:
+        return TENSOR
+    operands = operands_of(gemm)
+    if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
+        return TENSOR
+    a, b = (graph.untransposed(x)[1] for x in operands)
+    bf16 = tensor(gemm).dtype is torch.bfloat16  # the only result of cuBLASLt for such scales
+    return OF_OPERANDS[config.forward_scales] if not a and b and bf16 else TENSOR
+
+
+def has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
+    """Whether FP8 tensor cores take as many columns of the result as it has, as far as is known."""
+    return is_multiple_of_16(tensor(gemm).shape[1])
+
+
+def rewrite(gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
+    """Replace one GEMM of `layer` by its FP8 form."""
+    g = gemm.graph
+    if _is_batch_of_one(gemm):
+        gemm = _without_batch(gemm, quantizer)
+    a, b = operands_of(gemm)
+    bias = gemm.args[0] if gemm.target is aten.addmm.default else None
+    granularity = granularity_of(gemm, quantizer.config)
+    with g.inserting_before(gemm):
+        left = quantizer(a, layer, granularity, contract_rows=False, like=gemm)
+        right = quantizer(b, layer, granularity, contract_rows=True, like=gemm)
+        # Where tokens are columns, as in gradients of transposed inputs, they are to be rows.
+        flipped = quantizer.config.quantizes_linears and not has_columns_for_tensor_cores(gemm)
+        operands = (*right, *left) if flipped else (*left, *right)
+        options = tensor(gemm).dtype, accumulates_fast(gemm, layer, quantizer.config)
+        product = emit(g, fp8.scaled_mm.default, *operands, bias, *options, like=gemm)
+        result = _flipped(product, gemm) if flipped else product
+    take_place(product, gemm)
+    product.meta[ROLE] = gemm.meta[ROLE]
+    gemm.replace_all_uses_with(result)
+    g.erase_node(gemm)
+    if gemm in quantizer.backward:
+        quantizer.backward |= {product, *product.users, result}
+
+
+def _without_batch(gemm: fx.Node, quantizer: Quantizer) -> fx.Node:
+    """The product of two matrices that takes the place of a batch of one."""
+    backward = quantizer.backward
+    with gemm.graph.inserting_before(gemm):
+        operands = [_only_matrix(x, gemm, backward) for x in operands_of(gemm)]
+        product = emit(gemm.graph, aten.mm.default, *operands, like=gemm)
+        batch = emit_operand(aten.unsqueeze.default, product, 0, like=gemm)
+    take_place(product, gemm)
+    product.meta[ROLE] = gemm.meta[ROLE]
+    if gemm in backward:
+        backward |= {product, batch}
+    gemm.replace_all_uses_with(batch)
+    gemm.graph.erase_node(gemm)
+    return product
+
+
+def _only_matrix(batch: fx.Node, like: fx.Node, backward: set[fx.Node]) -> fx.Node:
+    base, flipped = graph.untransposed_matrices(batch)
+    matrix = emit_operand(aten.squeeze.dim, base, 0, like=like)
+    found = emit_operand(aten.permute.default, matrix, [1, 0], like=like) if flipped else matrix
+    if batch in backward:
+        backward |= {matrix, found}
+    return found
+
+
+def _flipped(product: fx.Node, gemm: fx.Node) -> fx.Node:
+    """The transpose of a product, in the layout of `gemm` unless that is only transposed again."""
+    product.meta[TURNED] = True
+    g = gemm.graph
+    result = emit(g, aten.permute.default, product, [1, 0], like=gemm)
+    if all(graph.untransposed(user)[0] is not user for user in gemm.users):
+        return result
+    layout = torch.contiguous_format
+    return emit(g, aten.clone.default, result, memory_format=layout, like=gemm)

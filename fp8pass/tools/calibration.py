@@ -1,0 +1,76 @@
+"""`fp8pass.calibrate`: means and standard deviations of activations, for the error rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import graph
+from fp8pass.config import Config, ValueMoments
+from fp8pass.error_analysis.error_rules import Rules
+from fp8pass.tools.recording import Record, record_step
+from fp8pass.tools.running import checked_configuration
+
+
+def calibrate(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    *,
+    config: Config | None = None,
+) -> tuple[ValueMoments, ...]:
+    """Mean and standard deviation of the values that the error rules bound, on a batch.
+
+    The rules assume unit variance for values without moments. Pass the result on:
+
+        moments = fp8pass.calibrate(model, loss_fn, batch)
+        model = torch.compile(model, backend="fp8pass", options={"moments": moments})
+
+    Values are named by module and operator, so compile the model that was calibrated, as a whole
+    or in the same parts: names start at what is compiled. If a module is in several graphs, or runs
+    several times, the moments of its largest values count.
+
+    Runs one forward and backward; parameters, their gradients, buffers and random number
+    generators are left as they were.
+
+    Args:
+        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
+        batch: passed to `loss_fn`.
+        config: the configuration for compiling the model, instead of its own or the default recipe.
+
+    Returns:
+        (name, mean, standard deviation) of each value: plain data that JSON can hold.
+
+    Raises:
+        TypeError: `model` is no module, `config` no `Config`, or `loss_fn` gives no loss.
+    """
+    config = checked_configuration("calibrate", model, config)
+    records = record_step(model, loss_fn, batch, config)
+    found: dict[str, ValueMoments] = {}
+    for record in records:
+        for moments in _moments(record):
+            found[moments[0]] = max(moments, found.get(moments[0], moments), key=_mean_square)
+    return tuple(found.values())
+
+
+def _mean_square(moments: ValueMoments) -> float:
+    _, mean, std = moments
+    return mean**2 + std**2
+
+
+def _moments(record: Record) -> list[ValueMoments]:
+    names = graph.value_names(record.planned.graph)
+    rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
+    exact = record.planned_values(record.exact_values())
+    values = {n: exact.get(n) for r in rules.regions for n in r.values}
+    found = []
+    for node, x in values.items():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            std, mean = torch.std_mean(x.double())
+            found.append((names[node], float(mean), float(std)))
+    return [m for m in found if math.isfinite(_mean_square(m))]

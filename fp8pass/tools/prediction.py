@@ -1,0 +1,228 @@
+"""The error that the rules expect of every gradient in a planned backward.
+
+Errors are local, as `diagnose` measures them: each is the error that one region, GEMM or attention
+adds to exact incoming gradients. Values are those of a real batch; rounding is idealized
+(`samples.rounding`): it has the relative error of the format's normal range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass import compat, graph
+from fp8pass.activation_memory.decision import Decision
+from fp8pass.dialect.accumulation import accumulate
+from fp8pass.dialect.coding import encode, is_fp8
+from fp8pass.dialect.formats import E4M3, FORMATS
+from fp8pass.dialect.ops import OPERATORS
+from fp8pass.dialect.scaling import scale_of
+from fp8pass.error_analysis.derivation import Derivation
+from fp8pass.error_analysis.error_rules import Rules
+from fp8pass.error_analysis.regions import Region
+from fp8pass.error_analysis.samples import relative_change, rounding
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.symbols import Underivable
+from fp8pass.graph.tags import original_name
+
+fp8 = torch.ops.fp8pass
+
+# The position of the format among the arguments.
+_FORMAT_OF: dict[Any, int] = {fp8.quantize.default: 2, fp8.transpose_segments.default: 3}
+
+# Rows and columns of a GEMM's result that are computed to estimate its error.
+LARGEST_SAMPLE = 512
+# The same for the error of fast accumulation, whose emulation takes longer.
+LARGEST_EMULATED = 32
+
+
+@dataclass
+class Predictor:
+    """Expected relative RMS errors on a joint graph that is planned but not yet rewritten.
+
+    Attributes:
+        rules: the error rules of the graph.
+        decisions: how each forward value reaches the backward.
+        values: the values of the nodes on a batch.
+        forward: errors of forward values, as the backward gets them.
+        backward: errors of gradients, by the node's name in the graph before any pass; None if
+            no rule could be derived.
+    """
+
+    rules: Rules
+    decisions: Mapping[fx.Node, Decision]
+    values: Mapping[fx.Node, Any]
+    forward: dict[fx.Node, float] = field(default_factory=dict)
+    backward: dict[str, float | None] = field(default_factory=dict)
+
+    def run(self, g: fx.Graph) -> None:
+        """Fill in the errors of all nodes; those of a region once its inputs are known."""
+        members = {n for region in self.rules.regions for n in region.nodes}
+        ready = self.rules.by_last_input()
+        for node in g.nodes:
+            if node.op != "output" and node not in members:
+                self._predict_node(node)
+            for region in ready.get(node, ()):
+                self._predict_region(region)
+
+    def _predict_node(self, node: fx.Node) -> None:
+        """An operator outside of regions; junctions and movement add no error to gradients."""
+        if node not in self.rules.backward:
+            self.forward[node] = self._of_value(node)
+        elif node.target is fp8.scaled_mm.default:
+            self.backward[original_name(node)] = self._of_scaled_mm(node)
+        elif node.target in OPERATORS and OPERATORS[node.target].multiplies:
+            self.backward[original_name(node)] = self._of_experts(node)
+        elif kind(graph.operator_of(node)) in (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION):
+            self._run_again(node)
+
+    def _of_value(self, node: fx.Node) -> float:
+        """The error with which a value is stored, or recomputed from its operands."""
+        decision = self.decisions.get(node)
+        if decision is None:
+            return 0.0
+        if decision.format is not None:
+            return decision.format.relative_error if decision.low_bit else 0.0
+        return max((self.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
+
+    # --- operators ------------------------------------------------------------------------------
+
+    def _run_again(self, node: fx.Node) -> None:
+        """Run an operator on rounded operands."""
+        if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._rounded)
+        with compat.real_tensors():
+            results = node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(results, Tensor):
+            self.backward[original_name(node)] = relative_change(self.values[node], results)
+            return
+        for user in node.users:
+            if graph.is_getitem(user) and isinstance(result := results[user.args[1]], Tensor):
+                self.backward[original_name(user)] = relative_change(self.values[user], result)
+
+    def _rounded(self, node: fx.Node) -> Any:
+        value, error = self.values[node], self.forward.get(node, 0.0)
+        if not error:
+            return value
+        decision = self.decisions.get(node)
+        mean = value.mean(-2, keepdim=True) if decision is not None and decision.centred else 0.0
+        rounded = (value - mean) * rounding(value - mean, error)
+        return (rounded + mean).to(value.dtype)
+
+    def _of_scaled_mm(self, gemm: fx.Node) -> float:
+        """The error of a product, from those of its operands and of rounding them to FP8."""
+        exact, rounded = [], []
+        for operand in (gemm.args[0], gemm.args[2]):
+            matrix, error = self._operand(operand)  # type: ignore[arg-type]
+            count = min(len(matrix), LARGEST_SAMPLE)
+            rows = torch.linspace(0, len(matrix) - 1, count, dtype=torch.float64)
+            some = matrix[rows.long().to(matrix.device)].double()
+            exact.append(some)
+            rounded.append(some * rounding(some, error) if error else some)
+        change = relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
+        fast = gemm.args[6] and is_fp8(graph.tensor(gemm.args[0]).dtype)  # type: ignore[arg-type]
+        return math.hypot(change, accumulation_error(*exact) if fast else 0.0)
+
+    def _of_experts(self, gemm: fx.Node) -> float:
+        """The error of a product of experts, to which those of its operands add independently.
+
+        Such GEMMs have no sizes that are known before they run, to draw a sample from.
+        """
+        operands = [_quantized(gemm.args[0]), _quantized(gemm.args[2])]
+        formats = (FORMATS[str(x.args[_FORMAT_OF[x.target]])] for x in operands)
+        errors = [
+            math.hypot(self.forward.get(x.args[0], 0.0), f.relative_error)  # type: ignore[arg-type]
+            for x, f in zip(operands, formats, strict=True)
+        ]
+        if gemm.args[6]:
+            a, b = map(self._matrix_of_experts, operands)
+            length = min(a.shape[1], b.shape[1])
+            errors.append(accumulation_error(a[:, :length], b[:, :length]))
+        return math.hypot(*errors)
+
+    def _matrix_of_experts(self, node: fx.Node) -> Tensor:
+        """A matrix that was quantized, contracted over its last dimension.
+
+        Of one that is contracted over the tokens of each expert: as many as an average expert has.
+        """
+        matrix = self.values[node.args[0]]  # type: ignore[index]
+        if node.target is fp8.quantize.default:
+            return matrix
+        experts = graph.tensor(node.args[2]).shape[0]  # type: ignore[arg-type]
+        return matrix[: max(len(matrix) // experts, 1)].t()
+
+    def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
+        """The matrix that was quantized, contracted over its last dimension, and its error."""
+        if graph.is_call(node, fp8.transpose.default):
+            matrix, error = self._operand(node.args[0])  # type: ignore[arg-type]
+            return matrix.t(), error
+        if graph.is_call(node, fp8.as_codes.default):  # gathered from what is kept exactly
+            return self.values[node], FORMATS[str(node.args[1])].relative_error
+        source, format = node.args[0], FORMATS[str(node.args[2])]
+        inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
+        return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
+
+    # --- regions --------------------------------------------------------------------------------
+
+    def _predict_region(self, region: Region) -> None:
+        kept = {
+            n: d.format.relative_error if d.low_bit else 0.0
+            for n in region.nodes
+            if (d := self.decisions.get(n)) is not None and d.format is not None
+        }
+        try:
+            if reason := self.rules.reason_of(region):
+                raise Underivable(reason)
+            with compat.real_tensors():
+                errors = self._region_errors(region, kept)
+        except Underivable:
+            exact = not any(kept.values()) and not any(self.forward.get(n) for n in region.values)
+            unknown = 0.0 if exact else None
+            self.backward.update((original_name(n), unknown) for n in region.backward)
+            return
+        for node, error in errors.items():
+            if node in region.backward:
+                self.backward[original_name(node)] = error
+            else:
+                known = error if node in self.decisions else 0.0
+                self.forward[node] = kept.get(node, known)
+
+    def _region_errors(self, region: Region, kept: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+        derivation = Derivation(region)
+        symbols = derivation.expressions.symbols
+        derivation.samples.use(
+            {
+                symbols[n]: x
+                for n in region.inputs
+                if isinstance(x := self.values.get(n), Tensor) and x.is_floating_point()
+            }
+        )
+        noise = {symbols[n]: self.forward.get(n, 0.0) for n in region.values}
+        noise |= {symbols[n]: error for n, error in kept.items() if n in symbols}
+        stored = {symbols[n] for n in kept if n in symbols}
+        errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
+        return {n: errors[symbols[n]] for n in region.nodes if n in symbols}
+
+
+def _quantized(node: Any) -> fx.Node:
+    """The operator that quantizes an operand of experts."""
+    while node.target not in _FORMAT_OF:
+        node = node.args[0]
+    return node
+
+
+def accumulation_error(a: Tensor, b: Tensor) -> float:
+    """The relative error that fast accumulation adds to `a @ b.T`, on a sample of the result."""
+    operands = []
+    for x in (a, b):
+        rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)
+        some = x[rows.long().to(x.device)].float()
+        operands.append(encode(some / scale_of(some.abs().amax(), E4M3), E4M3))
+    exact = operands[0].double() @ operands[1].double().T
+    return relative_change(exact, accumulate(*operands, fast=True).double())

@@ -1,0 +1,118 @@
+"""Draw repeated layers once: consecutive equal layers become the first one, with a count.
+
+    before   layers.0   layers.1   layers.2   …   layers.31
+    after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
+
+Layers are equal if they have the same modules and operators, of the same shapes, kept in the same
+way for the same reason. The first and the last layer of a model mostly differ from the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from fp8pass.tools.report.picture import DrawnLayer, DrawnOperator, Edge, Picture
+
+# The path up to its first number.
+_NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+
+# Details that may differ between equal layers.
+_OWN_DETAILS = ("source", "keeps", "in keep_exact")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The columns of a numbered layer, from the first to the last."""
+
+    path: str
+    columns: range
+    operators: list[DrawnOperator]
+
+    @property
+    def pattern(self) -> str:
+        """The path without the number."""
+        return re.sub(r"\d+$", "*", self.path)
+
+    def signature(self) -> tuple[object, ...]:
+        """A key that is the same for equal layers."""
+        return (self.pattern, *(self._signature(y) for y in self.operators))
+
+    def _signature(self, operator: DrawnOperator) -> tuple[object, ...]:
+        details = tuple(x for x in operator.details.items() if x[0] not in _OWN_DETAILS)
+        module = operator.module.replace(self.path, self.pattern, 1)
+        position = operator.column - self.columns.start
+        return operator.label, operator.kind, module, position, operator.backward, details
+
+
+def layer_of(module: str) -> str:
+    """The numbered layer that a module belongs to, `model.layers.3`; '' for none."""
+    match = _NUMBERED.match(module)
+    return match[0] if match else ""
+
+
+def fold(picture: Picture) -> Picture:
+    """The picture with repeated layers drawn once."""
+    groups = [list(g) for _, g in itertools.groupby(spans(picture), key=Span.signature)]
+    stands_for: dict[str, str] = {}
+    instance: dict[str, tuple[str, str]] = {}
+    for first, *others in groups:
+        for span in (first, *others):
+            for operator, drawn in zip(span.operators, first.operators, strict=True):
+                stands_for[operator.id] = drawn.id
+                instance[operator.id] = first.path, span.path
+    kept = _kept_columns(len(picture.columns), groups)
+    number = {column: i for i, column in enumerate(kept)}
+    return Picture(
+        columns=[picture.columns[c] for c in kept],
+        operators=[
+            replace(y, column=number[y.column]) for y in picture.operators if y.column in number
+        ],
+        edges=_merged(picture.edges, stands_for, instance),
+        layers=[
+            DrawnLayer(g[0].path, g[-1].path, len(g), tuple(number[c] for c in g[0].columns))
+            for g in groups
+        ],
+    )
+
+
+def spans(picture: Picture) -> list[Span]:
+    """The numbered layers, in order; a layer includes all columns between its first and last."""
+    columns: dict[str, list[int]] = {}
+    for column, module in enumerate(picture.columns):
+        if path := layer_of(module):
+            columns.setdefault(path, []).append(column)
+    operators: dict[int, list[DrawnOperator]] = {}
+    for operator in picture.operators:
+        operators.setdefault(operator.column, []).append(operator)
+    found, end = [], 0
+    for path, own in columns.items():
+        if own[0] < end:  # layers that alternate have no columns of their own
+            continue
+        end = own[-1] + 1
+        span = range(own[0], end)
+        found.append(Span(path, span, [y for c in span for y in operators.get(c, ())]))
+    return found
+
+
+def _kept_columns(count: int, groups: Iterable[list[Span]]) -> list[int]:
+    folded = {c for _, *others in groups for span in others for c in span.columns}
+    return [c for c in range(count) if c not in folded]
+
+
+def _merged(
+    edges: Iterable[Edge], stands_for: dict[str, str], instance: dict[str, tuple[str, str]]
+) -> list[Edge]:
+    """Edges between drawn operators; those between folded layers only if they cost bytes."""
+    merged: dict[tuple[str, str], Edge] = {}
+    for edge in edges:
+        tail, head = instance.get(edge.source), instance.get(edge.target)
+        between_folded = tail and head and tail[0] == head[0] and tail != head
+        if between_folded and not edge.bytes:
+            continue
+        source = stands_for.get(edge.source, edge.source)
+        target = stands_for.get(edge.target, edge.target)
+        merged.setdefault((source, target), replace(edge, source=source, target=target))
+    return list(merged.values())

@@ -1,0 +1,101 @@
+"""`coded_weight.coded` as one Triton kernel: codes and scales of the rows of several matrices.
+
+A program takes one row of one of them: to launch a kernel for each matrix takes the CPU longer than
+it takes the GPU to run it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8pass.dialect.triton_functions import largest, scale_of
+from fp8pass.runtime.triton_launcher import Launcher
+
+# Elements of a row that a program holds at once.
+ROW_BLOCK = 2048
+TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@triton.jit
+def _code_rows(
+    table, codes, scales, FROM: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    matrix = 0
+    for other in tl.static_range(1, COUNT):
+        matrix = tl.where(row >= tl.load(table + 4 * other), other, matrix)
+    row_of_matrix = row - tl.load(table + 4 * matrix)
+    length = tl.multiple_of(tl.load(table + 4 * matrix + 1), ALIGNED)
+    begin = tl.multiple_of(tl.load(table + 4 * matrix + 2), ALIGNED) + row_of_matrix * length
+    source = tl.load(table + 4 * matrix + 3).to(tl.pointer_type(FROM))
+    source = tl.multiple_of(source, ALIGNED * FROM.primitive_bitwidth // 8) + row_of_matrix * length
+    column, left = tl.arange(0, BLOCK), length.to(tl.int32)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, left, BLOCK):
+        at = first + column
+        values = tl.load(source + at, at < left, other=0.0).to(DTYPE).to(tl.float32)
+        most = largest(most, tl.abs(values))
+    scale = scale_of(tl.reduce(most, 0, largest))
+    tl.store(scales + row, scale)
+    inverse = tl.math.div_rn(1.0, scale)
+    for first in range(0, left, BLOCK):  # from the cache
+        at = first + column
+        values = tl.load(source + at, at < left, other=0.0).to(DTYPE).to(tl.float32)
+        tl.store(codes + begin + at, (values * inverse).to(tl.float8e4nv), at < left)
+
+
+_launch = Launcher(_code_rows)
+
+
+def code_rows(
+    matrices: Sequence[Tensor], dtype: torch.dtype, codes: Tensor, scales: Tensor
+) -> None:
+    """Write E4M3 codes and fp32 scales of the rows of matrices [M, K], rounded to `dtype`.
+
+    The matrices are contiguous, and of one dtype. Their rows follow each other in `codes`
+    [sum of M·K] and `scales` [sum of M].
+    """
+    first = matrices[0]
+    addresses = tuple(x.data_ptr() for x in matrices)
+    rows, table, constants = _arguments(
+        addresses, tuple(x.shape for x in matrices), first.dtype, dtype, first.device
+    )
+    _launch((rows, 1, 1), (table, codes, scales), (), constants)
+
+
+@lru_cache(maxsize=4096)
+def _arguments(
+    addresses: tuple[int, ...],
+    shapes: tuple[torch.Size, ...],
+    rests_in: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, Tensor, tuple[Any, ...]]:
+    """The number of all rows, the kernel's table and its constants.
+
+    The table, int64 [matrices, 4], has of each its first row among all, its row length, its first
+    code and its address.
+    """
+    table, row, code = [], 0, 0
+    for (rows, length), address in zip(shapes, addresses, strict=True):
+        table.append((row, length, code, address))
+        row, code = row + rows, code + rows * length
+    # Of which power of two, up to 16, all that the kernel adds up is a multiple, in elements.
+    aligned = math.gcd(16, *(n for _, k, c, x in table for n in (k, c, x // rests_in.itemsize)))
+    block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)
+    types = TRITON_DTYPES[rests_in], TRITON_DTYPES[dtype]
+    constants = (*types, len(shapes), aligned, block)
+    return row, torch.tensor(table, device=device), constants

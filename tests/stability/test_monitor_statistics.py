@@ -1,0 +1,126 @@
+"""The statistics of a tensor against float64, and how those of its parts merge."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.stability.monitor import statistics
+from fp8pass.stability.monitor.statistics import TensorName, measure, merged, row_of
+
+fp8 = torch.ops.fp8pass
+NAME = TensorName("m", "input", "row", "e4m3", torch.float32)
+SPECIAL = [0.0, -0.0, 1e-40, 3e-39, 6e4, math.inf, -math.inf, math.nan, 1e30]
+
+
+@st.composite
+def matrices(draw):
+    """Values of many magnitudes, some of them special, in fp32, bf16 or fp16."""
+    rows, columns = draw(st.integers(1, 5)), draw(st.sampled_from([16, 32, 64]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    spread = draw(st.sampled_from([0.0, 4.0, 12.0]))
+    exponents = torch.randn(rows, columns, generator=generator) * spread
+    x = torch.randn(rows, columns, generator=generator) * exponents.exp2()
+    for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=4)):
+        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = value
+    if draw(st.booleans()):
+        x[draw(st.integers(0, rows - 1))] = 0
+    return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+
+
+def reference(x, dequantized, codes, fmt):
+    """The statistics in float64, one by one."""
+    finite = x.isfinite()
+    exact, back = x.double()[finite], dequantized.double()[finite]
+    signal, noise = exact.square().sum(), (exact - back).square().sum()
+    nonzero = exact != 0
+    return {
+        "elements": x.numel(),
+        "amax": exact.abs().max().item() if len(exact) else 0.0,
+        "saturated": (codes[finite].abs() == fmt.max).sum().item() / x.numel(),
+        "underflow": (nonzero & (codes[finite] == 0)).sum().item() / max(nonzero.sum().item(), 1),
+        "sqnr_db": math.inf if noise == 0 else (10 * torch.log10(signal / noise)).item(),
+        "nonfinite": (~finite).sum().item(),
+    }
+
+
+# Above, noise is the rounding of fp32.
+HIGH = 90.0
+
+
+def check(totals, expected):
+    row = row_of(0, "m", NAME, totals.tolist())
+    for field, value in expected.items():
+        got = getattr(row, field)
+        if field == "sqnr_db" and got > HIGH:
+            assert value > HIGH
+        else:
+            allowed = fp32_rounding(got) if field == "sqnr_db" else None
+            assert got == pytest.approx(value, rel=1e-5, abs=allowed, nan_ok=True), field
+
+
+def fp32_rounding(sqnr_db):
+    """By how many dB the last bits of values may move it: noise is the smaller the higher it is."""
+    return 20 / math.log(10) * 2**-22 * 10 ** (sqnr_db / 20)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@given(x=matrices())
+def test_statistics_of_linear_operands(x, format, by_row):
+    scale = fp8.scale(fp8.row_amax(x) if by_row else fp8.amax(x), format)
+    codes = fp8.quantize(x, scale, format).float()
+    expected = reference(x, codes * scale, codes, FORMATS[format])
+    check(measure(x, scale, FORMATS[format], x.shape[-1]), expected)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("format", ["e4m3", "e4m3_bytes", "e2m3", "e2m2", "e2m1"])
+@given(x=matrices())
+def test_statistics_of_groups(x, format, group):
+    fmt, group = FORMATS[format], min(group, x.shape[-1])
+    scales = fp8.group_scale(x, format, group)
+    planes = [fp8.quantize_groups(x, scales, format, group, i) for i in range(len(fmt.planes))]
+    back = fp8.dequantize_groups(planes, scales, format, group, torch.float32)
+    ones = torch.ones_like(scales)
+    codes = fp8.dequantize_groups(planes, ones, format, group, torch.float32)
+    check(measure(x, scales, fmt, group), reference(x, back, codes, fmt))
+
+
+@given(x=matrices(), y=matrices())
+def test_statistics_of_parts_merge(x, y):
+    """Chunks, and micro-batches."""
+    parts = []
+    for part in (x, y):
+        flat = part.float().reshape(-1, 16)
+        parts.append((flat, fp8.scale(fp8.row_amax(flat), "e4m3")))
+    whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+    expected = measure(*whole, FORMATS["e4m3"], 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "CPU_CHUNK", 48)
+        (a, b), fmt = parts, FORMATS["e4m3"]
+        torch.testing.assert_close(
+            merged(measure(*a, fmt, 16), measure(*b, fmt, 16)), expected, equal_nan=True
+        )
+
+
+def test_no_elements():
+    row = row_of(
+        0, "m", NAME, measure(torch.empty(0, 16), torch.ones(0, 1), FORMATS["e4m3"], 16).tolist()
+    )
+    assert (row.elements, row.amax, row.saturated, row.underflow) == (0, 0.0, 0.0, 0.0)
+
+
+@given(x=matrices())
+def test_finite_values_have_a_good_sqnr(x):
+    """Why there is no warning of a low one."""
+    x = x.float().nan_to_num(1.0, 1.0, 1.0)
+    x[x.abs() < 1e-30] = 0  # below, scales are no longer proportional to the amax
+    scale = fp8.scale(fp8.amax(x), "e4m3")
+    row = row_of(0, "m", NAME, measure(x, scale, FORMATS["e4m3"], x.shape[-1]).tolist())
+    assert row.sqnr_db > 24 or row.amax == 0

@@ -1,0 +1,289 @@
+"""fit: what it finds, leaves alone and refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fit_helpers import MIB, on_cpu, on_meta
+from helpers import MLP
+from torch import nn
+
+import fp8pass
+from fp8pass import Config, ConfigError, compat, fit
+from fp8pass.activation_memory.budget import BudgetProblem
+from fp8pass.activation_memory.planner import BudgetTooSmall
+from fp8pass.hardware import GPUS, Work
+from fp8pass.plan import Head
+from fp8pass.tools.fitting.candidates import Candidates
+from fp8pass.tools.fitting.fitting import _notes_on_heads
+from fp8pass.tools.fitting.gpu import find_gpu
+from fp8pass.tools.fitting.parameters import Parameters
+from fp8pass.tools.fitting.replay import KINDS
+from fp8pass.tools.fitting.setup import Setup
+from fp8pass.tools.fitting.timing import step_seconds
+
+
+@pytest.fixture(scope="module")
+def fitted() -> fp8pass.Fit:
+    """Fits nowhere, so that all ways are tried."""
+    model, ids = on_meta()
+    return fit(model, ids, gpu="H200, 1MiB", host="8GiB", accumulate=2, blocks="blocks")
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+def test_kinds_add_up(fitted):
+    assert fitted.tried
+    for candidate, why_not in fitted.tried:
+        assert candidate.allocated == sum(candidate.gpu.values()) < candidate.gpu_bytes
+        assert min(candidate.gpu.values()) >= 0
+        assert set(KINDS) < set(candidate.gpu)
+        assert "too much for the GPU" in why_not
+        s = candidate.seconds
+        assert s.total == pytest.approx(s.forward + s.backward + s.update + s.waiting)
+    times = [c.seconds.total for c, _ in fitted.tried if c.setup.config.save_format == "e4m3"]
+    assert all(a <= 1.02 * b for a, b in pairwise(times))
+
+
+def test_budgets_keep_less_and_take_longer(fitted):
+    of_place = [
+        c
+        for c, _ in fitted.tried
+        if not c.setup.attach and not c.setup.offload and c.setup.config.save_format == "e4m3"
+    ]
+    of_place.sort(key=lambda c: c.seconds.total)
+    assert len(of_place) > 2
+    compute = [c.setup.config.memory_budget or 1.0 for c in of_place]
+    assert compute == sorted(compute, reverse=True)
+
+
+def test_the_first_that_fits_is_taken(fitted):
+    model, ids = on_meta()
+    sizes = [c.gpu_bytes for c, _ in fitted.tried]
+    room = int(min(sizes) * 1.001)
+    found = fit(model, ids, gpu=room, host="8GiB", accumulate=2, blocks="blocks")
+    assert found.fits
+    assert found.best.gpu_bytes <= room
+    assert all(why for candidate, why in found.tried if candidate is not found.best)
+    roomy = fit(model, ids, gpu="H200", host="8GiB", accumulate=2, blocks="blocks")
+    assert roomy.best.setup == Setup()
+    assert len(roomy.tried) == 1
+
+
+def test_nothing_fits(fitted):
+    assert not fitted.fits
+    least = min(c.gpu_bytes for c, _ in fitted.tried) / MIB
+    with pytest.raises(ConfigError, match=rf"The least is {least:.0f} MiB .* too much for the GPU"):
+        _ = fitted.lines
+    assert fitted.why_not in " ".join(str(fitted).split())
+    assert json.loads(fitted.to_json())["fits"] is False
+
+
+class Planless:
+    """Stands for a step whose budgets are too small from 0.6 on, with a head as given."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self.asked = head, []
+
+    def plans(self, config):
+        return [SimpleNamespace(heads=[replace(self.head, chunks=config.head_chunks or 1)])]
+
+    def work(self, config):
+        self.asked.append(config)
+        if (config.memory_budget or 1) < 0.7:
+            raise BudgetTooSmall("cannot be met")
+        return Work(bf16_flops=1e9), Work(bf16_flops=1e9)
+
+
+class Returned(Planless):
+    """The same, of a head that stays whole."""
+
+    def plans(self, config):
+        return [SimpleNamespace(heads=[self.head])]
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [(Planless, {None, 8}), (Returned, {None})])
+def test_what_cannot_help_is_left_out(kind, chunks):
+    """Budgets below one that is too small, each of which takes a while, and chunks of no head."""
+    traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
+    candidates = Candidates(traced, Parameters(on_meta()[0]), Config(), 1, GPUS["H200"])
+    for config in candidates._configs(Config()):
+        candidates._timed(config)
+    assert {config.head_chunks for config in traced.asked} == chunks
+    assert {config.memory_budget for config in traced.asked} == {None, 0.8, 0.6}
+    assert {config.memory_budget for config in candidates.impossible} == {0.6}
+
+
+def test_a_note_says_once_why_budgets_are_left_out(monkeypatch):
+    monkeypatch.setattr(BudgetProblem, "within", lambda self, budget: None)
+    monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)
+    model, ids = on_meta(layers=8)
+    found = fit(model, ids, gpu="H200, 1MiB", host="8GiB")
+    (note,) = (note for note in found.notes if "budgets are left out, 0.8 first" in note)
+    assert "With few of the 8 layers of blocks, memory_budget of" in note
+    assert all(candidate.setup.config.memory_budget is None for candidate, _ in found.tried)
+
+
+def heads_of(module: str, size: int) -> list[SimpleNamespace]:
+    return 2 * [SimpleNamespace(heads=[Head(module, "8192×32000", size, 1, "there are few")])]
+
+
+def test_logits_of_all_tokens_are_spoken_of_once_if_they_are_large(fitted):
+    plans = heads_of("small", 100) + heads_of("head", 8 * MIB)
+    (note,) = set(_notes_on_heads(plans, fitted))
+    assert note.startswith("Logits of head, 8192×32000, 8 MiB, exist for all tokens at once")
+
+
+def test_a_host_too_small():
+    model, ids = on_meta()
+    options = {"config": Config(memory_budget=0.9), "blocks": "blocks"}
+    found = fit(model, ids, gpu="H200, 1MiB", host="4GiB", **options)
+    reasons = [why for candidate, why in found.tried if candidate.host]
+    assert reasons
+    assert all("too much for the host" in why for why in reasons)
+
+
+def test_a_host_too_small_for_the_process_alone():
+    model, ids = on_meta()
+    found = fit(model, ids, gpu="H200", host="2GiB", blocks="blocks")
+    assert len(found.tried) == 1
+    assert "a host of 2 GiB: Python, PyTorch and the driver take 4 GiB of it" in found.why_not
+
+
+def test_a_link_that_hides_nothing():
+    parameters = Parameters(on_meta()[0])
+    setup = Setup(attach=True, offload=("states", "gradients"))
+    slow = fp8pass.Gpu("slow", 1e12, 1e15, 1e15, 1e15, 1e12, link=1e6)
+    work = Work(bf16_flops=1e9), Work(bf16_flops=2e9)
+    found = step_seconds(work, parameters, setup, 4, slow)
+    _, host = parameters.place(setup, 4)
+    assert found.link == pytest.approx((host.states + 4 * host.sums) / 1e6)
+    assert found.waiting == pytest.approx(found.link, rel=0.01)
+    fast = fp8pass.Gpu("fast", 1e12, 1e9, 1e9, 1e9, 1e12, link=1e12)
+    assert step_seconds(work, parameters, setup, 4, fast).waiting == 0
+
+
+def test_the_time_for_the_link_is_said():
+    model, ids = on_meta()
+    slow = fp8pass.Gpu("slow", 690 * MIB, 1e15, 1e15, 1e15, 1e12, link=1e6)
+    found = fit(model, ids, gpu=slow, host="8GiB", accumulate=4, blocks="blocks")
+    if found.shown.setup.offload:
+        assert any("cannot be hidden" in note for note in found.notes)
+
+
+# --- what it leaves alone, and what it refuses ---------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [on_meta, on_cpu])
+def test_the_model_is_as_it_was(make):
+    model, ids = make()
+    before = dict(model.named_parameters())
+    values = [p.detach().clone() for p in before.values()]
+    fit(model, ids, gpu="H200", host="8GiB", blocks="blocks")
+    after = dict(model.named_parameters())
+    assert all(after[name] is p and p.grad is None for name, p in before.items())
+    assert not any(isinstance(p, compat.FakeTensor) for p in after.values())
+    assert all("forward" not in vars(m) for m in model.modules())
+    if make is on_cpu:
+        assert all(torch.equal(a, b) for a, b in zip(values, after.values(), strict=True))
+
+
+def test_configuration_and_loss_of_the_model():
+    model, ids = on_meta()
+    for block in model.blocks:
+        block.compile(backend="fp8pass", options={"skip": ("down",), "memory_budget": 0.9})
+    found = fit(
+        model,
+        ids,
+        gpu="H200",
+        host="8GiB",
+        loss_fn=lambda model, batch: model(*batch).square(),
+        blocks="blocks",
+    )
+    assert found.best.setup.config == Config(skip=("down",), memory_budget=0.9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu": "RTX 409"}, r"Unknown gpu 'RTX 409'. Did you mean 'RTX 4090'"),
+        ({"gpu": "16GiB, 8GiB"}, "a name, a size or both"),
+        ({"gpu": 16}, "would be bytes: say how many GiB"),
+        ({"host": "much"}, r"host must be a size such as '24GiB'"),
+        ({"accumulate": 0}, "accumulate must be a positive int"),
+        ({"blocks": "block"}, r"blocks='block' names no module. .*Did you mean 'blocks'"),
+    ],
+)
+def test_wrong_options(changes, message):
+    model, ids = on_meta()
+    with pytest.raises(ConfigError, match=message):
+        fit(model, ids, **{"gpu": "16GiB", "host": "8GiB", **changes})
+
+
+def test_no_loss():
+    with torch.device("meta"):
+        model, x = MLP((64, 128, 64)), torch.empty(32, 64)
+    with pytest.raises(ValueError, match=r"no loss: give fit a function of it and the batch"):
+        fit(model, x, gpu="16GiB", host="8GiB")
+
+
+def test_a_loss_function_that_gives_no_loss():
+    model, ids = on_meta()
+    with pytest.raises(TypeError, match=r"must give the loss.* it gave NoneType"):
+        fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=lambda model, batch: None)
+    with pytest.raises(ValueError, match="depends on nothing that is trained"):
+        fit(model.requires_grad_(False), ids, gpu="16GiB", host="8GiB")
+
+
+class Positive(nn.Module):
+    """The rows that begin above zero."""
+
+    def forward(self, x):
+        return x[x[:, 0] > 0]
+
+
+class Positives(MLP):
+    """Looks at values, in a part or by itself."""
+
+    def __init__(self, *parts):
+        super().__init__((64, 128, 64))
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x):
+        x = self.parts(super().forward(x))
+        return x.square().mean() * (1 if self.parts else x.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([nn.Identity(), Positive()], r"which aten.nonzero.default in parts.1 needs"),
+        (
+            [],
+            r"which aten._local_scalar_dense.default in Positives or its loss needs, as do .item\(",
+        ),
+    ],
+)
+def test_a_model_that_looks_at_values(parts, says):
+    with pytest.raises(ValueError, match=says):
+        fit(Positives(*parts), torch.randn(32, 64), gpu="16GiB", host="8GiB")
+
+
+@pytest.mark.parametrize("text", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "RTX4090,8GiB"])
+def test_gpus_by_name(text):
+    found = find_gpu(text)
+    assert found.bandwidth == GPUS["RTX 4090"].bandwidth
+    assert found.memory == (8 << 30 if "8GiB" in text else GPUS["RTX 4090"].memory)
+
+
+def test_plot(fitted, tmp_path):
+    fitted.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="'xyz' is not supported"):
+        fitted.plot(tmp_path / "memory.xyz")

@@ -1,0 +1,266 @@
+"""fit: predicted bytes are those that training takes."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fit_helpers import STAY, VOCABULARY, Layered, nbytes, on_cpu, on_meta, recorded
+from helpers import llama
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fp8pass
+from fp8pass import Config, compat, explain, fit
+from fp8pass.optim import AdamW, attach
+from fp8pass.optim.weights import offload_weights
+from fp8pass.tools.fitting.candidates import PLACES
+from fp8pass.tools.fitting.deep import WHOLE, TracedLayers, find_layers, trace
+from fp8pass.tools.fitting.parameters import Parameters
+from fp8pass.tools.fitting.replay import Fate
+from fp8pass.tools.fitting.setup import Setup
+from fp8pass.tools.fitting.step import own_loss, record_step
+from fp8pass.tools.fitting.traced import TracedStep
+from fp8pass.tools.saved_bytes import saved_bytes
+
+
+@pytest.fixture(scope="module")
+def by_blocks() -> TracedStep:
+    return recorded(on_meta()[0], ("blocks.0", "blocks.1"), on_meta()[1])
+
+
+# --- against what PyTorch allocates ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [Config(), Config.recipe("agoq", memory_budget=0.6)])
+def test_saved_bytes_are_those_of_explain_and_of_autograd(config):
+    model, ids = on_cpu(layers=1)
+    (planned,) = recorded(model, WHOLE, ids).planned(config).values()
+    assert planned.plan.saved_bytes == explain(model, ids, config=config).saved_bytes
+    torch._dynamo.reset()
+    eager = Config(**{**vars(config), "compiler": "eager"})
+    program = torch.compile(model, backend=fp8pass.backend(eager))
+    assert planned.kept + nbytes(ids) == saved_bytes(program, ids)
+    assert planned.backward.saved[0] == planned.kept
+
+
+def test_what_is_not_compiled_is_recorded_as_pytorch_keeps_it():
+    model, ids = on_cpu()
+    moments = recorded(model, (), ids).moments(Config(), STAY)
+    between = next(m for m in moments if m.backward)
+    loss = 4
+    assert between.activations + nbytes(ids) == saved_bytes(model, ids) + loss
+    assert between.saved == between.gradients == between.workspace == 0
+
+
+def test_gradients_at_the_end_are_all_or_none(by_blocks):
+    model, _ = on_meta()
+    most = {
+        stay: max(m.gradients for m in by_blocks.moments(Config(), Fate(stay)))
+        for stay in (True, False)
+    }
+    assert most[True] == nbytes(*model.parameters())
+    largest = nbytes(*model.blocks[0].parameters())  # a block's backward gives all of its own
+    assert most[False] == pytest.approx(largest, rel=0.1)
+
+
+def test_gradients_that_wait_for_the_link_are_held(by_blocks):
+    waits = Fate(stay=False, waiting=1 << 20)
+    most = [max(m.gradients for m in by_blocks.moments(Config(), f)) for f in (Fate(False), waits)]
+    assert most[0] < most[1] <= max(m.gradients for m in by_blocks.moments(Config(), STAY))
+
+
+def test_inputs_that_blocks_share_count_once(by_blocks):
+    """A block keeps its input, which is the result of the block before; nobody else holds it."""
+    end = max(by_blocks.moments(Config(save_format="none"), STAY), key=lambda m: m.activations)
+    of_stream = 4 * 64 * 256 * 2
+    logits = 4 * 64 * VOCABULARY * (2 + 4 + 4)
+    assert end.activations < 4 * of_stream + logits
+
+
+@pytest.mark.parametrize("preset", ["coat", "fp8-lm", None])
+def test_bytes_of_states(preset):
+    model, ids = on_cpu()
+    optimizer = AdamW(model.parameters(), preset=preset) if preset else None
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    model(ids).backward()
+    optimizer.step()
+    states = (x for state in optimizer.state.values() for n, x in state.items() if n != "step")
+    here, host = Parameters(model).place(Setup(preset=preset), 1)
+    assert here.states == pytest.approx(nbytes(*states), rel=0.001)
+    assert host.total == 0
+
+
+@pytest.mark.parametrize("accumulate", [2, 9])  # 8 bits, 16 bits
+def test_bytes_of_sums(accumulate):
+    model, ids = on_cpu()
+    attached = attach(model, AdamW(model.parameters()), accumulate=accumulate)
+    model(ids).backward()
+    pieces = [piece for a in attached.accumulated.values() for piece in a.pieces]
+    sums = [x for piece in pieces for x in piece.stored if x is not None]
+    here, _ = Parameters(model).place(Setup(attach=True), accumulate)
+    assert here.sums == pytest.approx(nbytes(*sums), rel=0.001)
+
+
+def test_bytes_of_weights_in_codes():
+    model, _ = on_cpu()
+    here, host = Parameters(model).place(Setup(attach=True, offload=("weights",)), 1)
+    moved = offload_weights(model, "cpu")
+    inner = [p for p in moved.parameters() if hasattr(p, "codes")]
+    others = [p for p in moved.parameters() if not hasattr(p, "codes")]
+    assert len(inner) == 4
+    assert here.weights == nbytes(*others, *(x for p in inner for x in (p.codes, p.scales)))
+    assert host.weights == nbytes(*(p.source for p in inner))
+
+
+@given(
+    place=st.sampled_from(PLACES),
+    preset=st.sampled_from(["coat", "fp8-lm"]),
+    accumulate=st.integers(1, 20),
+)
+def test_what_is_moved_is_neither_lost_nor_doubled(place, preset, accumulate):
+    parameters = Parameters(on_meta()[0])
+    attach_, offload = place
+    setup = Setup(attach=attach_, offload=offload, preset=preset)
+    here, host = parameters.place(setup, accumulate)
+    all_here, none = parameters.place(Setup(attach=attach_, preset=preset), accumulate)
+    assert none.total == 0
+    assert here.states + host.states == pytest.approx(all_here.states)
+    assert here.sums + host.sums == pytest.approx(all_here.sums)
+    codes = 0.5 * host.weights
+    assert here.weights + host.weights == pytest.approx(all_here.weights + codes, rel=0.02)
+    assert (host.total > 0) == bool(set(offload) - ({"gradients"} if accumulate == 1 else set()))
+
+
+def test_hugging_face_layers_get_no_mask():
+    """Where it sees that positions are those of whole sequences: those have values."""
+    with torch.device("meta"):
+        model, ids = llama(num_hidden_layers=2), torch.empty(2, 16, dtype=torch.long)
+    values = ((), {"input_ids": ids, "labels": ids, "use_cache": False})
+    paths = ("model.layers.0", "model.layers.1")
+    (region,) = record_step(model, paths, values, own_loss).regions
+    nodes = [n for n in region.gm.graph.nodes if "attention" in str(n.target)]
+    forward = next(n for n in nodes if "backward" not in str(n.target))
+    assert True in forward.args  # is_causal
+    assert "attn_mask" not in forward.kwargs
+
+
+def in_bf16(run, batch, device="cuda"):
+    with torch.autocast(device, torch.bfloat16):
+        return run(*batch)
+
+
+class Autocast(Layered):
+    """Computes in BF16 by itself."""
+
+    def forward(self, ids):
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(ids)
+
+
+def test_autocast_of_the_gpu_is_that_of_the_cpu_that_stands_for_it():
+    with torch.device("meta"):
+        model, inside, ids = Layered(1), Autocast(1), torch.empty(4, 64, dtype=torch.long)
+    unpatched = torch.autocast.__init__
+
+    def bytes_of(model, loss_fn=None):
+        return fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=loss_fn).shown.gpu
+
+    on_gpu = bytes_of(model, in_bf16)
+    assert on_gpu == bytes_of(model, lambda run, batch: in_bf16(run, batch, "cpu"))
+    assert on_gpu["saved"] == bytes_of(inside)["saved"] < bytes_of(model)["saved"]
+    assert torch.autocast.__init__ is unpatched
+
+
+def test_autocast_of_other_threads_is_theirs():
+    with compat.autocast_for_cpu(), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(torch.autocast, "cuda", torch.bfloat16, enabled=False).result()
+        with compat.autocast_for_cpu():
+            assert torch.autocast("cuda", enabled=False).device == "cpu"
+        assert torch.autocast("cuda").fast_dtype == torch.float16
+        assert other.device == "cuda"
+
+
+# --- many equal layers ---------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_layers_are_continued_from_few(monkeypatch):
+    model, ids = on_meta(layers=5)
+    full = recorded(model, WHOLE, ids)
+    monkeypatch.setattr("fp8pass.tools.fitting.deep.WORTHWHILE", 5)
+    deep = trace(model, (), ((ids,), {}), own_loss)
+    assert isinstance(deep, TracedLayers)
+    assert len(model.blocks) == 5
+    for fate in (STAY, Fate(stay=False)):
+        peaks = [max(t.moments(Config(), fate), key=lambda m: m.total) for t in (deep, full)]
+        assert vars(peaks[0]) == vars(peaks[1])
+    for got, want in zip(deep.work(Config()), full.work(Config()), strict=True):
+        assert vars(got) == pytest.approx(vars(want))
+    budget = Config(memory_budget=0.6)
+    peaks = [max(m.total for m in t.moments(budget, STAY)) for t in (deep, full)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
+def test_layers_that_differ_are_all_traced():
+    model, _ = on_meta(layers=8)
+    assert find_layers(model).count == 8
+    model.blocks[3].mlp.requires_grad_(False)
+    assert find_layers(model) is None
+
+
+class ByNumber(Layered):
+    """Does not run with fewer layers than it was made with."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for i in range(8):
+            x = self.blocks[i].norm(x)
+        return x.float().square().mean()
+
+
+def test_a_model_that_does_not_run_with_fewer_layers():
+    with torch.device("meta"):
+        model, ids = ByNumber(8), torch.empty(4, 64, dtype=torch.long)
+    before = list(model.named_modules())
+    assert isinstance(trace(model, (), ((ids,), {}), own_loss), TracedStep)
+    assert list(model.named_modules()) == before
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [(False, ()), (True, ()), (True, ("states",))], ids=str)
+def test_the_peak_is_as_predicted(place):
+    """Of blocks large beside what PyTorch rounds up, above what other tests have left."""
+    torch._dynamo.reset()
+    x = torch.ones(16, 16, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()  # cuBLAS has memory of its own for each thread
+    del x
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with torch.device("meta"):
+        model, ids = Layered(4, hidden=2048).bfloat16(), torch.empty(8, 1024, dtype=torch.long)
+    step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), own_loss)
+    parameters, setup = Parameters(model), Setup(Config(), *place)
+    here, _ = parameters.place(setup, 1)
+    moments = TracedStep(step).moments(Config(), parameters.fate_of_gradients(setup, 1))
+    predicted = here.total + max(m.total for m in moments)
+
+    names = {"fp8pass": fp8pass, "torch": torch, "model": model.to_empty(device="cuda")}
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    exec(setup.lines(1, ("blocks.*",)), names)
+    ids = torch.randint(VOCABULARY, (8, 1024), device="cuda")
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        model(ids).backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert predicted == pytest.approx(measured, rel=0.05)
