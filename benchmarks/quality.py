@@ -88,10 +88,8 @@ VARIANTS = {
     "coat": Variant({"recipe": "coat"}),
     "agoq": Variant({"recipe": "agoq"}),
     "agoq, 6 bits": Variant({"recipe": "agoq", "save_format": "e2m3"}),
-    "agoq, 4 bits": Variant({"recipe": "agoq", "save_format": "e2m1"}),
-    "agoq, 4 bits, groups of 32": Variant(
-        {"recipe": "agoq", "save_format": "e2m1", "group_size": 32}
-    ),
+    "agoq, 5 bits": Variant({"recipe": "agoq", "save_format": "e2m2"}),
+    "agoq, groups of 32": Variant({"recipe": "agoq", "group_size": 32}),
     "torchao tensorwise": Variant(torchao="tensorwise"),
     "torchao rowwise": Variant(torchao="rowwise"),
     "coat, E5M2 gradients": Variant({"gradient_format": "e5m2"}),

@@ -42,9 +42,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "linear": {"save_format": "none", "forward_scales": "tensor"},
     # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
     "coat": {},
-    # As coat, but in 5 bits where the error rules allow that (AGoQ section 4). 4 bits cost 0.19% of
-    # the loss, 5 bits 0.05% (docs/quality.md); the paper's own runs average 5.75 bits over stages.
-    "agoq": {"save_format": "e2m2"},
+    # As coat, but in 4 bits where the error rules allow that (AGoQ section 4).
+    "agoq": {"save_format": "e2m1"},
     # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
     "exact": {
         "forward_format": "exact",

@@ -52,15 +52,14 @@ def configs(
         stages: how many stages (chunks of the model) the pipeline has, all ranks together.
         ranks: how many ranks it has; not needed where each runs one stage.
         microbatches: how many micro-batches a batch has.
-        base: all other options; the default is recipe `agoq` with `save_format="e2m1"`, 4 bits.
+        base: all other options, by default those of recipe `agoq`.
 
     Raises:
         ConfigError: there is no such schedule, it cannot have these numbers, or `base` leaves no
             choice: no budget, and a `save_format` that is the largest already.
         TypeError: `base` is no `Config`.
     """
-    smallest = Config.recipe("agoq", save_format="e2m1")
-    base = smallest if base is None else checked_config(base, "base")
+    base = Config.recipe("agoq") if base is None else checked_config(base, "base")
     _check_choice_left(base)
     order = _order(schedule, stages, ranks, microbatches)
     held = [_peak(actions) for actions in order]
