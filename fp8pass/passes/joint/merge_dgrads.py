@@ -188,7 +188,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
             fp8.scaled_mm.default,
             *(add(fp8.joined.default, gradients), scale),
             *(add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)),
-            *(None, gemm.args[5], fast_accumulation),
+            *(None, gemm.args[5], fast_accumulation, *gemm.args[7:]),
         )
     merged.meta[ROLE] = "dgrad"
     merged.meta[graph.REPLACED] = gemm.meta[graph.REPLACED]
