@@ -197,6 +197,8 @@ def _verify_operand(node: fx.Node, data: fx.Node, scale: Any, how: Quantization)
         return
     _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
     own_scale = quantized.args[1]
+    if how.is_in_groups and data is not codes:
+        scale = graph.untransposed(scale)[0]
     same = _is_same(own_scale, scale)
     same = same or (quantized is not codes and _is_gathered(own_scale, scale))
     _require(same, node, f"{data} was quantized with another scale")

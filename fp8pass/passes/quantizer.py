@@ -125,6 +125,8 @@ class Quantizer:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = emit_operand(fp8.transpose.default, data, like=like)
+        if quantization.is_in_groups:  # the scales of blocks are a matrix, too
+            scale = self._permuted(scale, like)
         return self._transposed[data], scale
 
     def _quantize(

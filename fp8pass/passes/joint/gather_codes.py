@@ -123,6 +123,8 @@ def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> st
         return "no linear layer in FP8 reads it"
     if any(parse(str(n.args[2])).format.lossless for n in codes):
         return "exact formats: rewritten, not rounded"
+    if any(_block(n) not in (ROW, TENSOR) for n in codes):
+        return "its scales are of blocks"
     if others:
         reads_sizes = all(kind(n) is Kind.SYMBOL for n in others)
         name = graph.operator_name(others[0])

@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
-from fp8pass.dialect.quantization import TENSOR, Quantization, parse
+from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
 from fp8pass.graph.called_graphs import layers_in_called_graphs
 from fp8pass.graph.joint import JointFacts, UnusedCodes
 from fp8pass.graph.linear_layers import (
@@ -181,7 +181,8 @@ def _is_batch_of_one(gemm: fx.Node) -> bool:
 def quantization_of(operand: str, gemm: fx.Node, config: Config) -> Quantization:
     """The quantization of an operand of a GEMM: `Config.quantizations`, if the GEMM can have it."""
     chosen = parse(config.quantizations[gemm.meta[ROLE], operand])
-    return chosen if _takes_blocks(gemm) else Quantization(chosen.format, TENSOR)
+    fits = _takes_rows(gemm) if chosen.block == ROW else _divides(chosen.block, gemm)
+    return chosen if fits else Quantization(chosen.format, TENSOR)
 
 
 def has_row_scales(gemm: fx.Node, config: Config) -> bool:
@@ -189,8 +190,8 @@ def has_row_scales(gemm: fx.Node, config: Config) -> bool:
     return quantization_of("input", gemm, config).block != TENSOR
 
 
-def _takes_blocks(gemm: fx.Node) -> bool:
-    """Whether an FP8 GEMM can have operands with several scales.
+def _takes_rows(gemm: fx.Node) -> bool:
+    """Whether operands of a GEMM can have a scale for each row.
 
     Not if it reads transposed data, or pads a contraction to a length that tensor cores take; and
     cuBLASLt multiplies such operands only if the result is BF16.
@@ -198,8 +199,15 @@ def _takes_blocks(gemm: fx.Node) -> bool:
     operands = operands_of(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
         return False
-    return tensor(gemm).dtype is torch.bfloat16 and not any(
-        graph.untransposed(x)[1] for x in operands
+    is_transposed = any(graph.untransposed(x)[1] for x in operands)
+    return tensor(gemm).dtype is torch.bfloat16 and not is_transposed
+
+
+def _divides(block: Block, gemm: fx.Node) -> bool:
+    """Whether a block divides the operands of a GEMM, transposed or not."""
+    sizes = [size for x in operands_of(gemm) for size in tensor(x).shape]
+    return all(
+        isinstance(size, int) and size % side == 0 for size in sizes for side in block if side > 1
     )
 
 
