@@ -29,7 +29,7 @@ ARRANGE = """(module) => {
     const place = picture.places.find((p) => p.path === module && p.level === "module");
     toggle(place);
     canvas.zoom(0.85);
-    const kept = canvas.nodes(".operator").filter((n) => n.data("name") === "quantize_groups");
+    const kept = canvas.nodes(".operator").filter((n) => n.data("name") === "quantize");
     kept.first().select();
     kept.first().emit("tap");
     canvas.center(canvas.getElementById(`${place.id}:forward`));

@@ -18,10 +18,9 @@ from fp8pass.dialect.formats import (
     SAVED_FORMATS,
     simulated_format,
 )
-from fp8pass.dialect.granularity import OF_OPERANDS
 
 LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
-SCALES = tuple(OF_OPERANDS)
+SCALES = ("row", "tensor")
 SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 ATTENTION_OUTPUTS = ("exact", "e2m5")
 COMPILERS = ("inductor", "eager")
@@ -314,6 +313,20 @@ class Config:
     def quantizes_linears(self) -> bool:
         """Whether GEMMs run in FP8 (False in recipe `exact`, which only rewrites them)."""
         return self.forward_format != "exact"
+
+    @property
+    def quantizations(self) -> dict[tuple[str, str], str]:
+        """The quantization of each operand of each GEMM, as text; keys are role and operand."""
+        forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
+        scales = self.forward_scales if self.quantizes_linears else "tensor"
+        return {
+            ("forward", "input"): f"{self.forward_format} {scales}",
+            ("forward", "weight"): f"{self.forward_format} {scales}",
+            ("dgrad", "gradient"): gradient,
+            ("dgrad", "weight"): forward,
+            ("wgrad", "gradient"): gradient,
+            ("wgrad", "input"): forward,
+        }
 
     def accumulates_fast(self, gemm: str, length: Any) -> bool:
         """Whether an FP8 GEMM uses fast accumulation.

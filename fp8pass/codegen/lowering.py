@@ -26,13 +26,8 @@ from fp8pass.codegen.masking import masked
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group, simulated_format
-from fp8pass.dialect.scaling import (
-    BF16_BITS,
-    EXPONENT_BITS,
-    GROUP_SCALE_DTYPE,
-    MANTISSA_BITS,
-    SMALLEST_SCALE,
-)
+from fp8pass.dialect.quantization import SCALE_FORMS, Block, Quantization, parse, parse_block
+from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_BITS, MANTISSA_BITS, SMALLEST_SCALE
 from fp8pass.graph.collectives import GATHER, WAIT, remove_unused
 from fp8pass.graph.nodes import aten, prims, tensor
 
@@ -78,7 +73,17 @@ def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
 
 
 @_lowers(fp8.amax.default)
-def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
+def _amax(emit: Emitter, x: fx.Node, block: str = "tensor") -> fx.Node:
+    rows, columns = parse_block(block)
+    if columns:
+        return _amax_of_blocks(emit, x, (rows, columns))
+    if rows:
+        largest = emit(aten.amax.default, emit(aten.abs.default, x), [-1], True)
+        return emit(cast, largest, torch.float32)
+    return _amax_of_tensor(emit, x)
+
+
+def _amax_of_tensor(emit: Emitter, x: fx.Node) -> fx.Node:
     """Two stages (COAT's Group Scaling): over groups, then over all of their maxima.
 
     Inductor fuses the first stage into the kernel that computes `x`. Groups have the size of those
@@ -93,16 +98,32 @@ def _amax(emit: Emitter, x: fx.Node) -> fx.Node:
     return emit(cast, emit(aten.amax.default, first), torch.float32)
 
 
-@_lowers(fp8.row_amax.default)
-def _row_amax(emit: Emitter, x: fx.Node) -> fx.Node:
-    return emit(cast, emit(aten.amax.default, emit(aten.abs.default, x), [-1], True), torch.float32)
+def _amax_of_blocks(emit: Emitter, x: fx.Node, block: Block) -> fx.Node:
+    """The parts of groups that share bytes of the first plane are reduced together.
+
+    Packing that plane goes over the same elements in the same way, so that both share a loop.
+    """
+    if block[0] > 1:
+        magnitudes = emit(aten.abs.default, _split(emit, x, block))
+        return emit(cast, emit(aten.amax.default, magnitudes, [-3, -1]), torch.float32)
+    scales = [user for user in emit.node.users if user.target is fp8.scale.default]
+    width = parse(str(scales[0].args[1])).format.planes[0] if scales else 8
+    parts = _split_parts(emit, x, block[1], 8 // width)
+    magnitudes_of_parts = (emit(aten.abs.default, part) for part in parts)
+    largest = reduce(partial(emit, aten.maximum.default), magnitudes_of_parts)
+    return emit(cast, emit(aten.amax.default, largest, [-1]), torch.float32)
 
 
 @_lowers(fp8.scale.default)
-def _scale(emit: Emitter, amax: fx.Node, format: str) -> fx.Node:
-    fmt = FORMATS[format]
-    quotient = quotient_of(emit, amax, fmt)
-    return quotient if fmt.lossless else power_of_two(emit, quotient)
+def _scale(emit: Emitter, amax: fx.Node, quantization: str) -> fx.Node:
+    how = parse(quantization)
+    scales = quotient_of(emit, amax, how.format)
+    _, rounds_up = SCALE_FORMS[how.scales]
+    if rounds_up and not how.format.lossless:
+        scales = power_of_two(emit, scales)
+    elif not rounds_up:
+        scales = truncated(emit, scales)
+    return scales if how.scale_dtype is torch.float32 else emit(cast, scales, how.scale_dtype)
 
 
 def quotient_of(emit: Emitter, amax: fx.Node, fmt: Format) -> fx.Node:
@@ -127,18 +148,64 @@ def truncated(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 @_lowers(fp8.quantize.default)
-def _quantize(emit: Emitter, x: fx.Node, scale: fx.Node, format: str) -> fx.Node:
-    fmt = FORMATS[format]
-    if fmt.lossless:
-        return x
-    scaled = emit(aten.mul.Tensor, emit(cast, x, torch.float32), _inverse(emit, scale))
-    codes = encode(emit, scaled, fmt)
-    return _row_major(emit(cast, codes, fmt.dtype) if fmt.emulated else codes)
+def _quantize(
+    emit: Emitter, x: fx.Node, scale: fx.Node, quantization: str, plane: int = 0
+) -> fx.Node:
+    how = parse(quantization)
+    if how.format.lossless:
+        return emit(aten.clone.default, x) if how.is_in_groups else x
+    if how.format.packed or (how.is_in_groups and how.block[0] == 1):
+        return _quantize_groups(emit, x, scale, how, plane)
+    inverse = _spread(emit, _inverse(emit, scale), how.block)
+    wide = _split(emit, emit(cast, x, torch.float32), how.block)
+    codes = encode(emit, emit(aten.mul.Tensor, wide, inverse), how.format)
+    if how.block[1]:
+        codes = emit(aten.reshape.default, codes, emit.sizes(x))
+    return _row_major(emit(cast, codes, how.format.dtype) if how.format.emulated else codes)
+
+
+def _quantize_groups(
+    emit: Emitter, x: fx.Node, scales: fx.Node, how: Quantization, plane: int
+) -> fx.Node:
+    fmt, group_size = how.format, how.block[1]
+    width = fmt.planes[plane]
+    inverse = _spread(emit, _inverse(emit, scales), how.block)
+    codes = [
+        encode(emit, emit(aten.mul.Tensor, part, inverse), fmt)
+        for part in _split_parts(emit, emit(cast, x, torch.float32), group_size, 8 // width)
+    ]
+    if fmt.emulated:
+        fields = (
+            shift_left(emit, _field(emit, code, fmt, plane), position * width)
+            for position, code in enumerate(codes)
+        )
+        data = emit(cast, reduce(partial(emit, aten.bitwise_or.Tensor), fields), torch.uint8)
+    else:
+        (data,) = codes
+    *leading, length = emit.sizes(x)
+    return emit(aten.reshape.default, data, [*leading, length * width // 8])
 
 
 @_lowers(fp8.dequantize.default)
-def _dequantize(emit: Emitter, data: fx.Node, scale: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return emit(cast, emit(aten.mul.Tensor, emit(cast, data, torch.float32), scale), dtype)
+def _dequantize(
+    emit: Emitter, planes: list[fx.Node], scale: fx.Node, quantization: str, dtype: torch.dtype
+) -> fx.Node:
+    how = parse(quantization)
+    if how.format.lossless:
+        return planes[0]
+    if how.format.packed:
+        codes = _unpack(emit, planes, how.format, how.block[1])
+    else:
+        codes = _split(emit, planes[0], how.block)
+    factors = _spread(emit, emit(cast, scale, torch.float32), how.block)
+    values = emit(cast, emit(aten.mul.Tensor, decode(emit, codes, how.format), factors), dtype)
+    if not how.is_in_groups:
+        return values
+    shape = emit.sizes(planes[0])
+    if how.format.packed:
+        *leading, groups = emit.sizes(scale)
+        shape = [*leading, groups * how.block[1]]
+    return emit(aten.reshape.default, values, shape)
 
 
 @_lowers(fp8.transpose.default)
@@ -207,13 +274,18 @@ def _scaled_mm(
     b_scale: fx.Node,
     bias: fx.Node | None,
     out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
+    fast_accumulation: bool,
+    a_quantization: str,
+    b_quantization: str,
 ) -> fx.Node:
     b_transposed = emit(aten.permute.default, b, [1, 0])
     if not is_fp8(tensor(a).dtype):
         if bias is None:
             return emit(aten.mm.default, a, b_transposed)
         return emit(aten.addmm.default, bias, a, b_transposed)
+    quantizations = a_quantization, b_quantization
+    if any(parse(text).is_in_groups for text in quantizations):
+        return _dequantized_mm(emit, a, a_scale, b, b_scale, bias, out_dtype, quantizations)
     if tensor(a).device.type == "cuda":
         operands = a, a_scale, b_transposed, b_scale
         return _cuda_scaled_mm(emit, *operands, bias, out_dtype, fast_accumulation)
@@ -224,6 +296,27 @@ def _scaled_mm(
     if bias is not None:
         scaled = emit(aten.add.Tensor, scaled, emit(cast, bias, torch.float32))
     return emit(cast, scaled, out_dtype)
+
+
+def _dequantized_mm(
+    emit: Emitter,
+    a: fx.Node,
+    a_scale: fx.Node,
+    b: fx.Node,
+    b_scale: fx.Node,
+    bias: fx.Node | None,
+    out_dtype: torch.dtype,
+    quantizations: tuple[str, str],
+) -> fx.Node:
+    """A product of operands whose scales vary along the contraction: dequantize and multiply."""
+    left, right = (
+        _dequantize(emit, [data], scale, text, torch.float32)
+        for data, scale, text in zip((a, b), (a_scale, b_scale), quantizations, strict=True)
+    )
+    product = emit(aten.mm.default, left, emit(aten.permute.default, right, [1, 0]))
+    if bias is not None:
+        product = emit(aten.add.Tensor, product, emit(cast, bias, torch.float32))
+    return emit(cast, product, out_dtype)
 
 
 def _product_scale(emit: Emitter, a_scale: fx.Node, b_scale: fx.Node) -> fx.Node:
@@ -265,66 +358,24 @@ _lowers(fp8.scaled_grouped_mm.default)(grouped.scaled_grouped_mm)
 _lowers(fp8.scaled_grouped_outer.default)(grouped.scaled_grouped_outer)
 
 
-@_lowers(fp8.group_scale.default)
-def _group_scale(emit: Emitter, x: fx.Node, format: str, group_size: int) -> fx.Node:
-    """The parts of groups that share bytes of the first plane are reduced together.
-
-    Packing that plane goes over the same elements in the same way, so that both share a loop.
-    """
-    fmt = FORMATS[format]
-    parts = _split_parts(emit, x, group_size, 8 // fmt.planes[0])
-    magnitudes = (emit(aten.abs.default, part) for part in parts)
-    largest = reduce(partial(emit, aten.maximum.default), magnitudes)
-    amax = emit(aten.amax.default, largest, [-1])
-    scales = quotient_of(emit, emit(cast, amax, torch.float32), fmt)
-    return emit(cast, truncated(emit, scales), GROUP_SCALE_DTYPE)
+def _split(emit: Emitter, x: fx.Node, block: Block) -> fx.Node:
+    """`Quantization.split` in aten."""
+    rows, columns = block
+    if not columns:
+        return x
+    if rows == 1:
+        return _split_groups(emit, x, columns)
+    *leading, height, width = emit.sizes(x)
+    shape = [*leading, height // rows, rows, width // columns, columns]
+    return emit(aten.reshape.default, x, shape)
 
 
-@_lowers(fp8.quantize_groups.default)
-def _quantize_groups(
-    emit: Emitter, x: fx.Node, scales: fx.Node, format: str, group_size: int, plane: int = 0
-) -> fx.Node:
-    fmt = FORMATS[format]
-    if fmt.lossless:
-        return emit(aten.clone.default, x)
-    width = fmt.planes[plane]
-    inverse = emit(aten.unsqueeze.default, _inverse(emit, scales), -1)
-    codes = [
-        encode(emit, emit(aten.mul.Tensor, part, inverse), fmt)
-        for part in _split_parts(emit, emit(cast, x, torch.float32), group_size, 8 // width)
-    ]
-    if fmt.emulated:
-        fields = (
-            shift_left(emit, _field(emit, code, fmt, plane), position * width)
-            for position, code in enumerate(codes)
-        )
-        data = emit(cast, reduce(partial(emit, aten.bitwise_or.Tensor), fields), torch.uint8)
-    else:
-        (data,) = codes
-    *leading, length = emit.sizes(x)
-    return emit(aten.reshape.default, data, [*leading, length * width // 8])
-
-
-@_lowers(fp8.dequantize_groups.default)
-def _dequantize_groups(
-    emit: Emitter,
-    planes: list[fx.Node],
-    scales: fx.Node,
-    format: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> fx.Node:
-    fmt = FORMATS[format]
-    if fmt.lossless:
-        return planes[0]
-    if fmt.packed:
-        codes = _unpack(emit, planes, fmt, group_size)
-    else:
-        codes = _split_groups(emit, planes[0], group_size)
-    factors = emit(aten.unsqueeze.default, emit(cast, scales, torch.float32), -1)
-    values = emit(cast, emit(aten.mul.Tensor, decode(emit, codes, fmt), factors), dtype)
-    *leading, groups = emit.sizes(scales)
-    return emit(aten.reshape.default, values, [*leading, groups * group_size])
+def _spread(emit: Emitter, scales: fx.Node, block: Block) -> fx.Node:
+    """`Quantization.spread` in aten."""
+    if not block[1]:
+        return scales
+    groups = emit(aten.unsqueeze.default, scales, -1)
+    return emit(aten.unsqueeze.default, groups, -3) if block[0] > 1 else groups
 
 
 def _split_groups(emit: Emitter, x: fx.Node, group_size: int) -> fx.Node:

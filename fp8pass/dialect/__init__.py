@@ -1,7 +1,7 @@
-"""The vocabulary of rewritten graphs: formats, granularities, scales, codes, operators.
+"""The vocabulary of rewritten graphs: formats, quantizations, scales, operators.
 
 formats.py           how an element is coded
-granularity.py       which elements share a scale
+quantization.py      which elements share a scale, and how scales are stored
 scaling.py           scales from largest magnitudes
 coding.py            codes from values, and back
 masking.py           numbers masked to a format, as in simulations

@@ -1,6 +1,6 @@
 """Number formats: how one element is coded, and the bytes that this takes.
 
-A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *granularity* (`granularity.py`)
+A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *quantization* (`quantization.py`)
 which elements share a scale. Everywhere `x ≈ data * scale` (`scaling.py`).
 
 Nothing here waits for PyTorch, so that options can be named without loading it.
@@ -36,7 +36,7 @@ class Format:
         mantissa: stored mantissa bits.
         min_exponent: exponent of the least normal number; below it are denormals.
         planes: widths of the tensors that hold a code, lowest bits first. Below 8 bits a plane is
-            packed: several elements share a byte (`ops.quantize_groups`).
+            packed: several elements share a byte (`ops.quantize`).
         emulated: coded with integer arithmetic, which any GPU has: codes narrower than a byte,
             and E4M3 where Triton cannot convert to it.
         nan: code of NaN in an emulated format. Where it is 0 the format has none: that a group

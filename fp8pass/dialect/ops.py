@@ -6,9 +6,8 @@ is interpreted (`compiler="eager"`), and generated code is tested against them. 
 `codegen/lowering.py` says the same in terms that Inductor fuses.
 
 Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, no less than fp32's smallest
-normal number: rounded up to a power of two in fp32 per tensor or row, in bf16 per group. NaN and
-Inf reach the output: an infinite amax gives an infinite scale, and whatever is multiplied by it is
-not finite.
+normal number, stored as the quantization says (`quantization.py`). NaN and Inf reach the output: an
+infinite amax gives an infinite scale, and whatever is multiplied by it is not finite.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from torch import Tensor
 
 from fp8pass.dialect import accumulation
 from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
-from fp8pass.dialect.formats import FORMATS, simulated_format
-from fp8pass.dialect.granularity import ROW, TENSOR, group
+from fp8pass.dialect.formats import EXACT, FORMATS, simulated_format
 from fp8pass.dialect.masking import masked
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, scale_of, truncated
+from fp8pass.dialect.quantization import Quantization, parse, parse_block
 from fp8pass.dialect.segments import ends_of_padded, padded_length, slices_of
 
 _library = torch.library.Library("fp8pass", "DEF")
@@ -74,25 +72,34 @@ def _fake_mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tenso
     return torch.empty_like(x)
 
 
-def _fake_amax(x: Tensor) -> Tensor:
-    return x.new_empty(TENSOR.scale_shape(x.shape), dtype=torch.float32)
+def _fake_amax(x: Tensor, block: str = "tensor") -> Tensor:
+    return x.new_empty(_of_block(block).scale_shape(x.shape), dtype=torch.float32)
 
 
-def _fake_row_amax(x: Tensor) -> Tensor:
-    return x.new_empty(ROW.scale_shape(x.shape), dtype=torch.float32)
+def _fake_scale(amax: Tensor, quantization: str) -> Tensor:
+    return torch.empty_like(amax, dtype=parse(quantization).scale_dtype)
 
 
-def _fake_scale(amax: Tensor, format: str) -> Tensor:
-    return torch.empty_like(amax, dtype=torch.float32)
+def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
+    how = parse(quantization)
+    fmt = how.format
+    if fmt.lossless:
+        return torch.empty_like(x)
+    if fmt.packed:
+        packed = x.shape[-1] * fmt.planes[plane] // 8
+        return x.new_empty((*x.shape[:-1], packed), dtype=fmt.dtype)
+    layout = torch.preserve_format if how.is_in_groups else torch.contiguous_format
+    return torch.empty_like(x, dtype=fmt.dtype, memory_format=layout)
 
 
-def _fake_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    fmt = FORMATS[format]
-    return torch.empty_like(x) if fmt.lossless else x.new_empty(x.shape, dtype=fmt.dtype)
-
-
-def _fake_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
+def _fake_dequantize(
+    planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
+) -> Tensor:
+    fmt, first = parse(quantization).format, planes[0]
+    if not fmt.packed:
+        return torch.empty_like(first, dtype=dtype)
+    length = first.shape[-1] * 8 // fmt.planes[0]
+    return first.new_empty((*first.shape[:-1], length), dtype=dtype)
 
 
 def _fake_transpose(data: Tensor) -> Tensor:
@@ -121,7 +128,9 @@ def _fake_scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
+    fast_accumulation: bool,
+    a_quantization: str,
+    b_quantization: str,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -166,73 +175,71 @@ def _fake_scaled_grouped_outer(
     return a.new_empty((ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _fake_group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
-    return x.new_empty(group(group_size).scale_shape(x.shape), dtype=GROUP_SCALE_DTYPE)
+def _of_block(text: str) -> Quantization:
+    return Quantization(EXACT, parse_block(text))
 
 
-def _fake_quantize_groups(
-    x: Tensor, scales: Tensor, format: str, group_size: int, plane: int = 0
+@_dialect("amax(Tensor x, str block='tensor') -> Tensor", _fake_amax, reduces=True)
+def amax(x: Tensor, block: str = "tensor") -> Tensor:
+    """The largest magnitude in each block of `x`, fp32 (COAT 5.2, Group Scaling).
+
+    `block` is `tensor`, which gives [], `row`, [M, 1] of a matrix [M, K], or `1×G`, [..., K / G].
+    That of a tensor is computed in two stages, over rows and then over their maxima, so that the
+    first can be fused into whatever produces `x`. NaN where a block holds a NaN.
+    """
+    return _of_block(block).amax(x)
+
+
+@_dialect("scale(Tensor amax, str quantization) -> Tensor", _fake_scale)
+def scale(amax: Tensor, quantization: str) -> Tensor:
+    """The scales that map the `amax` of blocks to the largest value of the format (LLMQ 3)."""
+    return parse(quantization).scale(amax)
+
+
+@_dialect(
+    "quantize(Tensor x, Tensor scale, str quantization, int plane=0) -> Tensor", _fake_quantize
+)
+def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
+    """One plane of `x` quantized with the scales of its blocks; a copy in a lossless format.
+
+    Data of 8 bits have the shape of `x`: contiguous, or in groups within rows the layout of `x`. A
+    packed plane of `w` bits is uint8 [..., K·w/8], contiguous. The elements of a group lie in 8/w
+    parts, one after the other, and byte `i` of the group holds the i-th element of each, the first
+    part in its lowest bits: neighbouring threads read and write neighbouring elements.
+    """
+    how = parse(quantization)
+    fmt = how.format
+    if fmt.lossless:
+        return x.clone()
+    codes = encode(how.split(x.float()) * how.spread(scale).reciprocal(), fmt)
+    if fmt.packed:
+        return pack(codes, fmt, plane)
+    codes = codes.reshape(x.shape)
+    if not how.is_in_groups:
+        return codes.contiguous()
+    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes)
+
+
+@_dialect(
+    "dequantize(Tensor[] planes, Tensor scale, str quantization, ScalarType dtype) -> Tensor",
+    _fake_dequantize,
+)
+def dequantize(
+    planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
 ) -> Tensor:
-    fmt = FORMATS[format]
-    if not fmt.packed:
-        return torch.empty_like(x, dtype=fmt.dtype)
-    packed = x.shape[-1] * fmt.planes[plane] // 8
-    return x.new_empty((*x.shape[:-1], packed), dtype=fmt.dtype)
+    """The values of all planes of a tensor, in `dtype`; in the layout of data of 8 bits.
 
-
-def _fake_dequantize_groups(
-    planes: list[Tensor], scales: Tensor, format: str, group_size: int, dtype: torch.dtype
-) -> Tensor:
-    fmt, first = FORMATS[format], planes[0]
-    if not fmt.packed:
-        return torch.empty_like(first, dtype=dtype)
-    length = first.shape[-1] * 8 // fmt.planes[0]
-    return first.new_empty((*first.shape[:-1], length), dtype=dtype)
-
-
-@_dialect("amax(Tensor x) -> Tensor", _fake_amax, reduces=True)
-def amax(x: Tensor) -> Tensor:
-    """The largest magnitude in `x` as an fp32 scalar (COAT 5.2, Group Scaling).
-
-    Computed in two stages, over rows and then over their maxima, so that the first can be fused
-    into whatever produces `x`. NaN if `x` holds a NaN.
+    Contiguous if the planes are packed.
     """
-    return x.abs().amax(dim=-1).amax().float()
-
-
-@_dialect("row_amax(Tensor x) -> Tensor", _fake_row_amax, reduces=True)
-def row_amax(x: Tensor) -> Tensor:
-    """The largest magnitude in each row of `x` [M, K], as fp32 [M, 1]. NaN where a row holds a NaN.
-
-    The largest of these is the `amax` of `x`, so that one pass over `x` serves both.
-    """
-    return x.abs().amax(dim=-1, keepdim=True).float()
-
-
-# The largest magnitudes that the scales of an operand of a granularity follow from.
-AMAX = {TENSOR: torch.ops.fp8pass.amax.default, ROW: torch.ops.fp8pass.row_amax.default}
-
-
-@_dialect("scale(Tensor amax, str format) -> Tensor", _fake_scale)
-def scale(amax: Tensor, format: str) -> Tensor:
-    """The fp32 scales that map `amax`, [] or [M, 1], to the largest value of `format` (LLMQ 3)."""
-    return scale_of(amax, FORMATS[format])
-
-
-@_dialect("quantize(Tensor x, Tensor scale, str format) -> Tensor", _fake_quantize)
-def quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """`x` coded with one scale, or one for each row; same shape, contiguous.
-
-    A copy in a lossless format.
-    """
-    fmt = FORMATS[format]
-    return x.clone() if fmt.lossless else encode(x.float() * scale.reciprocal(), fmt).contiguous()
-
-
-@_dialect("dequantize(Tensor data, Tensor scale, ScalarType dtype) -> Tensor", _fake_dequantize)
-def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a matrix that was coded with one scale, or one for each row; contiguous."""
-    return (data.float() * scale).to(dtype).contiguous()
+    how, first = parse(quantization), planes[0]
+    fmt = how.format
+    if fmt.lossless:
+        return first.clone()
+    codes = unpack(planes, fmt, how.block[1]) if fmt.packed else how.split(first)
+    values = decode(codes, fmt) * how.spread(scale)
+    if fmt.packed:
+        return values.flatten(-2).to(dtype)
+    return torch.empty_like(first, dtype=dtype).copy_(values.reshape(first.shape))
 
 
 @_dialect("transpose(Tensor data) -> Tensor", _fake_transpose)
@@ -271,7 +278,8 @@ def as_codes(data: Tensor, format: str) -> Tensor:
 
 @_dialect(
     "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
+    "ScalarType out_dtype, bool fast_accumulation, str a_quantization, str b_quantization) "
+    "-> Tensor",
     _fake_scaled_mm,
     multiplies=True,
 )
@@ -282,18 +290,24 @@ def scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
+    fast_accumulation: bool,
+    a_quantization: str,
+    b_quantization: str,
 ) -> Tensor:
-    """Return `(a * a_scale) @ (b * b_scale).T + bias`, rounded once to `out_dtype`.
+    """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`.
 
     `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
-    in `out_dtype`. Both operands have one scale, [], or both have one for each row, [M, 1] and
-    [N, 1]. Operands in a lossless format are multiplied as they are (`aten.mm`). With
+    in `out_dtype`. Operands in a lossless format are multiplied as they are (`aten.mm`). With
     `fast_accumulation` tensor cores may keep 14 bits of the running sum (`accumulation.py`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
-    product = accumulation.product(a, b, fast=fast_accumulation) * (a_scale * b_scale.t())
+    operands = (a, a_scale, parse(a_quantization)), (b, b_scale, parse(b_quantization))
+    if any(how.is_in_groups for _, _, how in operands):
+        left, right = (dequantize([x], s, str(how), torch.float32) for x, s, how in operands)
+        product = left @ right.t()
+    else:  # the scales of rows are factors of the sum
+        product = accumulation.product(a, b, fast=fast_accumulation) * (a_scale * b_scale.t())
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
@@ -394,70 +408,6 @@ def scaled_grouped_outer(
         accumulation.product(a[:, s], b[:, s], fast=fast_accumulation) for s in slices_of(ends)
     ]
     return (torch.stack(products) * (a_scale * b_scale).unsqueeze(-1)).to(out_dtype)
-
-
-@_dialect(
-    "group_scale(Tensor x, str format, int group_size) -> Tensor", _fake_group_scale, reduces=True
-)
-def group_scale(x: Tensor, format: str, group_size: int) -> Tensor:
-    """One scale per 1×G group along the last dimension of `x` [..., K] (COAT 5.2).
-
-    Returns [..., K / G] in bf16, truncated rather than rounded. K is a multiple of G.
-    """
-    fmt = FORMATS[format]
-    groups = x.contiguous().unflatten(-1, (-1, group_size))
-    if fmt.lossless:
-        return groups.new_ones(groups.shape[:-1], dtype=GROUP_SCALE_DTYPE)
-    scales = quotient_of(groups.abs().amax(dim=-1).float(), fmt)
-    return truncated(scales).to(GROUP_SCALE_DTYPE)
-
-
-@_dialect(
-    "quantize_groups(Tensor x, Tensor scales, str format, int group_size, int plane=0) -> Tensor",
-    _fake_quantize_groups,
-)
-def quantize_groups(
-    x: Tensor, scales: Tensor, format: str, group_size: int, plane: int = 0
-) -> Tensor:
-    """One plane of `x` [..., K] coded with the scales [..., K / G] of its groups.
-
-    Codes of 8 bits have the shape and the layout of `x`. A packed plane of `w` bits is uint8
-    [..., K·w/8], contiguous. The elements of a group lie in 8/w parts, one behind the other, and
-    byte `i` of the group holds the i-th element of each, the first part in its lowest bits: what
-    neighbouring threads read and write are neighbouring elements.
-    """
-    fmt = FORMATS[format]
-    if fmt.lossless:
-        return x.clone()
-    groups = x.float().unflatten(-1, (-1, group_size))
-    codes = encode(groups * scales.float().reciprocal().unsqueeze(-1), fmt)
-    if fmt.packed:
-        return pack(codes, fmt, plane)
-    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes.flatten(-2))
-
-
-@_dialect(
-    "dequantize_groups(Tensor[] planes, Tensor scales, str format, int group_size, "
-    "ScalarType dtype) -> Tensor",
-    _fake_dequantize_groups,
-)
-def dequantize_groups(
-    planes: list[Tensor], scales: Tensor, format: str, group_size: int, dtype: torch.dtype
-) -> Tensor:
-    """The values [..., K] behind all planes of a tensor and its group scales [..., K / G].
-
-    In the layout of the codes; contiguous if they are packed.
-    """
-    fmt = FORMATS[format]
-    if fmt.lossless:
-        return planes[0].clone()
-    if fmt.packed:
-        groups = decode(unpack(planes, fmt, group_size), fmt)
-    else:
-        groups = decode(planes[0], fmt).unflatten(-1, (-1, group_size))
-    values = (groups * scales.float().unsqueeze(-1)).flatten(-2)
-    layout = values if fmt.packed else planes[0]
-    return torch.empty_like(layout, dtype=dtype).copy_(values)
 
 
 @_dialect("mask_format(Tensor x, str format, bool inner, bool outer) -> Tensor", _fake_mask_format)

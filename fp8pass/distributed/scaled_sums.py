@@ -25,6 +25,8 @@ from torch.nn.functional import pad
 from fp8pass import hardware
 from fp8pass.compat.collectives import all_gather_single, reduce_scatter_single
 from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.quantization import Quantization
+from fp8pass.dialect.quantization import group as group_of
 from fp8pass.distributed.collectives import Sums, Traffic, Watch
 from fp8pass.distributed.layout import Layout, owners_of
 from fp8pass.distributed.wire import fp8, scales_of
@@ -106,7 +108,9 @@ class ScaledSums(Sums):
         flat = whole.flatten(-2)
         if self.watch and self.watch.looks:
             self.watch(flat, scales, CHUNK, auto.mu.amin().view(1))
-        codes = fp8.quantize_groups.default(flat, scales, E4M3.name, CHUNK)[:, : rows.shape[-1]]
+        codes = fp8.quantize.default(flat, scales, str(Quantization(E4M3, group_of(CHUNK))))[
+            :, : rows.shape[-1]
+        ]
         self.traffic.add(0, codes.nbytes, 1 - 1 / group.size())
         mine = added_up(codes.contiguous(), group)
         reached = pad((mine.float().abs() >= E4M3.max).float(), (0, -len(mine) % CHUNK))

@@ -18,13 +18,14 @@ from torch.nn.functional import pad
 from fp8pass import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.quantization import Quantization, group
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, rounded_up
 
 fp8 = torch.ops.fp8pass
 
 GROUP_SIZE = 128
 # One way to code groups, on all ranks.
-CODED = E4M3.name, GROUP_SIZE
+QUANTIZATION = str(Quantization(E4M3, group(GROUP_SIZE)))
 
 
 def packed(rows: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def packed(rows: Tensor) -> Tensor:
         _kernels().pack(rows.contiguous(), wire, GROUP_SIZE)
         return wire
     whole, scales = grouped(rows)
-    codes = fp8.quantize_groups.default(whole, scales, *CODED).view(torch.uint8)
+    codes = fp8.quantize.default(whole, scales, QUANTIZATION).view(torch.uint8)
     return torch.cat((codes[:, : _even(length)], scales.view(torch.uint8)), -1)
 
 
@@ -57,7 +58,7 @@ def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
     codes, scales = wire.tensor_split([_even(length)], -1)
     whole = pad(codes[..., :length], (0, -length % GROUP_SIZE)).view(torch.float8_e4m3fn)
     scales = scales.contiguous().view(GROUP_SCALE_DTYPE)
-    values = fp8.dequantize_groups.default([whole], scales, *CODED, torch.float32)
+    values = fp8.dequantize.default([whole], scales, QUANTIZATION, torch.float32)
     return into.copy_(values[..., :length].sum(0).mul_(factor))
 
 

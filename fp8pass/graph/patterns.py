@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.dialect.quantization import Quantization, parse
 from fp8pass.graph.nodes import aten, is_call, is_getitem, prims, shape_text, tensor, value
 
 fp8 = torch.ops.fp8pass
@@ -29,6 +30,26 @@ RESHAPES = {
 
 
 CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
+
+
+def quantization_of(node: fx.Node) -> Quantization:
+    """The quantization of a node that quantizes or dequantizes."""
+    return parse(str(node.args[2]))
+
+
+def is_quantized_operand(node: fx.Node) -> bool:
+    """Whether a node quantizes an operand of a GEMM, rather than a value to save."""
+    return is_call(node, fp8.quantize.default) and quantization_of(node).is_for_operands
+
+
+def is_quantized_saved_value(node: fx.Node) -> bool:
+    """Whether a node quantizes a value to save; one node for each plane."""
+    return is_call(node, fp8.quantize.default) and not quantization_of(node).is_for_operands
+
+
+def is_dequantized_saved_value(node: fx.Node) -> bool:
+    """Whether a node dequantizes a saved value."""
+    return is_call(node, fp8.dequantize.default) and not quantization_of(node).is_for_operands
 
 
 def root(node: fx.Node) -> fx.Node:

@@ -13,8 +13,8 @@ from fp8pass.config import BUG
 from fp8pass.dialect import masking
 from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
-from fp8pass.dialect.granularity import ROW, TENSOR, group, of_operand
-from fp8pass.dialect.ops import AMAX, OPERATORS
+from fp8pass.dialect.ops import OPERATORS
+from fp8pass.dialect.quantization import ROW, TENSOR, Quantization, parse, parse_block
 from fp8pass.graph.classify import VIEWS
 from fp8pass.graph.collectives import GATHER, WAIT
 from fp8pass.graph.linear_layers import is_multiple_of_16
@@ -95,35 +95,52 @@ def _may_touch_fp8(node: fx.Node) -> bool:
 
 
 def _verify_amax(node: fx.Node) -> None:
-    _require(_is_float(node.args[0]), node, "measures a tensor that holds no numbers")
-    rows = node.target is not AMAX[TENSOR]
-    _require(
-        not rows or _rank(node.args[0]) == 2, node, "measures parts of a tensor that is no matrix"
-    )
+    x, block = node.args
+    _require(_is_float(x), node, "measures a tensor that holds no numbers")
+    rows, columns = parse_block(str(block))
+    is_of_rows = (rows, columns) == ROW
+    fits = not is_of_rows or _rank(x) == 2
+    _require(fits, node, "measures rows of a tensor that is no matrix")
+    length = _shape(x)[-1] if columns else 0
+    divides = not isinstance(length, int) or not columns or length % columns == 0
+    _require(divides, node, f"cuts {length} elements into groups of {columns}")
 
 
 def _verify_scale(node: fx.Node) -> None:
-    _require_format(node, node.args[1])
-    _require(_rank(node.args[0]) in (0, 2), node, "has neither one amax nor one for each row")
+    _quantization(node, node.args[1])
 
 
 def _verify_quantize(node: fx.Node) -> None:
-    x, scale, format = node.args
-    _require_format(node, format)
+    x, scale, text, *plane = node.args
+    how = _quantization(node, text)
     _require(_is_float(x), node, "quantizes a tensor that holds no numbers")
-    granularity = of_operand(_rank(scale))
-    wanted = granularity.scale_shape(_shape(x))
-    agree = _agree(_shape(scale), wanted)
-    _require(agree, node, f"has scales {_shape(scale)}, {granularity}: {wanted}")
+    wanted = how.scale_shape(_shape(x))
+    _require(_agree(_shape(scale), wanted), node, f"has scales {_shape(scale)}, {how}: {wanted}")
+    planes, number = len(how.format.planes), int(plane[0]) if plane else 0  # type: ignore[arg-type]
+    _require(number < planes, node, f"asks for plane {number} of {planes}")
 
 
 def _verify_dequantize(node: fx.Node) -> None:
-    data, scale = node.args[:2]
-    _require(
-        isinstance(data, fx.Node) and _is_codes(data), node, "decodes a tensor that holds no codes"
-    )
-    wanted = of_operand(_rank(scale)).scale_shape(_shape(data))
-    _require(_agree(_shape(scale), wanted), node, f"has scales {_shape(scale)}, not {wanted}")
+    """It gets all planes of one tensor, and the scales that they were quantized with."""
+    planes, scales, text = node.args[:3]
+    assert isinstance(planes, (list, tuple))
+    assert isinstance(scales, fx.Node)
+    how = _quantization(node, text)
+    widths = how.format.planes
+    _require(len(planes) == len(widths), node, f"{how.format.name} has {len(widths)} planes")
+    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
+        assert isinstance(data, fx.Node)
+        fp8_data = how.is_in_groups or _is_codes(data)
+        _require(fp8_data, node, "dequantizes a tensor that is not quantized")
+        *leading, length = _shape(data)
+        wanted = how.scale_shape((*leading, length * 8 // width))
+        agree = _agree(_shape(scales), wanted)
+        _require(agree, node, f"has scales {_shape(scales)}, {how}: {wanted}")
+        data = _before_copies(data)
+        if how.is_in_groups and _is_visible(data):
+            _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
+            own = (*data.args[2:], 0)[:2]
+            _require(own == (text, i), node, f"{data} is not its plane {i}")
 
 
 def _verify_transpose(node: fx.Node) -> None:
@@ -150,11 +167,12 @@ def _verify_as_codes(node: fx.Node) -> None:
 
 
 def _verify_scaled_mm(node: fx.Node) -> None:
-    """Operands have the scales of their codes, both by row or neither, and equal lengths.
+    """Operands have the scales and the quantization that they were quantized with.
 
     Tensor cores take columns of the result in multiples of 16.
     """
     a, a_scale, b, b_scale = node.args[:4]
+    how = [_quantization(node, text) for text in node.args[7:]]
     columns = graph.tensor(node).shape[1]
     assert isinstance(a, fx.Node)
     fits = is_multiple_of_16(columns) or not _is_codes(a)
@@ -162,26 +180,32 @@ def _verify_scaled_mm(node: fx.Node) -> None:
     if any(isinstance(x, fx.Node) and graph.is_call(x, fp8.joined.default) for x in (a, b)):
         _verify_joined_operands(node, a, b)
         return
-    for data, scale in ((a, a_scale), (b, b_scale)):
+    for data, scale, own in zip((a, b), (a_scale, b_scale), how, strict=True):
         assert isinstance(data, fx.Node)
-        _verify_operand(node, data, scale)
-    granularities = {of_operand(_rank(scale)) for scale in (a_scale, b_scale)}
-    _require(len(granularities) == 1, node, "one operand has a scale, the other one for each row")
+        _verify_operand(node, data, scale, own)
+    by_row = [q.block == ROW for q in how]
+    same = by_row[0] == by_row[1]
+    _require(same, node, "one operand has a scale, the other one for each row")
     lengths = _shape(a)[-1:], _shape(b)[-1:]
     _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
 
 
-def _verify_operand(node: fx.Node, data: fx.Node, scale: Any) -> None:
+def _verify_operand(node: fx.Node, data: fx.Node, scale: Any, how: Quantization) -> None:
     codes = _untransposed(data)
     quantized = _behind_gather(codes)
     if not _is_visible(quantized):
         return
     _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
-    own = quantized.args[1]
-    same = _is_same(own, scale) or (quantized is not codes and _is_gathered(own, scale))
+    own_scale = quantized.args[1]
+    if how.is_in_groups and data is not codes:
+        scale = graph.untransposed(scale)[0]
+    same = _is_same(own_scale, scale)
+    same = same or (quantized is not codes and _is_gathered(own_scale, scale))
     _require(same, node, f"{data} was quantized with another scale")
-    by_row = of_operand(_rank(scale)) is ROW
-    _require(not (by_row and data is not codes), node, f"{data} has no scale for each row")
+    own = parse(str(quantized.args[2]))
+    _require(own == how, node, f"{data} is quantized as {own}, not {how}")
+    fits = how.survives_transpose or data is codes
+    _require(fits, node, f"{data} is transposed, which {how} does not survive")
 
 
 def _verify_joined_operands(node: fx.Node, *operands: Any) -> None:
@@ -196,7 +220,7 @@ def _verify_joined_operands(node: fx.Node, *operands: Any) -> None:
         if not _is_visible(quantized):
             continue
         _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
-        one = of_operand(_rank(quantized.args[1])) is TENSOR
+        one = parse(str(quantized.args[2])).block == TENSOR
         _require(one, node, f"{part} has a scale for each row")
     if not others:
         widths = [tuple(_shape(part)[1] for part in side) for side in parts]
@@ -235,8 +259,13 @@ def _verify_scaled_grouped_mm(node: fx.Node) -> None:
     _verify_offsets(node, offsets)
     for data, scale in ((a, a_scale), (b, b_scale)):
         assert isinstance(data, fx.Node)
-        _require(of_operand(_rank(scale)) is ROW, node, f"{data} has no scale for each row")
-        _verify_operand(node, data, scale)
+        quantized = _behind_gather(_untransposed(data))
+        if _is_visible(quantized) and quantized.target is fp8.quantize.default:
+            by_row = parse(str(quantized.args[2]))
+            _require(by_row.block == ROW, node, f"{data} has no scale for each row")
+            _verify_operand(node, data, scale, by_row)
+        else:
+            _require(_rank(scale) == 2, node, f"{data} has no scale for each row")
     lengths = _shape(a)[-1:], _shape(b)[-1:]
     _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
     whole = _shape(b)[0] % _shape(offsets)[0] == 0
@@ -258,43 +287,6 @@ def _verify_scaled_grouped_outer(node: fx.Node) -> None:
         _require(same, node, f"{data} was quantized with another scale")
     lengths = _shape(a)[-1:], _shape(b)[-1:]
     _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
-
-
-def _verify_group_scale(node: fx.Node) -> None:
-    x, format, size = node.args
-    _require_format(node, format)
-    length = _shape(x)[-1]
-    fits = not isinstance(length, int) or length % int(size) == 0  # type: ignore[arg-type]
-    _require(fits, node, f"cuts {length} elements into groups of {size}")
-
-
-def _verify_quantize_groups(node: fx.Node) -> None:
-    x, scales, format, size, *plane = node.args
-    _require_format(node, format)
-    wanted = group(int(size)).scale_shape(_shape(x))  # type: ignore[arg-type]
-    _require(_agree(_shape(scales), wanted), node, f"has scales {_shape(scales)}, not {wanted}")
-    planes = len(FORMATS[str(format)].planes)
-    number = int(plane[0]) if plane else 0  # type: ignore[arg-type]
-    _require(number < planes, node, f"asks for plane {number} of {planes}")
-
-
-def _verify_dequantize_groups(node: fx.Node) -> None:
-    """It gets all planes of one tensor, and the scales that they were made with."""
-    planes, scales, format, size = node.args[:4]
-    assert isinstance(planes, (list, tuple))
-    assert isinstance(scales, fx.Node)
-    _require_format(node, format)
-    widths = FORMATS[str(format)].planes
-    _require(len(planes) == len(widths), node, f"{format} has {len(widths)} planes")
-    covered = (_shape(scales)[-1] * int(size),)  # type: ignore[arg-type]
-    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
-        assert isinstance(data, fx.Node)
-        length = (_shape(data)[-1] * 8 // width,)
-        _require(_agree(length, covered), node, "scales do not cover the groups")
-        data = _before_copies(data)
-        if _is_visible(data):
-            _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
-            _require(data.args[2:] == (format, size, i), node, f"{data} is not its plane {i}")
 
 
 def _verify_mask_format(node: fx.Node) -> None:
@@ -324,7 +316,7 @@ def _verify_from_host(node: fx.Node) -> None:
 
 # One for each operator of the dialect, and for copies of the host.
 VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
-    **dict.fromkeys(AMAX.values(), _verify_amax),
+    fp8.amax.default: _verify_amax,
     **dict.fromkeys((op for op, o in OPERATORS.items() if o.multiplies), _verify_scaled_mm),
     fp8.padded_ends.default: _verify_padded_ends,
     fp8.segment_amax.default: _verify_segment_amax,
@@ -338,9 +330,6 @@ VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
     fp8.joined.default: _verify_joined,
     fp8.as_bytes.default: _verify_as_bytes,
     fp8.as_codes.default: _verify_as_codes,
-    fp8.group_scale.default: _verify_group_scale,
-    fp8.quantize_groups.default: _verify_quantize_groups,
-    fp8.dequantize_groups.default: _verify_dequantize_groups,
     fp8.mask_format.default: _verify_mask_format,
     from_host: _verify_from_host,
     settled: _verify_settled,
@@ -409,6 +398,15 @@ def _is_codes(node: fx.Node) -> bool:
 
 def _is_float(node: Any) -> bool:
     return graph.tensor(node).is_floating_point() and not _is_codes(node)
+
+
+def _quantization(node: fx.Node, text: object) -> Quantization:
+    """The quantization that an operator names; raises MalformedGraph if there is none."""
+    try:
+        return parse(str(text))
+    except ValueError as error:
+        _require(False, node, f"{error}")
+        raise
 
 
 def _require_format(node: fx.Node, format: object) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8pass import compat
 from fp8pass.config import Config, ConfigError
 from fp8pass.dialect import ops as ops  # defines the dialect
-from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.quantization import BY_ROW
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.tools.running import configuration_of
@@ -111,14 +111,14 @@ def coded(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
         )
     if weight.dtype is torch.float32:
         weight = weight.bfloat16()
-    amax = fp8.row_amax(weight)
+    amax = fp8.amax(weight, "row")
     if not amax.isfinite().all():
         raise ValueError(
             f"{name} has a NaN or an infinity, of which FP8 would make a row of NaN. Export a "
             "checkpoint whose weights are finite."
         )
-    scales = fp8.scale(amax, E4M3.name)
-    return fp8.quantize(weight, scales, E4M3.name), scales
+    scales = fp8.scale(amax, BY_ROW)
+    return fp8.quantize(weight, scales, BY_ROW), scales
 
 
 def quantization_config(ignored: list[str]) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Config
-from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.granularity import TENSOR, Granularity, of_operand
-from fp8pass.dialect.ops import AMAX
+from fp8pass.dialect.formats import FORMATS, Format
+from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, block_text, parse
 from fp8pass.graph.classify import GROUPED
 from fp8pass.graph.linear_layers import (
     Layer,
@@ -90,16 +89,16 @@ class Quantizer:
         self.config = config
         self.codes = codes
         self.backward = graph.tangent_dependent(g)
-        self._quantized: dict[tuple[fx.Node, str, str, Granularity], tuple[fx.Node, fx.Node]] = {}
-        # Of parts of a matrix; the largest of them is that of all.
-        self._amaxes: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
+        # Of blocks of a matrix; the largest of them is that of the whole matrix.
+        self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def __call__(
         self,
         matrix: fx.Node,
         layer: Layer,
-        granularity: Granularity,
+        quantization: Quantization,
         *,
         contract_rows: bool,
         like: fx.Node,
@@ -109,49 +108,51 @@ class Quantizer:
         `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
         """
         base, flipped = graph.untransposed(matrix)
-        if contract_rows == flipped and not is_multiple_of_16(tensor(base).shape[-1]):
-            # Codes are filled up with zeros where they are transposed.
-            base, flipped = self._permuted(base, like), not flipped
-        format = (
-            self.config.gradient_format if base in self.backward else self.config.forward_format
-        )
+        is_transposed = contract_rows != flipped
+        # Transposing data pads them with zeros to a length that tensor cores take.
+        needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
+        if needs_padding or (is_transposed and not quantization.survives_transpose):
+            base, is_transposed = self._permuted(base, like), not is_transposed
         # One tensor may be two matrices: a view of another shape has rows of its own.
         identity = graph.root(base), graph.shape_text(tensor(base))
-        key = (*identity, format, granularity)
+        key = (*identity, quantization)
         if key not in self._quantized:
-            self._quantized[key] = self._quantize(base, identity, format, granularity, like)
+            self._quantized[key] = self._quantize(base, identity, quantization, like)
         data, scale = self._quantized[key]
         operand = layer.module, self._operand_name(base, layer)
         data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
-        if contract_rows == flipped:
+        if not is_transposed:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = emit_operand(fp8.transpose.default, data, like=like)
+        if quantization.is_in_groups:  # the scales of blocks are a matrix, too
+            scale = self._permuted(scale, like)
         return self._transposed[data], scale
 
     def _quantize(
         self,
         base: fx.Node,
         identity: tuple[fx.Node, str],
-        format: str,
-        granularity: Granularity,
+        quantization: Quantization,
         like: fx.Node,
     ) -> tuple[fx.Node, fx.Node]:
-        data, scale = self._codes_given(base) or _codes_behind(base, format) or (None, None)
-        if data and scale and of_operand(tensor(scale).ndim) is granularity:
-            return data, scale
-        if scale and granularity is TENSOR:  # the largest of the rows' scales
-            scale = emit_operand(AMAX[TENSOR], scale, like=like)
+        text, is_tensor = str(quantization), quantization.block == TENSOR
+        found = self._codes_given(base) or _codes_behind(base, quantization.format.name)
+        if found and found[2] == quantization:
+            return found[:2]
+        if found and is_tensor:  # the largest of the rows' scales
+            scale = emit_operand(fp8.amax.default, found[1], "tensor", like=like)
         else:
-            amax = self._amax(base, identity, granularity, like)
-            scale = emit_operand(fp8.scale.default, amax, format, like=like)
-        return emit_operand(fp8.quantize.default, base, scale, format, like=like), scale
+            amax = self._amax(base, identity, quantization.block, like)
+            scale = emit_operand(fp8.scale.default, amax, text, like=like)
+        return emit_operand(fp8.quantize.default, base, scale, text, like=like), scale
 
-    def _codes_given(self, base: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    def _codes_given(self, base: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | None:
         """The codes of a weight that are inputs, if the weight is read in the dtype of these."""
         if tensor(base).dtype is not torch.bfloat16:
             return None
-        return self.codes.get(base.args[0] if base.target in graph.CASTS else base)  # type: ignore
+        given = self.codes.get(base.args[0] if base.target in graph.CASTS else base)  # type: ignore
+        return (*given, parse("e4m3 row")) if given else None
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
         if base not in self._transposed:
@@ -161,28 +162,42 @@ class Quantizer:
                 self.backward.add(permuted)
         return self._transposed[base]
 
+    def operand_names(self, gemm: fx.Node, layer: Layer) -> list[str]:
+        """The operands of a GEMM as `Config.quantizations` names them."""
+        role = gemm.meta[ROLE]
+        known = {"dgrad": "weight", "wgrad": "input"}
+        bases = [graph.untransposed(x)[0] for x in operands_of(gemm)]
+        if role == "forward":
+            return [self._operand_name(base, layer) for base in bases]
+        return ["gradient" if base in self.backward else known[role] for base in bases]
+
+    def format_of(self, matrix: fx.Node) -> Format:
+        """The format of a matrix in FP8 GEMMs, which depends on whether it is a gradient."""
+        is_gradient = graph.untransposed(matrix)[0] in self.backward
+        name = self.config.gradient_format if is_gradient else self.config.forward_format
+        return FORMATS[name]
+
     def _operand_name(self, base: fx.Node, layer: Layer) -> str:
         if base in self.backward:
             return "gradient"
         return "weight" if graph.source(base) is layer.weight else "input"
 
     def _amax(
-        self,
-        base: fx.Node,
-        identity: tuple[fx.Node, str],
-        granularity: Granularity,
-        like: fx.Node,
+        self, base: fx.Node, identity: tuple[fx.Node, str], block: Block, like: fx.Node
     ) -> fx.Node:
-        """The largest magnitudes that scales follow from: of all from the rows', if these exist."""
-        if granularity is TENSOR:
-            return emit_operand(AMAX[TENSOR], self._amaxes.get(identity, base), like=like)
-        if identity not in self._amaxes:
-            self._amaxes[identity] = emit_operand(AMAX[granularity], base, like=like)
-        return self._amaxes[identity]
+        """The largest magnitude of each block; that of a tensor is the largest of its rows'."""
+        rows = self._amaxes.get((*identity, ROW))
+        if block == TENSOR and rows is not None:
+            return emit_operand(fp8.amax.default, rows, "tensor", like=like)
+        key = (*identity, block)
+        if block == TENSOR or key not in self._amaxes:
+            text = block_text(block)
+            self._amaxes[key] = emit_operand(fp8.amax.default, base, text, like=like)
+        return self._amaxes[key]
 
 
-def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node] | None:
-    """The codes of a format, and their scales, that a matrix was decoded from.
+def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
+    """The data, scales and quantization that a matrix was dequantized from, if in a format.
 
     The values of E4M3 codes, which BF16 holds, would have these again, or the same of half a scale.
     """
@@ -190,10 +205,12 @@ def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node] | Non
         (matrix,) = matrix.all_input_nodes
     if not graph.is_call(matrix, fp8.dequantize.default):
         return None
-    data, scale = matrix.args[:2]
+    planes, scale, text = matrix.args[:3]
+    data = planes[0]  # type: ignore[index]
     assert isinstance(data, fx.Node)
     assert isinstance(scale, fx.Node)
-    return (data, scale) if tensor(data).dtype is FORMATS[format].dtype else None
+    how = parse(str(text))
+    return (data, scale, how) if how.format is FORMATS[format] and not how.is_in_groups else None
 
 
 def take_place(node: fx.Node, gemm: fx.Node) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass.dialect.formats import FORMATS, Format
-from fp8pass.dialect.granularity import OF_OPERANDS, Granularity, group
+from fp8pass.dialect.quantization import OPERAND_BLOCKS, Block, group
 from fp8pass.testing.programs import BINARY, UNARY, WIDTH, Program
 
 try:
@@ -35,10 +35,10 @@ def formats() -> st.SearchStrategy[Format]:
     return st.sampled_from([f for f in FORMATS.values() if f.multiplies or f.saves])
 
 
-def granularities(columns: int) -> st.SearchStrategy[Granularity]:
+def blocks(columns: int) -> st.SearchStrategy[Block]:
     """By tensor, by row, and in each size of groups that divides so many columns."""
     sizes = [size for size in (16, 32, 64, 128) if columns % size == 0]
-    return st.sampled_from([*OF_OPERANDS.values(), *map(group, sizes)])
+    return st.sampled_from([*OPERAND_BLOCKS.values(), *map(group, sizes)])
 
 
 @st.composite

@@ -19,7 +19,7 @@ from fp8pass import compat, graph
 from fp8pass.activation_memory.decision import Decision
 from fp8pass.dialect.accumulation import accumulate
 from fp8pass.dialect.coding import encode, is_fp8
-from fp8pass.dialect.formats import E4M3, FORMATS
+from fp8pass.dialect.formats import E4M3, FORMATS, Format
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.scaling import scale_of
 from fp8pass.error_analysis.derivation import Derivation
@@ -27,13 +27,13 @@ from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.regions import Region
 from fp8pass.error_analysis.samples import relative_change, rounding
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.patterns import quantization_of
 from fp8pass.graph.symbols import Underivable
 from fp8pass.graph.tags import original_name
 
 fp8 = torch.ops.fp8pass
 
 # The position of the format among the arguments.
-_FORMAT_OF: dict[Any, int] = {fp8.quantize.default: 2, fp8.transpose_segments.default: 3}
 
 # Rows and columns of a GEMM's result that are computed to estimate its error.
 LARGEST_SAMPLE = 512
@@ -135,7 +135,7 @@ class Predictor:
         Such GEMMs have no sizes that are known before they run, to draw a sample from.
         """
         operands = [_quantized(gemm.args[0]), _quantized(gemm.args[2])]
-        formats = (FORMATS[str(x.args[_FORMAT_OF[x.target]])] for x in operands)
+        formats = map(_format_of, operands)
         errors = [
             math.hypot(self.forward.get(x.args[0], 0.0), f.relative_error)  # type: ignore[arg-type]
             for x, f in zip(operands, formats, strict=True)
@@ -164,7 +164,7 @@ class Predictor:
             return matrix.t(), error
         if graph.is_call(node, fp8.as_codes.default):  # gathered from what is kept exactly
             return self.values[node], FORMATS[str(node.args[1])].relative_error
-        source, format = node.args[0], FORMATS[str(node.args[2])]
+        source, format = node.args[0], _format_of(node)
         inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
         return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
 
@@ -212,7 +212,7 @@ class Predictor:
 
 def _quantized(node: Any) -> fx.Node:
     """The operator that quantizes an operand of experts."""
-    while node.target not in _FORMAT_OF:
+    while node.target not in (fp8.quantize.default, fp8.transpose_segments.default):
         node = node.args[0]
     return node
 
@@ -226,3 +226,10 @@ def accumulation_error(a: Tensor, b: Tensor) -> float:
         operands.append(encode(some / scale_of(some.abs().amax(), E4M3), E4M3))
     exact = operands[0].double() @ operands[1].double().T
     return relative_change(exact, accumulate(*operands, fast=True).double())
+
+
+def _format_of(quantized: fx.Node) -> Format:
+    """The format of an operand that `quantize` or `transpose_segments` gives."""
+    if quantized.target is fp8.quantize.default:
+        return quantization_of(quantized).format
+    return FORMATS[str(quantized.args[3])]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp8pass import compat, hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
-from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.quantization import BY_ROW
 
 aten = torch.ops.aten
 fp8 = torch.ops.fp8pass
@@ -128,7 +128,7 @@ class CodedWeight(Tensor):
 
     def decoded(self) -> Tensor:
         """The values, in a plain tensor."""
-        return fp8.dequantize.default(self.codes, self.scales, self.dtype)
+        return fp8.dequantize.default([self.codes], self.scales, BY_ROW, self.dtype)
 
     def like_this(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
         """The same weight with its codes elsewhere, or with values of another dtype."""
@@ -385,8 +385,8 @@ def coded(
         return room.parts
     with torch.no_grad():
         for x, (codes, scales) in zip(matrices, room.parts, strict=True):
-            scales.copy_(fp8.scale.default(fp8.row_amax.default(x.to(dtype)), E4M3.name))
-            codes.copy_(fp8.quantize.default(x.to(dtype), scales, E4M3.name))
+            scales.copy_(fp8.scale.default(fp8.amax.default(x.to(dtype), "row"), BY_ROW))
+            codes.copy_(fp8.quantize.default(x.to(dtype), scales, BY_ROW))
     return room.parts
 
 

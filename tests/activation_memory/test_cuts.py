@@ -311,7 +311,7 @@ def reads_rounded(joint: JointGraph) -> list[fx.Node]:
     rounded: set[fx.Node] = set()
     wrong = []
     for node in joint.gm.graph.nodes:
-        if node.target is torch.ops.fp8pass.dequantize_groups.default:
+        if node.target is torch.ops.fp8pass.dequantize.default:
             rounded.add(node)
         elif node.op == "call_function" and any(n in rounded for n in node.all_input_nodes):
             if not has_derivation(node):
@@ -360,7 +360,7 @@ def test_a_sensitive_operator_of_one_exact_and_one_rounded_value_is_not_recomput
     joint = capture_joint(run, x, y, w)
     for pass_ in JOINT_PASSES:
         pass_(joint.gm, joint.ctx)
-    assert joint.calls(torch.ops.fp8pass.dequantize_groups.default)
+    assert joint.calls(torch.ops.fp8pass.dequantize.default)
     assert not reads_rounded(joint)
 
 

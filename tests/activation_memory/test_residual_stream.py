@@ -97,7 +97,7 @@ class Planned:
         return max(accumulate(change))
 
 
-STORED = {torch.ops.fp8pass.dequantize_groups.default}
+STORED = {torch.ops.fp8pass.dequantize.default}
 
 
 def has_buffer(node: fx.Node) -> bool:

@@ -24,12 +24,12 @@ each_length = pytest.mark.parametrize("length", LENGTHS)
 
 def plain(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
     one = torch.ones((), device=a.device)
-    return fp8.scaled_mm(a, one, b, one, None, torch.bfloat16, fast)
+    return fp8.scaled_mm(a, one, b, one, None, torch.bfloat16, fast, "e4m3 tensor", "e4m3 tensor")
 
 
 def by_row(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
     of_a, of_b = (torch.ones(len(x), 1, device=a.device) for x in (a, b))
-    return fp8.scaled_mm(a, of_a, b, of_b, None, torch.bfloat16, fast)
+    return fp8.scaled_mm(a, of_a, b, of_b, None, torch.bfloat16, fast, "e4m3 tensor", "e4m3 tensor")
 
 
 def grouped(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:

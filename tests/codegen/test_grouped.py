@@ -48,19 +48,19 @@ def kernel() -> Any:
 
 def of_segments(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Padded codes of tokens, transposed, and the scales of segments."""
-    scale = fp8.scale(fp8.segment_amax(fp8.row_amax(x), offsets), "e4m3")
+    scale = fp8.scale(fp8.segment_amax(fp8.amax(x, "row"), offsets), "e4m3 row")
     return fp8.transpose_segments(x, scale, offsets, "e4m3"), scale
 
 
 def of_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """Padded codes of some rows, transposed."""
-    scale = fp8.scale(fp8.segment_amax(fp8.row_amax(x)[rows], offsets), "e4m3")
+    scale = fp8.scale(fp8.segment_amax(fp8.amax(x, "row")[rows], offsets), "e4m3 row")
     return fp8.transpose_segments(x, scale, offsets, "e4m3", rows)
 
 
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = fp8.scale(fp8.row_amax(x), "e4m3")
-    return fp8.quantize(x, scale, "e4m3"), scale
+    scale = fp8.scale(fp8.amax(x, "row"), "e4m3 row")
+    return fp8.quantize(x, scale, "e4m3 tensor"), scale
 
 
 def lowered(function, *args) -> fx.GraphModule:

@@ -92,11 +92,11 @@ def test_amax(dtype, tracing):
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_scale(format, tracing):
     amax = torch.tensor(3.0)
-    gm = check(lambda a: fp8.scale(a, format), amax, tracing=tracing)
+    gm = check(lambda a: fp8.scale(a, f"{format} tensor"), amax, tracing=tracing)
     for value in (0.0, 1e-45, 1e-38, 3e-36, 448.0, 3.4e38, *NOT_FINITE[:2].tolist()):
         a = torch.tensor(value)
         if format != "exact":
-            assert same_bits(gm(a), fp8.scale(a, format)), value
+            assert same_bits(gm(a), fp8.scale(a, f"{format} tensor")), value
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,7 +105,7 @@ def test_quantize(format, dtype, tracing):
     x, y = (torch.randn(rows, 48).to(dtype) for rows in (17, 32))
 
     def function(x, scale):
-        return fp8.quantize(x, scale, format)
+        return fp8.quantize(x, scale, f"{format} tensor")
 
     scale = torch.tensor(0.01)
     others = ((y, scale), (poisoned(y), scale), (y, scale * 1e-30), (y, torch.tensor(torch.inf)))
@@ -135,14 +135,16 @@ def test_scaled_mm(formats, with_bias, out, tracing):
     bias = torch.randn(48).to(out) if with_bias else None
 
     def function(a, b, a_scale, b_scale):
-        return fp8.scaled_mm(a, a_scale, b, b_scale, bias, out)
+        return fp8.scaled_mm(a, a_scale, b, b_scale, bias, out, False, "e4m3 tensor", "e4m3 tensor")
 
     taller = torch.randn(33, 32).to(dtypes[0])
     if bias is None:
         check(function, a, b, *scales, tracing=tracing, others=((taller, b, *scales),))
     else:
         check(
-            lambda a, b, s, t, bias: fp8.scaled_mm(a, s, b, t, bias, out),
+            lambda a, b, s, t, bias: fp8.scaled_mm(
+                a, s, b, t, bias, out, False, "e4m3 tensor", "e4m3 tensor"
+            ),
             *(a, b, *scales, bias),
             tracing=tracing,
             others=((taller, b, *scales, bias),),
@@ -158,13 +160,13 @@ def test_groups(format, dtype, tracing):
     planes = range(len(FORMATS[format].planes))
 
     def scale(x):
-        return fp8.group_scale(x, format, 16)
+        return fp8.scale(fp8.amax(x, "1×16"), f"{format} 1×16")
 
     def quantize(plane):
-        return lambda x, scales: fp8.quantize_groups(x, scales, format, 16, plane)
+        return lambda x, scales: fp8.quantize(x, scales, f"{format} 1×16", plane)
 
     def dequantize(scales, *codes):
-        return fp8.dequantize_groups(codes, scales, format, 16, dtype)
+        return fp8.dequantize(codes, scales, f"{format} 1×16", dtype)
 
     def batch(rows: int) -> Tensor:
         x = torch.randn(3, rows, 48) * 10.0 ** torch.randint(-4, 4, (3, rows, 48))
@@ -187,7 +189,7 @@ def test_every_byte_decodes_to_what_torch_says():
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     scales = torch.ones(4, 4, dtype=torch.bfloat16)
     gm = lowered(
-        lambda c, s: fp8.dequantize_groups([c], s, "e4m3_bytes", 16, torch.float32),
+        lambda c, s: fp8.dequantize([c], s, "e4m3_bytes 1×16", torch.float32),
         *(codes, scales),
         tracing="fake",
     )
@@ -211,7 +213,7 @@ def test_encoding_rounds_as_torch_does():
     x = torch.cat([x, -x])
     x = torch.nn.functional.pad(x, (0, -len(x) % 16)).view(-1, 16).clamp(-448, 448)
     ones = torch.ones(len(x), 1, dtype=torch.bfloat16)
-    gm = lowered(lambda x, s: fp8.quantize_groups(x, s, "e4m3_bytes", 16), x, ones, tracing="fake")
+    gm = lowered(lambda x, s: fp8.quantize(x, s, "e4m3_bytes 1×16"), x, ones, tracing="fake")
     got, want = gm(x, ones), x.to(torch.float8_e4m3fn).view(torch.uint8)
     nan = x.isnan()
     assert torch.equal(got[~nan], want[~nan])
@@ -240,13 +242,13 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
     """Invariant 4: the codes are those of the bf16 scale, not of the fp32 number before it."""
 
     def function(x):
-        scales = fp8.group_scale(x, format, 16)
-        codes = fp8.quantize_groups(x, scales, format, 16)
+        scales = fp8.scale(fp8.amax(x, "1×16"), f"{format} 1×16")
+        codes = fp8.quantize(x, scales, f"{format} 1×16")
         # Views: FP8 tensors cannot be compared.
         return (
             codes.view(torch.uint8),
             scales,
-            fp8.dequantize_groups([codes], scales, format, 16, x.dtype),
+            fp8.dequantize([codes], scales, f"{format} 1×16", x.dtype),
         )
 
     x = poisoned(torch.randn(40, 48))
@@ -274,16 +276,16 @@ def test_generated_code_packs_as_the_reference_does(format):
     )
 
     def pack(*xs):
-        scales = [fp8.group_scale(x, format, 32) for x in xs]
+        scales = [fp8.scale(fp8.amax(x, "1×32"), f"{format} 1×32") for x in xs]
         planes = [
-            [fp8.quantize_groups(x, s, format, 32, i) for i in range(len(FORMATS[format].planes))]
+            [fp8.quantize(x, s, f"{format} 1×32", i) for i in range(len(FORMATS[format].planes))]
             for x, s in zip(xs, scales, strict=True)
         ]
         return planes, scales
 
     def unpack(planes, scales):
         return [
-            fp8.dequantize_groups(p, s, format, 32, dtype)
+            fp8.dequantize(p, s, f"{format} 1×32", dtype)
             for p, s, dtype in zip(planes, scales, DTYPES, strict=True)
         ]
 
@@ -301,12 +303,11 @@ def test_packing_in_generated_code_takes_varying_sizes():
     format = "e2m2"  # of two planes
 
     def function(x):
-        scales = fp8.group_scale(x, format, 16)
+        scales = fp8.scale(fp8.amax(x, "1×16"), f"{format} 1×16")
         planes = [
-            fp8.quantize_groups(x, scales, format, 16, i)
-            for i in range(len(FORMATS[format].planes))
+            fp8.quantize(x, scales, f"{format} 1×16", i) for i in range(len(FORMATS[format].planes))
         ]
-        return fp8.dequantize_groups(planes, scales, format, 16, x.dtype)
+        return fp8.dequantize(planes, scales, f"{format} 1×16", x.dtype)
 
     compiles = torch._dynamo.testing.CompileCounterWithBackend(with_inductor)
     program = torch.compile(function, backend=compiles)

@@ -184,7 +184,7 @@ def test_groups_in_nibbles(device, reading, columns, group):
     for got, want in zip(run(row_kernel, program, [x]), reference(program, [x]), strict=True):
         assert_same(got[:3], want[:3], exact=True)
     values = [
-        torch.ops.fp8pass.dequantize_groups([codes], scales, "e2m1", group, torch.float32)
+        torch.ops.fp8pass.dequantize([codes], scales, f"e2m1 1×{group}", torch.float32)
         for codes, scales, _ in (run(row_kernel, program, [x]), reference(program, [x]))
     ]
     assert torch.equal(*(v.isfinite() for v in values))

@@ -22,28 +22,55 @@ X = torch.randn(20, 32).bfloat16()
 ONE = torch.tensor(0.5)
 ROWS = torch.full((20, 1), 0.5)
 GROUPS = torch.full((20, 2), 0.5).bfloat16()
+BLOCKS = torch.full((5, 2), 0.5)
+TENSORS = "e4m3 tensor", "e4m3 tensor"
 # 20 rows of three experts, of which the second has none; two rows are nobody's.
 OFFSETS = torch.tensor([7, 7, 18], dtype=torch.int32)
 SEGMENTS = torch.tensor([[0.5], [0.25], [2.0]])
 
 # Calls of every operator, on whose arguments its shape and dtype depend.
 CALLS: dict[object, list[tuple]] = {
-    fp8.amax.default: [(X,), (X.float(),)],
-    fp8.row_amax.default: [(X,), (X.float(),)],
-    fp8.scale.default: [(ONE, "e4m3"), (ROWS, "e5m2"), (ONE, "exact")],
-    fp8.quantize.default: [(X, ONE, "e4m3"), (X, ROWS, "e5m2"), (X, ONE, "exact")],
+    fp8.amax.default: [(X, "tensor"), (X.float(), "row"), (X, "1×16"), (X, "4×16")],
+    fp8.scale.default: [
+        (ONE, "e4m3 tensor"),
+        (ROWS, "e5m2 row"),
+        (ONE, "exact tensor"),
+        (GROUPS.float(), "e2m1 1×16"),
+        (GROUPS.float(), "e4m3 1×16 e8m0"),
+    ],
+    fp8.quantize.default: [
+        (X, ONE, "e4m3 tensor"),
+        (X, ROWS, "e5m2 row"),
+        (X, ONE, "exact tensor"),
+        (X, GROUPS, "e4m3 1×16"),
+        (X.t().contiguous().t(), GROUPS, "e4m3 1×16"),
+        (X, GROUPS, "e2m3 1×16", 1),
+        (X, GROUPS, "exact 1×16"),
+        (X, BLOCKS, "e4m3 4×16 fp32"),
+    ],
     fp8.dequantize.default: [
-        (codes(20, 32), ROWS, torch.bfloat16),
-        (codes(20, 32), ONE, torch.float32),
+        ([codes(20, 32)], ROWS, "e4m3 row", torch.bfloat16),
+        ([codes(20, 32)], ONE, "e4m3 tensor", torch.float32),
+        ([codes(20, 32)], GROUPS, "e4m3 1×16", torch.bfloat16),
+        ([codes(20, 32)], BLOCKS, "e4m3 4×16 fp32", torch.bfloat16),
+        ([codes(20, n, torch.uint8) for n in (16, 8)], GROUPS, "e2m3 1×16", torch.float32),
+        ([X], GROUPS, "exact 1×16", torch.bfloat16),
     ],
     fp8.transpose.default: [(codes(20, 32),), (codes(32, 16),), (X,)],
     fp8.joined.default: [([codes(20, 32), codes(20, 16)],)],
     fp8.as_bytes.default: [(codes(20, 32),)],
     fp8.as_codes.default: [(torch.zeros(20, 32, dtype=torch.uint8), "e5m2")],
     fp8.scaled_mm.default: [
-        (codes(20, 32), ONE, codes(48, 32), ONE, None, torch.bfloat16),
-        (codes(20, 32), ROWS, codes(20, 32), ROWS, torch.randn(20), torch.float32),
-        (X, ONE, X, ONE, None, torch.bfloat16),
+        (*(codes(20, 32), ONE, codes(48, 32), ONE), None, torch.bfloat16, False, *TENSORS),
+        (
+            *(codes(20, 32), ROWS, codes(20, 32), ROWS),
+            *(torch.randn(20), torch.float32, False, "e4m3 row", "e4m3 row"),
+        ),
+        (
+            *(codes(20, 32), GROUPS.float(), codes(20, 32), BLOCKS, None),
+            *(torch.bfloat16, False, "e4m3 1×16 fp32", "e4m3 4×16 fp32"),
+        ),
+        (X, ONE, X, ONE, None, torch.bfloat16, False, "exact tensor", "exact tensor"),
     ],
     fp8.padded_ends.default: [(OFFSETS,)],
     fp8.segment_amax.default: [(ROWS, OFFSETS)],
@@ -64,21 +91,6 @@ CALLS: dict[object, list[tuple]] = {
             fp8.padded_ends(OFFSETS),
             torch.float32,
         )
-    ],
-    fp8.group_scale.default: [(X, "e4m3", 16), (X, "e2m1", 32), (X, "exact", 16)],
-    fp8.quantize_groups.default: [
-        (X, GROUPS, "e4m3", 16),
-        (X.t().contiguous().t(), GROUPS, "e4m3", 16),
-        (X, GROUPS, "e2m3", 16, 1),
-        (X, GROUPS, "exact", 16),
-    ],
-    fp8.dequantize_groups.default: [
-        ([codes(20, 32)], GROUPS, "e4m3", 16, torch.bfloat16),
-        (
-            [codes(20, n, torch.uint8) for n in (16, 8)],
-            *(GROUPS, "e2m3", 16, torch.float32),
-        ),
-        ([X], GROUPS, "exact", 16, torch.bfloat16),
     ],
     fp8.mask_format.default: [
         (X, "e8m3", True, True),

@@ -54,7 +54,7 @@ def test_amax(x):
 @pytest.mark.parametrize("format", LOSSY)
 @given(amax=st.floats(0, torch.finfo(torch.float32).max, width=32))
 def test_scale(format, amax):
-    got = fp8.scale(torch.tensor(amax), format)
+    got = fp8.scale(torch.tensor(amax), f"{format} tensor")
     assert got.dtype == torch.float32
     least = max(amax / FORMATS[format].max, TINY)
     assert math.frexp(got.item())[0] == 0.5
@@ -65,26 +65,28 @@ def test_scale(format, amax):
 @given(x=matrices(), factor=st.integers(0, 3))
 def test_codes_of_another_scale_are_not_rounded_again(x, factor):
     """By row and then as a whole, or with a scale that has room: scales are powers of two."""
-    by_row = fp8.scale(fp8.row_amax(x), "e4m3")
-    once = fp8.dequantize(fp8.quantize(x, by_row, "e4m3"), by_row, torch.float32)
+    by_row = fp8.scale(fp8.amax(x, "row"), "e4m3 row")
+    once = fp8.dequantize([fp8.quantize(x, by_row, "e4m3 row")], by_row, "e4m3 row", torch.float32)
     scale = by_row.amax() * 2**factor
-    twice = fp8.dequantize(fp8.quantize(once, scale, "e4m3"), scale, torch.float32)
+    twice = fp8.dequantize(
+        [fp8.quantize(once, scale, "e4m3 tensor")], scale, "e4m3 tensor", torch.float32
+    )
     normal = once.abs() >= scale * 2.0**-6
     torch.testing.assert_close(twice[normal], once[normal], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("format", LOSSY)
 def test_scale_of_what_is_not_finite(format):
-    assert fp8.scale(torch.tensor(float("nan")), format).isnan()
-    assert fp8.scale(torch.tensor(float("inf")), format).isinf()
+    assert fp8.scale(torch.tensor(float("nan")), f"{format} tensor").isnan()
+    assert fp8.scale(torch.tensor(float("inf")), f"{format} tensor").isinf()
 
 
 @pytest.mark.parametrize("format", LOSSY)
 @given(x=matrices())
 def test_quantize(format, x):
     fmt = FORMATS[format]
-    scale = fp8.scale(fp8.amax(x), format)
-    data = fp8.quantize(x, scale, format)
+    scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+    data = fp8.quantize(x, scale, f"{format} tensor")
     assert data.dtype == fmt.dtype
     assert data.shape == x.shape
     assert data.is_contiguous()
@@ -96,15 +98,15 @@ def test_quantize(format, x):
 def test_quantize_at_the_edges(format, drawn):
     fmt = FORMATS[format]
     x = drawn.draw(edges(fmt))
-    scale = fp8.scale(fp8.amax(x), format)
-    assert_rounded(fp8.quantize(x, scale, format), x, scale, fmt)
+    scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+    assert_rounded(fp8.quantize(x, scale, f"{format} tensor"), x, scale, fmt)
 
 
 @pytest.mark.parametrize("format", LOSSY)
 def test_quantize_uses_the_whole_range(format):
     largest = FORMATS[format].max
     x = torch.tensor([[1.0, -1.0, 0.5, 0.0]]) * largest / 64
-    data = values(fp8.quantize(x, fp8.scale(fp8.amax(x), format), format))
+    data = values(fp8.quantize(x, fp8.scale(fp8.amax(x), f"{format} tensor"), f"{format} tensor"))
     assert data.tolist() == [[largest, -largest, largest / 2, 0]]
 
 
@@ -113,7 +115,7 @@ def test_beyond_the_range_is_the_largest_value(format):
     """Rounding a scale down takes a value there; E5M2 has an infinity that it must not become."""
     largest = FORMATS[format].max
     x = torch.tensor([[largest * 1.5, -largest * 1.5, largest, 1.0]])
-    data = values(fp8.quantize(x, torch.ones(()), format))
+    data = values(fp8.quantize(x, torch.ones(()), f"{format} tensor"))
     assert data.tolist() == [[largest, -largest, largest, 1.0]]
 
 
@@ -123,15 +125,15 @@ def test_beyond_the_range_is_the_largest_value(format):
 def test_quantize_keeps_what_is_not_finite(format, poison, dtype):
     x = torch.randn(4, 16).to(dtype)
     x[1, 3] = poison
-    scale = fp8.scale(fp8.amax(x), format)
-    back = values(fp8.quantize(x, scale, format)) * scale.double()
+    scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+    back = values(fp8.quantize(x, scale, f"{format} tensor")) * scale.double()
     assert not back[1, 3].isfinite()
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @given(x=matrices())
 def test_transpose_is_the_padded_transpose(format, x):
-    data = fp8.quantize(x, fp8.scale(fp8.amax(x), format), format)
+    data = fp8.quantize(x, fp8.scale(fp8.amax(x), f"{format} tensor"), f"{format} tensor")
     got = fp8.transpose(data)
     rows, columns = x.shape
     want = torch.zeros(columns, -(-rows // 16) * 16)
@@ -143,8 +145,8 @@ def test_transpose_is_the_padded_transpose(format, x):
 
 @given(matrices())
 def test_exact_quantize_and_transpose_are_the_matrix_itself(x):
-    scale = fp8.scale(fp8.amax(x), "exact")
-    data = fp8.quantize(x, scale, "exact")
+    scale = fp8.scale(fp8.amax(x), "exact tensor")
+    data = fp8.quantize(x, scale, "exact tensor")
     assert scale == 1
     assert torch.equal(data, x)
     assert torch.equal(fp8.transpose(data), x.t())
@@ -169,12 +171,12 @@ def test_scaled_mm(formats, sizes, exponents, with_bias, dtype, seed):
     operands, codes = [], []
     for rows, exponent, format in zip((m, n), exponents, formats, strict=True):
         x = torch.randn(rows, k) * 10.0**exponent
-        scale = fp8.scale(fp8.amax(x), format)
-        data = fp8.quantize(x, scale, format)
+        scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+        data = fp8.quantize(x, scale, f"{format} tensor")
         operands += [data, scale]
         codes.append(values(data) * scale.double())
     bias = (torch.randn(n) * 10.0 ** sum(exponents)).to(dtype) if with_bias else None
-    got = fp8.scaled_mm(*operands, bias, dtype)
+    got = fp8.scaled_mm(*operands, bias, dtype, False, *(f"{f} tensor" for f in formats))
     a, b = codes
     want, size = a @ b.t(), a.abs() @ b.abs().t()
     if bias is not None:
@@ -194,7 +196,9 @@ def test_exact_scaled_mm_is_mm(dtype, with_bias, sizes):
     a, b, one = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.ones(())
     bias = torch.randn(n).to(dtype) if with_bias else None
     want = a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
-    assert torch.equal(fp8.scaled_mm(a, one, b, one, bias, dtype), want)
+    assert torch.equal(
+        fp8.scaled_mm(a, one, b, one, bias, dtype, False, "e4m3 tensor", "e4m3 tensor"), want
+    )
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -204,9 +208,9 @@ def test_scaled_mm_spreads_what_is_not_finite(poison, place):
     operands[place][3, 4] = poison
     args = []
     for x in operands:
-        scale = fp8.scale(fp8.amax(x), "e4m3")
-        args += [fp8.quantize(x, scale, "e4m3"), scale]
-    got = fp8.scaled_mm(*args, None, torch.float32)
+        scale = fp8.scale(fp8.amax(x), "e4m3 tensor")
+        args += [fp8.quantize(x, scale, "e4m3 tensor"), scale]
+    got = fp8.scaled_mm(*args, None, torch.float32, False, "e4m3 tensor", "e4m3 tensor")
     line = got[3] if place == 0 else got[:, 3]
     assert not line.isfinite().any()
 
@@ -222,7 +226,7 @@ def test_groups_each_have_their_own_scale(format, data, sizes):
     length, group = sizes
     fmt = FORMATS[format]
     x = data.draw(matrices(columns=st.just(length)))
-    scales = fp8.group_scale(x, format, group)
+    scales = fp8.scale(fp8.amax(x, f"1×{group}"), f"{format} 1×{group}")
     assert scales.dtype == torch.bfloat16
     assert scales.shape == (x.shape[0], length // group)
     amax = x.double().abs().unflatten(-1, (-1, group)).amax(-1)
@@ -230,14 +234,14 @@ def test_groups_each_have_their_own_scale(format, data, sizes):
     truncated = want - scales.double()
     assert ((truncated >= -want * 2.0**-20) & (truncated <= want * 2.0**-7)).all()
 
-    codes = fp8.quantize_groups(x, scales, format, group)
+    codes = fp8.quantize(x, scales, f"{format} 1×{group}")
     assert codes.dtype == fmt.dtype
     assert codes.shape == x.shape
     assert codes.stride() == torch.empty_like(x).stride()
     spread = scales.double().repeat_interleave(group, -1)
     assert_rounded(codes, x, spread, fmt)
 
-    back = fp8.dequantize_groups([codes], scales, format, group, x.dtype)
+    back = fp8.dequantize([codes], scales, f"{format} 1×{group}", x.dtype)
     assert back.dtype == x.dtype
     want = (values(codes) * spread).to(x.dtype)
     assert torch.allclose(back.double(), want.double(), rtol=torch.finfo(x.dtype).eps, atol=0)
@@ -245,15 +249,15 @@ def test_groups_each_have_their_own_scale(format, data, sizes):
 
 def in_groups(x: Tensor, format: str, group: int) -> tuple[list[Tensor], Tensor]:
     """All planes of `x`, and its scales."""
-    scales = fp8.group_scale(x, format, group)
+    scales = fp8.scale(fp8.amax(x, f"1×{group}"), f"{format} 1×{group}")
     planes = range(len(FORMATS[format].planes))
-    return [fp8.quantize_groups(x, scales, format, group, i) for i in planes], scales
+    return [fp8.quantize(x, scales, f"{format} 1×{group}", i) for i in planes], scales
 
 
 @pytest.mark.parametrize("format", [*LOSSY, *PACKED])
 def test_groups_of_very_different_magnitude(format):
     x = torch.randn(4, 64) * torch.tensor([1e-30, 1.0, 1e-9, 1e30]).repeat_interleave(16)
-    back = fp8.dequantize_groups(*in_groups(x, format, 16), format, 16, torch.float32)
+    back = fp8.dequantize(*in_groups(x, format, 16), f"{format} 1×16", torch.float32)
     for group in range(4):
         part = slice(16 * group, 16 * group + 16)
         error = (back[:, part].double() - x[:, part].double()).norm() / x[:, part].double().norm()
@@ -265,7 +269,7 @@ def test_groups_of_very_different_magnitude(format):
 def test_what_is_not_finite_stays_in_its_group(format, poison):
     x = torch.randn(2, 64)
     x[1, 20] = poison
-    back = fp8.dequantize_groups(*in_groups(x, format, 16), format, 16, torch.float32)
+    back = fp8.dequantize(*in_groups(x, format, 16), f"{format} 1×16", torch.float32)
     assert not back[1, 20].isfinite()
     assert back[0].isfinite().all()
     assert back[1, :16].isfinite().all()
@@ -274,20 +278,20 @@ def test_what_is_not_finite_stays_in_its_group(format, poison):
 
 @given(matrices(columns=st.just(32)))
 def test_exact_groups_are_a_copy(x):
-    scales = fp8.group_scale(x, "exact", 16)
-    data = fp8.quantize_groups(x, scales, "exact", 16)
+    scales = fp8.scale(fp8.amax(x, "1×16"), "exact 1×16")
+    data = fp8.quantize(x, scales, "exact 1×16")
     assert torch.equal(data, x)
     assert data.stride() == torch.empty_like(x).stride()
     assert data.data_ptr() != x.data_ptr()
-    assert torch.equal(fp8.dequantize_groups([data], scales, "exact", 16, x.dtype), x)
+    assert torch.equal(fp8.dequantize([data], scales, "exact 1×16", x.dtype), x)
 
 
 def test_e4m3_bytes_are_the_codes_of_e4m3():
     x = torch.randn(8, 64)
-    scales = fp8.group_scale(x, "e4m3", 16)
-    assert torch.equal(fp8.group_scale(x, "e4m3_bytes", 16), scales)
-    codes = fp8.quantize_groups(x, scales, "e4m3", 16)
-    as_bytes = fp8.quantize_groups(x, scales, "e4m3_bytes", 16)
+    scales = fp8.scale(fp8.amax(x, "1×16"), "e4m3 1×16")
+    assert torch.equal(fp8.scale(fp8.amax(x, "1×16"), "e4m3_bytes 1×16"), scales)
+    codes = fp8.quantize(x, scales, "e4m3 1×16")
+    as_bytes = fp8.quantize(x, scales, "e4m3_bytes 1×16")
     assert torch.equal(codes.view(torch.uint8), as_bytes)
 
 
@@ -337,13 +341,13 @@ def test_packing_keeps_every_code(format, group, rows, seed):
     codes = codes[torch.randperm(len(codes), generator=generator)].view(rows, length)
     x = signed(codes, fmt).float()
     scales = torch.ones(rows, length // group, dtype=torch.bfloat16)
-    planes = [fp8.quantize_groups(x, scales, format, group, i) for i in range(len(fmt.planes))]
+    planes = [fp8.quantize(x, scales, f"{format} 1×{group}", i) for i in range(len(fmt.planes))]
     for plane, width in zip(planes, fmt.planes, strict=True):
         assert plane.dtype == torch.uint8
         assert plane.shape == (rows, length * width // 8)
         assert plane.is_contiguous()
     assert torch.equal(unpacked(planes, fmt, group), codes)
-    back = fp8.dequantize_groups(planes, scales, format, group, torch.float32)
+    back = fp8.dequantize(planes, scales, f"{format} 1×{group}", torch.float32)
     assert torch.equal(back.view(torch.int32), x.view(torch.int32))
 
 
@@ -358,7 +362,7 @@ def test_rounding_is_to_the_nearest_and_to_even(format, numbers):
     x = torch.cat([torch.tensor(numbers), values.float(), ties, *near])
     x = torch.nn.functional.pad(torch.cat([x, -x]), (0, -2 * len(x) % 16)).view(-1, 16)
     scales = torch.ones(len(x), 1, dtype=torch.bfloat16)
-    planes = [fp8.quantize_groups(x, scales, format, 16, i) for i in range(len(fmt.planes))]
+    planes = [fp8.quantize(x, scales, f"{format} 1×16", i) for i in range(len(fmt.planes))]
     got = unpacked(planes, fmt, 16)
     distance = (x.double().abs().unsqueeze(-1) - values).abs()
     is_odd = torch.arange(len(values)) % 2
@@ -387,7 +391,7 @@ def test_packed_groups_are_off_by_half_a_step(format, data, sizes):
     assert (wanted.abs() <= fmt.max / (1 - 2.0**-7) * (1 + 2.0**-20)).all()
     assert ((codes - wanted).abs() <= half_step(wanted, fmt) * (1 + 1e-4)).all()
 
-    back = fp8.dequantize_groups(planes, scales, format, group, x.dtype)
+    back = fp8.dequantize(planes, scales, f"{format} 1×{group}", x.dtype)
     assert back.dtype == x.dtype
     assert back.is_contiguous()
     assert torch.equal(back, (codes * spread).float().to(x.dtype))
@@ -398,7 +402,7 @@ def test_packed_groups_are_off_by_half_a_step(format, data, sizes):
 def test_packed_groups_of_any_leading_sizes(format, shape):
     x = torch.randn(shape)
     planes, scales = in_groups(x, format, 16)
-    back = fp8.dequantize_groups(planes, scales, format, 16, torch.float32)
+    back = fp8.dequantize(planes, scales, f"{format} 1×16", torch.float32)
     assert back.shape == x.shape
     flat, flat_scales = in_groups(x.reshape(-1, 32), format, 16)
     assert torch.equal(scales.reshape(-1, 2), flat_scales)
@@ -412,20 +416,23 @@ def test_packed_groups_of_any_leading_sizes(format, shape):
 
 def calls(x: Tensor, format: str) -> list[tuple]:
     """Every operator of the dialect on `x`: (operator, arguments)."""
-    scale = fp8.scale(fp8.amax(x), format)
-    data = fp8.quantize(x, scale, format)
     planes, scales = in_groups(x, format, 16)
     found = [
-        (fp8.amax.default, (x,)),
-        (fp8.scale.default, (fp8.amax(x), format)),
-        (fp8.quantize.default, (x, scale, format)),
-        (fp8.group_scale.default, (x, format, 16)),
-        *((fp8.quantize_groups.default, (x, scales, format, 16, i)) for i in range(len(planes))),
-        (fp8.dequantize_groups.default, (planes, scales, format, 16, x.dtype)),
+        (fp8.amax.default, (x, "tensor")),
+        (fp8.amax.default, (x, "1×16")),
+        (fp8.scale.default, (fp8.amax(x, "1×16"), f"{format} 1×16")),
+        *((fp8.quantize.default, (x, scales, f"{format} 1×16", i)) for i in range(len(planes))),
+        (fp8.dequantize.default, (planes, scales, f"{format} 1×16", x.dtype)),
     ]
     if not FORMATS[format].emulated:
+        how = f"{format} tensor"
+        scale = fp8.scale(fp8.amax(x), how)
+        data = fp8.quantize(x, scale, how)
+        found.append((fp8.scale.default, (fp8.amax(x), how)))
+        found.append((fp8.quantize.default, (x, scale, how)))
         found.append((fp8.transpose.default, (data,)))
-        found.append((fp8.scaled_mm.default, (data, scale, data, scale, None, x.dtype)))
+        args = data, scale, data, scale, None, x.dtype, False, how, how
+        found.append((fp8.scaled_mm.default, args))
     return found
 
 

@@ -68,8 +68,8 @@ def test_codes_are_those_that_training_multiplies(trained, tmp_path):
     found = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     weight = trained.state_dict()[name]
-    scale = torch.ops.fp8pass.scale(torch.ops.fp8pass.row_amax(weight), "e4m3")
-    codes = torch.ops.fp8pass.quantize(weight, scale, "e4m3")
+    scale = torch.ops.fp8pass.scale(torch.ops.fp8pass.amax(weight, "row"), "e4m3 row")
+    codes = torch.ops.fp8pass.quantize(weight, scale, "e4m3 tensor")
     assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(found[f"{name}_scale"], scale)
 

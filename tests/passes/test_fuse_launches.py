@@ -54,7 +54,7 @@ def test_an_operator_has_not_too_many_programs(monkeypatch):
 def test_what_stores_side_by_side_is_an_operator_of_its_own(monkeypatch, order):
     def function(x, y, z, s):
         def codes(x):
-            return fp8.quantize(x, s, "e4m3")
+            return fp8.quantize(x, s, "e4m3 tensor")
 
         def turned(x):
             return fp8.transpose(x).view(torch.uint8)
@@ -84,9 +84,9 @@ def test_both_kinds_of_kernels(monkeypatch):
 
     def function(x, y, s):
         a, _ = by_rows(x)
-        b = fp8.quantize(y, s, "e4m3")
+        b = fp8.quantize(y, s, "e4m3 tensor")
         c, _ = by_rows(y)
-        d = fp8.quantize(x, s, "e4m3")
+        d = fp8.quantize(x, s, "e4m3 tensor")
         turned = (fp8.transpose(codes).view(torch.uint8) for codes in (b, d))
         return a, c, *turned
 

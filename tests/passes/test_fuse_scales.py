@@ -21,7 +21,13 @@ def test_scales_are_taken_together(monkeypatch):
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
         total = fp8.amax(of_y)
-        return a, b, fp8.scale(fp8.amax(of_x), "e4m3"), fp8.scale(total, "e5m2"), total
+        return (
+            a,
+            b,
+            fp8.scale(fp8.amax(of_x), "e4m3 tensor"),
+            fp8.scale(total, "e5m2 tensor"),
+            total,
+        )
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
     assert not {n.target for n in gm.graph.nodes} & {fp8.amax.default, fp8.scale.default}
@@ -30,7 +36,7 @@ def test_scales_are_taken_together(monkeypatch):
 
 def test_amaxes_of_inputs_are_taken_together(monkeypatch):
     def function(x, y):
-        return fp8.scale(fp8.amax(x), "e4m3"), fp8.scale(fp8.amax(y), "e4m3")
+        return fp8.scale(fp8.amax(x), "e4m3 tensor"), fp8.scale(fp8.amax(y), "e4m3 tensor")
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
     assert (programs_of(gm, tiles), programs_of(gm, rows)) == ([2], [2])
@@ -39,7 +45,7 @@ def test_amaxes_of_inputs_are_taken_together(monkeypatch):
 def test_scales_of_rows_that_are_inputs_are_taken_first(monkeypatch):
     def function(x, of_y, of_z):
         a, of_x = by_rows(x * fp8.amax(of_y))
-        return a, fp8.scale(fp8.amax(of_x), "e4m3"), fp8.amax(of_z)
+        return a, fp8.scale(fp8.amax(of_x), "e4m3 tensor"), fp8.amax(of_z)
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 1), random(32, 1))
     first = next(n for n in gm.graph.nodes if n.target is rows)
@@ -50,7 +56,7 @@ def test_scales_of_rows_that_are_inputs_are_taken_first(monkeypatch):
 def test_scales_that_something_waits_for_are_taken_apart(monkeypatch):
     def function(x, y):
         a, of_x = by_rows(x)
-        scale = fp8.scale(fp8.amax(of_x), "e4m3")
+        scale = fp8.scale(fp8.amax(of_x), "e4m3 tensor")
         b, of_y = by_rows(y * scale)
         return a, b, fp8.amax(of_y)
 
@@ -61,7 +67,12 @@ def test_scales_that_something_waits_for_are_taken_apart(monkeypatch):
 def test_each_scale_right_after_its_amax(monkeypatch):
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
-        return a, b, fp8.scale(fp8.amax(of_x), "e4m3"), fp8.scale(fp8.amax(of_y), "e4m3")
+        return (
+            a,
+            b,
+            fp8.scale(fp8.amax(of_x), "e4m3 tensor"),
+            fp8.scale(fp8.amax(of_y), "e4m3 tensor"),
+        )
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
     assert programs_of(gm, rows) == [2, 2]

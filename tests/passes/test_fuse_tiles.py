@@ -24,7 +24,10 @@ def test_codes_side_by_side(parts, monkeypatch):
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
     def function(x, y, scale):
-        codes = {"a": fp8.quantize(x, scale, "e4m3"), "b": fp8.quantize(y, scale, "e4m3")}
+        codes = {
+            "a": fp8.quantize(x, scale, "e4m3 tensor"),
+            "b": fp8.quantize(y, scale, "e4m3 tensor"),
+        }
         turned = [fp8.transpose(codes[name]).view(torch.uint8) for name in "ab"]
         return fp8.joined([codes[name] for name in parts]).view(torch.uint8), *turned
 
@@ -44,8 +47,8 @@ def test_one_operand_stored_side_by_side(monkeypatch):
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
     def function(x, y, v, w, scale):
-        a, b = (fp8.quantize(t, scale, "e4m3") for t in (x, y))
-        c, d = (fp8.transpose(fp8.quantize(t, scale, "e4m3")) for t in (v, w))
+        a, b = (fp8.quantize(t, scale, "e4m3 tensor") for t in (x, y))
+        c, d = (fp8.transpose(fp8.quantize(t, scale, "e4m3 tensor")) for t in (v, w))
         operands = fp8.joined([a, b]), scale, fp8.joined([c, d]), scale
         return fp8.scaled_mm(*operands, None, torch.bfloat16), fp8.as_bytes(a)
 

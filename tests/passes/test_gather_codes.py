@@ -257,7 +257,7 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
         weight = operand("weight", 64, WIDTH, dtype=torch.float8_e4m3fn)
         scale, weight_scale = (operand(n, dtype=torch.float32) for n in ("scale", "of_weight"))
         add = partial(emit, g, like=x)
-        codes = add(fp8.as_bytes.default, add(fp8.quantize.default, x, scale, "e4m3"))
+        codes = add(fp8.as_bytes.default, add(fp8.quantize.default, x, scale, "e4m3 tensor"))
         whole = add(fp8.as_codes.default, add(WAIT, add(GATHER, codes, 2, "0")), "e4m3")
         operands = (whole, scale, weight, weight_scale)
         g.output(add(fp8.scaled_mm.default, *operands, None, torch.bfloat16))

@@ -135,7 +135,7 @@ def test_one_quantization_of_each_tensor_and_direction():
     """Gate and up share tokens, and their amaxes serve wgrad, too; padded ends are everybody's."""
     joint = rewritten(Experts(), rows(), ends(7, 0, 23, 20))
     tokens, weights, gradients = 2, 3, 3
-    assert len(joint.calls(fp8.row_amax.default)) == tokens + 2 * weights + gradients
+    assert len(joint.calls(fp8.amax.default)) == tokens + 2 * weights + gradients
     assert len(joint.calls(fp8.quantize.default)) == tokens + 2 * weights + gradients
     assert len(joint.calls(fp8.transpose_segments.default)) == tokens + gradients
     assert len(joint.calls(fp8.padded_ends.default)) == 1

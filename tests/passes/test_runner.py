@@ -42,8 +42,8 @@ def test_dump(monkeypatch, tmp_path):
 
     assert "fp8pass.scaled_mm" not in text("quantize_linears", "before")
     assert "fp8pass.scaled_mm" in text("quantize_linears", "after")
-    assert "quantize_groups" not in text("materialize_plan", "before")
-    assert "dequantize_groups" in text("materialize_plan", "after")
+    assert "dequantize" not in text("materialize_plan", "before")
+    assert "dequantize" in text("materialize_plan", "after")
     assert text("plan_saved_values", "before") == text("quantize_linears", "after")
 
 

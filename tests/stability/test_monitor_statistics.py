@@ -73,8 +73,8 @@ def fp32_rounding(sqnr_db):
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @given(x=matrices())
 def test_statistics_of_linear_operands(x, format, by_row):
-    scale = fp8.scale(fp8.row_amax(x) if by_row else fp8.amax(x), format)
-    codes = fp8.quantize(x, scale, format).float()
+    scale = fp8.scale(fp8.amax(x, "row") if by_row else fp8.amax(x), f"{format} row")
+    codes = fp8.quantize(x, scale, f"{format} tensor").float()
     expected = reference(x, codes * scale, codes, FORMATS[format])
     check(measure(x, scale, FORMATS[format], x.shape[-1]), expected)
 
@@ -84,11 +84,11 @@ def test_statistics_of_linear_operands(x, format, by_row):
 @given(x=matrices())
 def test_statistics_of_groups(x, format, group):
     fmt, group = FORMATS[format], min(group, x.shape[-1])
-    scales = fp8.group_scale(x, format, group)
-    planes = [fp8.quantize_groups(x, scales, format, group, i) for i in range(len(fmt.planes))]
-    back = fp8.dequantize_groups(planes, scales, format, group, torch.float32)
+    scales = fp8.scale(fp8.amax(x, f"1×{group}"), f"{format} 1×{group}")
+    planes = [fp8.quantize(x, scales, f"{format} 1×{group}", i) for i in range(len(fmt.planes))]
+    back = fp8.dequantize(planes, scales, f"{format} 1×{group}", torch.float32)
     ones = torch.ones_like(scales)
-    codes = fp8.dequantize_groups(planes, ones, format, group, torch.float32)
+    codes = fp8.dequantize(planes, ones, f"{format} 1×{group}", torch.float32)
     check(measure(x, scales, fmt, group), reference(x, back, codes, fmt))
 
 
@@ -98,7 +98,7 @@ def test_statistics_of_parts_merge(x, y):
     parts = []
     for part in (x, y):
         flat = part.float().reshape(-1, 16)
-        parts.append((flat, fp8.scale(fp8.row_amax(flat), "e4m3")))
+        parts.append((flat, fp8.scale(fp8.amax(flat, "row"), "e4m3 row")))
     whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     expected = measure(*whole, FORMATS["e4m3"], 16)
     with pytest.MonkeyPatch.context() as patch:
@@ -121,6 +121,6 @@ def test_finite_values_have_a_good_sqnr(x):
     """Why there is no warning of a low one."""
     x = x.float().nan_to_num(1.0, 1.0, 1.0)
     x[x.abs() < 1e-30] = 0  # below, scales are no longer proportional to the amax
-    scale = fp8.scale(fp8.amax(x), "e4m3")
+    scale = fp8.scale(fp8.amax(x), "e4m3 tensor")
     row = row_of(0, "m", NAME, measure(x, scale, FORMATS["e4m3"], x.shape[-1]).tolist())
     assert row.sqnr_db > 24 or row.amax == 0

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8pass import Config
+from fp8pass.dialect.formats import E4M3
+from fp8pass.dialect.quantization import Quantization
 from fp8pass.plan import Plan
 from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, checks, strategies
 
@@ -132,11 +134,11 @@ def test_edges_are_those_of_the_format(drawn, format):
 
 
 @given(drawn=st.data())
-def test_granularities_fit(drawn):
+def test_blocks_fit(drawn):
     columns = drawn.draw(st.sampled_from([16, 48, 256]))
-    granularity = drawn.draw(strategies.granularities(columns))
-    scales = granularity.scale_shape((4, columns))
-    assert scales in ((), (4, 1), (4, columns // max(granularity.group_size, 1)))
+    block = drawn.draw(strategies.blocks(columns))
+    scales = Quantization(E4M3, block).scale_shape((4, columns))
+    assert scales in ((), (4, 1), (4, columns // max(block[1], 1)))
 
 
 @given(x=strategies.matrices(columns=32, finite=False))

@@ -133,9 +133,9 @@ def test_graphs_before_and_after_each_pass(of_llama):
     joint = [p for p in of_llama.graphs[0].passes if p.graph == "joint"]
     assert "fp8pass" not in joint[0].before
     assert "scaled_mm" in next(p for p in joint if p.name == "quantize_linears").after
-    assert "dequantize_groups" in joint[-1].after
+    assert "dequantize" in joint[-1].after
     backward = [p for p in of_llama.graphs[0].passes if p.graph == "backward"]
-    assert "dequantize_groups" in backward[0].before
+    assert "dequantize" in backward[0].before
     assert "ops.fp8pass." not in backward[-1].after
 
 

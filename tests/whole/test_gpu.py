@@ -292,8 +292,8 @@ def test_codes_are_those_of_the_scales_that_are_stored(fmt):
     """Invariant 4 in Triton, which keeps bf16 intermediates in fp32 registers."""
 
     def function(x):
-        scales = fp8.group_scale(x, fmt, 128)
-        return fp8.quantize_groups(x, scales, fmt, 128).view(torch.uint8), scales
+        scales = fp8.scale(fp8.amax(x, "1×128"), f"{fmt} 1×128")
+        return fp8.quantize(x, scales, f"{fmt} 1×128").view(torch.uint8), scales
 
     x = torch.randn(512, 512, device="cuda")
     codes, scales = torch.compile(function, backend=with_inductor)(x)
@@ -315,11 +315,11 @@ def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
     planes = range(len(FORMATS[fmt].planes))
 
     def pack(x):
-        scales = fp8.group_scale(x, fmt, 128)
-        return scales, *(fp8.quantize_groups(x, scales, fmt, 128, i) for i in planes)
+        scales = fp8.scale(fp8.amax(x, "1×128"), f"{fmt} 1×128")
+        return scales, *(fp8.quantize(x, scales, f"{fmt} 1×128", i) for i in planes)
 
     def unpack(scales, *codes):
-        return fp8.dequantize_groups(codes, scales, fmt, 128, dtype)
+        return fp8.dequantize(codes, scales, f"{fmt} 1×128", dtype)
 
     x = (torch.randn(512, 512, device="cuda") * torch.logspace(-7, 4, 512, device="cuda")).to(dtype)
     x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 0
@@ -330,7 +330,7 @@ def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
     assert identical(scales, want_scales)
 
     def distance(codes):
-        values = fp8.dequantize_groups(codes, scales, fmt, 128, torch.float32)
+        values = fp8.dequantize(codes, scales, f"{fmt} 1×128", torch.float32)
         return (x.double() - values).abs()[2:]
 
     excess = distance(codes) - distance(want_codes)

@@ -11,8 +11,9 @@ from fp8pass import hardware
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import Program
 from fp8pass.config import BUG
+from fp8pass.dialect.quantization import ROW, TENSOR
 from fp8pass.graph.nodes import aten, is_call, tensor
-from fp8pass.graph.patterns import root, swaps_matrices, transposes
+from fp8pass.graph.patterns import quantization_of, root, swaps_matrices, transposes
 
 fp8 = torch.ops.fp8pass
 
@@ -52,8 +53,9 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
 
 def why_no_rows(codes: fx.Node) -> str | None:
     """Why the row kernel does not take a matrix of codes, as far as the matrix alone tells."""
-    if tensor(codes.args[1]).ndim != 2:  # type: ignore[arg-type]
-        return "one scale for all"
+    block = quantization_of(codes).block
+    if block != ROW:
+        return "one scale for all" if block == TENSOR else "scales vary along rows"
     if _has_columns_for_rows(codes.args[0]):  # type: ignore[arg-type]
         return "its rows are columns in memory"
     return why_no_kernel(codes)
@@ -67,14 +69,15 @@ def _has_columns_for_rows(x: fx.Node) -> bool:
 
 def why_no_tiles(codes: fx.Node) -> str | None:
     """Why the tile kernel does not take a matrix of codes, as far as the matrix alone tells."""
-    if tensor(codes.args[1]).ndim:  # type: ignore[arg-type]
-        return "scales by row"
+    block = quantization_of(codes).block
+    if block != TENSOR:
+        return "scales by row" if block == ROW else "scales vary along rows"
     return why_no_kernel(codes) or (None if transposes(codes) else "not needed transposed")
 
 
 def why_no_kernel(codes: fx.Node) -> str | None:
     """Why neither kernel takes a matrix of codes: its format, its size or its device."""
-    format = str(codes.args[2])
+    format = quantization_of(codes).format.name
     return why_not_a_matrix(codes) if format in CODE_TYPES else f"no kernel for {format}"
 
 

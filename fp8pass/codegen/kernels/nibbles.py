@@ -1,6 +1,6 @@
 """Codes of 4 bits in Triton source: where they lie, and their values.
 
-Two elements share a byte (`ops.quantize_groups`): byte i of a group has element i in its low half
+Two elements share a byte (`ops.quantize`): byte i of a group has element i in its low half
 and element i + G / 2 in its high half, so that neighbouring threads read neighbouring bytes.
 """
 

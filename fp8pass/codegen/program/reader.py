@@ -13,10 +13,17 @@ from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer
 from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
 from fp8pass.dialect.coding import is_fp8
-from fp8pass.dialect.formats import FORMATS
+from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.patterns import CASTS, RESHAPES, Part, is_residual_sum
+from fp8pass.graph.patterns import (
+    CASTS,
+    RESHAPES,
+    Part,
+    is_dequantized_saved_value,
+    is_residual_sum,
+    quantization_of,
+)
 from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
@@ -109,7 +116,7 @@ class Reader:
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
             return False
-        if node.target is fp8.dequantize_groups.default:
+        if is_dequantized_saved_value(node):
             return self._load_groups(node, node)
         part = graph.part_of_rows(node)
         if part is not None:
@@ -144,8 +151,10 @@ class Reader:
         return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
     def _load_groups(self, node: fx.Node, coded: fx.Node, part: Part | None = None) -> bool:
-        format, size = FORMATS[str(coded.args[2])], coded.args[3]
-        assert isinstance(size, int)
+        how = quantization_of(coded)
+        format, (rows, size) = how.format, how.block
+        if rows > 1 or not size:
+            return False
         if format.lossless or (format.emulated and not format.in_nibbles):
             return False
         if self.operand(node) != "full":
@@ -182,7 +191,8 @@ class Reader:
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
         """The step of a pointwise operator, none if kernels cannot compute it."""
         if node.target is fp8.dequantize.default:
-            data, scale = map(self._name, node.args[:2])
+            planes, scale_node = node.args[:2]
+            data, scale = self._name(planes[0]), self._name(scale_node)  # type: ignore[index]
             return [Step(node.name, str(aten.mul.Tensor), (data, scale))]
         if not _is_pointwise(node):
             return []
@@ -195,10 +205,11 @@ class Reader:
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
         """The steps of a reduction over rows or of a scale; None for other operators."""
         columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
-        if node.target is fp8.row_amax.default:
+        if node.target is fp8.amax.default and args[1] == "row":
             return [Step(name, "row_amax", (self._name(args[0]),))]
         if node.target is fp8.scale.default and self.operand(node) == "row":
-            return [Step(name, "scale", (self._name(args[0]), args[1]))]
+            how = parse(str(args[1]))
+            return [Step(name, "scale", (self._name(args[0]), how.format.name))]
         if node.target is aten.sum.dim_IntList and _over_rows(node, columns):
             return [Step(name, "row_sum", (self._name(args[0]),))]
         if node.target is aten.mean.dim and _over_rows(node, columns):
@@ -282,9 +293,9 @@ def _part(load: Load, part: Part) -> Load:
 
 
 def _decoded(x: fx.Node) -> fx.Node | None:
-    """The `dequantize_groups` that a matrix is, in the same rows; None for others."""
+    """The groups that a matrix is dequantized from, in the same rows; None for others."""
     decoded = graph.root(x)
-    if not graph.is_call(decoded, fp8.dequantize_groups.default):
+    if not is_dequantized_saved_value(decoded):
         return None
     return decoded if tensor(decoded).shape[-1] == tensor(x).shape[-1] else None
 

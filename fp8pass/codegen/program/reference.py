@@ -18,7 +18,8 @@ from fp8pass.codegen.program.ir import (
 )
 from fp8pass.dialect.coding import encode
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.ops import dequantize_groups, group_scale, quantize_groups, transpose
+from fp8pass.dialect.ops import dequantize, quantize, transpose
+from fp8pass.dialect.quantization import Quantization, group
 from fp8pass.dialect.scaling import scale_of
 
 # Steps that are no aten operators, and `where`, which takes tensors only in aten.
@@ -75,8 +76,9 @@ def _stored(
         rows = torch.nn.functional.pad(value, padding).reshape(-1, PARTIAL_SUMS, size[1])
         return [rows.sum(0)]
     if layout == "groups":
-        scales = group_scale(value, store.format, store.group_size)
-        return [quantize_groups(value, scales, store.format, store.group_size), scales]
+        how = Quantization(FORMATS[store.format], group(store.group_size))
+        scales = how.scale(how.amax(value))
+        return [quantize(value, scales, str(how)), scales]
     scaled = value * values[store.scale].reciprocal() if store.scale else value
     codes = encode(scaled, FORMATS[store.format]).contiguous()
     return [codes if layout == "rows" else transpose(codes)]
@@ -98,7 +100,8 @@ def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[st
         if load.operand == "groups":
             codes = x.reshape(-1, width // 2 if load.in_nibbles else width)
             scales = next(tensors).reshape(codes.shape[0], -1)
-            value = dequantize_groups([codes], scales, load.format, load.group_size, torch.float32)
+            how = Quantization(FORMATS[load.format], group(load.group_size))
+            value = dequantize([codes], scales, str(how), torch.float32)
         else:
             shape = {"full": (-1, width), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
             value = x.float().reshape(shape[load.operand])

@@ -16,8 +16,9 @@ from fp8pass.codegen.kernels.limits import why_no_rows, why_no_tiles
 from fp8pass.codegen.kernels.operator import KERNELS, parts_of
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Program
-from fp8pass.dialect.granularity import ROW, of_operand
+from fp8pass.dialect.quantization import TENSOR
 from fp8pass.graph import tensor
+from fp8pass.graph.patterns import is_quantized_operand, quantization_of
 from fp8pass.passes.context import Context
 from fp8pass.plan import KernelUse
 
@@ -35,7 +36,7 @@ def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
             batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
             programs.update(_kernel_of(node, program) for program in batch.programs)
             launches += len(parts_by_launch(parts_of(KERNELS[node.target], batch, sizes)))
-    left = [n for n in gm.graph.nodes if graph.is_call(n, fp8.quantize.default)]
+    left = [n for n in gm.graph.nodes if is_quantized_operand(n)]
     generated = dict(Counter(map(_why_generated, left)))
     ctx.plan.kernels.append(KernelUse(dict(programs), launches, generated))
 
@@ -46,6 +47,6 @@ def _kernel_of(node: fx.Node, program: Program) -> str:
 
 
 def _why_generated(codes: fx.Node) -> str:
-    granularity = of_operand(tensor(codes.args[1]).ndim)  # type: ignore[arg-type]
-    why_not = why_no_rows if granularity is ROW else why_no_tiles
+    is_tensor = quantization_of(codes).block == TENSOR
+    why_not = why_no_tiles if is_tensor else why_no_rows
     return why_not(codes) or "what it is computed from lies in several matrices of memory"

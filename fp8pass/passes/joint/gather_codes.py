@@ -1,8 +1,8 @@
 """Gather FP8 codes instead of what they are made of: `quantize` moves ahead of `all_gather`.
 
     before   x  = all_gather(shard)
-             s  = scale(row_amax(x));  q = quantize(x, s)
-    after    a  = row_amax(shard);     p = quantize(shard, scale(a))
+             s  = scale(amax(x));  q = quantize(x, s)
+    after    a  = amax(shard);     p = quantize(shard, scale(a))
              s  = scale(all_gather(a))
              q  = as_codes(all_gather(as_bytes(p)))
 
@@ -34,9 +34,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.granularity import ROW, TENSOR, Granularity, of_operand
-from fp8pass.dialect.ops import AMAX
+from fp8pass.dialect.quantization import ROW, TENSOR, Block, block_text, parse, parse_block
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import GATHER, WAIT, Gather, gathers, remove_unused
 from fp8pass.graph.nodes import aten, emit, tensor
@@ -48,7 +46,6 @@ fp8 = torch.ops.fp8pass
 
 # What only moves elements: bytes as well as numbers.
 MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
-MEASURES = set(AMAX.values())
 
 
 @dataclass
@@ -83,7 +80,7 @@ class Matrix:
     @property
     def has_row_scales(self) -> bool:
         """Whether each row is measured."""
-        return any(n.target is AMAX[ROW] for n in self.readers)
+        return any(_measures_block(n, ROW) for n in self.readers)
 
 
 def gather_codes(gm: fx.GraphModule, ctx: Context) -> None:
@@ -112,7 +109,7 @@ def find_readers(whole: fx.Node) -> tuple[list[Matrix], list[fx.Node]]:
         for user in node.users:
             if user.target in MOVES | CASTS:
                 pending.append((user, (*path, user)))
-            elif user.target in MEASURES or user.target is fp8.quantize.default:
+            elif user.target in (fp8.amax.default, fp8.quantize.default):
                 matrices.setdefault(node, Matrix(node, path)).readers.append(user)
             else:
                 others.append(user)
@@ -124,13 +121,15 @@ def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> st
     codes = [n for matrix in matrices for n in matrix.codes]
     if not codes:
         return "no linear layer in FP8 reads it"
-    if any(FORMATS[n.args[2]].lossless for n in codes):  # type: ignore[index]
+    if any(parse(str(n.args[2])).format.lossless for n in codes):
         return "exact formats: rewritten, not rounded"
+    if any(_block(n) not in (ROW, TENSOR) for n in codes):
+        return "its scales are of blocks"
     if others:
         reads_sizes = all(kind(n) is Kind.SYMBOL for n in others)
         name = graph.operator_name(others[0])
         return "its sizes vary" if reads_sizes else f"the operator {name} reads it, too"
-    kinds = [_granularity(n) for n in codes]
+    kinds = [_block(n) for n in codes]
     if len(set(kinds)) < len(kinds):
         return "layers read it in more than one shape or dtype"
     for matrix in matrices:
@@ -143,8 +142,12 @@ def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> st
     return ""
 
 
-def _granularity(codes: fx.Node) -> Granularity:
-    return of_operand(tensor(codes.args[1]).ndim)  # type: ignore[arg-type]
+def _block(codes: fx.Node) -> Block:
+    return parse(str(codes.args[2])).block
+
+
+def _measures_block(node: fx.Node, block: Block) -> bool:
+    return node.target is fp8.amax.default and parse_block(str(node.args[1])) == block
 
 
 def _measures(codes: fx.Node, matrix: Matrix) -> bool:
@@ -153,7 +156,7 @@ def _measures(codes: fx.Node, matrix: Matrix) -> bool:
     if not graph.is_call(scale, fp8.scale.default):
         return False
     measured = scale.args[0]
-    while measured.target in MEASURES:
+    while measured.target is fp8.amax.default:
         measured = measured.args[0]
     return measured is matrix.node
 
@@ -205,21 +208,25 @@ class Sender:
                 reader.replace_all_uses_with(self._replacement())
 
     def _replacement(self) -> fx.Node:
-        if self.reader.target is AMAX[ROW]:
-            self._row_amax = self._emit(AMAX[ROW], self._own_part())
+        if _measures_block(self.reader, ROW):
+            self._row_amax = self._amax(self._own_part(), ROW)
             return self._gathered(self._row_amax)
-        if self.reader.target is AMAX[TENSOR]:
-            own = self._emit(aten.reshape.default, self._emit(AMAX[TENSOR], self._own_part()), [1])
-            return self._emit(AMAX[TENSOR], self._sent(own))
-        _, scale, format = self.reader.args
-        if _granularity(self.reader) is ROW:
-            scale = self._emit(fp8.scale.default, self._row_amax, format)
-        codes = self._emit(fp8.quantize.default, self._own_part(), scale, format)
+        if _measures_block(self.reader, TENSOR):
+            own = self._emit(aten.reshape.default, self._amax(self._own_part(), TENSOR), [1])
+            return self._amax(self._sent(own), TENSOR)
+        _, scale, text = self.reader.args
+        if _block(self.reader) == ROW:
+            scale = self._emit(fp8.scale.default, self._row_amax, text)
+        codes = self._emit(fp8.quantize.default, self._own_part(), scale, text)
         codes.meta[OPERAND_OF] = self.reader.meta[OPERAND_OF]
         data = self._gathered(self._emit(fp8.as_bytes.default, codes))
+        format = parse(str(text)).format.name
         gathered = self._emit(fp8.as_codes.default, data, format)
         gathered.meta[GATHERED_AS] = self.matrix.node.name
         return gathered
+
+    def _amax(self, x: fx.Node, block: Block) -> fx.Node:
+        return self._emit(fp8.amax.default, x, block_text(block))
 
     def _own_part(self) -> fx.Node:
         """This rank's part as a matrix, in the dtype that is quantized."""

@@ -3,8 +3,8 @@
 Afterwards forward and backward share exactly the nodes in `ctx.saved`:
 
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
-    after    s = group_scale(g); q = quantize_groups(g, s)   forward, q and s cross
-             g' = dequantize_groups([q], s)                  backward, used instead of g
+    after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s cross
+             g' = dequantize([q], s)                  backward, used instead of g
 
 The forward keeps using the values themselves: saving in low bits changes gradients only.
 """
@@ -12,6 +12,7 @@ The forward keeps using the values themselves: saving in low bits changes gradie
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.activation_memory.decision import Decision
 from fp8pass.dialect.formats import EXACT
+from fp8pass.dialect.quantization import Quantization, block_text, group
 from fp8pass.graph.classify import Kind, is_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
@@ -147,20 +149,19 @@ class Carrier:
     ) -> fx.Node:
         """Keep `node` as codes and scales of `x` and `beside`; the value decoded, in `dtype`."""
         assert decision.format is not None
-        coded = (decision.format.name, decision.group_size)
+        how = Quantization(decision.format, group(decision.group_size))
+        text, add = str(how), partial(emit, self.graph, like=x)
         with self.graph.inserting_before(graph.behind(x)):
-            scales = emit(self.graph, fp8.group_scale.default, x, *coded, like=x)
+            scales = add(fp8.scale.default, add(fp8.amax.default, x, block_text(how.block)), text)
             planes = [
-                emit(self.graph, fp8.quantize_groups.default, x, scales, *coded, i, like=x)
+                add(fp8.quantize.default, x, scales, text, i)
                 for i in range(len(decision.format.planes))
             ]
         for plane in planes:
             plane.meta[TO_HOST] = decision.on_host
         self._cross(node, decision, *planes, scales, *beside)
         with self.graph.inserting_before(self.at):
-            back = emit(
-                self.graph, fp8.dequantize_groups.default, planes, scales, *coded, dtype, like=x
-            )
+            back = add(fp8.dequantize.default, planes, scales, text, dtype)
             back.meta |= {"partitioner_tag": "is_backward", CARRIES: node.name}
             return self._in_layout_of(node, back) if decision.format.packed else back
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.dialect.quantization import TENSOR, parse
 from fp8pass.graph.collectives import WAIT
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.nodes import aten, emit, tensor
@@ -105,6 +106,8 @@ def _term(gemm: fx.Node) -> Term | None:
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None
     if gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
+        return None
+    if any(parse(str(text)).block != TENSOR for text in gemm.args[7:]):
         return None
     top = gemm
     while (user := _only_user(top)) is not None and user.target in RESHAPES:
@@ -188,7 +191,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
             fp8.scaled_mm.default,
             *(add(fp8.joined.default, gradients), scale),
             *(add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)),
-            *(None, gemm.args[5], fast_accumulation),
+            *(None, gemm.args[5], fast_accumulation, *gemm.args[7:]),
         )
     merged.meta[ROLE] = "dgrad"
     merged.meta[graph.REPLACED] = gemm.meta[graph.REPLACED]

@@ -1,10 +1,10 @@
 """Send what is to be kept on the host there, and fetch it before the backward uses it.
 
-    before   q = quantize_groups(x, s)       y = dequantize_groups([q], s)      q crosses
-    after    q = quantize_groups(x, s)       c = from_host(h', device, g)       some GEMMs earlier
+    before   q = quantize(x, s)       y = dequantize([q], s)      q crosses
+    after    q = quantize(x, s)       c = from_host(h', device, g)       some GEMMs earlier
              h = to_host(q)                  ...
              ...                             q' = settled(c, h')
-             h' = settled(h, q)              y = dequantize_groups([q'], s)     h' crosses
+             h' = settled(h, q)              y = dequantize([q'], s)     h' crosses
 
 A copy begins as soon as there is the value. By a roofline of all operators it is settled where it
 should be done, so that nobody waits for it, and fetched as late as it can be. In between it takes

@@ -50,7 +50,7 @@ from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
-from fp8pass.dialect.granularity import ROW
+from fp8pass.dialect.quantization import BY_ROW, ROW, Quantization
 from fp8pass.graph.classify import BATCHED, GROUPED
 from fp8pass.graph.linear_layers import (
     Layer,
@@ -170,7 +170,10 @@ class ExpertQuantizer(Quantizer):
         """Codes of a matrix that is contracted over its last dimension, and the rows' scales."""
         if matrix in self._gathered or _gathers_all_rows(matrix):
             return self._gathered_codes(matrix, layer, like)
-        return self(matrix, layer, ROW, contract_rows=False, like=like)
+        return self(matrix, layer, self._quantization(matrix), contract_rows=False, like=like)
+
+    def _quantization(self, matrix: fx.Node) -> Quantization:
+        return Quantization(self.format_of(matrix), ROW)
 
     def _gathered_codes(
         self, tokens: fx.Node, layer: Layer, like: fx.Node
@@ -179,11 +182,11 @@ class ExpertQuantizer(Quantizer):
         if tokens not in self._gathered:
             x, indices = tokens.args
             assert isinstance(x, fx.Node)
-            codes, _ = self(x, layer, ROW, contract_rows=False, like=like)
+            codes, _ = self(x, layer, self._quantization(x), contract_rows=False, like=like)
             amaxes = self._amax(x, _identity(x), ROW, like)
             taken = emit_operand(aten.index.Tensor, amaxes, indices, like=like)
-            self._amaxes[_identity(tokens)] = taken  # those of wgrad, too
-            scale = emit_operand(fp8.scale.default, taken, E4M3.name, like=like)
+            self._amaxes[(*_identity(tokens), ROW)] = taken  # those of wgrad, too
+            scale = emit_operand(fp8.scale.default, taken, BY_ROW, like=like)
             data = emit_operand(fp8.as_bytes.default, codes, like=like)
             data = emit_operand(aten.index.Tensor, data, indices, like=like)
             data = emit_operand(fp8.as_codes.default, data, E4M3.name, like=like)
@@ -213,7 +216,7 @@ class ExpertQuantizer(Quantizer):
         if (x, offsets) not in self._segments:
             amaxes = self._amax(x, _identity(x), ROW, like)
             amax = emit_operand(fp8.segment_amax.default, amaxes, offsets, like=like)
-            scale = emit_operand(fp8.scale.default, amax, E4M3.name, like=like)
+            scale = emit_operand(fp8.scale.default, amax, BY_ROW, like=like)
             operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
             if _gathers_all_rows(x):  # the kernel goes through an index itself
                 matrix, indices = x.args

@@ -14,7 +14,7 @@ Scales are just in time (COAT 5.2, LLMQ 3). In the backward there is one for eac
 used in two layouts, and no scale may vary along what a GEMM contracts. The forward needs one
 layout: there each row of `x` and `W` has a scale of its own (torchao calls that rowwise), so that a
 kernel that holds a row finds its scale and quantizes it in one pass. Every tensor is quantized once
-per layout and granularity, however many GEMMs share it; a tensor that Inductor padded for one of
+per layout and quantization, however many GEMMs share it; a tensor that Inductor padded for one of
 them counts as another tensor.
 
 `einsum` writes a linear layer as a `bmm` of one matrix, which becomes an `mm` first.
@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
-from fp8pass.dialect.granularity import OF_OPERANDS, TENSOR, Granularity
+from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
 from fp8pass.graph.called_graphs import layers_in_called_graphs
 from fp8pass.graph.joint import JointFacts, UnusedCodes
 from fp8pass.graph.linear_layers import (
@@ -130,7 +130,7 @@ def _where_codes_are_from(layer: Layer, part: Part, ctx: Context) -> str:
         return ""
     if part.times:
         return IN_CHUNKS
-    if granularity_of(layer.forward, ctx.config) is TENSOR:
+    if not has_row_scales(layer.forward, ctx.config):
         return ONE_SCALE
     weight = graph.source(layer.weight)
     if weight in ctx.facts.codes:
@@ -178,20 +178,37 @@ def _is_batch_of_one(gemm: fx.Node) -> bool:
     return gemm.target is aten.bmm.default and isinstance(size, int) and size == 1
 
 
-def granularity_of(gemm: fx.Node, config: Config) -> Granularity:
-    """The granularity of a GEMM's operands: rows only in the forward, and only where they can be.
+def quantization_of(operand: str, gemm: fx.Node, config: Config) -> Quantization:
+    """The quantization of an operand of a GEMM: `Config.quantizations`, if the GEMM can have it."""
+    chosen = parse(config.quantizations[gemm.meta[ROLE], operand])
+    fits = _takes_rows(gemm) if chosen.block == ROW else _divides(chosen.block, gemm)
+    return chosen if fits else Quantization(chosen.format, TENSOR)
 
-    Codes of which the GEMM takes the transpose have one scale, as in the backward. So have those of
-    a contraction that nobody knows to be of a length that tensor cores take: they are filled up.
+
+def has_row_scales(gemm: fx.Node, config: Config) -> bool:
+    """Whether the input of a GEMM of the forward has a scale for each row."""
+    return quantization_of("input", gemm, config).block != TENSOR
+
+
+def _takes_rows(gemm: fx.Node) -> bool:
+    """Whether operands of a GEMM can have a scale for each row.
+
+    Not if it reads transposed data, or pads a contraction to a length that tensor cores take; and
+    cuBLASLt multiplies such operands only if the result is BF16.
     """
-    if gemm.meta[ROLE] != "forward" or not config.quantizes_linears:
-        return TENSOR
     operands = operands_of(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
-        return TENSOR
-    a, b = (graph.untransposed(x)[1] for x in operands)
-    bf16 = tensor(gemm).dtype is torch.bfloat16  # the only result of cuBLASLt for such scales
-    return OF_OPERANDS[config.forward_scales] if not a and b and bf16 else TENSOR
+        return False
+    is_transposed = any(graph.untransposed(x)[1] for x in operands)
+    return tensor(gemm).dtype is torch.bfloat16 and not is_transposed
+
+
+def _divides(block: Block, gemm: fx.Node) -> bool:
+    """Whether a block divides the operands of a GEMM, transposed or not."""
+    sizes = [size for x in operands_of(gemm) for size in tensor(x).shape]
+    return all(
+        isinstance(size, int) and size % side == 0 for size in sizes for side in block if side > 1
+    )
 
 
 def has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
@@ -206,15 +223,18 @@ def rewrite(gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
         gemm = _without_batch(gemm, quantizer)
     a, b = operands_of(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
-    granularity = granularity_of(gemm, quantizer.config)
+    names = quantizer.operand_names(gemm, layer)
+    how = [quantization_of(name, gemm, quantizer.config) for name in names]
     with g.inserting_before(gemm):
-        left = quantizer(a, layer, granularity, contract_rows=False, like=gemm)
-        right = quantizer(b, layer, granularity, contract_rows=True, like=gemm)
+        left = quantizer(a, layer, how[0], contract_rows=False, like=gemm)
+        right = quantizer(b, layer, how[1], contract_rows=True, like=gemm)
         # Where tokens are columns, as in gradients of transposed inputs, they are to be rows.
         flipped = quantizer.config.quantizes_linears and not has_columns_for_tensor_cores(gemm)
         operands = (*right, *left) if flipped else (*left, *right)
+        quantizations = map(str, reversed(how) if flipped else how)
         options = tensor(gemm).dtype, accumulates_fast(gemm, layer, quantizer.config)
-        product = emit(g, fp8.scaled_mm.default, *operands, bias, *options, like=gemm)
+        args = *operands, bias, *options, *quantizations
+        product = emit(g, fp8.scaled_mm.default, *args, like=gemm)
         result = _flipped(product, gemm) if flipped else product
     take_place(product, gemm)
     product.meta[ROLE] = gemm.meta[ROLE]

@@ -121,7 +121,7 @@ def _amaxes(node: fx.Node) -> list[fx.Node]:
     """The `amax` operators of a value or of views of it."""
     found = []
     for user in node.users:
-        if user.target is fp8.amax.default:
+        if user.target is fp8.amax.default and user.args[1] == "tensor":
             found.append(user)
         elif user.target in RESHAPES:
             found += _amaxes(user)

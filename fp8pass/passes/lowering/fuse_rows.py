@@ -1,9 +1,9 @@
-"""Quantize by row in row kernels: `quantize(x, scale(row_amax(x)))` and the operators before it.
+"""Quantize by row in row kernels: `quantize(x, scale(amax(x)))` and the operators before it.
 
     before   s  = add(x, mm)
              n  = mul(mul(s, rsqrt(mean(s * s))), w)
-             a  = scale(row_amax(n));  b = quantize(n, a)
-             c  = group_scale(s);      d = quantize_groups(s, c)
+             a  = scale(amax(n));  b = quantize(n, a)
+             c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
 The kernel also stores computed values that have other users, and the codes of groups in which
@@ -27,8 +27,10 @@ from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader
+from fp8pass.dialect.quantization import parse
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends, settle_around
+from fp8pass.graph.patterns import is_quantized_operand, quantization_of
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -38,7 +40,7 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace matrices that are quantized by row by row kernels."""
     changed = False
     for node in list(gm.graph.nodes):
-        if graph.is_call(node, fp8.quantize.default) and node.users:
+        if is_quantized_operand(node) and node.users:
             changed |= fuse(node)
     if changed:
         graph.settle(gm.graph)
@@ -69,7 +71,7 @@ class RowKernel:
 
 def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
     """The kernel for `codes`, which computes the quantized value or loads it; None if none can."""
-    x, scale, format = codes.args
+    x, scale = codes.args[:2]
     assert isinstance(x, fx.Node)
     reader = Reader(codes, by_row=True)
     try:
@@ -94,13 +96,13 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
         kernel.stores.append(Store(names[node], (layout,), dtype=dtype))
         kernel.replaced.append(node)
     for scales, coded in groups:
-        value, format_, size = scales.args
-        assert isinstance(size, int)
-        name = names[value]  # type: ignore[index]
-        store = Store(name, ("groups",), format=str(format_), group_size=size)
+        how = quantization_of(coded)
+        name = names[coded.args[0]]  # type: ignore[index]
+        store = Store(name, ("groups",), format=how.format.name, group_size=how.block[1])
         kernel.stores.append(store)
         kernel.replaced += [coded, scales]
-    store = Store(names[x], ("rows",), scale=names[scale], format=str(format))  # type: ignore[index]
+    format = quantization_of(codes).format.name
+    store = Store(names[x], ("rows",), scale=names[scale], format=format)  # type: ignore[index]
     kernel.stores.append(store)
     kernel.replaced.append(codes)
     return None if depends(reader.loads, kernel.replaced) else kernel
@@ -128,12 +130,17 @@ def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
     """Scales and codes of the groups that values of the kernel are saved in."""
     found = []
     for value in reader.names:
-        for scales in value.users:
-            if not graph.is_call(scales, fp8.group_scale.default):
-                continue
-            _, format, size = scales.args
-            coded = [u for u in scales.users if u.target is fp8.quantize_groups.default]
-            fits = isinstance(size, int) and size & (size - 1) == 0 and size <= CHUNK
-            if fits and str(format) in GROUP_FORMATS and len(coded) == 1 and has_shape(coded[0]):
-                found.append((scales, coded[0]))
+        for amax in (user for user in value.users if user.target is fp8.amax.default):
+            for scales in (user for user in amax.users if user.target is fp8.scale.default):
+                coded = list(scales.users)
+                if _can_store_groups(scales) and len(coded) == 1 and has_shape(coded[0]):
+                    found.append((scales, coded[0]))
     return found
+
+
+def _can_store_groups(scales: fx.Node) -> bool:
+    """Whether the kernel stores groups of a quantization: of a size that is a power of two."""
+    how = parse(str(scales.args[1]))
+    rows, size = how.block
+    fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0
+    return fits and not how.is_for_operands and how.format.name in GROUP_FORMATS

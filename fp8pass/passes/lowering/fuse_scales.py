@@ -23,6 +23,7 @@ from fp8pass.codegen.kernels.tiles import holds_amaxes, tiles
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.dialect.quantization import parse
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.passes.context import Context
 
@@ -71,7 +72,7 @@ def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _finishes(node: fx.Node) -> bool:
     """Whether a node is an amax of few numbers that are there already: a kernel can hold them."""
-    if not graph.is_call(node, fp8.amax.default):
+    if not graph.is_call(node, fp8.amax.default) or node.args[1] != "tensor":
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -104,6 +105,6 @@ def _fuse(amaxes: list[fx.Node]) -> None:
 def _program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
     """The program of one amax, whose numbers are one row."""
     steps = [Step(amax.name, "row_amax", ("partial",))]
-    steps += [Step(scale.name, "scale", (amax.name, scale.args[1])) for scale in scales]
+    steps += [Step(s.name, "scale", (amax.name, parse(str(s.args[1])).format.name)) for s in scales]
     stores = (Store(node.name, ("row",), dtype="float32") for node in stored)
     return Program((Load("partial", "full"),), tuple(steps), tuple(stores)).canonical()

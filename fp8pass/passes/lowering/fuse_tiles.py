@@ -1,8 +1,8 @@
 """Quantize and transpose in tile kernels: `transpose(quantize(x))` and the operators before it.
 
-    before   h  = mul(silu(dequantize_groups(g)), dequantize_groups(u))
+    before   h  = mul(silu(dequantize(g)), dequantize(u))
              a  = transpose(quantize(h, s))
-             d  = mul(dy, silu(dequantize_groups(g)))
+             d  = mul(dy, silu(dequantize(g)))
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
@@ -41,7 +41,7 @@ from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader, is_in_memory
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends, settle_around
-from fp8pass.graph.patterns import transposes
+from fp8pass.graph.patterns import is_quantized_operand, quantization_of, transposes
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -146,9 +146,9 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
 
 def matrix_behind_codes(codes: fx.Node) -> Matrix | None:
     """The matrix of which a node is the codes, None if the tile kernel does not store them."""
-    if not graph.is_call(codes, fp8.quantize.default) or why_no_tiles(codes):
+    if not is_quantized_operand(codes) or why_no_tiles(codes):
         return None
-    x, scale, format = codes.args
+    x, scale = codes.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     try:
@@ -166,7 +166,7 @@ def matrix_behind_codes(codes: fx.Node) -> Matrix | None:
     if len(codes.users) == len(by_layout["columns"]):
         del by_layout["rows"]
     names = reader.names
-    store = Store(names[x], (), scale=names[scale], format=str(format))
+    store = Store(names[x], (), scale=names[scale], format=quantization_of(codes).format.name)
     return Matrix(reader, store, by_layout)
 
 
@@ -192,7 +192,7 @@ def matrix_behind_amax(x: fx.Node) -> Matrix | None:
     It is computed from groups, or in memory already. In other cases the generated kernel that
     computes the matrix can take its amax as well. None for other nodes.
     """
-    amaxes = [u for u in x.users if u.target is fp8.amax.default]
+    amaxes = [u for u in x.users if u.target is fp8.amax.default and u.args[1] == "tensor"]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
         return None
     reader = Reader(x)

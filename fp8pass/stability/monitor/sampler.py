@@ -18,9 +18,14 @@ from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.codegen.lowering import lower
-from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.ops import OPERATORS
+from fp8pass.dialect.quantization import block_text
 from fp8pass.graph.names import operator_name
+from fp8pass.graph.patterns import (
+    is_quantized_operand,
+    is_quantized_saved_value,
+    quantization_of,
+)
 from fp8pass.graph.tags import OPERAND_OF
 from fp8pass.stability.monitor.statistics import TensorName, measure
 
@@ -150,7 +155,7 @@ class MeasuringInterpreter(fx.Interpreter):
         names = self.names.get(n, ())
         if names:
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
-            totals = measure(x, scale, FORMATS[names[0].format], _group(n, x))
+            totals = measure(x, scale, quantization_of(n).format, _group(n, x))
             for name in names:
                 self.sink.record(self.prefix, name, totals)
         return super().run_node(n)
@@ -176,18 +181,19 @@ def quantized_by(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
     found: dict[fx.Node, list[TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}
     for node in g.nodes:
-        if graph.is_call(node, fp8.quantize.default):
+        if is_quantized_operand(node):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
-        elif graph.is_call(node, fp8.quantize_groups.default) and node.args[4:] in ((), (0,)):
+        elif is_quantized_saved_value(node) and node.args[3:] in ((), (0,)):
             # Codes that are packed in several planes are measured at the first plane.
             module, tensor = graph.module_path(node), f"saved {operator_name(_value(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
         else:
             continue
-        format, dtype = str(node.args[2]), graph.tensor(_value(node)).dtype
-        if not FORMATS[format].lossless:
-            found[node] = [TensorName(*n, _scales(node), format, dtype) for n in names]
+        how, dtype = quantization_of(node), graph.tensor(_value(node)).dtype
+        if not how.format.lossless:
+            scales = block_text(how.block)
+            found[node] = [TensorName(*n, scales, how.format.name, dtype) for n in names]
     return found
 
 
@@ -195,17 +201,9 @@ def _value(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-def _scales(node: fx.Node) -> str:
-    """The elements that share a scale, as text: `tensor`, `row` or `1×128`."""
-    if graph.is_call(node, fp8.quantize_groups.default):
-        return f"1×{node.args[3]}"
-    return "row" if graph.tensor(node.args[1]).ndim else "tensor"  # type: ignore[arg-type]
-
-
 def _group(node: fx.Node, x: Tensor) -> int:
     """Number of elements of a row that share a scale."""
-    is_grouped = graph.is_call(node, fp8.quantize_groups.default)
-    return int(node.args[3]) if is_grouped else x.shape[-1]  # type: ignore[arg-type]
+    return quantization_of(node).block[1] or x.shape[-1]
 
 
 def _weights(g: fx.Graph) -> list[tuple[int, str]]:

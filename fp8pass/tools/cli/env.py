@@ -170,9 +170,11 @@ def _fp8_product(device: torch.device) -> str:
     fp8 = torch.ops.fp8pass
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        scales = [fp8.scale(fp8.amax(x), "e4m3") for x in (a, b)]
-        codes = [fp8.quantize(x, s, "e4m3") for x, s in zip((a, b), scales, strict=True)]
-        return fp8.scaled_mm(codes[0], scales[0], codes[1], scales[1], None, a.dtype)
+        how = "e4m3 tensor"
+        scales = [fp8.scale(fp8.amax(x), how) for x in (a, b)]
+        codes = [fp8.quantize(x, s, how) for x, s in zip((a, b), scales, strict=True)]
+        operands = codes[0], scales[0], codes[1], scales[1]
+        return fp8.scaled_mm(*operands, None, a.dtype, False, how, how)
 
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))

@@ -22,7 +22,7 @@ from fp8pass.graph.classify import Kind, kind
 fp8 = torch.ops.fp8pass
 
 # Generated code decodes where it reads.
-DECODERS = {fp8.dequantize.default, fp8.dequantize_groups.default}
+DECODERS = {fp8.dequantize.default}
 # CUDA kernels of attention's backward add up the gradient of queries in FP32.
 BYTES_PER_QUERY = 4
 

@@ -17,9 +17,11 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import CompiledGraph
+from fp8pass.dialect.quantization import ROW, TENSOR, Block, block_text, parse
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.names import operator_name
+from fp8pass.graph.patterns import is_dequantized_saved_value
 from fp8pass.graph.tags import CARRIES, ROLE
 from fp8pass.tools.report.sources import source_line
 
@@ -198,7 +200,7 @@ class _Drawing:
     def _kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             return "input"
-        if node.target is fp8.dequantize_groups.default:
+        if is_dequantized_saved_value(node):
             return "dequantize"
         if CARRIES in node.meta and node not in self.forward:
             return "recomputed"
@@ -265,24 +267,19 @@ def _label(node: fx.Node) -> str:
 
 
 def _quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Format and granularity of the codes that a dialect operator reads or computes."""
-    if node.target in (fp8.quantize_groups.default, fp8.dequantize_groups.default):
-        yield "format", str(node.args[2])
-        yield "scales", f"one for 1×{node.args[3]}"
-    elif node.target is fp8.group_scale.default:
-        yield "scales", f"one for 1×{node.args[2]}"
-    elif node.target is fp8.quantize.default:
-        yield "format", str(node.args[2])
-        yield "scales", _granularity(node.args[1])
-    elif node.target is fp8.scale.default:
-        yield "scales", _granularity(node)
-    elif node.target is fp8.scaled_mm.default:
-        a, a_scale, b, b_scale = node.args[:4]
-        dtypes = (graph.dtype_text(graph.tensor(x).dtype) for x in (a, b))  # type: ignore[arg-type]
-        yield "format", " × ".join(dtypes)
-        yield "scales", " × ".join(_granularity(x) for x in (a_scale, b_scale))
+    """Formats and scales of the data that an operator of the dialect reads or computes."""
+    of_operator = {
+        fp8.quantize.default: slice(2, 3),
+        fp8.dequantize.default: slice(2, 3),
+        fp8.scale.default: slice(1, 2),
+        fp8.scaled_mm.default: slice(7, 9),
+    }
+    if node.target in of_operator:
+        found = [parse(str(text)) for text in node.args[of_operator[node.target]]]
+        yield "format", " × ".join(how.format.name for how in found)
+        yield "scales", " × ".join(_scales_text(how.block) for how in found)
 
 
-def _granularity(scale: object) -> str:
-    assert isinstance(scale, fx.Node)
-    return "one for each row" if graph.tensor(scale).ndim else "one for the tensor"
+def _scales_text(block: Block) -> str:
+    names = {TENSOR: "one for the tensor", ROW: "one for each row"}
+    return names.get(block) or f"one for {block_text(block)}"

@@ -1,0 +1,152 @@
+"""Quantizations: a number format, the elements that share a scale, and how scales are stored.
+
+Operators of the dialect take a quantization as text, `e4m3 row` or `e2m2 1×128`, and `parse` it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.dialect.formats import E4M3, FORMATS, Format
+from fp8pass.dialect.scaling import power_of_two, quotient_of, truncated
+
+# Rows and columns of the blocks that share a scale; 0 is all of a dimension (COAT section 5.2).
+Block = tuple[int, int]
+TENSOR: Block = (0, 0)
+ROW: Block = (1, 0)
+# The blocks of a GEMM's operands that users can choose.
+OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
+
+# Name of a scale's form: its dtype, and whether it is rounded up to a power of two.
+SCALE_FORMS = {
+    "fp32": ("float32", True),
+    "bf16": ("bfloat16", False),
+    "e8m0": ("float8_e8m0fnu", True),
+}
+
+
+def group(size: int) -> Block:
+    """Groups of `size` elements along the last dimension."""
+    return 1, size
+
+
+def block_text(block: Block) -> str:
+    """`tensor`, `row`, or rows × columns: `1×128`."""
+    names = {b: name for name, b in OPERAND_BLOCKS.items()}
+    return names.get(block) or "×".join(map(str, block))
+
+
+def parse_block(text: str) -> Block:
+    """The block that `block_text` gives as text."""
+    if text in OPERAND_BLOCKS:
+        return OPERAND_BLOCKS[text]
+    rows, columns = map(int, text.split("×"))
+    return rows, columns
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a tensor is quantized: `x ≈ data * scale`, one scale for each block.
+
+    Attributes:
+        format: of an element.
+        block: the elements that share a scale.
+        scales: how scales are stored, a name in `SCALE_FORMS`; by default bf16 for blocks within
+            rows, as saved values have, and fp32 for operands.
+    """
+
+    format: Format
+    block: Block
+    scales: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.scales:
+            object.__setattr__(self, "scales", "bf16" if self.block[1] else "fp32")
+
+    def __str__(self) -> str:
+        words = [self.format.name, block_text(self.block)]
+        is_default = self == Quantization(self.format, self.block)
+        return " ".join(words if is_default else [*words, self.scales])
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of scales."""
+        dtype: torch.dtype = getattr(torch, SCALE_FORMS[self.scales][0])
+        return dtype
+
+    @property
+    def is_for_operands(self) -> bool:
+        """Whether scales are powers of two, as those of GEMM operands are, unlike saved values'."""
+        return SCALE_FORMS[self.scales][1]
+
+    @property
+    def is_in_groups(self) -> bool:
+        """Whether scales vary along the last dimension."""
+        return self.block[1] > 0
+
+    @property
+    def survives_transpose(self) -> bool:
+        """Whether the transposed data have the same blocks, and need no other scales."""
+        return self.block[0] == self.block[1]
+
+    def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """The shape of the scales of a tensor: [], [M, 1], [..., K / G] or [M / m, K / n]."""
+        rows, columns = self.block
+        if not columns:
+            return (shape[0], 1) if rows else ()
+        leading = shape[:-1] if rows == 1 else (*shape[:-2], shape[-2] // rows)
+        return (*leading, shape[-1] // columns)
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude in each block of `x`, fp32."""
+        if self.block == TENSOR:
+            return x.abs().amax(dim=-1).amax().float()
+        if self.block == ROW:
+            return x.abs().amax(dim=-1, keepdim=True).float()
+        dims = (-1,) if self.block[0] == 1 else (-3, -1)
+        return self.split(x.contiguous()).abs().amax(dim=dims).float()
+
+    def scale(self, amax: Tensor) -> Tensor:
+        """The scales that map largest magnitudes to the largest value of the format (LLMQ 3)."""
+        if self.format.lossless:
+            return torch.ones_like(amax, dtype=self.scale_dtype)
+        scales = quotient_of(amax, self.format)
+        _, rounds_up = SCALE_FORMS[self.scales]
+        return (power_of_two(scales) if rounds_up else truncated(scales)).to(self.scale_dtype)
+
+    def split(self, x: Tensor) -> Tensor:
+        """`x` with the dimensions of blocks apart, so that `spread` scales broadcast to it."""
+        rows, columns = self.block
+        groups = x.unflatten(-1, (-1, columns)) if columns else x
+        return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """fp32 scales that broadcast to the `split` tensor."""
+        scales = scales.float()
+        groups = scales.unsqueeze(-1) if self.block[1] else scales
+        return groups.unsqueeze(-3) if self.block[0] > 1 else groups
+
+
+@cache
+def parse(text: str) -> Quantization:
+    """The quantization that a text names.
+
+    Raises:
+        ValueError: unknown format, block or form of scales.
+    """
+    match = re.fullmatch(r"(\w+) (tensor|row|\d+×\d+)(?: (\w+))?", text)
+    format, block, scales = match.groups("") if match else ("", "", "")
+    if format not in FORMATS or (scales and scales not in SCALE_FORMS):
+        raise ValueError(f"{text!r} is no quantization such as 'e4m3 row' or 'e4m3 1×32 e8m0'")
+    return Quantization(FORMATS[format], parse_block(block), scales)
+
+
+# The quantization of weights outside of graphs, and of experts' operands.
+BY_ROW = str(Quantization(E4M3, ROW))
