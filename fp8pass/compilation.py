@@ -20,7 +20,6 @@ from fp8pass.graph.output_heads import has_head_name
 from fp8pass.passes import LOWERING_PASSES, Context
 from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
 from fp8pass.plan import Plan
-from fp8pass.weights.graph_inputs import NO_CODES, Given
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,18 @@ class Inputs:
             the backward, so that using them there costs no memory.
         activations: other inputs that require a gradient: outputs of other graphs, which nobody
             may be holding but us.
-        codes: which are codes of others.
         moving: parameters that CUDA graphs find elsewhere in every step.
     """
 
     weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
-    codes: Given = NO_CODES
     moving: frozenset[int] = frozenset()
 
     @classmethod
     def of(
         cls,
         example_inputs: Sequence[object],
-        codes: Given = NO_CODES,
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
         """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
@@ -62,7 +58,6 @@ class Inputs:
             weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
-            codes=codes,
             moving=moving,
         )
 

@@ -22,7 +22,7 @@ from fp8pass.compilation import (
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, UnusedCodes, codes_among, inputs_among
+from fp8pass.graph.joint import JointFacts, inputs_among
 from fp8pass.graph.regions import inline_regions
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context
@@ -34,7 +34,6 @@ from fp8pass.runtime.cuda_graph_gradients import keeping_sums
 from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
 from fp8pass.stability.monitor import Monitor
 from fp8pass.stability.monitor.sampler import Sampler
-from fp8pass.weights.graph_inputs import choose_codes, examples, giving_codes, with_codes
 
 
 @dataclass(frozen=True)
@@ -111,26 +110,17 @@ class Backend:
         config: Config,
         patches: Mapping[str, Any],
     ) -> tuple[Compilation, Callable[..., Any]]:
-        """The version of a graph that most steps run, with the codes of weights that it takes.
-
-        A graph that has others is not finished, so that caches have none of them.
-        """
-        unused = frozenset[int]()
+        """The version of a graph that most steps run."""
         graphed = compat.uses_cuda_graphs(patches)
         moving = moving_weights(gm, example_inputs) if graphed else frozenset[int]()
-        while True:
-            codes = choose_codes(gm, example_inputs, config, unused)
-            compilation = Compilation(
-                config,
-                Inputs.of(example_inputs, codes, moving),
-                self.observer,
-                self.extras,
-                decided_by_name(gm, config),
-            )
-            try:
-                return compilation, _compiled(gm, example_inputs, compilation, patches)
-            except UnusedCodes as error:
-                unused |= error.of
+        compilation = Compilation(
+            config,
+            Inputs.of(example_inputs, moving),
+            self.observer,
+            self.extras,
+            decided_by_name(gm, config),
+        )
+        return compilation, _compiled(gm, example_inputs, compilation, patches)
 
 
 @dataclass(frozen=True)
@@ -165,14 +155,8 @@ def rewrite_inference(
     if compat.captures_backward():
         return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    given = compilation.inputs.codes
     static = frozenset(placeholders[i] for i in parameters)
-    static -= inputs_among(placeholders, given.made)
-    facts = JointFacts(
-        static,
-        inputs_among(static, compilation.inputs.weights),
-        **codes_among(placeholders, given.of, given.left_out),
-    )
+    facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))
     ctx = Context(compilation.config, facts)
     observed = compilation.observer is not None
     records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=observed)
@@ -227,16 +211,13 @@ def _compiled(
     patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """A graph compiled as `compilation` says."""
-    codes, graphed = compilation.inputs.codes, compat.uses_cuda_graphs(patches)
     compiled: Any = compat.compile_fx(
-        with_codes(gm, codes, in_place=graphed) if codes.of else gm,
-        examples(example_inputs, codes),
+        gm,
+        list(example_inputs),
         inner_compile=InnerCompile(compilation),
         config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
     )
-    if graphed:
-        compiled = keeping_sums(compiled)
-    return giving_codes(compiled, codes, in_place=graphed) if codes.of else compiled
+    return keeping_sums(compiled) if compat.uses_cuda_graphs(patches) else compiled
 
 
 def _chosen(

@@ -15,7 +15,7 @@ from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, codes_among, inputs_among, overwritten_inputs
+from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import Watcher, report, run_passes, warn_about_checkpointing
 from fp8pass.plan import Checkpointing
@@ -65,7 +65,7 @@ class Partitioner(compat.CustomPartitionerFn):
         # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        parameters = inputs_among(primals, static - inputs.codes.made)
+        parameters = inputs_among(primals, static)
         facts = JointFacts(
             parameters=parameters,
             weights=inputs_among(parameters, inputs.weights),
@@ -73,7 +73,6 @@ class Partitioner(compat.CustomPartitionerFn):
             activations=inputs_among(primals, inputs.activations),
             overwritten=overwritten_inputs(gm.graph),
             num_fwd_outputs=kwargs["num_fwd_outputs"],
-            **codes_among(primals, inputs.codes.of, inputs.codes.left_out),
         )
         return Context(self.compilation.config, facts, self.compilation.extras)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import fx
 
@@ -84,11 +82,8 @@ def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
 class Quantizer:
     """Quantizes matrices of one graph, each once per layout and format."""
 
-    def __init__(
-        self, g: fx.Graph, config: Config, codes: Mapping[fx.Node, tuple[fx.Node, fx.Node]]
-    ) -> None:
+    def __init__(self, g: fx.Graph, config: Config) -> None:
         self.config = config
-        self.codes = codes
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, str, Granularity], tuple[fx.Node, fx.Node]] = {}
         # Of parts of a matrix; the largest of them is that of all.
@@ -137,7 +132,7 @@ class Quantizer:
         granularity: Granularity,
         like: fx.Node,
     ) -> tuple[fx.Node, fx.Node]:
-        data, scale = self._codes_given(base) or _codes_behind(base, format) or (None, None)
+        data, scale = _codes_behind(base, format) or (None, None)
         if data and scale and of_operand(tensor(scale).ndim) is granularity:
             return data, scale
         if scale and granularity is TENSOR:  # the largest of the rows' scales
@@ -146,12 +141,6 @@ class Quantizer:
             amax = self._amax(base, identity, granularity, like)
             scale = emit_operand(fp8.scale.default, amax, format, like=like)
         return emit_operand(fp8.quantize.default, base, scale, format, like=like), scale
-
-    def _codes_given(self, base: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """The codes of a weight that are inputs, if the weight is read in the dtype of these."""
-        if tensor(base).dtype is not torch.bfloat16:
-            return None
-        return self.codes.get(base.args[0] if base.target in graph.CASTS else base)  # type: ignore
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
         if base not in self._transposed:
