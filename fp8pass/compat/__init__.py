@@ -71,7 +71,7 @@ from fp8pass.compat.fakes import (  # noqa: E402
     autocast_for_cpu,
     fake_tensors,
 )
-from fp8pass.compat.frames import rename_self  # noqa: E402
+from fp8pass.compat.frames import compile_call, rename_self  # noqa: E402
 from fp8pass.compat.joint import (  # noqa: E402
     copy_region,
     extract_forward_backward,
@@ -159,6 +159,7 @@ __all__ = [
     "captures_backward",
     "ceil_div",
     "check_version",
+    "compile_call",
     "compile_fx",
     "compile_fx_inner",
     "compiled_in_vain",

@@ -27,7 +27,6 @@ from fp8pass.config import ConfigError, unknown
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes import ALL_PASSES, CONTRACTS, GUARDING, INDISPENSABLE, Context, Pass
-from fp8pass.plan import Plan
 
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
@@ -132,11 +131,6 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
     if watcher:
         watcher.after(pass_, gm, ctx)
     return seconds
-
-
-def report(plan: Plan) -> None:
-    """Log a line about a graph, for debugging: users see one about the whole model."""
-    log.debug("%s", plan.summary())
 
 
 @cache

@@ -29,8 +29,10 @@ ROOMS = (
     "weights",
     "optim",
     "passes",
+    "hooks",
     "compilation",
     "partition",
+    "compiler",
     "stability",
     "progress",
     "dynamo",
@@ -89,7 +91,7 @@ def test_no_circles(arrows):
 
 
 def test_few_modules_stand_outside_of_rooms():
-    assert len(list(ROOT.glob("*.py"))) <= 8
+    assert len(list(ROOT.glob("*.py"))) <= 10
 
 
 def test_a_pass_has_the_name_of_its_file():
