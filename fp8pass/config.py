@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -482,6 +483,11 @@ def _check_known(option: str) -> None:
     if option not in FIELDS:
         listed = ", ".join(FIELDS)
         raise ConfigError(f"{unknown('option', option, FIELDS)} Options are: {listed}.")
+
+
+def checks_are_on() -> bool:
+    """Whether `FP8PASS_CHECK=1` asks for checks of our own work. It is always set in the tests."""
+    return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 
 # Ends the message of an error that no user can cause.

@@ -23,7 +23,7 @@ from typing import Protocol
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import ConfigError, unknown
+from fp8pass.config import ConfigError, checks_are_on, unknown
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes import ALL_PASSES, CONTRACTS, GUARDING, INDISPENSABLE, Context, Pass
@@ -90,7 +90,7 @@ def run_passes(
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
-    check = os.environ.get("FP8PASS_CHECK", "0") != "0"
+    check = checks_are_on()
     number = next(_graph_numbers)
     records: list[PassRecord] = []
     before = _code(gm) if record else ""

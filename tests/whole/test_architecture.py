@@ -11,6 +11,7 @@ import networkx as nx
 import pytest
 
 import fp8pass
+from fp8pass.compilation import hashed_files
 from fp8pass.passes import ALL_PASSES, INFERENCE_PASSES
 
 ROOT = Path(fp8pass.__file__).parent
@@ -88,6 +89,16 @@ def test_arrows_run_one_way(arrows):
 
 def test_no_circles(arrows):
     assert not [c for c in nx.strongly_connected_components(arrows) if len(c) > 1]
+
+
+def test_keys_of_caches_cover_what_the_compiler_imports(arrows):
+    needed = {FILES[module] for module in nx.descendants(arrows, "compiler") | {"compiler"}}
+    assert needed <= set(hashed_files())
+
+
+def test_the_compiler_imports_nothing_that_watches_it(arrows):
+    rooms = {room(module) for module in nx.descendants(arrows, "compiler")}
+    assert not rooms & {"stability", "progress", "tools", "optim", "distributed", "testing"}
 
 
 def test_few_modules_stand_outside_of_rooms():
