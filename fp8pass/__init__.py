@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fp8pass.tools.fitting import Gpu as Gpu
     from fp8pass.tools.fitting import fit as fit
     from fp8pass.tools.sharpness import sharpness as sharpness
-    from fp8pass.weights.cached import same_weights as same_weights
     from fp8pass.weights.freezing import freeze as freeze
 
 __version__ = "0.1.0"
@@ -57,7 +56,6 @@ _MODULES = {
     "export": "integrations.compressed_tensors",
     "fit": "tools.fitting",
     "freeze": "weights.freezing",
-    "same_weights": "weights.cached",
     "sharpness": "tools.sharpness",
 }
 

@@ -1,13 +1,13 @@
-"""One compilation: what it is told, its results for observers, and its key in caches."""
+"""One compilation of a graph: its inputs, its hooks and its key in caches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,10 +17,10 @@ from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
-from fp8pass.passes import LOWERING_PASSES, Context
-from fp8pass.passes.runner import PassRecord, disabled_passes, run_passes
+from fp8pass.hooks import CompiledGraph, Hooks
+from fp8pass.passes import LOWERING_PASSES, Context, Requests
+from fp8pass.passes.runner import disabled_passes, run_passes
 from fp8pass.plan import Plan
-from fp8pass.weights.graph_inputs import NO_CODES, Given
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,18 @@ class Inputs:
             the backward, so that using them there costs no memory.
         activations: other inputs that require a gradient: outputs of other graphs, which nobody
             may be holding but us.
-        codes: which are codes of others.
         moving: parameters that CUDA graphs find elsewhere in every step.
     """
 
     weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
-    codes: Given = NO_CODES
     moving: frozenset[int] = frozenset()
 
     @classmethod
     def of(
         cls,
         example_inputs: Sequence[object],
-        codes: Given = NO_CODES,
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
         """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
@@ -62,7 +59,6 @@ class Inputs:
             weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
-            codes=codes,
             moving=moving,
         )
 
@@ -84,60 +80,6 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     )
 
 
-def weights_by_path(
-    gm: fx.GraphModule,
-) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
-    """A function of a Dynamo graph's arguments: the parameters, by the paths of their modules."""
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    paths = [(i, graph.module_path(n)) for i, n in enumerate(inputs)]
-    return lambda args: {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}
-
-
-@dataclass(frozen=True)
-class GraphRun:
-    """One run of a compiled graph's forward.
-
-    Attributes:
-        weights: parameters that it ran with, by the paths of their modules in the graph.
-        checkpointed: whether `torch.utils.checkpoint` runs it again in the backward, from outside
-            of compiled code, so that nothing that it saves is kept.
-    """
-
-    weights: dict[str, torch.Tensor] = field(repr=False)
-    checkpointed: bool
-
-
-@dataclass
-class CompiledGraph:
-    """One compiled graph, for those who observe.
-
-    Attributes:
-        passes: the graph before and after each pass, and its halves as soon as they are compiled.
-        gm: the graph after all its passes, the joint one where there is a backward.
-        ctx: the context of the passes, with decisions about the nodes of `gm`.
-        runs: of its forward: equal blocks, compiled one by one or around a graph break, share a
-            graph.
-    """
-
-    passes: list[PassRecord]
-    gm: fx.GraphModule
-    ctx: Context
-    runs: list[GraphRun] = field(default_factory=list)
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions."""
-        return self.ctx.plan
-
-    @property
-    def runs_kept(self) -> int:
-        """How many runs keep what the plan says until the backward."""
-        return sum(not run.checkpointed for run in self.runs)
-
-
-Observer = Callable[[CompiledGraph], None]
-
-
 @dataclass
 class Compilation:
     """One Dynamo graph on its way through the compilers.
@@ -145,26 +87,26 @@ class Compilation:
     Attributes:
         config: the user's choices.
         inputs: how long the inputs live.
-        observer: called with the compiled graph, for `explain`.
-        extras: more that the plan should say, see `Context`.
+        hooks: called while the graph is compiled.
+        requests: more that the plan should contain, for `explain`.
         by_name: what module paths decide, see `decided_by_name`.
-        reports: whether to log the decisions.
+        is_main: whether this is the version of the graph that runs in most steps.
         compiled: the result so far.
     """
 
     config: Config
     inputs: Inputs = field(default_factory=Inputs)
-    observer: Observer | None = None
-    extras: frozenset[str] = frozenset()
+    hooks: tuple[Hooks, ...] = ()
+    requests: Requests = field(default_factory=Requests)
     by_name: tuple[object, ...] = ()
-    reports: bool = True
+    is_main: bool = True
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
-        """The graph's own passes are done; those of its halves follow."""
+        """Take the graph after its own passes. The passes on its halves follow."""
         self.compiled = compiled
-        if self.observer:
-            self.observer(compiled)
+        for hook in self.hooks if self.is_main else ():
+            hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
         """Run the passes on a half; they are recorded beside those on the whole graph."""
@@ -172,27 +114,27 @@ class Compilation:
         # A backward that PyTorch compiles when it first runs comes without what traced its forward:
         # operators made of others would take sizes for numbers.
         with compat.sizes_that_vary():
-            records = run_passes(
-                LOWERING_PASSES, gm, ctx, of=half, record=self.observer is not None
-            )
+            records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
             self.compiled.passes.extend(records)
-
-    def counted(self, program: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-        """The compiled `program` of the Dynamo graph `gm`; its runs are noted."""
-        weights = weights_by_path(gm)
-
-        def run(*args: Any) -> Any:
-            if self.compiled:
-                self.compiled.runs.append(GraphRun(weights(args), compat.is_checkpointing()))
-            return program(*args)
-
-        return run
 
     @property
     def shows_halves(self) -> bool:
         """Whether halves are rewritten to be looked at, since no code is generated from them."""
-        return self.observer is not None and self.config.compiler == "eager"
+        return self.records and self.config.compiler == "eager"
+
+    @property
+    def records(self) -> bool:
+        """Whether a hook wants graphs recorded, and the figures that only reports show."""
+        return self.is_main and any(hook.records for hook in self.hooks)
+
+    @contextmanager
+    def while_compiling(self, what: str) -> Iterator[None]:
+        """Enter the contexts that the hooks have for the minutes that Inductor may take."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.while_compiling(what))
+            yield
 
     def cache_key(self) -> str:
         """A hash of all that the result depends on besides the graph."""
@@ -207,10 +149,22 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
+# Rooms that compiled code does not depend on: an edit there leaves caches as they are.
+OUTSIDE = frozenset(
+    ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
+)
+
+
+def hashed_files() -> list[Path]:
+    """List the files of the compiler's rooms, and the modules outside of rooms."""
+    root = Path(__file__).parent
+    return [p for p in sorted(root.rglob("*.py")) if p.relative_to(root).parts[0] not in OUTSIDE]
+
+
 @cache
 def source_hash() -> str:
-    """A hash of fp8pass's own source."""
+    """Return a hash of the compiler's source."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in hashed_files():
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,10 +111,6 @@ class Config:
             Without a budget, or within one that they fit, nothing is.
         host_bandwidth: bytes a second that can be copied each way between host and device. None
             measures it.
-        weight_codes: bytes (`"2GiB"`, an int) that the codes of weights may take, in each graph, as
-            its inputs: made once for all that runs in a `fp8pass.same_weights()`, and outside of it
-            by one launch for each run of a graph. Without any, each run makes them where it needs
-            them. No number changes.
         group_size: elements that share one scale in a saved value; COAT's paper uses 16.
         skip: shell-style patterns of module paths that stay in high precision. A pattern matches
             a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`. One may stand
@@ -148,7 +145,6 @@ class Config:
     memory_budget: float | int | str | None = None
     offload: bool = False
     host_bandwidth: float | None = None
-    weight_codes: int | str = 0
     group_size: int = 128
     skip: tuple[str, ...] = ()
     keep_exact: tuple[str, ...] = ()
@@ -219,7 +215,6 @@ class Config:
             )
         object.__setattr__(self, "moments", _checked_moments(self.moments))
         _check_budget(self.memory_budget)
-        self._check_weight_codes()
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
             raise ConfigError(
@@ -243,17 +238,6 @@ class Config:
             raise ConfigError(
                 f"head_chunks must be at least 1 (all tokens in one), got {chunks!r}."
             )
-
-    def _check_weight_codes(self) -> None:
-        size = self.weight_codes
-        is_size = isinstance(size, str) or (isinstance(size, int) and _is_number(size))
-        if not is_size or self.weight_code_bytes < 0:
-            raise ConfigError(
-                "weight_codes must be the bytes that codes of a graph's weights may take, such as "
-                f"'2GiB', or 0 for none, got {size!r}."
-            )
-        if self.weight_code_bytes and (why := self.why_no_weight_codes):
-            raise ConfigError(f"weight_codes={size!r}: {why}.")
 
     def _check_simulation(self) -> None:
         """Check what is simulated; where something is, nothing is coded."""
@@ -292,22 +276,6 @@ class Config:
         if isinstance(budget, str):
             return parse_bytes(budget)
         return budget * unlimited if isinstance(budget, float) else float(budget)
-
-    @property
-    def weight_code_bytes(self) -> float:
-        """Bytes that the codes of a graph's weights may take."""
-        size = self.weight_codes
-        return parse_bytes(size, "weight_codes must be") if isinstance(size, str) else float(size)
-
-    @property
-    def why_no_weight_codes(self) -> str:
-        """Return why quantized weights cannot be inputs of a graph, or '' if they can."""
-        if (self.forward_format, self.forward_scales) == ("e4m3", "row"):
-            return ""
-        return (
-            "weights are quantized once a step only with forward_format='e4m3' and "
-            "forward_scales='row'. Use recipe 'coat' or 'agoq', or leave weight_codes out"
-        )
 
     @property
     def quantizes_linears(self) -> bool:
@@ -527,6 +495,11 @@ def _check_known(option: str) -> None:
     if option not in FIELDS:
         listed = ", ".join(FIELDS)
         raise ConfigError(f"{unknown('option', option, FIELDS)} Options are: {listed}.")
+
+
+def checks_are_on() -> bool:
+    """Whether `FP8PASS_CHECK=1` asks for checks of our own work. It is always set in the tests."""
+    return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 
 # Ends the message of an error that no user can cause.

@@ -10,14 +10,15 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.activation_memory.stock import stock_saved_bytes
-from fp8pass.compilation import Compilation, CompiledGraph
+from fp8pass.compilation import Compilation
 from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, codes_among, inputs_among, overwritten_inputs
-from fp8pass.passes import JOINT_PASSES, Context
-from fp8pass.passes.runner import Watcher, report, run_passes, warn_about_checkpointing
+from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
+from fp8pass.hooks import CompiledGraph
+from fp8pass.passes import JOINT_PASSES, Context, Requests
+from fp8pass.passes.runner import Watcher, run_passes, warn_about_checkpointing
 from fp8pass.plan import Checkpointing
 
 
@@ -38,17 +39,15 @@ class Partitioner(compat.CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward module."""
         ctx = self.context(gm, **kwargs)
-        observed = self.compilation.observer is not None
+        observed = self.compilation.records
         ctx.plan.checkpointing = checkpointing_of(gm)
         if observed:
             ctx.plan.stock_bytes = stock_saved_bytes(gm, joint_inputs, ctx.facts)
             if ctx.plan.checkpointing:
                 ctx.plan.checkpointing = without_checkpointing(gm, ctx)
         records = run_passes(JOINT_PASSES, gm, ctx, record=observed, watcher=self.watcher)
-        if self.compilation.reports:
-            report(ctx.plan)
-            if ctx.plan.checkpointing and not observed:
-                warn_about_checkpointing()
+        if self.compilation.is_main and ctx.plan.checkpointing and not observed:
+            warn_about_checkpointing()
         forward, backward = cut(gm, ctx)
         if observed:
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
@@ -65,7 +64,7 @@ class Partitioner(compat.CustomPartitionerFn):
         # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        parameters = inputs_among(primals, static - inputs.codes.made)
+        parameters = inputs_among(primals, static)
         facts = JointFacts(
             parameters=parameters,
             weights=inputs_among(parameters, inputs.weights),
@@ -73,9 +72,8 @@ class Partitioner(compat.CustomPartitionerFn):
             activations=inputs_among(primals, inputs.activations),
             overwritten=overwritten_inputs(gm.graph),
             num_fwd_outputs=kwargs["num_fwd_outputs"],
-            **codes_among(primals, inputs.codes.of, inputs.codes.left_out),
         )
-        return Context(self.compilation.config, facts, self.compilation.extras)
+        return Context(self.compilation.config, facts, self.compilation.requests)
 
     def uuid(self) -> str:
         """A key of the partitioner's results, for Inductor's caches."""
@@ -104,7 +102,7 @@ def without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
     copy = graph.copy_of(gm, copies)
     compat.forget_checkpointing(copy.graph)
     config = replace(ctx.config, memory_budget=None)
-    plan = Context(config, ctx.facts.of_copy(copies), frozenset({"least"}))
+    plan = Context(config, ctx.facts.of_copy(copies), Requests(least=True))
     run_passes(JOINT_PASSES, copy, plan, of="without checkpointing")
     assert ctx.plan.checkpointing is not None
     kept, least = plan.plan.saved_bytes, plan.plan.least_bytes

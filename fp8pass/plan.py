@@ -159,8 +159,6 @@ class Linear:
         routine: whether there is nothing to change or to gain, as for an adapter of rank 8.
         simulated: the GEMMs that compute in a simulated format, out of the same.
         experts: how many weights there are, of which each row meets one; 0 for a single weight.
-        codes: where the forward's codes of the weight come from, with `weight_codes`: `inputs`, or
-            the graph, and why.
         fast: the GEMMs of `fp8` with fast accumulation.
     """
 
@@ -174,7 +172,6 @@ class Linear:
     routine: bool = False
     simulated: tuple[str, ...] = ()
     experts: int = 0
-    codes: str = ""
     fast: tuple[str, ...] = ()
 
     @property

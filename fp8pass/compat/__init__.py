@@ -43,14 +43,12 @@ from fp8pass.compat.compiling import (  # noqa: E402
     get_cpp_compiler,
     half_of,
     has_cpp_compiler,
-    input_like,
     interpret,
     is_checkpointing,
     is_of_fsdp,
     is_region,
     list_mode_options,
     list_options,
-    mark_static,
     multiplies_bf16_on_cpu,
     original_of,
     recompiled,
@@ -64,7 +62,6 @@ from fp8pass.compat.compiling import (  # noqa: E402
     uncompiled,
     uses_cuda_graphs,
     without_gradient_hooks,
-    without_source,
 )
 from fp8pass.compat.fakes import (  # noqa: E402
     NEEDS_VALUES,
@@ -74,7 +71,7 @@ from fp8pass.compat.fakes import (  # noqa: E402
     autocast_for_cpu,
     fake_tensors,
 )
-from fp8pass.compat.frames import rename_self  # noqa: E402
+from fp8pass.compat.frames import compile_call, rename_self  # noqa: E402
 from fp8pass.compat.joint import (  # noqa: E402
     copy_region,
     extract_forward_backward,
@@ -162,6 +159,7 @@ __all__ = [
     "captures_backward",
     "ceil_div",
     "check_version",
+    "compile_call",
     "compile_fx",
     "compile_fx_inner",
     "compiled_in_vain",
@@ -185,7 +183,6 @@ __all__ = [
     "has_cpp_compiler",
     "has_unbacked",
     "input_index",
-    "input_like",
     "interpret",
     "is_checkpointing",
     "is_of_fsdp",
@@ -201,7 +198,6 @@ __all__ = [
     "lower_to_buffer",
     "lower_to_parts",
     "lower_to_triton",
-    "mark_static",
     "multiplies_bf16_on_cpu",
     "must_recompute",
     "must_save",
@@ -242,6 +238,5 @@ __all__ = [
     "version_of",
     "weak_storage",
     "without_gradient_hooks",
-    "without_source",
     "wrapper",
 ]

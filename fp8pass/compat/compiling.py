@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -19,7 +19,6 @@ from torch._dynamo import OptimizedModule, compiled_autograd, convert_frame, tra
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._guards import TracingContext
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -27,7 +26,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.compat.randomness import run_op_by_op
 
@@ -47,7 +45,6 @@ __all__ = [
     "get_cpp_compiler",
     "half_of",
     "has_cpp_compiler",
-    "input_like",
     "interpret",
     "is_checkpointing",
     "is_of_fsdp",
@@ -62,7 +59,6 @@ __all__ = [
     "trace_structured",
     "uncached",
     "uncompiled",
-    "without_source",
 ]
 
 
@@ -247,16 +243,6 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def without_source(node: fx.Node) -> None:
-    """Have AOTAutograd take an input that Dynamo knows nothing of."""
-    node._dynamo_source = None
-
-
-def mark_static(node: fx.Node) -> None:
-    """Say of an input that it stays in the same memory, as parameters do."""
-    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-
-
 def source_of(node: fx.Node) -> str:
     """The expression by which Dynamo reached an input of its graph; empty for other nodes."""
     source = getattr(node, "_dynamo_source", None)
@@ -279,17 +265,6 @@ def is_of_fsdp(node: fx.Node) -> bool:
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
     """Whether Inductor is to make CUDA graphs, with these options of a compilation."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
-
-
-def input_like(other: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor to compile with, on the device of another, of fixed sizes and without memory."""
-    with _compiling_mode():
-        return torch.empty(shape, dtype=dtype, device=other.device)
-
-
-def _compiling_mode() -> Any:
-    tracing = TracingContext.try_get()
-    return tracing.fake_mode if tracing and tracing.fake_mode else FakeTensorMode()
 
 
 @contextmanager

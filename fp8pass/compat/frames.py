@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import tls
 
-__all__ = ["rename_self"]
+__all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
@@ -24,6 +24,12 @@ def rename_self(gm: fx.GraphModule) -> None:
                 key: (f"L['self']{path[len(begin) :]}" if path.startswith(begin) else path, *rest)
                 for key, (path, *rest) in stack.items()
             }
+
+
+def compile_call() -> object:
+    """Return an object that is the same for all graphs of one call of `torch.compile`, or None."""
+    current = getattr(tls, "current_tx", None)
+    return current.output.compiler_fn if current is not None else None
 
 
 def _name_of_self() -> str | None:

@@ -20,7 +20,7 @@ from sympy import Expr, Symbol
 from torch import Tensor
 
 from fp8pass.error_analysis.expressions import Expressions, Pointwise, Statistic
-from fp8pass.graph.symbols import TORCH
+from fp8pass.graph.symbols import TORCH, Underivable
 
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
 HUGE = 1e6  # no sample is as large, but for what a mask adds (`ranges.py`)
@@ -149,11 +149,18 @@ def reduce(statistic: Statistic, summand: Tensor) -> Tensor:
 
 
 def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """An expression of symbols as a tensor."""
+    """An expression of symbols as a tensor.
+
+    Raises:
+        Underivable: a constant is too large for PyTorch's integers.
+    """
     operands = sorted(expression.free_symbols, key=str)
     numbered = {s: Symbol(f"x{i}", **s.assumptions0) for i, s in enumerate(operands)}
     function = _compile(expression.xreplace(numbered), tuple(numbered.values()))
-    return torch.as_tensor(function(*(values[s] for s in operands)), **ON_CPU)
+    try:
+        return torch.as_tensor(function(*(values[s] for s in operands)), **ON_CPU)
+    except OverflowError as error:
+        raise Underivable(f"a constant of its formula is too large ({error})") from error
 
 
 @lru_cache(maxsize=4096)

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.config import checks_are_on
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, prims, tensor
 from fp8pass.graph.row_values import NotByRows, RowGraph, named
@@ -71,7 +72,9 @@ class RowWriter(RowGraph):
             written = write(self, node)
         except NotByRows:
             raise
-        except Exception as error:  # what nobody thought of must not stop a compilation
+        except Exception as error:  # a bug here must not stop a compilation, but fails a test
+            if checks_are_on():
+                raise
             log.debug("computing %s for some of the tokens failed:", node.name, exc_info=True)
             problem = f"{named(node)} cannot be computed for some of the tokens: {error}"
             raise NotByRows(problem) from error

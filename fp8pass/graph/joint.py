@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from fp8pass import compat
-
-
-class UnusedCodes(Exception):
-    """Codes of weights that are inputs of a graph, and that no GEMM of it takes.
-
-    Compile again without them: they take time and memory for nothing.
-
-    Attributes:
-        of: these weights, as indices of the Dynamo graph's inputs.
-    """
-
-    def __init__(self, of: Collection[int]) -> None:
-        super().__init__(of)
-        self.of = frozenset(of)
 
 
 @dataclass(frozen=True)
@@ -37,8 +22,6 @@ class JointFacts:
         overwritten: inputs that the forward writes to, such as running statistics. The backward
             cannot read what they were.
         num_fwd_outputs: how many of the graph's outputs belong to the forward.
-        codes: weights whose codes are inputs, too, and these: E4M3 [M, K], scales [M, 1].
-        uncoded: weights whose codes could be, and why they are not.
     """
 
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
@@ -47,8 +30,6 @@ class JointFacts:
     activations: frozenset[fx.Node] = field(default_factory=frozenset)
     overwritten: frozenset[fx.Node] = field(default_factory=frozenset)
     num_fwd_outputs: int = 0
-    codes: Mapping[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
-    uncoded: Mapping[fx.Node, str] = field(default_factory=dict)
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether using `node` in the backward keeps nothing alive that would not be anyway."""
@@ -64,8 +45,6 @@ class JointFacts:
             frozenset(copies[n] for n in self.activations),
             frozenset(copies[n] for n in self.overwritten),
             self.num_fwd_outputs,
-            {copies[n]: (copies[a], copies[b]) for n, (a, b) in self.codes.items()},
-            {copies[n]: why for n, why in self.uncoded.items()},
         )
 
 
@@ -84,16 +63,3 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
 def inputs_among(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
     """Those of `nodes` that are the inputs `indices` of the Dynamo graph."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)
-
-
-def codes_among(
-    nodes: Collection[fx.Node],
-    of: Collection[tuple[int, int, int]],
-    left_out: Collection[tuple[int, str]],
-) -> dict[str, Any]:
-    """What `JointFacts` says of codes, where `of` are the indices of weights, codes and scales."""
-    by_index = {compat.input_index(n): n for n in nodes}
-    return {
-        "codes": {by_index[w]: (by_index[data], by_index[scales]) for w, data, scales in of},
-        "uncoded": {by_index[w]: why for w, why in left_out},
-    }

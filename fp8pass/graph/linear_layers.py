@@ -125,7 +125,6 @@ class Layer:
         *,
         fp8: tuple[str, ...] = (),
         simulated: tuple[str, ...] = (),
-        codes: str = "",
         fast: tuple[str, ...] = (),
     ) -> Linear:
         """The plan's entry, with the roles of the GEMMs that were rewritten."""
@@ -141,7 +140,6 @@ class Layer:
             reason.routine,
             simulated=simulated,
             experts=self.experts,
-            codes=codes,
             fast=fast,
         )
 

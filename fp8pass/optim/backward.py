@@ -26,7 +26,6 @@ from fp8pass.optim.microbatches import Microbatches
 from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import Accumulated
-from fp8pass.weights import cached as kept
 
 # The formats of sums: 8 bits for up to so many gradients, then 16.
 FEW = 8
@@ -333,10 +332,7 @@ def _take(
 
 def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
     """Update a parameter by its gradient; returns that it did."""
-    try:
-        optimizer.update(optimizer.param_groups[group], [parameter])
-    finally:
-        kept.forget()
+    optimizer.update(optimizer.param_groups[group], [parameter])
     return True
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8pass.graph import spec
-from fp8pass.passes.context import Context
+from fp8pass.passes.context import Context, Requests
 from fp8pass.passes.counters.count_casts import count_casts
 from fp8pass.passes.counters.count_kernels import count_kernels
 from fp8pass.passes.counters.list_collectives import list_collectives
@@ -106,4 +106,5 @@ __all__ = [
     "LOWERING_PASSES",
     "Context",
     "Pass",
+    "Requests",
 ]

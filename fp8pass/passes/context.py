@@ -12,6 +12,21 @@ from fp8pass.graph.joint import JointFacts
 from fp8pass.plan import Plan
 
 
+@dataclass(frozen=True)
+class Requests:
+    """What `explain` wants in a plan beyond the decisions. Each takes time.
+
+    Attributes:
+        frontier: memory against time, for all budgets.
+        least: the smallest memory budget.
+        rules: a summary of the error rules.
+    """
+
+    frontier: bool = False
+    least: bool = False
+    rules: bool = False
+
+
 @dataclass
 class Context:
     """One compilation of one graph.
@@ -19,8 +34,7 @@ class Context:
     Attributes:
         config: the user's choices.
         facts: facts about the joint graph; none about one of its halves.
-        extras: requests of `explain`: `frontier`, to trace memory against time, `least`, to find
-            the smallest memory budget, `rules`, to summarize the error rules.
+        requests: what the plan should contain beyond the decisions.
         plan: the decisions so far, for people; passes add to it.
         decisions: how each forward value reaches the backward, by `plan_saved_values`.
         saved: the nodes that cross into the backward, in order, by `materialize_plan`.
@@ -28,7 +42,7 @@ class Context:
 
     config: Config
     facts: JointFacts = field(default_factory=JointFacts)
-    extras: frozenset[str] = frozenset()
+    requests: Requests = field(default_factory=Requests)
     plan: Plan = field(default_factory=Plan)
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     saved: list[fx.Node] = field(default_factory=list)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import fx
 
@@ -83,11 +81,8 @@ def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
 class Quantizer:
     """Quantizes matrices of one graph, each once per layout and format."""
 
-    def __init__(
-        self, g: fx.Graph, config: Config, codes: Mapping[fx.Node, tuple[fx.Node, fx.Node]]
-    ) -> None:
+    def __init__(self, g: fx.Graph, config: Config) -> None:
         self.config = config
-        self.codes = codes
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
         # Of blocks of a matrix; the largest of them is that of the whole matrix.
@@ -137,7 +132,7 @@ class Quantizer:
         like: fx.Node,
     ) -> tuple[fx.Node, fx.Node]:
         text, is_tensor = str(quantization), quantization.block == TENSOR
-        found = self._codes_given(base) or _codes_behind(base, quantization.format.name)
+        found = _codes_behind(base, quantization.format.name)
         if found and found[2] == quantization:
             return found[:2]
         if found and is_tensor:  # the largest of the rows' scales
@@ -146,13 +141,6 @@ class Quantizer:
             amax = self._amax(base, identity, quantization.block, like)
             scale = emit_operand(fp8.scale.default, amax, text, like=like)
         return emit_operand(fp8.quantize.default, base, scale, text, like=like), scale
-
-    def _codes_given(self, base: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | None:
-        """The codes of a weight that are inputs, if the weight is read in the dtype of these."""
-        if tensor(base).dtype is not torch.bfloat16:
-            return None
-        given = self.codes.get(base.args[0] if base.target in graph.CASTS else base)  # type: ignore
-        return (*given, parse("e4m3 row")) if given else None
 
     def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
         if base not in self._transposed:

@@ -23,11 +23,10 @@ from typing import Protocol
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import ConfigError, unknown
+from fp8pass.config import ConfigError, checks_are_on, unknown
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes import ALL_PASSES, CONTRACTS, GUARDING, INDISPENSABLE, Context, Pass
-from fp8pass.plan import Plan
 
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
@@ -91,7 +90,7 @@ def run_passes(
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
-    check = os.environ.get("FP8PASS_CHECK", "0") != "0"
+    check = checks_are_on()
     number = next(_graph_numbers)
     records: list[PassRecord] = []
     before = _code(gm) if record else ""
@@ -132,11 +131,6 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
     if watcher:
         watcher.after(pass_, gm, ctx)
     return seconds
-
-
-def report(plan: Plan) -> None:
-    """Log a line about a graph, for debugging: users see one about the whole model."""
-    log.debug("%s", plan.summary())
 
 
 @cache

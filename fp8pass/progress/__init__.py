@@ -1,6 +1,5 @@
 """What users see of a compilation.
 
-spinner.py    what is being done for minutes, on a terminal
-settled.py    one line about a model, when all of it is compiled
-gain.py       whether FP8 makes it faster
+log.py        a line about each graph that trains, warnings, a spinner
+gain.py       whether FP8 makes a model faster
 """

@@ -14,6 +14,7 @@ from fp8pass import compat, graph, hardware
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.passes import Requests
 from fp8pass.tools.diagnosis import Diagnosis
 from fp8pass.tools.explanation_data import ExplanationData
 from fp8pass.tools.folding import path_pattern
@@ -191,9 +192,8 @@ def explain(
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
     explanation.owners = owners_of(module)
-    wanted = {"frontier": frontier, "rules": rules}
-    extras = frozenset(name for name, asked in wanted.items() if asked)
-    backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
+    requests = Requests(frontier=frontier, rules=rules)
+    backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, requests)
     with unchanged(module):
         with compat.uncompiled(module), torch.enable_grad():
             _measure_in_eager(explanation, module, args, kwargs)

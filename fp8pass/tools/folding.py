@@ -31,7 +31,7 @@ def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
 
     def key(y: Linear) -> tuple[Any, ...]:
         sizes = y.rows, y.experts, y.in_features, y.out_features
-        return *sizes, y.fp8, y.fast, y.simulated, y.reason, y.codes
+        return *sizes, y.fp8, y.fast, y.simulated, y.reason
 
     return folded((y.module, key(y), y) for y in linears)
 

@@ -11,11 +11,12 @@ from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
 from fp8pass.activation_memory.decision import Decision
-from fp8pass.compilation import Compilation, Inputs, weights_by_path
+from fp8pass.compilation import Compilation, Inputs
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import GATHERED_AS, STANDS_FOR, TURNED, original_name
+from fp8pass.hooks import weights_by_path
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context, Pass
 from fp8pass.passes.joint.materialize_plan import materialize_plan

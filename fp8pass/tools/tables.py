@@ -25,17 +25,15 @@ from fp8pass.tools.terminal import named, table
 def linears_table(title: str, plan: Plan) -> Table:
     """The linear layers, and why some stay in high precision."""
     gemms = f"simulated {plan.simulated}" if plan.simulated else "FP8"
-    codes_from = ["weight codes from"] if any(y.codes for y in plan.linears) else []
-    columns = "×", "rows", "in → out", f"{gemms} GEMMs", *codes_from
+    columns = "×", "rows", "in → out", f"{gemms} GEMMs"
     made = table(f"{title}: linear layers", "module", *columns)
     for path, count, y in folded_linears(plan.linears):
         sizes = f"{y.in_features} → {y.out_features}"
         sizes = f"{y.experts} experts: {sizes}" if y.experts else sizes
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
-        codes = [y.codes] if codes_from else []
         accumulation = y.accumulation and f"accumulation: {y.accumulation}"
         about = named(path, y.reason or accumulation)
-        made.add_row(about, str(count), y.rows, sizes, rewritten, *codes)
+        made.add_row(about, str(count), y.rows, sizes, rewritten)
     return made
 
 

@@ -4,8 +4,6 @@ quantized_parameter.py  `CodedWeight`: a parameter in E4M3 with a scale for each
 quantization_kernel.py  the Triton kernel that quantizes weights by row
 choice.py               which layers can have quantized weights
 freezing.py             `freeze`: frozen weights are replaced by FP8 data
-graph_inputs.py         FP8 data of trained weights as additional inputs of a graph
-cached.py               `same_weights`: weights are quantized once for several micro-batches
 
 FSDP2 gathers quantized weights by `distributed/weights.py`; `optim/weights.py` keeps exact weights
 on the host and FP8 data on the device.

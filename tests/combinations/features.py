@@ -125,26 +125,6 @@ class Accumulation(Feature):
         t.accumulate = 2
 
 
-class SameWeights(Accumulation):
-    """Weights that are quantized once for all micro-batches of a step."""
-
-    ours = False
-
-    def configure(self, t: Training) -> None:
-        super().configure(t)
-        if not t.plain:
-            t.options |= {"weight_codes": "1MiB"}
-
-    def before_step(self, t: Training, step: int) -> None:
-        if not t.plain:
-            t.same = fp8pass.same_weights()
-            t.same.__enter__()
-
-    def between_backward_and_step(self, t: Training, step: int) -> None:
-        if not t.plain:
-            t.same.__exit__(None, None, None)
-
-
 class Clipping(Feature):
     """Gradients clipped by their global norm."""
 
@@ -333,7 +313,6 @@ FEATURES: tuple[Feature, ...] = (
     Precision("BF16 autocast", torch.float32, torch.bfloat16),
     Precision("FP16 autocast, GradScaler", torch.float32, torch.float16, scaled=True),
     Accumulation("micro-batches"),
-    SameWeights("same_weights"),
     Clipping("clipping"),
     Average("averaged weights"),
     Loading("checkpoint loaded"),
@@ -394,14 +373,6 @@ REFUSED: dict[tuple[str, str], Refused] = {
         "got mixed torch.Tensor and DTensor",
         "GradScaler cannot unscale DTensors and other tensors together",
     ),
-    **{
-        (recipe, "same_weights"): Refused(
-            "fp8pass",
-            "weights are quantized once a step only with forward_format='e4m3'",
-            "weights are quantized once a step only with a scale for each row",
-        )
-        for recipe in ("recipe linear", "recipe exact")
-    },
     **{
         (way, "compress"): Refused(
             "fp8pass",

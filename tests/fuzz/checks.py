@@ -26,7 +26,6 @@ from helpers import (
 )
 from torch import fx
 
-import fp8pass
 from fp8pass import compat
 from fp8pass.compilation import Compilation
 from fp8pass.dynamo import Backend
@@ -127,8 +126,6 @@ def _check(program: Program, device: str, outcome: Outcome) -> None:
         _check_bits(program, device, run, outcome)
     else:
         _check_closeness(program, device, run, outcome)
-    if "weight_codes" in program.options and program.compiler != "inductor":
-        _check_codes(program, device, run)
     if program.dynamic:
         _check_recompilations(program, device, run)
     elif len(plans) == 1:
@@ -347,20 +344,6 @@ def _reference(program: Program, device: str) -> Reference:
         in_mode(program, device),
         between=program.act,
     )
-
-
-def _check_codes(program: Program, device: str, run: Run) -> None:
-    """Codes that are inputs of a graph, made in each run or once, are those that it would make."""
-    options = {name: x for name, x in program.options.items() if name != "weight_codes"}
-    want = _ours(program.changed(options=options), device).steps
-    with fp8pass.same_weights():
-        kept = _ours(program, device).steps
-    for got, how in ((run.steps, "in each run"), (kept, "once")):
-        try:
-            for a, b in zip(got, want, strict=True):
-                assert_same_step(a, b)
-        except AssertionError as error:
-            raise Failed("codes", f"codes of weights, made {how}: {error}") from None
 
 
 def _check_recompilations(program: Program, device: str, run: Run) -> None:

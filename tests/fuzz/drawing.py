@@ -31,7 +31,6 @@ OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("quantize_lm_head", (True,)),
 )
 # Recipes whose weights have a scale for each row, so that their codes can be inputs.
-WITH_WEIGHT_CODES = ("coat", "agoq")
 
 
 def draw(seed: int, index: int, inductor_share: float = 0.0, recipe: str | None = None) -> Program:
@@ -132,8 +131,6 @@ class _Drawing:
             options[name] = rng.choice(choices)
         elif rng.random() < 0.1:
             options["memory_budget"] = rng.choice((0.7, 0.9))
-        elif program.recipe in WITH_WEIGHT_CODES and rng.random() < 0.1:
-            options["weight_codes"] = "1MiB"
         aot = program.recipe == "exact" and compiler == "eager" and not options
         path = "aot" if aot and rng.random() < 0.3 else "inductor"
         return program.changed(

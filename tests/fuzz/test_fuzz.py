@@ -130,20 +130,19 @@ EVENTFUL = Program(
     returned=("v2",),
     batches=({"S": 32}, {"S": 32}),
     recipe="coat",
-    options={"weight_codes": "1MiB"},
 )
 
 
 @pytest.mark.parametrize("event", [*EVENTS, *TOOLS])
 def test_what_a_user_does_between_two_steps(event):
-    """Codes of weights are kept for the second step, which must notice what was written."""
+    """The second step must notice what was written."""
     outcome = check(EVENTFUL.changed(events=(event,)))
     assert not outcome.failure, outcome.message
     assert outcome.judged
 
 
 def test_a_step_that_ignores_a_write_is_found():
-    program = EVENTFUL.changed(options={}, events=("scale_weights",))
+    program = EVENTFUL.changed(events=("scale_weights",))
     with patch.object(Program, "act", lambda self, model, i: None):
         steps = checks._ours(program, "cpu").steps
     assert checks._reference(program, "cpu").judge(steps).complaints

@@ -11,7 +11,6 @@ from expert_helpers import ALL, SPELLINGS, Batched, E, Experts, K, N, Spelling, 
 from helpers import (
     COAT_EAGER,
     EXACT_EAGER,
-    assert_same_step,
     compiled,
     kept_tensors,
     pad_gemms,
@@ -297,15 +296,6 @@ def test_simulated_formats_mask_them():
     program, spy = compiled(Experts(), Config(simulate="e8m5", compiler="eager"))
     program(tokens(E, T, K)).float().sum().backward()
     assert [(y.simulated, y.experts) for y in spy.plan.linears] == [(ALL, E)] * 3
-
-
-def test_codes_of_weights_are_for_others():
-    model, x = nn.Sequential(Experts(), nn.Linear(K, K, dtype=torch.bfloat16)), tokens(E, T, K)
-    want = step(compiled(model)[0], model, (x,))
-    torch._dynamo.reset()
-    program, spy = compiled(model, Config(weight_codes="1MiB", compiler="eager"))
-    assert_same_step(step(program, model, (x,)), want)
-    assert [y.codes for y in spy.plan.linears] == ["", "", "", "inputs"]
 
 
 @pytest.mark.long

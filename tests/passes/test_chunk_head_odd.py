@@ -22,6 +22,10 @@ from head_helpers import (
 from helpers import relative
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fp8pass.graph import by_rows
+from fp8pass.graph.classify import Kind
 
 
 class _Adding(torch.autograd.Function):
@@ -90,6 +94,20 @@ def test_odd_losses_are_right_in_chunks_or_whole(loss, factor):
     for gradient, p in zip(got, model.parameters(), strict=True):
         assert relative(gradient, p.grad) < 1e-5
     assert len(spy.plan.heads) == 1
+
+
+def test_an_exception_is_a_reason_and_fails_a_check(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("of an operator")
+
+    monkeypatch.setitem(by_rows._WRITERS_OF_KINDS, Kind.POINTWISE, broken)
+    with pytest.raises(BackendCompilerFailed, match="of an operator"):  # tests set FP8PASS_CHECK
+        run(Model(plain), batch(), 3)
+    torch._dynamo.reset()
+    monkeypatch.setenv("FP8PASS_CHECK", "0")
+    (head,) = run(Model(plain), batch(), 3)[2].plan.heads
+    assert head.chunks == 1
+    assert "cannot be computed for some of the tokens: of an operator" in head.reason
 
 
 def test_a_sum_over_tokens_that_are_left():

@@ -28,8 +28,9 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, Monitor, compat
-from fp8pass.dynamo import Backend, _chosen
+from fp8pass.dynamo import Backend
 from fp8pass.stability.monitor import sampler
+from fp8pass.stability.monitor.versions import Versions, dispatch
 from fp8pass.tools.saved_bytes import saved_bytes
 
 AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
@@ -43,7 +44,7 @@ AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
 def test_every_tensor_of_a_llama_is_named(config):
     spy, monitor = Spy(), Monitor()
     model = llama().bfloat16()
-    run = torch.compile(model, backend=Backend(config, spy, monitor=monitor))
+    run = torch.compile(model, backend=Backend(config, spy, hooks=(Versions(monitor),)))
     run(input_ids=tokens(), labels=tokens()).loss.backward()
     monitor.step()
     plan = spy.plan
@@ -131,7 +132,7 @@ def test_interpreted_steps_are_the_same_whether_sampled_or_not(make, dynamic):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = make().bfloat16()
-        backend = Backend(COAT_EAGER, monitor=monitor)
+        backend = Backend(COAT_EAGER, hooks=(Versions(monitor),) if monitor else ())
         compiled = torch.compile(model, backend=backend, dynamic=dynamic)
         parameters = train(compiled, model, BATCHES, monitor)
         return parameters, [b.clone() for b in model.buffers()]
@@ -152,7 +153,9 @@ def test_compiled_steps_between_samples_are_the_same():
         torch._dynamo.reset()
         compat.counters.clear()
         model.load_state_dict(state)
-        compiled = torch.compile(model, backend=Backend(Config(), monitor=monitor))
+        compiled = torch.compile(
+            model, backend=Backend(Config(), hooks=(Versions(monitor),) if monitor else ())
+        )
         steps = [step(compiled, model, (x,)) for x in (BATCHES[0], BATCHES[1])]
         kept = saved_bytes(compiled, BATCHES[0])
         return steps, kept, compat.counters["stats"]["unique_graphs"]
@@ -171,7 +174,7 @@ def test_compiled_steps_between_samples_are_the_same():
 def test_a_sampled_step_is_close_to_what_is_compiled(interpreted):
     model = MLP().bfloat16()
     monitor = Monitor()
-    run = torch.compile(model, backend=Backend(Config(), monitor=monitor))
+    run = torch.compile(model, backend=Backend(Config(), hooks=(Versions(monitor),)))
     sampled = step(run, model, (BATCHES[0],))
     monitor.step()
     normal = step(run, model, (BATCHES[0],))
@@ -236,7 +239,7 @@ def test_a_choice_between_samples_costs_next_to_nothing():
     """A microsecond a graph; it takes a tenth of one."""
     monitor = Monitor()
     monitor.resume(1)
-    run = _chosen(monitor, pytest.fail, pytest.fail, lambda: None)
+    run = dispatch(monitor, pytest.fail, pytest.fail, lambda: None)
     assert min(timeit.repeat(run, number=10_000, repeat=5)) / 10_000 < 1e-6
 
 

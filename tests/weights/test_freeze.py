@@ -198,9 +198,7 @@ def test_the_forward_is_the_same_and_gradients_are_close(device, dtype):
     with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.float32):
         exact = step(eager, eager, (ids(device),))
     (want, plain), (got, planned) = found
-    if (
-        device == "cuda" and dtype is torch.float32
-    ):  # not rounded to BF16 before (test_same_weights)
+    if device == "cuda" and dtype is torch.float32:  # not rounded to BF16 before
         assert relative(got.outputs[0], want.outputs[0]) < 0.03
     else:
         assert torch.equal(got.outputs[0], want.outputs[0])

@@ -19,7 +19,8 @@ import fp8pass
 from fp8pass import Config
 from fp8pass.hardware import GPUS, known_gpu
 from fp8pass.plan import Plan
-from fp8pass.progress import gain, settled
+from fp8pass.progress import gain
+from fp8pass.progress import log as compile_log
 from fp8pass.tools import tables
 from fp8pass.tools.fitting.planned import planned
 from fp8pass.tools.fitting.step import own_loss, record_step
@@ -180,7 +181,7 @@ def as_on_a_gpu(monkeypatch, module):
 
 
 def test_it_is_said_once_in_training_and_by_explain(monkeypatch, caplog):
-    as_on_a_gpu(monkeypatch, settled)
+    as_on_a_gpu(monkeypatch, compile_log)
     as_on_a_gpu(monkeypatch, tables)
     model = MLP((64, 64, 64)).bfloat16()
     program = torch.compile(model, backend="fp8pass", options={"compiler": "eager"})

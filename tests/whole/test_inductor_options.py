@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import cosine, tokens
 
+from fp8pass.compiler import Backend, inductor_defaults
 from fp8pass.config import Config
-from fp8pass.dynamo import Backend, inductor_defaults
 
 RECIPES = ("linear", "coat")
 

@@ -13,6 +13,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, Monitor, compat
 from fp8pass.dynamo import Backend
+from fp8pass.stability.monitor.versions import Versions
 
 SIZES = (64, 128, 64)
 
@@ -86,12 +87,12 @@ def loss(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("monitor", [None, Monitor()])
-def test_an_interpreted_graph_returns_no_views(monitor):
+@pytest.mark.parametrize("hooks", [(), (Versions(Monitor()),)])
+def test_an_interpreted_graph_returns_no_views(hooks):
     model, x = changed_view()
     want = step(torch.compile(model, backend=stock_eager), model, [x])
     torch._dynamo.reset()
-    got = step(torch.compile(model, backend=Backend(COAT_EAGER, monitor=monitor)), model, [x])
+    got = step(torch.compile(model, backend=Backend(COAT_EAGER, hooks=hooks)), model, [x])
     for name, gradient in want.gradients.items():
         assert cosine(got.gradients[name], gradient) > 0.99
 

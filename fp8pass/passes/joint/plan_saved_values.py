@@ -55,7 +55,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         ConfigError: the memory budget cannot be met.
     """
     rules = Rules(gm.graph, ctx.config, ctx.facts)
-    if "rules" in ctx.extras:
+    if ctx.requests.rules:
         ctx.plan.rules = summarize_rules(rules)
     choices = FormatChoices(ctx.config, ctx.facts, rules)
     needs = find_needs(gm, choices)
@@ -72,9 +72,9 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 
     decisions = _within_budget(ctx, cuts, choices, planner)
     ctx.decisions = with_carried_errors(gm.graph, decisions, rules)
-    if "least" in ctx.extras and needs.all:
+    if ctx.requests.least and needs.all:
         ctx.plan.least_bytes = math.ceil(planner().problem.least())
-    if "frontier" in ctx.extras and needs.all:
+    if ctx.requests.frontier and needs.all:
         ctx.plan.point = planner().point(ctx.decisions)
         ctx.plan.frontier = planner().frontier(ctx.plan.point)
 

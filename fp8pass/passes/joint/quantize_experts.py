@@ -158,7 +158,7 @@ class ExpertQuantizer(Quantizer):
     """Quantizes tokens and weights of experts, each once per layout."""
 
     def __init__(self, g: fx.Graph, config: Config) -> None:
-        super().__init__(g, config, {})  # codes that are inputs are those of single weights
+        super().__init__(g, config)
         self._matrices: dict[tuple[fx.Node, bool], fx.Node] = {}
         self._segments: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node]] = {}
         self._gathered: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}

@@ -18,11 +18,6 @@ per layout and quantization, however many GEMMs share it; a tensor that Inductor
 them counts as another tensor.
 
 `einsum` writes a linear layer as a `bmm` of one matrix, which becomes an `mm` first.
-
-Where codes of a weight are inputs of the graph (`weight_codes`), the forward takes these, and the
-backward's scale is the largest of theirs. They are what the graph would make. Which are given was
-guessed by names; if no forward takes some of them, the graph is to be compiled without
-(`UnusedCodes`).
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
 from fp8pass.graph.called_graphs import layers_in_called_graphs
-from fp8pass.graph.joint import JointFacts, UnusedCodes
 from fp8pass.graph.linear_layers import (
     Layer,
     Part,
@@ -62,15 +56,6 @@ from fp8pass.passes.quantizer import (
 
 fp8 = torch.ops.fp8pass
 
-# Where codes of weights come from that are made once.
-FROM_INPUTS = "inputs"
-NOT_ALONE = (
-    "not only linear layers in BF16 read the weight, or it is computed from other parameters"
-)
-
-IN_CHUNKS = "the graph: its tokens are computed in chunks"
-ONE_SCALE = "the graph: its input is transposed, for which a weight has one scale"
-
 # Nobody pads an adapter of rank 8 or a head of 10 classes: there is nothing to gain.
 WORTH_PADDING = 64
 
@@ -79,19 +64,17 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
     if ctx.config.simulate is not None:  # `simulate_format` takes its place
         return
-    in_fp8 = set[fx.Node]()
     for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
-        in_fp8 |= quantize_layers(part, ctx)
+        quantize_layers(part, ctx)
         if part.gm is not gm:
             part.gm.recompile()
     for operator, layer in layers_in_called_graphs(gm, ctx.facts):
         reason = Reason(f"in a graph that {operator} calls, which no pass rewrites")
         ctx.plan.linears.append(layer.entry(reason, ""))
-    _check_codes_are_used(ctx.facts, in_fp8)
 
 
-def quantize_layers(part: Part, ctx: Context) -> set[fx.Node]:
-    """Rewrite the eligible ones of a graph's layers; their weights."""
+def quantize_layers(part: Part, ctx: Context) -> None:
+    """Rewrite the eligible ones of a graph's layers."""
     g, eligible = part.gm.graph, dict[fx.Node, Layer]()
     for layer in part.layers:
         if layer.experts:  # `quantize_experts` has them
@@ -102,40 +85,12 @@ def quantize_layers(part: Part, ctx: Context) -> set[fx.Node]:
             eligible |= {gemm: layer for _, gemm in layer.gemms()}
         if roles and not ctx.config.quantizes_linears:
             roles, reason = (), Reason("exact formats: rewritten, not rounded", chosen=True)
-        codes = _where_codes_are_from(layer, part, ctx) if roles else ""
         fast = fast_roles(layer, ctx.config) if roles else ()
-        entry = layer.entry(reason, part.times, fp8=roles, codes=codes, fast=fast)
-        ctx.plan.linears.append(entry)
-    quantizer = Quantizer(g, ctx.config, ctx.facts.codes)
+        ctx.plan.linears.append(layer.entry(reason, part.times, fp8=roles, fast=fast))
+    quantizer = Quantizer(g, ctx.config)
     for node in list(g.nodes):  # in order: GEMMs share what the first of them quantizes
         if node in eligible:
             rewrite(node, eligible[node], quantizer)
-    return {layer.weight for layer in eligible.values()}
-
-
-def _check_codes_are_used(facts: JointFacts, in_fp8: set[fx.Node]) -> None:
-    """Raise UnusedCodes if a graph has codes as inputs that none of its GEMMs takes.
-
-    It then names all weights that need none, those for whose codes there was no room, too.
-    """
-    unused = {weight for weight, (data, _) in facts.codes.items() if not data.users}
-    if unused:
-        unused |= {weight for weight in facts.uncoded if weight not in in_fp8}
-        raise UnusedCodes([i for w in unused if (i := compat.input_index(w)) is not None])
-
-
-def _where_codes_are_from(layer: Layer, part: Part, ctx: Context) -> str:
-    """Where the codes of a layer's weight come from; '' if that was not asked for."""
-    if not ctx.config.weight_code_bytes:
-        return ""
-    if part.times:
-        return IN_CHUNKS
-    if not has_row_scales(layer.forward, ctx.config):
-        return ONE_SCALE
-    weight = graph.source(layer.weight)
-    if weight in ctx.facts.codes:
-        return FROM_INPUTS
-    return f"the graph: {ctx.facts.uncoded.get(weight, NOT_ALONE)}"
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
@@ -183,11 +138,6 @@ def quantization_of(operand: str, gemm: fx.Node, config: Config) -> Quantization
     chosen = parse(config.quantizations[gemm.meta[ROLE], operand])
     fits = _takes_rows(gemm) if chosen.block == ROW else _divides(chosen.block, gemm)
     return chosen if fits else Quantization(chosen.format, TENSOR)
-
-
-def has_row_scales(gemm: fx.Node, config: Config) -> bool:
-    """Whether the input of a GEMM of the forward has a scale for each row."""
-    return quantization_of("input", gemm, config).block != TENSOR
 
 
 def _takes_rows(gemm: fx.Node) -> bool:

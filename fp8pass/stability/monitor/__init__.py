@@ -5,6 +5,7 @@ sampler.py      runs the graphs of a sampled step op by op and measures the tens
 findings.py     warnings: which tensors have a problem, and what to do about it
 writers.py      statistics to CSV and TensorBoard
 callbacks.py    callbacks for Hugging Face's and Lightning's `Trainer`
+versions.py     the sampled, careful and normal version of each graph
 monitor.py      `Monitor`, which puts these together
 """
 

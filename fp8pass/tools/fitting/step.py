@@ -278,7 +278,7 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Re
     results = compat.tree_leaves(gm(*example_inputs))
     outputs = [(_described(x), isinstance(x, Tensor) and x.requires_grad) for x in results]
     region = Region(path, outputs)
-    compilation = Compilation(Config(compiler="eager"), Inputs.of(example_inputs), reports=False)
+    compilation = Compilation(Config(compiler="eager"), Inputs.of(example_inputs), is_main=False)
     compat.compile_fx(
         gm,
         list(example_inputs),

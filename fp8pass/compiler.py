@@ -1,0 +1,293 @@
+"""The compiler of one graph: from Dynamo's graph to a program, with our passes in Inductor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass import compat, graph
+from fp8pass.compilation import Compilation, Inputs, decided_by_name
+from fp8pass.config import Config, ConfigError, split_options, unknown
+from fp8pass.dialect import ops as ops  # defines the dialect
+from fp8pass.graph.flops import total_flops
+from fp8pass.graph.joint import JointFacts, inputs_among
+from fp8pass.graph.regions import inline_regions
+from fp8pass.hooks import CompiledGraph, Hooks, Observer, Observing, Program
+from fp8pass.partition import Partitioner
+from fp8pass.passes import INFERENCE_PASSES, Context, Requests
+from fp8pass.passes.runner import run_passes, warn_about_checkpointing
+from fp8pass.runtime.bandwidth import bandwidth
+from fp8pass.runtime.cuda_graph_gradients import keeping_sums
+from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A `torch.compile` backend with its configuration. Equal backends share compiled code.
+
+    Attributes:
+        config: the user's choices.
+        observer: called with each compiled graph.
+        requests: what plans should contain beyond the decisions.
+        hooks: called while graphs are compiled.
+    """
+
+    config: Config = field(default_factory=Config)
+    observer: Observer | None = None
+    requests: Requests = field(default_factory=Requests)
+    hooks: tuple[Hooks, ...] = ()
+
+    __name__ = "fp8pass"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Program:
+        """Compile one graph captured by Dynamo."""
+        compat.rename_self(gm)
+        inline_regions(gm)
+        config, given = self._choices(mode, options)
+        config = _with_bandwidth(config, example_inputs)
+        patches = {**inductor_defaults(config, example_inputs), **given}
+        _check_can_compile(config, patches, example_inputs)
+        hooks = (*((Observing(self.observer),) if self.observer else ()), *self.hooks)
+        _warn_about_checkpointing(hooks)
+        captured = Captured(gm, tuple(example_inputs), patches, hooks)
+        wraps = [hook.before_compile(gm, config, captured.compile_version) for hook in hooks]
+        compilation = captured.compilation(config, requests=self.requests)
+        program = captured.compile(gm, compilation)
+        for wrap in wraps:
+            program = wrap(program, compilation.compiled) if wrap else program
+        return program
+
+    def _choices(
+        self, mode: str | None, options: Mapping[str, Any] | None
+    ) -> tuple[Config, dict[str, Any]]:
+        """Return the configuration, and the options of Inductor that the user gave."""
+        patches = dict(_mode_options(mode))
+        if not options:
+            return self.config, patches
+        if self.config != Config():
+            raise ConfigError(
+                "Pass the configuration either to fp8pass.backend(Config(...)) or as "
+                "options={...}, not both."
+            )
+        config, given = split_options(options, compat.list_options())
+        _check_types(given)
+        return config, patches | given
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph that Dynamo captured, to be compiled once or in several versions.
+
+    Attributes:
+        gm: the graph.
+        example_inputs: the inputs that Dynamo traced with.
+        patches: options of Inductor.
+        hooks: called while the graph is compiled.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    patches: Mapping[str, Any]
+    hooks: tuple[Hooks, ...] = ()
+
+    def compilation(self, config: Config, **options: Any) -> Compilation:
+        """Return a compilation of the graph that nothing has been compiled for yet."""
+        graphed = compat.uses_cuda_graphs(self.patches)
+        moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
+        inputs = Inputs.of(self.example_inputs, moving)
+        by_name = decided_by_name(self.gm, config)
+        return Compilation(config, inputs, self.hooks, by_name=by_name, **options)
+
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        compilation: Compilation,
+        inner_compile: Callable[..., Any] | None = None,
+    ) -> Program:
+        """Compile `gm`, which is the graph or a copy of it."""
+        patches = {**self.patches, "custom_partitioner_fn": Partitioner(compilation)}
+        program: Any = compat.compile_fx(
+            gm,
+            list(self.example_inputs),
+            inner_compile=inner_compile or InnerCompile(compilation),
+            config_patches=patches,
+        )
+        graphed = compat.uses_cuda_graphs(self.patches) and inner_compile is None
+        return keeping_sums(program) if graphed else program
+
+    def compile_version(
+        self, config: Config, inner_compile: Callable[..., Any] | None = None
+    ) -> Program:
+        """Compile a copy of the graph, see `CompileVersion`."""
+        compilation = self.compilation(config, is_main=False)
+        # The keys of caches do not contain `inner_compile`.
+        with compat.uncached() if inner_compile else nullcontext():
+            return self.compile(compat.copy_captured(self.gm), compilation, inner_compile)
+
+
+@dataclass(frozen=True)
+class InnerCompile:
+    """Compiles one graph of aten and dialect operators, forward, backward or inference."""
+
+    compilation: Compilation
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """The compiled graph, a callable on a list of inputs."""
+        half = compat.half_of(kwargs)
+        if half == "inference":
+            rewrite_inference(gm, self.compilation, compat.static_inputs(kwargs))
+            if self.compilation.shows_halves:
+                self.compilation.rewrite_half(graph.copy_of(gm), half)
+        if self.compilation.config.compiler == "eager":
+            return compat.interpret(gm)
+        self.compilation.rewrite_half(gm, half)
+        what = f"Inductor compiles the {half}, {len(gm.graph.nodes):,} operators"
+        with self.compilation.while_compiling(what):
+            if moving := self.compilation.inputs.moving:
+                return compile_for_moving(gm, inputs, moving, **kwargs)
+            return compat.compile_fx_inner(gm, inputs, **kwargs)
+
+
+def rewrite_inference(
+    gm: fx.GraphModule, compilation: Compilation, parameters: frozenset[int]
+) -> None:
+    """Run the passes on a graph without a backward.
+
+    A backward that compiled autograd captured is left as it is: no layer has its forward there.
+    """
+    if compat.captures_backward():
+        return
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    static = frozenset(placeholders[i] for i in parameters)
+    facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))
+    ctx = Context(compilation.config, facts)
+    records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=compilation.records)
+    ctx.plan.inference = True
+    if compilation.records:
+        ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
+    compilation.finish(CompiledGraph(records, gm, ctx))
+
+
+def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """Options of Inductor that suit graphs with low-bit saves; the user's own come after them.
+
+    All of them are measured on GPUs. Generated code for the CPU, which is there to try things out,
+    is what most tests of Inductor cover: with its own options.
+    """
+    if _on_cpu(example_inputs):
+        return {}
+    options: dict[str, Any] = {
+        # Its estimate of peak memory is wrong for nodes that materialize_plan placed well.
+        "reorder_for_peak_memory": False,
+        # A buffer that is to be used again is not freed until then, which may be a layer later.
+        # The allocator reuses memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
+        "allow_buffer_reuse": False,
+        # Else an expression of more than four tensors is stored if two kernels use it. Gradients of
+        # gated activations cost more to write and read, in 16 bits, than to compute again.
+        "realize_reads_threshold": 8,
+        # Launch the dialect's kernels as Inductor does its own, without the Python of Triton: a
+        # layer of hidden 2048 takes the CPU 8% less.
+        "static_launch_user_defined_triton_kernels": True,
+    }
+    if config.packs:
+        # Unpacking a code takes some 15 operators. With Inductor's limit of 30 an expression of two
+        # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.
+        options["realize_opcount_threshold"] = 64
+    return options
+
+
+def _check_can_compile(
+    config: Config, patches: Mapping[str, Any], example_inputs: Sequence[Any]
+) -> None:
+    """Raise an error, or warn, where options and surroundings do not go together."""
+    _warn_about_activation_quantization(patches)
+    has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
+    if config.compiler == "inductor" and has_tensors and _on_cpu(example_inputs):
+        _check_cpp_compiler()
+    if torch.is_grad_enabled():
+        _check_has_memory(example_inputs)
+    if config.offload and compat.uses_cuda_graphs(patches):
+        raise ConfigError(
+            "offload=True is incompatible with CUDA graphs, which own their memory across replays: "
+            "leave out mode='reduce-overhead' (or triton.cudagraphs), or offload."
+        )
+
+
+def _check_has_memory(example_inputs: Sequence[Any]) -> None:
+    """Raise ConfigError if a graph would train on the meta device: no value there has a price."""
+    if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
+        raise ConfigError(
+            "Tensors are on the meta device, where nothing can be trained. Give a model memory "
+            "with model.to_empty(device='cuda'), or plan for it with fp8pass.fit."
+        )
+
+
+def _on_cpu(example_inputs: Sequence[Any]) -> bool:
+    return all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+
+
+def _check_cpp_compiler() -> None:
+    """Say in a sentence what Inductor says in a hundred lines."""
+    if not compat.has_cpp_compiler():
+        raise RuntimeError(
+            "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
+            "one (apt install g++), name it in the environment variable CXX, or run op by op, with "
+            "options={'compiler': 'eager'}."
+        )
+
+
+def _with_bandwidth(config: Config, example_inputs: Sequence[Any]) -> Config:
+    """Fill in the measured host bandwidth, because the plan and its cache key depend on it."""
+    if not config.offload or config.host_bandwidth is not None:
+        return config
+    devices = (x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda)
+    return replace(config, host_bandwidth=bandwidth(next(devices, torch.device("cpu"))))
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    modes = compat.list_mode_options()
+    if mode not in modes:
+        raise ConfigError(
+            f"{unknown('mode', mode, modes)} mode is one of {', '.join(map(repr, modes))}."
+        )
+    return modes[mode]
+
+
+def _check_types(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if Inductor would take an option's value for something else."""
+    for name, value in options.items():
+        wanted = compat.type_of_option(name)
+        if wanted is not None and not isinstance(value, wanted):
+            raise ConfigError(
+                f"{name} must be a {wanted.__name__}, as in torch._inductor.config, got {value!r}."
+            )
+
+
+def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
+    """Warn where `torch.utils.checkpoint` is around the graph. Reports show it themselves."""
+    if compat.is_checkpointing() and not any(hook.records for hook in hooks):
+        warn_about_checkpointing()
+
+
+def _warn_about_activation_quantization(options: Mapping[str, Any]) -> None:
+    if compat.activation_quantization_is_on(options):
+        warnings.warn(
+            "activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass has "
+            "already planned. Remove it from post_grad_fusion_options.",
+            stacklevel=2,
+        )
