@@ -36,7 +36,7 @@ def keeping_sums(program: Callable[..., Any]) -> Callable[..., Any]:
 
 def move_out(device: torch.device) -> None:
     """Copy gradients that the next replays on a device would overwrite."""
-    replayed = compat.replayed_memory(device)
+    replayed = compat.find_replayed_memory(device)
     # All graphs of a forward but the first find nothing, and need not look at every parameter.
     for parameter in _parameters if replayed else ():
         gradient = parameter.grad

@@ -64,4 +64,4 @@ def handing_on(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -
             results[i] = value
         return results
 
-    return compat.boxed(run)
+    return compat.box(run)

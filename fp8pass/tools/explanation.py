@@ -195,7 +195,7 @@ def explain(
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
     with unchanged(module):
-        with compat.uncompiled(module), torch.enable_grad():
+        with compat.run_uncompiled(module), torch.enable_grad():
             _measure_in_eager(explanation, module, args, kwargs)
         with compiled_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)

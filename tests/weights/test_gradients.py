@@ -25,7 +25,7 @@ def fresh(monkeypatch):
 def owned(monkeypatch) -> set[int]:
     """Addresses that graphs own."""
     found: set[int] = set()
-    monkeypatch.setattr(compat, "replayed_memory", lambda device: found)
+    monkeypatch.setattr(compat, "find_replayed_memory", lambda device: found)
     return found
 
 
