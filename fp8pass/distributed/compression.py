@@ -90,8 +90,8 @@ def compress(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress takes a distributed module, got {type(model).__name__}.")
-    kinds: tuple[type, ...] = (DistributedDataParallel, Replicated, FSDPModule)
-    reducers = {path: m for path, m in model.named_modules() if isinstance(m, kinds)}
+    kinds = (DistributedDataParallel, Replicated, FSDPModule)
+    reducers: dict[str, Any] = {p: m for p, m in model.named_modules() if isinstance(m, kinds)}
     if not reducers:
         raise ConfigError(_why_nothing_reduces(model))
     groups = _find_groups(reducers.values())
