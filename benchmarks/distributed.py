@@ -301,7 +301,7 @@ def _sequence_step(
 
 def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
     """The share of a copy's bandwidth that the kernels of the wire reach on this GPU."""
-    from fp8pass.distributed import weights, wire
+    from fp8pass.distributed import weight_gather, wire
 
     def seconds(function: Callable[[], Any]) -> float:
         step_seconds(function, 5, device)
@@ -316,24 +316,24 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
     found: dict[str, Any] = {"copy_bytes_per_second": copy, "elements": elements}
     for dtype in (torch.float32, torch.bfloat16):
         rows = torch.randn(2, elements // 2, device=device, dtype=dtype)
-        sent = wire.packed(rows)
+        sent = wire.pack(rows)
         into = torch.empty(1, elements // 2, device=device, dtype=dtype)
         coded, summed = sent.numel(), sent.numel() + into.numel() * dtype.itemsize
         matrix = rows.view(-1, 2048)
         weights_moved = matrix.numel() * (1 + dtype.itemsize)
         timed: dict[str, tuple[Callable[[], Any], int]] = {
-            "pack": (partial(wire.packed, rows), rows.numel() * dtype.itemsize + coded),
+            "pack": (partial(wire.pack, rows), rows.numel() * dtype.itemsize + coded),
             "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
             "code rows": (
-                partial(weights.coded, [matrix], torch.bfloat16),
+                partial(weight_gather.coded, [matrix], torch.bfloat16),
                 weights_moved,
             ),
         }
         for name, (function, moved) in timed.items():
             found[f"{name} {dtype}"] = share(function, moved)
-    whole = weights.Parcel([torch.Size((elements // 2048, 2048))] * 3, device)
-    parcels = torch.empty(2, whole.memory.numel() // 2, dtype=torch.uint8, device=device)
-    found["take apart"] = share(partial(weights.take_apart, parcels, whole), 2 * parcels.numel())
+    whole = weight_gather.PackedWeights([torch.Size((elements // 2048, 2048))] * 3, device)
+    shards = torch.empty(2, whole.memory.numel() // 2, dtype=torch.uint8, device=device)
+    found["take apart"] = share(partial(weight_gather.unpack, shards, whole), 2 * shards.numel())
     return found
 
 

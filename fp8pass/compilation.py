@@ -113,7 +113,7 @@ class Compilation:
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
         # A backward that PyTorch compiles when it first runs comes without what traced its forward:
         # operators made of others would take sizes for numbers.
-        with compat.sizes_that_vary():
+        with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
             self.compiled.passes.extend(records)

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch._inductor.inductor_prims
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import OptimizedModule, compiled_autograd, convert_frame, trace_rules
@@ -25,57 +26,35 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-
-from fp8pass.compat.randomness import run_op_by_op
 
 __all__ = [
-    "CustomPartitionerFn",
-    "activation_quantization_is_on",
-    "after_backward",
-    "backend_of",
-    "boxed",
-    "captures_backward",
-    "compile_fx",
-    "compile_fx_inner",
-    "compiled_in_vain",
-    "copy_captured",
-    "counters",
-    "fresh_compilation",
-    "get_cpp_compiler",
-    "half_of",
-    "has_cpp_compiler",
-    "interpret",
-    "is_checkpointing",
-    "is_of_fsdp",
-    "list_mode_options",
-    "list_options",
-    "multiplies_bf16_on_cpu",
-    "original_of",
-    "recompiled",
-    "replayed_memory",
-    "running_backward",
-    "static_inputs",
-    "trace_structured",
-    "uncached",
-    "uncompiled",
-]
+    "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of", "box",
+    "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain", "compiles_backward",
+    "copy_captured", "counters", "disable_gradient_hooks", "find_replayed_memory",
+    "fresh_compilation", "get_cpp_compiler", "half_of", "has_cpp_compiler", 
+    "interpret", "is_checkpointing", "is_of_fsdp", "is_region", "list_mode_options", "list_options",
+    "match_generated_code", "multiplies_bf16_on_cpu", "original_of", "recompile",
+    "run_uncompiled", "running_backward", "seeded_random_ops", "source_of", "static_inputs",
+    "trace_structured", "type_of_option", "uncached", "uses_cuda_graphs", 
+]  # fmt: skip
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """The graph that Inductor's inner compile got: `forward`, `backward` or `inference`."""
+    """Return which graph Inductor's inner compile got: `forward`, `backward` or `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"
 
 
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
-    """Indices of the inputs that Inductor's inner compile knows to be parameters or buffers."""
+    """Return the indices of inputs whose address is fixed, as for parameters and buffers."""
     return frozenset(kwargs.get("static_input_idxs") or ())
 
 
 def has_cpp_compiler() -> bool:
-    """Whether Inductor finds a compiler for the CPU."""
+    """Whether Inductor finds a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -84,88 +63,123 @@ def has_cpp_compiler() -> bool:
 
 
 def multiplies_bf16_on_cpu() -> bool:
-    """Whether products in BF16 have instructions of their own on this CPU."""
+    """Whether this CPU has instructions for BF16 matrix products."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_checkpointing() -> bool:
-    """Whether what is saved here is dropped, and computed again by `torch.utils.checkpoint`."""
+    """Whether this code runs inside `torch.utils.checkpoint`, which recomputes saved tensors."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def captures_backward() -> bool:
-    """Whether the graph that is being compiled is a whole backward, of compiled autograd.
-
-    What the passes made of the backwards of compiled forwards is a part of it.
-    """
+    """Whether compiled autograd is compiling a whole backward, which contains our graphs."""
     return bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def type_of_option(name: str) -> type | None:
-    """The type of an option of Inductor; None if that is no class, or the value may be None."""
+    """Return the type of an Inductor option; None if it is not a class or the value may be None."""
     found = inductor_config.get_type(name)  # type: ignore[attr-defined]
     return found if isinstance(found, type) and found is not type(None) else None
 
 
 def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
-    """Whether the user also asked for PyTorch's own activation quantization, here or anywhere."""
+    """Whether PyTorch's own activation quantization is on, by `options` or globally."""
     fusions = options.get("post_grad_fusion_options", inductor_config.post_grad_fusion_options)
     return "activation_quantization_aten_pass" in fusions
 
 
-def boxed(function: Any) -> Any:
-    """`function` of a list of arguments as AOTAutograd wants compiled code."""
+def box(function: Any) -> Any:
+    """Mark a function of one list of arguments as compiled code for AOTAutograd. Return it."""
     function._boxed_call = True
     return function
 
 
 def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None) -> Any:
-    """`gm` as AOTAutograd wants compiled code, run op by op by PyTorch, or by `run`.
+    """Return compiled code for AOTAutograd that runs `gm` op by op, or calls `run`.
 
-    What a graph returns may be a view of one of its values. Generated code returns it as a tensor
-    of its own, and so must we: autograd refuses to change a view in place that was made where it
-    did not look, as models do with what they got before a graph break.
+    A result may be a view of an intermediate value. Generated code returns a separate tensor, and
+    so does this function: autograd raises an error when a model writes in place to a view that was
+    created inside of a graph.
     """
-    run_op_by_op(gm)
+    match_generated_code(gm)
     run = run or make_boxed_func(gm.forward)
     results = next(iter(reversed(gm.graph.nodes))).args[0]
-    given = [isinstance(x, fx.Node) and x.op == "placeholder" for x in results]
+    are_inputs = [isinstance(x, fx.Node) and x.op == "placeholder" for x in results]
 
     def interpreted(arguments: list[Any]) -> list[Any]:
-        pairs = zip(run(arguments), given, strict=True)
-        return [x if is_input else _no_view(x) for x, is_input in pairs]
+        pairs = zip(run(arguments), are_inputs, strict=True)
+        return [x if is_input else _detach_from_base(x) for x, is_input in pairs]
 
-    return boxed(interpreted)
+    return box(interpreted)
 
 
-def _no_view(value: Any) -> Any:
-    """A tensor in the same memory that autograd does not take for a view."""
+def _detach_from_base(value: Any) -> Any:
+    """Return a tensor in the same memory that autograd does not treat as a view."""
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     return torch.ops.aten._unsafe_view.default(value, value.shape)
 
 
-def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
-    """The backend and the options that a module was compiled with; (None, {}) if it was not.
+def seeded_random_ops() -> Iterable[Any]:
+    """Return Inductor's random operators: pure functions of a seed, so recomputing is exact."""
+    return (
+        torch.ops.prims.inductor_random.default,
+        torch.ops.prims.inductor_randint.default,
+        torch.ops.prims.inductor_lookup_seed.default,
+    )
 
-    Dynamo wraps backends in callbacks that point inwards.
+
+def match_generated_code(gm: fx.GraphModule) -> None:
+    """Change a graph so that running it op by op gives the results of generated code.
+
+    Eager random operators ignore the seed, so that a backward would recompute other numbers.
+    Eager `iota` does not support unsigned dtypes.
     """
+    prims = torch.ops.prims
+    for node in gm.graph.nodes:
+        if node.target is prims.inductor_random.default:
+            node.target = _random
+        elif node.target is prims.inductor_randint.default:
+            node.target = _randint
+        elif node.target is prims.iota.default and node.kwargs.get("dtype") in _UNSIGNED:
+            node.kwargs = {**node.kwargs, "dtype": torch.int64}
+    gm.recompile()
+
+
+def _random(
+    size: list[int], seed: torch.Tensor, mode: str, *, align_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    draw = getattr(torch, mode)
+    return draw(size, generator=_make_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: list[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_make_generator(seed), device=seed.device)
+
+
+def _make_generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
+    """Return backend and options that a module was compiled with; (None, {}) if it was not."""
     callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     in_place = getattr(model, "_compiled_call_impl", None)
     if in_place is not None:
         callback = inspect.getclosurevars(in_place).nonlocals.get("callback")
-    while hasattr(callback, "_torchdynamo_orig_backend"):
+    while hasattr(callback, "_torchdynamo_orig_backend"):  # Dynamo nests callbacks
         callback = callback._torchdynamo_orig_backend
     options = getattr(callback, "kwargs", {}).get("options", {})
     return getattr(callback, "compiler_fn", None), dict(options)
 
 
 def compiled_in_vain(module: nn.Module) -> bool:
-    """Whether a module was compiled in place although Dynamo does not trace its class.
+    """Whether `module.compile()` has no effect, because Dynamo does not trace its class.
 
-    The forward of a class of `torch.nn` is traced only where something else calls it.
-    DistributedDataParallel calls the forward of its module, which Dynamo traces.
+    Dynamo traces the forward of a `torch.nn` class only inside of other code. It does trace the
+    module that a DistributedDataParallel calls.
     """
     if module._compiled_call_impl is None:
         return False
@@ -174,13 +188,13 @@ def compiled_in_vain(module: nn.Module) -> bool:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped; `model` itself if it did not."""
+    """Return the module that `torch.compile` wrapped, or `model` itself."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 @contextmanager
-def recompiled(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
-    """Let parts of a model, compiled in place or wrapped, run here compiled with `backend`."""
+def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
+    """Compile parts of a model, which are compiled already, with another backend within."""
     earlier: list[tuple[nn.Module, str, Any]] = []
     for part in parts:
         if isinstance(part, OptimizedModule):
@@ -198,8 +212,8 @@ def recompiled(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
 
 
 @contextmanager
-def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Let a module and its parts run here as if none of them had been compiled in place."""
+def run_uncompiled(module: nn.Module) -> Iterator[None]:
+    """Run a module and its submodules as if none had been compiled in place, within."""
     compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl}
     for m in compiled:
         m._compiled_call_impl = None
@@ -211,9 +225,9 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Call no hook that was registered to run when a gradient has been accumulated."""
-    # The engine reads the dict that holds them: another in its place would change nothing.
+def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Disable the post-accumulate-gradient hooks of tensors within."""
+    # Cleared in place: the engine holds a reference to this dict, and would not see a new one.
     hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
     registered = [dict(h) for h in hooks]
     for h in hooks:
@@ -221,14 +235,14 @@ def without_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for h, there in zip(hooks, registered, strict=True):
-            h.update(there)
+        for h, before in zip(hooks, registered, strict=True):
+            h.update(before)
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that Dynamo captured, with what Dynamo said about its inputs.
+    """Copy a graph that Dynamo captured, with the sources of its inputs.
 
-    Without that AOTAutograd would not know which of them are parameters.
+    From the sources AOTAutograd knows which inputs are parameters.
     """
     copies: dict[fx.Node, fx.Node] = {}
     g = fx.Graph()
@@ -244,7 +258,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def source_of(node: fx.Node) -> str:
-    """The expression by which Dynamo reached an input of its graph; empty for other nodes."""
+    """Return the expression by which Dynamo reached a graph input; '' for other nodes."""
     source = getattr(node, "_dynamo_source", None)
     # A method in older versions, an attribute in newer ones.
     name = "" if source is None else source.name
@@ -252,40 +266,42 @@ def source_of(node: fx.Node) -> str:
 
 
 def is_region(node: fx.Node) -> bool:
-    """Whether a node of a Dynamo graph calls a region of `torch.compiler.nested_compile_region`."""
+    """Whether a node calls a region of `torch.compiler.nested_compile_region`."""
     return node.target is torch.ops.higher_order.invoke_subgraph
 
 
 def is_of_fsdp(node: fx.Node) -> bool:
-    """Whether Dynamo found an input of its graph in a module that FSDP manages."""
+    """Whether a graph input belongs to a module that FSDP manages."""
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
-    """Whether Inductor is to make CUDA graphs, with these options of a compilation."""
+    """Whether Inductor makes CUDA graphs, with these options of a compilation."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Let AOTAutograd neither look up nor keep its results here."""
+    """Disable the cache of AOTAutograd within."""
     with functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Compile here whatever is cached, and however often this code was compiled before.
+    """Compile within regardless of caches and recompile limits, and forget the result on exit.
 
-    What was compiled is forgotten in the end: Dynamo compiles a function so often and no more, and
-    none that has raised an exception when it was compiled. Of a function that had versions before,
-    empty entries are left, which count for `accumulated_recompile_limit` alone.
+    Forgetting matters because Dynamo limits the number of versions of a function, and never
+    compiles a function again whose compilation raised an exception. A function that had versions
+    before keeps empty entries, which count only for `accumulated_recompile_limit`.
     """
     unlimited = 1 << 20
-    # Held, codes and guards: what is compared by identity must not be freed and its place taken.
-    before = [(code, [entry.guard_manager for entry in _live(code)]) for code in _codes()]
-    kept = {id(code): {id(guards) for guards in found} for code, found in before if found}
+    # Holds code and guard objects: they are compared by id, so they must not be freed meanwhile.
+    before = [
+        (code, [entry.guard_manager for entry in _live_entries(code)]) for code in _compiled_codes()
+    ]
+    known = {id(code): {id(guards) for guards in found} for code, found in before if found}
     try:
         with (
             uncached(),
@@ -294,46 +310,46 @@ def fresh_compilation() -> Iterator[None]:
             yield
     finally:
         with convert_frame.compile_lock:
-            for code in _codes():
-                _forget(code, kept.get(id(code), set()))
+            for code in _compiled_codes():
+                _forget(code, known.get(id(code), set()))
 
 
-def _codes() -> list[CodeType]:
-    """The functions that Dynamo has compiled, or tried to."""
+def _compiled_codes() -> list[CodeType]:
+    """Return the functions that Dynamo has compiled, or tried to."""
     codes = (reference() for reference in convert_frame.input_codes.seen)
     return [code for code in codes if code is not None]
 
 
-def _live(code: CodeType) -> list[Any]:
-    """What Dynamo has made of a function."""
+def _live_entries(code: CodeType) -> list[Any]:
+    """Return the valid compiled versions of a function."""
     entries = _debug_get_cache_entry_list(code)
     return [e for e in entries if getattr(e.guard_manager, "extra_state", None) is not None]
 
 
-def _forget(code: CodeType, kept: set[int]) -> None:
-    """Drop all versions of a function but those of which the guards' identities are given."""
-    if not kept:
+def _forget(code: CodeType, known: set[int]) -> None:
+    """Drop all versions of a function, except those with the given ids of guard managers."""
+    if not known:
         reset_code(code)
         return
-    for entry in _live(code):
-        if id(entry.guard_manager) not in kept:
+    for entry in _live_entries(code):
+        if id(entry.guard_manager) not in known:
             entry.guard_manager.extra_state.invalidate(entry, _Forgotten())
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a version that is gone and does not count: it was of no object that is there."""
+    """Guards of a dropped version. It matches no living object, so it counts for no limit."""
 
     def __init__(self) -> None:
         super().__init__("compiled by a tool, which has ended")
         self.id_matched_objs = {"self": ref(type(self))}
 
 
-def replayed_memory(device: torch.device) -> frozenset[int]:
-    """Addresses of what CUDA graphs returned and may overwrite from now on, called before a graph.
+def find_replayed_memory(device: torch.device) -> frozenset[int]:
+    """Return the addresses of CUDA graph outputs that the next replays may overwrite.
 
-    Nothing while results of a forward wait for their backward.
+    Call it before a graph runs. It is empty while a forward waits for its backward.
     """
-    from torch._inductor import cudagraph_trees  # without CUDA graphs nobody imports it
+    from torch._inductor import cudagraph_trees  # imported late: only CUDA graphs need it
 
     if device.type != "cuda":
         return frozenset()
@@ -344,7 +360,7 @@ def replayed_memory(device: torch.device) -> frozenset[int]:
 
 
 def running_backward() -> int:
-    """The number of the backward that is running, of the innermost where one runs in another."""
+    """Return a number that identifies the running backward; the innermost of nested ones."""
     return torch._C._current_graph_task_id()
 
 
@@ -354,15 +370,15 @@ def compiles_backward() -> bool:
 
 
 def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Call a function when the backward that is running has ended, on its caller's stream.
+    """Call `function` when the running backward has ended, on the stream of its caller.
 
-    If that ends with an error `otherwise` is called, on any stream.
+    If the backward raises an error, `otherwise` is called instead, on any stream.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_Ending(function, otherwise))
 
 
 class _Ending:
-    """What autograd calls at the end of a backward; of one that fails it only lets go."""
+    """Callback at the end of a backward. Autograd deletes it uncalled if the backward fails."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

@@ -1,4 +1,4 @@
-"""Running a model without memory: fake tensors, and a look at every operator that runs."""
+"""Running a model without memory: fake tensors, and an observer of operators."""
 
 from __future__ import annotations
 
@@ -22,28 +22,24 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
-    "NEEDS_VALUES",
-    "OperatorObserver",
-    "RealPositions",
-    "WeakIdKeyDictionary",
-    "autocast_for_cpu",
-    "fake_tensors",
-]
+    "NEEDS_VALUES", "OperatorObserver", "RealPositions", "WeakIdKeyDictionary", "autocast_for_cpu",
+    "use_fake_tensors",
+]  # fmt: skip
 
-# What operators raise whose result, or its size, depends on values; `func` is the operator.
+# Errors of operators whose result or shape depends on values. `func` is the operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-# The threads, and how many times each, whose CPU stands for the GPU to `torch.autocast`.
-_standing_in: list[int] = []
+# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, once for each context.
+_redirected: list[int] = []
 _lock = threading.Lock()
 
 
-def fake_tensors() -> Any:
-    """A context in which tensors have no memory; real ones may be read as constants."""
+def use_fake_tensors() -> Any:
+    """Return a context in which new tensors are fake. Operators accept real tensors, too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class OperatorObserver(TorchDispatchMode):
-    """Calls `observe` with every operator in its context, its arguments and its result."""
+    """Mode that calls `observe(operator, (args, kwargs), result)` for every operator."""
 
     def __init__(self, observe: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()
@@ -51,7 +47,7 @@ class OperatorObserver(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo compiles nothing while other modes are on."""
+        """Return True: Dynamo does not compile under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,20 +57,20 @@ class OperatorObserver(TorchDispatchMode):
 
 
 class RealPositions(TorchDispatchMode):
-    """Lets positions, and what follows from them alone, have values among fake tensors.
+    """Mode in which `arange`, and values computed from it alone, are real among fake tensors.
 
-    Models look at them: Hugging Face's go without a mask where positions say that sequences are
-    whole.
+    Models read positions: Hugging Face models omit the mask if positions show whole sequences.
     """
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo compiles nothing while other modes are on."""
+        """Return True: Dynamo does not compile under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func.overloadpacket is torch.ops.aten.arange if not given else not _any_fake(given):
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        any_fake = any(isinstance(x, FakeTensor) for x in operands)
+        if func.overloadpacket is torch.ops.aten.arange if not operands else not any_fake:
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -82,38 +78,32 @@ class RealPositions(TorchDispatchMode):
 
 @contextmanager
 def autocast_for_cpu() -> Iterator[None]:
-    """A context in which this thread's `torch.autocast("cuda")` is that of the CPU.
+    """Redirect this thread's `torch.autocast("cuda")` to the CPU within.
 
-    For a CPU that stands for the GPU: autocast is by the device of tensors, and where there is no
-    GPU PyTorch switches that of the GPU off. Dynamo makes the same objects, and so do its graphs.
+    For programs that simulate a GPU on a CPU: PyTorch disables autocast for a GPU that is missing.
+    Dynamo and its graphs create the same objects, so they are redirected, too.
     """
     thread = threading.get_ident()
     with _lock:
-        if not _standing_in:
+        if not _redirected:
             init = torch.autocast.__init__
-            torch.autocast.__init__ = _moved_to_cpu(init)  # type: ignore[method-assign]
-        _standing_in.append(thread)
+            torch.autocast.__init__ = _redirect_to_cpu(init)  # type: ignore[method-assign]
+        _redirected.append(thread)
     try:
         yield
     finally:
         with _lock:
-            _standing_in.remove(thread)
-            if not _standing_in:
+            _redirected.remove(thread)
+            if not _redirected:
                 init = torch.autocast.__init__.__wrapped__  # type: ignore[attr-defined]
                 torch.autocast.__init__ = init  # type: ignore[method-assign]
 
 
-def _moved_to_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """The initializer of `torch.autocast` for threads whose CPU stands for the GPU."""
-
+def _redirect_to_cpu(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def moved(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda" and threading.get_ident() in _standing_in:
+    def init_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kw: Any) -> None:
+        if device_type == "cuda" and threading.get_ident() in _redirected:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        init(self, device_type, dtype, *args, **kwargs)
+        init(self, device_type, dtype, *args, **kw)
 
-    return moved
-
-
-def _any_fake(tensors: Any) -> bool:
-    return any(isinstance(x, FakeTensor) for x in tensors)
+    return init_on_cpu

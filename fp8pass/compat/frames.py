@@ -1,4 +1,4 @@
-"""The function that Dynamo is tracing, and what it calls the module whose method it is."""
+"""The name of `self` in the function that Dynamo is tracing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """Have the module whose method Dynamo traced be `self` in the paths of a graph's modules."""
-    name = _name_of_self()
+    """Rename the module whose method Dynamo traced to `self` in the module paths of a graph."""
+    name = _find_self()
     if name in (None, "self"):
         return
     begin = f"L['{name}']"
@@ -32,15 +32,15 @@ def compile_call() -> object:
     return current.output.compiler_fn if current is not None else None
 
 
-def _name_of_self() -> str | None:
-    """The first argument of the function that is traced, if that is a method of a module."""
+def _find_self() -> str | None:
+    """Return the first argument of the traced function if that is a method of a module."""
     current = getattr(tls, "current_tx", None)
     if current is None:
         return None
     frame = current.output.root_tx
     code = frame.f_code
     resumed = ContinueExecutionCache.generated_code_metadata.get(code)
-    if resumed is not None:  # what follows a graph break
+    if resumed is not None:  # the rest of a function after a graph break
         code = resumed.code
     if not code.co_argcount:
         return None
@@ -50,7 +50,7 @@ def _name_of_self() -> str | None:
 
 
 def _is_method(code: CodeType, module: nn.Module) -> bool:
-    """Whether this is the code of a function that a module, or a class of it, has."""
+    """Whether `code` belongs to an attribute of a module or of its class."""
     owners = module, *type(module).__mro__
     attributes = (x for owner in owners for x in vars(owner).values())
     return any(getattr(x, "__code__", None) is code for x in attributes)

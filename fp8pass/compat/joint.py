@@ -1,4 +1,4 @@
-"""Joint graphs: their inputs, tags and how they are cut."""
+"""Joint graphs: inputs, checkpointing tags, and partitioning into forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as _partitioners
 from torch import fx
-from torch._dynamo.utils import counters as counters
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._functorch.partitioners import (
@@ -22,8 +21,13 @@ from torch._functorch.partitioners import (
     reordering_to_mimic_autograd_engine,
     thread_graphsafe_rng_from_hops,
 )
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "copy_region", "extract_forward_backward", "forget_checkpointing", "input_index", "is_primal",
+    "is_tangent", "must_recompute", "must_save", "normalize_joint_graph", "recompute_always",
+    "save_always", "stock_partition",
+]  # fmt: skip
 
 _EXTRACT_TAKES_OPAQUE = (
     "saved_opaque_nodes" in inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
@@ -33,12 +37,12 @@ _EXTRACT_TAKES_OPAQUE = (
 def stock_partition(
     gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """PyTorch's own min-cut partitioner, what `torch.compile` uses without fp8pass."""
+    """Partition a joint graph with PyTorch's min-cut partitioner, as `torch.compile` does."""
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
 def normalize_joint_graph(gm: fx.GraphModule) -> None:
-    """Do as PyTorch's partitioner does first: CSE, and tags for values that must be saved."""
+    """Run the first steps of PyTorch's partitioner: CSE, and tags for values that must be saved."""
     gm.graph.eliminate_dead_code()
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
@@ -57,14 +61,14 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the joint graph into forward and backward modules, at tensors, sizes and objects."""
+    """Split a joint graph into forward and backward, which saves tensors, sizes and objects."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
     elif saved_objects:
         raise AssertionError(
-            f"The backward needs {saved_objects}, which are no tensors, and this PyTorch keeps "
-            "only tensors and sizes. Please report it to fp8pass, with the output of fp8pass env."
+            f"The backward needs {saved_objects}, but this PyTorch saves only tensors and sizes. "
+            "Please report it to fp8pass, with the output of fp8pass env."
         )
     forward, backward = _partitioners._extract_fwd_bwd_modules(
         gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
@@ -77,7 +81,7 @@ def extract_forward_backward(
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether `node` is the gradient of a forward output, an input of the backward."""
+    """Whether `node` is the gradient of a forward output, which is an input of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
@@ -95,37 +99,37 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def forget_checkpointing(g: fx.Graph) -> None:
-    """Let a graph be as without `torch.utils.checkpoint`: what it computes may be kept."""
+    """Remove the user's recomputation tags, so that every value may be saved."""
     for node in g.nodes:
         if must_recompute(node):
             del node.meta["recompute"]
 
 
 def must_save(node: fx.Node) -> bool:
-    """Whether recomputing is ruled out, by the user's policy or by a side effect."""
+    """Whether `node` must not be recomputed, by the user's policy or because of a side effect."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def recompute_always(node: fx.Node) -> None:
-    """Have the backward compute `node` again, as `torch.utils.checkpoint` does."""
+    """Tag `node` for recomputation in the backward, as `torch.utils.checkpoint` does."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def save_always(node: fx.Node) -> None:
-    """Have the backward keep `node` or what follows from it; a checkpointed region stays one."""
+    """Forbid recomputing `node`, unless the user has checkpointed it."""
     if not must_recompute(node):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def copy_region(source: fx.Node, node: fx.Node) -> None:
-    """Have `node` kept or computed again as `source` is."""
+    """Copy the checkpointing tag of `source` to `node`."""
     node.meta.pop("recompute", None)
     if "recompute" in source.meta:
         node.meta["recompute"] = source.meta["recompute"]
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Which input of the Dynamo graph a primal is, or is a part of; None where that is unknown."""
+    """Return which input of the Dynamo graph a primal is, or is part of; None if unknown."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

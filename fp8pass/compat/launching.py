@@ -1,4 +1,4 @@
-"""Our kernels and buffers among those that Inductor generates."""
+"""Our kernels and buffers in Inductor's generated code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import sympy
 import torch
-import torch._inductor.inductor_prims
-from torch._dynamo.utils import counters as counters
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir as inductor_ir
 from torch._inductor.codecache import PyCodeCache
@@ -18,14 +16,15 @@ from torch._inductor.lowering import empty_strided as inductor_empty_strided
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._sympy.functions import CeilDiv
+
+__all__ = ["ceil_div", "load_source", "lower_to_buffer", "lower_to_parts", "lower_to_triton"]
 
 
 def lower_to_buffer(op: Any) -> None:
-    """Have Inductor realize `op(x, order)` as `x` in memory, outermost dimension first in `order`.
+    """Lower `op(x, order)` to `x` in memory, where `order` lists dimensions, outermost first.
 
-    A tensor that is in such memory already is not copied.
+    A tensor with this layout is not copied.
     """
 
     def lowering(x: Any, order: Sequence[int]) -> Any:
@@ -36,7 +35,7 @@ def lower_to_buffer(op: Any) -> None:
 
 
 def lower_to_parts(op: Any) -> None:
-    """Have Inductor store each of `op(parts, dim)` in its place in one buffer."""
+    """Lower `op(parts, dim)` to one buffer that each part is written to directly."""
 
     def lowering(parts: Sequence[Any], dim: int) -> Any:
         dim %= len(parts[0].get_size())
@@ -46,7 +45,7 @@ def lower_to_parts(op: Any) -> None:
 
 
 def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
-    """Have Inductor run `op(inputs, programs)` on a GPU as the launches that `prepare` gives."""
+    """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lowering(inputs: Sequence[Any], programs: str) -> Any:
@@ -54,7 +53,7 @@ def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[An
         if results[0].device.type != "cuda":
             return fallback(inputs, programs)
         tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
-        outputs = [_empty(convert_shape_to_inductor(x.shape), x) for x in results]
+        outputs = [_make_buffer(convert_shape_to_inductor(x.shape), x) for x in results]
         for launch in prepare(tensors, programs):
             _launch(launch, tensors, outputs)
         return outputs
@@ -63,11 +62,10 @@ def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[An
 
 
 def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Add a launch to the graph that Inductor compiles."""
     pointers = {f"in{i}": inputs[number] for i, number in enumerate(launch.inputs)}
     pointers |= {f"out{i}": outputs[number] for i, number in enumerate(launch.outputs)}
-    kernel = _with_warps(launch.kernel, launch.num_warps)
-    with _each_kernel_analysed_once():
+    kernel = _set_warps(launch.kernel, launch.num_warps)
+    with _cache_kernel_analyses():
         inductor_ir.UserDefinedTritonKernel(
             kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(kernel),
             grid=[(launch.grid, 1, 1)],
@@ -76,29 +74,28 @@ def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         )
 
 
-def _empty(size: Sequence[Any], like: torch.Tensor) -> Any:
+def _make_buffer(size: Sequence[Any], like: torch.Tensor) -> Any:
     return inductor_empty_strided(size, None, dtype=like.dtype, device=like.device)
 
 
 @cache
-def _with_warps(kernel: Any, num_warps: int) -> Any:
-    """A Triton function with its launch options, as Inductor takes them."""
+def _set_warps(kernel: Any, num_warps: int) -> Any:
     import triton
 
     return triton.autotune(configs=[triton.Config({}, num_warps=num_warps)], key=[])(kernel)
 
 
 @contextmanager
-def _each_kernel_analysed_once() -> Iterator[None]:
-    """Remember which arguments a kernel writes: Inductor would compile it for that every time.
+def _cache_kernel_analyses() -> Iterator[None]:
+    """Cache the analysis of which arguments a kernel writes, for which Inductor compiles it.
 
-    It looks the analysis up in its module, under another name in PyTorch 2.13 than before.
+    The analysis has another name since PyTorch 2.13.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
     try:
         for name, analyse in originals.items():
-            setattr(triton_kernel_wrap, name, _remembered(analyse))
+            setattr(triton_kernel_wrap, name, _cache_analysis(analyse))
         yield
     finally:
         for name, analyse in originals.items():
@@ -108,20 +105,20 @@ def _each_kernel_analysed_once() -> Iterator[None]:
 _analysed: dict[Any, Any] = {}
 
 
-def _remembered(analyse: Any) -> Any:
-    def remembered(kernel: Any, *args: Any) -> Any:
+def _cache_analysis(analyse: Any) -> Any:
+    def cached(kernel: Any, *args: Any) -> Any:
         if kernel not in _analysed:
             _analysed[kernel] = analyse(kernel, *args)
         return _analysed[kernel]
 
-    return remembered
+    return cached
 
 
 def ceil_div(a: Any, b: int) -> Any:
-    """⌈a / b⌉ of numbers, sizes or Inductor's sizes."""
+    """Return ⌈a / b⌉ for integers, symbolic sizes or Inductor's expressions."""
     return CeilDiv(a, b) if isinstance(a, sympy.Expr) else -(-a // b)
 
 
 def load_source(source: str) -> Any:
-    """The module of a source text, kept in a file that Triton can read it from."""
+    """Import a source text from a file, which Triton needs. Return the module."""
     return PyCodeCache.load(source)

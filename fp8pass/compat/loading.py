@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
+__all__ = ["prepare_loads"]
+
 Convert = Callable[[], None]
-# Takes the flat state dict and the checkpoint's metadata. It may replace entries of the former, and
-# returns by entry what to call as soon as all entries with the same callable have been read.
+# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata.
+# Returns, by entry, a function to call once all entries with the same function have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Have DCP call `prepare` in every load from now on, if the process uses DCP at all."""
+    """Make DCP call `prepare` in every later load. No effect if DCP has not been imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 
@@ -27,47 +29,35 @@ def _patch_planner(prepare: Prepare) -> None:
     set_up = DefaultLoadPlanner.set_up_planner
 
     @wraps(set_up)
-    def prepared(planner: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("finish_plan", "commit_tensor"):  # of an earlier load by the same planner
+    def set_up_and_prepare(planner: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("finish_plan", "commit_tensor"):  # left by an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Otherwise the state dict is the caller's, which must keep its entries.
+        # Without flattening, the state dict is the caller's, whose entries must not be replaced.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
             _call_after_reads(planner, conversions)
 
-    DefaultLoadPlanner.set_up_planner = prepared  # type: ignore[method-assign, assignment]
+    DefaultLoadPlanner.set_up_planner = set_up_and_prepare  # type: ignore[method-assign, assignment]
 
 
 def _call_after_reads(planner: Any, conversions: Mapping[str, Convert]) -> None:
-    """Call each conversion when the last read into its entries is done."""
-    left: Counter[Convert] = Counter()
-    planner.finish_plan = partial(_count_reads, planner.finish_plan, conversions, left)
-    planner.commit_tensor = partial(_note_read, planner.commit_tensor, conversions, left)
+    """Call each conversion after the last read into its entries."""
+    remaining: Counter[Convert] = Counter()
+    finish, commit = planner.finish_plan, planner.commit_tensor
 
+    def finish_plan(plan: Any) -> Any:
+        plan = finish(plan)
+        entries = (item.dest_index.fqn for item in plan.items)
+        remaining.update(conversions[entry] for entry in entries if entry in conversions)
+        return plan
 
-def _count_reads(
-    finish_plan: Callable[[Any], Any],
-    conversions: Mapping[str, Convert],
-    left: Counter[Convert],
-    plan: Any,
-) -> Any:
-    plan = finish_plan(plan)
-    entries = (item.dest_index.fqn for item in plan.items)
-    left.update(conversions[entry] for entry in entries if entry in conversions)
-    return plan
+    def commit_tensor(item: Any, tensor: Any) -> None:
+        commit(item, tensor)
+        convert = conversions.get(item.dest_index.fqn)
+        if convert is not None:
+            remaining[convert] -= 1
+            if not remaining[convert]:
+                convert()
 
-
-def _note_read(
-    commit: Callable[[Any, Any], None],
-    conversions: Mapping[str, Convert],
-    left: Counter[Convert],
-    item: Any,
-    tensor: Any,
-) -> None:
-    commit(item, tensor)
-    convert = conversions.get(item.dest_index.fqn)
-    if convert is not None:
-        left[convert] -= 1
-        if not left[convert]:
-            convert()
+    planner.finish_plan, planner.commit_tensor = finish_plan, commit_tensor

@@ -1,6 +1,6 @@
-"""Schedules of `torch.distributed.pipelining`: in which order each rank runs which stages.
+"""Schedules of `torch.distributed.pipelining`: the order in which each rank runs its stages.
 
-PyTorch is imported where it is used: there are builds without torch.distributed.
+It imports torch.distributed late, because some builds do not have it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+__all__ = [
+    "PipelineAction", "find_schedule", "gradient_divisor", "pipeline_actions", "planned_schedule",
+    "runs_one_stage_a_rank", "schedule_class", "schedule_names",
+]  # fmt: skip
+
 
 class PipelineAction(NamedTuple):
-    """A step of one rank.
+    """One action of a rank.
 
     Attributes:
-        kind: `F` forward, `B` backward, `I` and `W` backward for inputs and for weights, or others,
-            which compute nothing.
+        kind: `F` forward, `B` backward, `I` and `W` backward for inputs and for weights. Other
+            kinds compute nothing.
         stage: number of the stage, from 0.
     """
 
@@ -28,12 +33,12 @@ class PipelineAction(NamedTuple):
 
 
 def pipeline_actions(schedule: object) -> list[list[PipelineAction]]:
-    """The actions of each rank in order, for one batch; empty if the schedule has no such table."""
+    """Return the actions of each rank for one batch, in order; [] if the schedule has no table."""
     order = getattr(schedule, "pipeline_order", None) or {}
-    return [[*_actions(order[rank])] for rank in sorted(order)]
+    return [[*_flatten(order[rank])] for rank in sorted(order)]
 
 
-def _actions(row: list[Any]) -> Iterator[PipelineAction]:
+def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
     for step in row:
         if step is not None:  # a bubble
             # A forward that overlaps with a backward is one step.
@@ -42,9 +47,9 @@ def _actions(row: list[Any]) -> Iterator[PipelineAction]:
 
 
 def find_schedule(model: nn.Module) -> Any:
-    """The schedule that trains `model` as a stage of a pipeline, or some of it; None without one.
+    """Return the pipeline schedule that trains `model` or a part of it; None without one.
 
-    Modules do not refer to their stages, and stages not to their schedules.
+    It searches all objects, because modules and stages hold no reference to their schedule.
     """
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
@@ -52,22 +57,19 @@ def find_schedule(model: nn.Module) -> Any:
     parameters = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
         if issubclass(type(found), schedules._PipelineSchedule) and any(
-            id(p) in parameters for module in _modules(found) for p in module.parameters()
+            id(p) in parameters for module in _iterate_modules(found) for p in module.parameters()
         ):
             return found
     return None
 
 
 def gradient_divisor(schedule: Any) -> int:
-    """Return what a schedule divides gradients by after the last micro-batch."""
+    """Return the divisor that a schedule applies to gradients after the last micro-batch."""
     return schedule._n_microbatches if schedule.scale_grads else 1
 
 
-def _modules(schedule: Any) -> Iterator[nn.Module]:
-    """The modules of the stages that a schedule runs on this rank.
-
-    Stages that only plan memory have no module.
-    """
+def _iterate_modules(schedule: Any) -> Iterator[nn.Module]:
+    """Yield the modules of this rank's stages. Stages of `planned_schedule` have no module."""
     one = getattr(schedule, "_stage", None)
     for stage in getattr(schedule, "_stages", [one]):
         if (module := getattr(stage, "submod", None)) is not None:
@@ -75,7 +77,7 @@ def _modules(schedule: Any) -> Iterator[nn.Module]:
 
 
 def schedule_names() -> list[str]:
-    """The schedules that `schedule_class` knows."""
+    """Return the names that `schedule_class` accepts."""
     from torch.distributed.pipelining import schedules
 
     bases = ("PipelineScheduleSingle", "PipelineScheduleMulti")
@@ -84,10 +86,10 @@ def schedule_names() -> list[str]:
 
 
 def schedule_class(name: str) -> type:
-    """The schedule of a name as torchtitan's and PyTorch's options have it, `1F1B` say.
+    """Return the schedule with a name of torchtitan's and PyTorch's options, such as `1F1B`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -95,17 +97,17 @@ def schedule_class(name: str) -> type:
 
 
 def runs_one_stage_a_rank(schedule: type) -> bool:
-    """Whether each rank has one stage, as in 1F1B and GPipe, and not several."""
+    """Whether each rank has exactly one stage, as in 1F1B and GPipe."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     return issubclass(schedule, PipelineScheduleSingle)
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """A schedule of stages that do not exist: it cannot run, but knows its order.
+    """Return a schedule without stages, which has an order but cannot run.
 
     Raises:
-        ValueError: the schedule does not take these numbers.
+        ValueError: the schedule does not support these numbers.
     """
     place = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
     local = [SimpleNamespace(stage_index=i, **place) for i in range(0, stages, ranks)]

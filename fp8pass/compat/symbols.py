@@ -1,4 +1,4 @@
-"""Questions about tensors, sizes and operators that PyTorch answers."""
+"""Properties of tensors, sizes and operators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher as sizes_that_vary
+from torch._dispatch.python import enable_python_dispatcher as enable_dynamic_shapes
 from torch._dynamo.source import TensorProperty
 from torch._higher_order_ops import flex_attention, flex_attention_backward
 from torch._library.fake_class_registry import FakeScriptObject
@@ -19,33 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 __all__ = [
-    "FLEX_ATTENTION",
-    "FakeTensor",
-    "arg_tree_leaves",
-    "fake_mode_of",
-    "foreach_norm",
-    "foreach_sub",
-    "grouped_mm",
-    "guard_count",
-    "has_unbacked",
-    "is_opaque",
-    "is_operator",
-    "is_sym_node",
-    "real_tensors",
-    "restrictions",
-    "scaled_mm",
-    "schema_of",
-    "size_hint",
-    "sizes_that_vary",
-    "statically_known_true",
-    "tree_leaves",
-    "tree_map_only",
-    "version_of",
-    "weak_storage",
-    "wrapper",
-]
+    "FLEX_ATTENTION", "FakeTensor", "StorageWeakRef", "arg_tree_leaves", "calls_graphs",
+    "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
+    "guard_count", "has_unbacked", "is_opaque", "is_operator", "is_sym_node", "real_tensors",
+    "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true", "stream_of",
+    "tree_leaves", "tree_map_only", "version_of", "weak_storage", "wrapper",
+]  # fmt: skip
 
-# The GEMM of experts, as code calls it that does not wait for `torch.nn.functional.grouped_mm`.
+# The grouped GEMM of experts, which older code calls instead of `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
 # The FP8 GEMM of cuBLASLt and CUTLASS.
 scaled_mm = torch._scaled_mm
@@ -53,37 +34,37 @@ scaled_mm = torch._scaled_mm
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# Stands for a size that only the data decides, where nothing bounds it below the second number.
+# The hint of a data-dependent size whose upper bound is `_LARGEST_BOUND` or more.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """A key for the memory of `tensor`: no other storage gets the same while the key lives."""
+    """Return a key for the storage of `tensor`, unique as long as the key lives."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
-    """A tensor of a class that only holds others, with the sizes of one of them."""
+    """Make a wrapper subclass instance with the sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows whenever a tensor, or a view of it, is changed in place."""
+    """Return a counter of the in-place changes of a tensor and its views."""
     return tensor._version
 
 
 def has_unbacked(value: object) -> bool:
-    """Whether a tensor's sizes depend on data, so that nothing about them is known."""
+    """Whether a tensor has data-dependent sizes."""
     return bool(free_unbacked_symbols(value))
 
 
 def size_hint(value: int | torch.SymInt) -> int:
-    """The number behind a size: itself, or the one it was traced with, or a guess.
+    """Return an integer for a size: itself, the value it was traced with, or an estimate.
 
-    The guess is the middle of the sizes that are possible: a mask selects half of its elements.
+    The estimate for a data-dependent size is the middle of its range, such as half of a mask.
     """
     if isinstance(value, int):
         return value
@@ -99,16 +80,15 @@ def _middle_of_range(size: torch.SymInt) -> int:
 
 
 def guard_count(graph: torch.fx.Graph) -> int:
-    """How many conditions compiled code asks of the sizes that vary."""
+    """Return the number of guards on dynamic shapes."""
     return len(_guards(graph))
 
 
 def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
-    """The guards after the first `known`, each with the place that asked for it.
+    """Return the guards after the first `known` that can trigger a recompilation, and their source.
 
-    Those that hold of all sizes for which the first do are left out: nothing compiles once more for
-    them. A few sizes are tried. So are those about strides alone, which PyTorch compares to lay out
-    the result of any pointwise operator.
+    Two kinds are left out: guards that hold for all sizes that the known guards allow (tested with
+    some sizes), and guards on strides alone, which every pointwise operator adds for its layout.
     """
     guards, env = _guards(graph), _shape_env(graph)
     return [
@@ -125,7 +105,7 @@ def _guards(graph: torch.fx.Graph) -> list[Any]:
 
 
 def _shape_env(graph: torch.fx.Graph) -> Any:
-    """Where a graph's sizes that vary are known, as sizes of tensors or as nodes; None without."""
+    """Return the shape environment of a graph; None if all shapes are static."""
     values = (n.meta.get("val") for n in graph.nodes)
     sizes = (s for x in values for s in (x.shape if isinstance(x, torch.Tensor) else (x,)))
     symbolic = next((s for s in sizes if isinstance(s, torch.SymInt)), None)
@@ -138,7 +118,7 @@ def _is_stride(env: Any, symbol: Any) -> bool:
 
 
 def _restricts(condition: Any, known: list[Any]) -> bool:
-    """Whether a condition does not hold of some size that the known ones allow."""
+    """Whether a condition fails for some sizes that satisfy the known conditions."""
     symbols = sorted(condition.free_symbols, key=str)
     about_these = [each for each in known if each.free_symbols <= condition.free_symbols]
     equal = [dict.fromkeys(symbols, size) for size in (*range(2, 130), 1001, 1 << 20)]
@@ -150,7 +130,7 @@ def _restricts(condition: Any, known: list[Any]) -> bool:
 
 
 def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
-    """Whether a condition holds of sizes; None if there are no such sizes."""
+    """Whether a condition holds for sizes; None for impossible sizes."""
     try:
         return bool(condition.xreplace(sizes))
     except (AssertionError, TypeError, ZeroDivisionError):  # sizes below zero, or remainders by 0
@@ -158,35 +138,38 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
 
 
 def fake_mode_of(fake: torch.Tensor) -> Any:
-    """The mode under which operators without tensor inputs give fake tensors, as a context."""
+    """Return the mode of a fake tensor: a context in which new tensors are fake, too."""
     assert isinstance(fake, FakeTensor)
     return fake.fake_mode
 
 
 def is_opaque(node: torch.fx.Node) -> bool:
-    """Whether a value is an object that graphs only hand on, such as the mesh of a DTensor."""
+    """Whether a value is an object that graphs only pass on, such as the mesh of a DTensor."""
     return isinstance(node.meta.get("val"), (torch.ScriptObject, FakeScriptObject))
 
 
 def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a node's target is an operator with a schema, `aten.mul.Tensor` say."""
+    """Whether a node's target is an operator with a schema, for example `aten.mul.Tensor`."""
     return isinstance(target, torch._ops.OpOverload)
 
 
-# FlexAttention, forward and backward: no operators with a schema, but functions of subgraphs.
+# FlexAttention, forward and backward: higher-order operators, without a schema.
 FLEX_ATTENTION = flex_attention, flex_attention_backward
 
 
 def calls_graphs(node: fx.Node) -> bool:
-    """Whether an operator calls graphs that it gets, such as `torch.cond` and `scan`."""
+    """Whether an operator calls subgraphs that are its arguments, like `torch.cond` and `scan`."""
     return isinstance(node.target, HigherOrderOperator) and node.target not in FLEX_ATTENTION
 
 
 def schema_of(operator: Any) -> Any:
-    """Name, arguments and mutability of an operator."""
+    """Return the schema of an operator: name, arguments, and which of them it writes."""
     return operator._schema
 
 
 def stream_of(device: torch.device) -> int:
-    """A number for the current stream; PyTorch's object takes as long to make as a small kernel."""
+    """Return the handle of the current CUDA stream; 0 on a CPU.
+
+    Creating PyTorch's stream object takes as long as a small kernel.
+    """
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""Train both variants one after the other, and show the comparison."""
+"""Trains both variants, and shows the comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 import fp8pass
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import Decoder, new_model
-from fp8pass.demo.show import notes, progress_bar, results_table, write_plot
+from fp8pass.demo.show import make_notes, make_table, progress_bar, write_plot
 from fp8pass.demo.sizes import SIZES, Size
 from fp8pass.demo.train import Compile, Run, free_memory, run_variant
 from fp8pass.tools.cli.parsing import UsageError, device_of
@@ -22,7 +22,7 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
     """Train with and without fp8pass by the options of `options.py`, and print the results.
 
     Raises:
-        UsageError: there is no such recipe or device, or no text to learn.
+        UsageError: the recipe or device does not exist, or the text is too short.
     """
     device = device_of(options.device)
     size = SIZES[options.size or ("large" if device.type == "cuda" else "small")]
@@ -41,7 +41,7 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
     model = new_model(size, options.seed, device)
     console.print(summary(model, size), highlight=False)
     runs = compare(options.recipe, data, size, options.seed, console)
-    console.print("", results_table(runs), *notes(device), sep="\n", highlight=False)
+    console.print("", make_table(runs), *make_notes(device), sep="\n", highlight=False)
     print(write_plot(runs, options.out))
     batch = next(data.train_batches(size, options.seed))
     explanation = fp8pass.explain(model, *batch, config=config)
@@ -52,7 +52,7 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Run stock `torch.compile`, then fp8pass."""
+    """Train with stock `torch.compile`, then with fp8pass."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: dict[str, Compile] = {
         "torch.compile": torch.compile,
@@ -68,7 +68,7 @@ def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) ->
 
 
 def summary(model: Decoder, size: Size) -> str:
-    """The model, the training and the device, in a line."""
+    """Return a line about the model, the training and the device."""
     parameters = sum(p.numel() for p in model.parameters())
     weight = model.lm_head.weight
     device, dtype = weight.device, "BF16" if weight.dtype is torch.bfloat16 else "FP32"

@@ -1,4 +1,4 @@
-"""The text that the demo learns, as batches of bytes."""
+"""The demo's text, as batches of bytes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,19 @@ from fp8pass.demo.sizes import Size
 from fp8pass.tools.cli.parsing import UsageError
 
 MAX_TEXT_BYTES = 4 << 20
-HELD_OUT_SHARE = 16  # one byte of so many is held out
+HELD_OUT_SHARE = 16  # 1/16 of the bytes is held out
 HELD_OUT_BATCHES = 16
-# Folders in that of the standard library that are tables, tests or no part of it.
-SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "encodings",
-    "lib2to3",
-    "idlelib",
-}
+# Folders of the standard library that contain tables, tests, or other packages.
+SKIPPED_FOLDERS = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib")
+)
 
 
 def read_text(path: Path | None) -> bytes:
-    """The text of a file or folder, by default of the standard library; at most MAX_TEXT_BYTES.
+    """Read a file or folder, by default the standard library, up to MAX_TEXT_BYTES.
 
     Raises:
-        UsageError: there is no such path.
+        UsageError: the path does not exist.
     """
     if path and not path.exists():
         raise UsageError(f"--data {path}: no such file or folder.")
@@ -49,31 +43,31 @@ def read_text(path: Path | None) -> bytes:
 
 
 def source_files(path: Path | None) -> list[Path]:
-    """The files of a folder, or of the standard library, in a fixed random order."""
+    """Return the files of a folder, or of the standard library, in a fixed random order."""
     if path and path.is_file():
         return [path]
     root = path or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*" if path else "*.py") if p.is_file())
     if not path:
         files = [p for p in files if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
-    # The text that is read, and the part that is held out, should be fair samples of all files.
+    # Shuffled, so that the text that is read and its held-out part are fair samples.
     random.Random(0).shuffle(files)
     return files
 
 
 @dataclass(frozen=True)
 class Data:
-    """Bytes to learn and bytes held out, on the device of the training."""
+    """Training and held-out bytes, uint8 [N], on the device of the training."""
 
     train: Tensor
     held_out: Tensor
 
     @classmethod
     def of(cls, text: bytes, size: Size, device: torch.device) -> Data:
-        """Hold out the end of `text`.
+        """Split `text` into a training part and a held-out end.
 
         Raises:
-            UsageError: it is too short.
+            UsageError: the text is too short.
         """
         held_out = len(text) // HELD_OUT_SHARE
         if held_out <= size.seq:
@@ -85,24 +79,24 @@ class Data:
         return cls(tokens[:-held_out], tokens[-held_out:])
 
     def train_batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """`size.steps` random batches, the same for the same seed on every device."""
+        """Return `size.steps` random batches, equal for equal seeds on every device."""
         generator = torch.Generator().manual_seed(seed)
         count = len(self.train) - size.seq
         starts = torch.randint(count, (size.steps, size.batch), generator=generator)
-        return (_windows(self.train, s, size.seq) for s in starts.to(self.train.device))
+        return (_take_windows(self.train, s, size.seq) for s in starts.to(self.train.device))
 
     def held_out_batches(
         self, size: Size, count: int = HELD_OUT_BATCHES
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Windows spread evenly over the held-out bytes."""
+        """Return windows that are spread evenly over the held-out bytes."""
         last = len(self.held_out) - size.seq - 1
         # FP32 does not hold all integers above 2^24.
         starts = torch.linspace(0, last, count * size.batch, dtype=torch.float64).long()
         batches = starts.to(self.held_out.device).split(size.batch)
-        return (_windows(self.held_out, s, size.seq) for s in batches)
+        return (_take_windows(self.held_out, s, size.seq) for s in batches)
 
 
-def _windows(tokens: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the windows that begin at `starts`."""
+def _take_windows(tokens: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, int64 [B, seq], of the windows that begin at `starts` [B]."""
     index = starts[:, None] + torch.arange(seq, device=starts.device)
     return tokens[index].long(), tokens[index + 1].long()

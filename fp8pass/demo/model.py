@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
 
 def rope_tables(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embeddings, [seq, head_dim] each."""
+    """Return cosines and sines of rotary embeddings, fp32 [seq, head_dim] each."""
     angles = torch.arange(seq)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
@@ -102,15 +102,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
-    """A model with random weights from `seed`, in the dtype that suits its device."""
+    """Return a model with random weights from `seed`, in `dtype_for(device)`."""
     torch.manual_seed(seed)
     return Decoder(size).to(device, dtype_for(device))
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
-    """BF16; FP32 on a CPU without instructions for BF16, where a step takes twenty times as long.
+    """Return BF16, or FP32 on a CPU without BF16 instructions, like most laptops and desktops.
 
-    Most of those of laptops and desktops have none.
+    Without them a BF16 step takes twenty times as long.
     """
     if device.type == "cpu" and not compat.multiplies_bf16_on_cpu():
         return torch.float32

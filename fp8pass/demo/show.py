@@ -17,7 +17,7 @@ from fp8pass.demo.train import Run
 
 @contextmanager
 def progress_bar(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """A bar for each variant; yields `update(name, step, loss)`, without a loss while compiling."""
+    """Show a bar for each variant. Yield `update(name, step, loss)`; no loss means compiling."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -38,11 +38,11 @@ def progress_bar(console: Console, names: list[str], steps: int) -> Iterator[Cal
         yield update
 
 
-def results_table(runs: list[Run]) -> Table:
-    """The runs side by side."""
+def make_table(runs: list[Run]) -> Table:
+    """Return a table with a row for each run."""
     table = Table(title="With stock torch.compile and with fp8pass", title_justify="left")
     table.add_column("\nvariant", no_wrap=True)
-    columns = ("train\nloss", "held-out\nloss", "\ntokens/s", "kept for\nbackward", "peak\nmemory")
+    columns = ("train\nloss", "held-out\nloss", "\ntokens/s", "saved for\nbackward", "peak\nmemory")
     for column in columns:
         table.add_column(column, justify="right")
     for run in runs:
@@ -51,30 +51,29 @@ def results_table(runs: list[Run]) -> Table:
             f"{run.final_loss:.3f}",
             f"{run.held_out_loss:.3f}",
             f"{run.tokens_per_second:,.0f}",
-            _mib(run.activation_bytes),
-            "n/a" if run.peak_bytes is None else _mib(run.peak_bytes),
+            _format_mib(run.activation_bytes),
+            "n/a" if run.peak_bytes is None else _format_mib(run.peak_bytes),
         )
     return table
 
 
-def _mib(count: int) -> str:
+def _format_mib(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 
-def notes(device: torch.device) -> Iterator[str]:
-    """Notes on how to read the table."""
+def make_notes(device: torch.device) -> Iterator[str]:
+    """Yield notes on how to read the table."""
     if device.type == "cpu":
         yield (
-            "A CPU has to emulate FP8, so fp8pass does not make training faster here, and PyTorch "
-            "counts no peak memory. Losses and the bytes kept for the backward are measured all "
-            "the same."
+            "A CPU emulates FP8, so fp8pass does not make training faster here, and PyTorch does "
+            "not count peak memory. Losses and the bytes saved for the backward are as on a GPU."
         )
     if reason := hardware.why_no_fp8_gemm(device):
         yield f"Linear layers stayed in BF16: {reason}."
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
-    """Plot the losses to `folder`; returns a line with the path, or how to install matplotlib."""
+    """Plot the losses to `folder`. Return a line with the path, or how to install matplotlib."""
     path = folder / "loss.png"
     try:
         plot_losses(runs, path)
@@ -114,6 +113,6 @@ def plot_losses(runs: list[Run], path: Path) -> None:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """The mean of each value and those before it, of up to `window` values."""
+    """Return the mean of each value and its predecessors, of up to `window` values."""
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(chunk) / len(chunk) for chunk in recent]

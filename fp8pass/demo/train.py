@@ -1,4 +1,4 @@
-"""Train one variant and measure it."""
+"""Trains one variant and measures it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8pass.tools.saved_bytes import saved_bytes
 
 @dataclass
 class Run:
-    """The results of training one variant; `peak_bytes` is None if the device does not count it."""
+    """Results of one variant. `peak_bytes` is None if the device does not count memory."""
 
     variant: str
     losses: list[float]
@@ -51,7 +51,7 @@ class Meter:
         return time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
-        """Seconds and peak bytes; the latter None if the device does not count them."""
+        """Return seconds and peak bytes; None for bytes if the device does not count them."""
         seconds = self._now() - self.start
         on_gpu = self.device.type == "cuda"
         return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else None
@@ -64,7 +64,7 @@ OnStep = Callable[[int, float], None]
 def run_variant(
     name: str, compile_model: Compile, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> Run:
-    """Train one variant from scratch and measure it; `on_step` gets each reported loss."""
+    """Train one variant from scratch and measure it. `on_step(step, loss)` reports progress."""
     device = data.train.device
     model = compile_model(new_model(size, seed, device))
     losses, tokens_per_second, peak_bytes = train(model, data, size, seed, on_step)
@@ -81,13 +81,13 @@ def run_variant(
 def train(
     model: Any, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> tuple[list[float], float, int | None]:
-    """Train; returns losses, and tokens per second and peak bytes without the first steps."""
+    """Train. Return losses, and tokens per second and peak bytes without the first steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     device = data.train.device
     first_steps = min(5, size.steps - 1)
-    # Reading a loss makes the CPU wait for the GPU.
+    # Rarely on a GPU, because reading a loss waits for it.
     report_every = 10 if device.type == "cuda" else 1
     losses = []
     for step, (tokens, targets) in enumerate(data.train_batches(size, seed)):
@@ -109,15 +109,15 @@ def train(
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """Linear warm-up over a fifth of the steps, then a cosine down to a tenth of the peak."""
+    """Return the rate: linear warm-up over a fifth of the steps, then a cosine to peak / 10."""
     warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def held_out_loss(model: Any, data: Data, size: Size) -> float:
-    """Loss averaged over the held-out batches."""
-    # Not under no_grad, for which torch.compile would compile the model again.
+    """Return the mean loss of the held-out batches."""
+    # With gradients: under no_grad the model would be compiled again.
     losses = [model(*batch).item() for batch in data.held_out_batches(size)]
     return sum(losses) / len(losses)
 

@@ -1,14 +1,11 @@
-"""Training on several ranks: 8 bits on the wire, memory budgets for pipelines.
+"""Training on several ranks: FP8 gradients and weights on the wire, memory budgets for pipelines.
 
+compression.py         `compress`: replaces the communication of DDP and FSDP2
+gradient_sums.py       sums of gradients over ranks, sent in FP8
+weight_gather.py       FSDP2 all-gathers of quantized weights, and which layers allow them
+wire.py                packs gradients into FP8 buffers and adds the buffers up
+wire_kernels.py        the Triton kernels of `wire.py` and `weight_gather.py`
 pipeline_parallel.py   a memory budget for each stage of a pipeline
-layout.py              groups of gradients that begin at each parameter
-wire.py                numbers as they cross the wire
-wire_kernels.py        the same as Triton kernels
-collectives.py         sums over ranks of numbers that cross it so
-scaled_sums.py         the same, added up in FP8 on the way
-coded_layers.py        which linear layers have weights that FSDP2 can gather in codes
-weights.py             how it gathers them
-compression.py         `compress`: all that in place of what DDP and FSDP2 send
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ __all__ = ["compress"]
 
 
 def __getattr__(name: str) -> Any:
-    # Builds without torch.distributed have no `compress`.
+    # Imported late: builds without torch.distributed have no `compress`.
     if name != "compress":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fp8pass.distributed.compression import compress

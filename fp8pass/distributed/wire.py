@@ -1,9 +1,9 @@
-"""Numbers on the wire: E4M3 codes in groups of 128 (AGoQ 5) with their scales, in one buffer.
+"""Gradients on the wire: E4M3 data in groups of 128 and their scales, in one buffer (AGoQ 5).
 
-    rows [R, N]  ->  uint8 [R, B]    the codes of a row, one zero more if N is odd, and behind them
-                                     a scale in bf16 for each group; the last may be shorter
+    rows [R, N]  ->  uint8 [R, B]    the E4M3 data of a row, padded to an even length, then one BF16
+                                     scale for each group; the last group may be shorter
 
-That is 1.016 bytes an element. A group with a NaN or an infinity arrives as NaN.
+This takes 1.016 bytes per element. A group with a NaN or an infinity arrives as NaN.
 """
 
 from __future__ import annotations
@@ -24,67 +24,65 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, rounded_up
 fp8 = torch.ops.fp8pass
 
 GROUP_SIZE = 128
-# One way to code groups, on all ranks.
+# One quantization, on all ranks.
 QUANTIZATION = str(Quantization(E4M3, group(GROUP_SIZE)))
 
 
-def packed(rows: Tensor) -> Tensor:
-    """Rows [R, N] of any float dtype as they are sent, uint8 [R, B]."""
+def pack(rows: Tensor) -> Tensor:
+    """Quantize rows [R, N] of any float dtype into a buffer, uint8 [R, B]."""
     length = rows.shape[-1]
-    if _fuses(rows):
-        wire = torch.empty(len(rows), sent_bytes(length), dtype=torch.uint8, device=rows.device)
-        _kernels().pack(rows.contiguous(), wire, GROUP_SIZE)
+    if (kernels := load_kernels(rows.device)) is not None:
+        wire = torch.empty(len(rows), packed_bytes(length), dtype=torch.uint8, device=rows.device)
+        kernels.pack(rows.contiguous(), wire, GROUP_SIZE)
         return wire
-    whole, scales = grouped(rows)
-    codes = fp8.quantize.default(whole, scales, QUANTIZATION).view(torch.uint8)
-    return torch.cat((codes[:, : _even(length)], scales.view(torch.uint8)), -1)
+    padded, scales = split_into_groups(rows)
+    data = fp8.quantize.default(padded, scales, QUANTIZATION).view(torch.uint8)
+    return torch.cat((data[:, : _round_up_to_even(length)], scales.view(torch.uint8)), -1)
 
 
-def grouped(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [R, N] in fp32, filled up to whole groups, and the scales of these."""
-    whole = pad(rows.float(), (0, -rows.shape[-1] % GROUP_SIZE))
-    return whole, scales_of(whole.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1))
+def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [R, N] in fp32, padded to whole groups, and the BF16 scale of each group.
+
+    Scales are rounded up: a scale below amax / 448 would clip the largest elements.
+    """
+    padded = pad(rows.float(), (0, -rows.shape[-1] % GROUP_SIZE))
+    amax = padded.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1)
+    scales = torch.where(amax.isfinite(), rounded_up(quotient_of(amax, E4M3)), torch.nan)
+    return padded, scales.to(GROUP_SCALE_DTYPE)
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
-    """Write the sums of terms uint8 [T, R, B], times `factor`, to `into` [R, N], and return it.
+    """Write the sums over T of buffers uint8 [T, R, B], times `factor`, to `into` and return it.
 
-    They are computed in fp32; `into` is contiguous, of any float dtype.
+    `into` is [R, N], contiguous, of any float dtype. The sums are computed in fp32.
     """
-    if _fuses(wire):
-        _kernels().add_up(wire, into, factor, GROUP_SIZE)
+    if (kernels := load_kernels(wire.device)) is not None:
+        kernels.add_up(wire, into, factor, GROUP_SIZE)
         return into
     length = into.shape[-1]
-    codes, scales = wire.tensor_split([_even(length)], -1)
-    whole = pad(codes[..., :length], (0, -length % GROUP_SIZE)).view(torch.float8_e4m3fn)
+    data, scales = wire.tensor_split([_round_up_to_even(length)], -1)
+    padded = pad(data[..., :length], (0, -length % GROUP_SIZE)).view(torch.float8_e4m3fn)
     scales = scales.contiguous().view(GROUP_SCALE_DTYPE)
-    values = fp8.dequantize.default([whole], scales, QUANTIZATION, torch.float32)
+    values = fp8.dequantize.default([padded], scales, QUANTIZATION, torch.float32)
     return into.copy_(values[..., :length].sum(0).mul_(factor))
 
 
-def scales_of(amax: Tensor) -> Tensor:
-    """Scales, rounded up: with less than amax / 448 the largest numbers would arrive too small."""
-    scales = torch.where(amax.isfinite(), rounded_up(quotient_of(amax, E4M3)), torch.nan)
-    return scales.to(GROUP_SCALE_DTYPE)
+def packed_bytes(length: int) -> int:
+    """Return the size in bytes of a packed row of `length` elements."""
+    return _round_up_to_even(length) + GROUP_SCALE_DTYPE.itemsize * -(-length // GROUP_SIZE)
 
 
-def sent_bytes(length: int) -> int:
-    """Bytes that a row of `length` elements is sent as."""
-    return _even(length) + GROUP_SCALE_DTYPE.itemsize * -(-length // GROUP_SIZE)
+def _round_up_to_even(length: int) -> int:
+    return length + length % 2  # aligns the two-byte scales that follow the data
 
 
-def _even(length: int) -> int:
-    """Bytes of codes: scales of two bytes follow."""
-    return length + length % 2
-
-
-def _fuses(x: Tensor) -> bool:
-    return hardware.why_no_triton_kernels(x.device) is None
+def load_kernels(device: torch.device) -> Any:
+    """Return the module `wire_kernels`, or None if the device does not run Triton kernels."""
+    return None if hardware.why_no_triton_kernels(device) else _import_kernels()
 
 
 @functools.cache
-def _kernels() -> Any:
-    """The kernels, which can only be imported where there is Triton."""
-    from fp8pass.distributed import wire_kernels
+def _import_kernels() -> Any:
+    from fp8pass.distributed import wire_kernels  # imports Triton, which CPU builds do not have
 
     return wire_kernels

@@ -1,8 +1,8 @@
-"""`wire.packed`, `wire.add_up` and `weights.take_apart` as one Triton kernel each.
+"""Triton kernels of `wire.pack`, `wire.add_up` and `weight_gather.unpack`.
 
-A program of the first two takes some groups of one row of gradients, of which the codes and the
-scales lie behind one another. One of the third copies a part of what one rank sent of one weight;
-PyTorch's operator for it sends the GPU its addresses each time.
+A program of `pack` or `add_up` processes `GROUPS` groups of one row of gradients. A program of
+`unpack` copies up to `WORDS` words that one rank sent of one weight. The PyTorch operator for that
+copies its table of addresses to the GPU in every call.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from fp8pass.dialect.scaling import BF16_BITS
 from fp8pass.dialect.triton_functions import largest, quotient_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Groups of a program: 4 kB of fp32, in registers.
+# Groups per program: 4 kB of fp32 in registers.
 GROUPS = 8
-# Words of 4 bytes that a program copies.
+# Words of 4 bytes per program.
 WORDS = 4096
 BITS = tl.constexpr(BF16_BITS)
 
 
 @triton.jit
 def _positions(GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    # In 32 bits: arithmetic on 64 for each element takes longer than to read it.
+    # In 32 bits: 64-bit arithmetic for each element takes longer than reading it.
     return tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
 @triton.jit
-def _left(length, first, most: tl.constexpr):
+def _clamp_remaining(length, first, most: tl.constexpr):
     return tl.minimum(length - first, most).to(tl.int32)
 
 
 @triton.jit
 def _read(values, inside, left, MOST: tl.constexpr):
-    # A mask whose end is not known makes Triton read element by element.
+    # A mask whose end is unknown at compile time makes Triton read element by element.
     if left == MOST:
         found = tl.load(values + inside)
     else:
@@ -59,14 +59,14 @@ def _write(values, into, inside, left, MOST: tl.constexpr):
 @triton.jit
 def _pack(rows, codes, scales, length, sent, SIZE: tl.constexpr, GROUPS: tl.constexpr):
     row, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
-    left = _left(length, first * SIZE, GROUPS * SIZE)
+    left = _clamp_remaining(length, first * SIZE, GROUPS * SIZE)
     group, inside = tl.arange(0, GROUPS), _positions(GROUPS, SIZE)
     from_row = rows + row * length + first * SIZE
     values = _read(from_row, inside, left, GROUPS * SIZE)
     amax = tl.reduce(tl.abs(values), 1, largest)
     bits = quotient_of(amax).to(tl.int32, bitcast=True)
     scale = (bits + 0xFFFF & BITS).to(tl.float32, bitcast=True)
-    scale = tl.where(amax < float("inf"), scale, float("nan"))  # for all that it stands for
+    scale = tl.where(amax < float("inf"), scale, float("nan"))  # so that the whole group is NaN
     coded = (values * tl.math.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
     _write(coded, codes + row * sent + first * SIZE, inside, left + left % 2, GROUPS * SIZE)
     where = scales + (row * sent + length + length % 2) // 2 + first
@@ -78,7 +78,7 @@ def _add_up(
     codes, scales, into, terms, length, sent, factor, SIZE: tl.constexpr, GROUPS: tl.constexpr
 ):
     row, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
-    left = _left(length, first * SIZE, GROUPS * SIZE)
+    left = _clamp_remaining(length, first * SIZE, GROUPS * SIZE)
     group, inside = tl.arange(0, GROUPS), _positions(GROUPS, SIZE)
     total = tl.zeros((GROUPS, SIZE), tl.float32)
     for term in range(terms):
@@ -93,8 +93,8 @@ def _add_up(
 
 
 @triton.jit
-def _take_apart(
-    table, parcels, whole, words, COUNT: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr
+def _unpack(
+    table, shards, whole, words, COUNT: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr
 ):
     block, rank = tl.program_id(0), tl.program_id(1).to(tl.int64)
     piece = 0
@@ -103,21 +103,21 @@ def _take_apart(
     first = (block - tl.load(table + 3 * piece)) * WORDS
     begin = tl.multiple_of(tl.load(table + 3 * piece + 1), ALIGNED)
     size = tl.multiple_of(tl.load(table + 3 * piece + 2), ALIGNED)
-    source = parcels + rank * tl.multiple_of(words, ALIGNED) + begin + first
+    source = shards + rank * tl.multiple_of(words, ALIGNED) + begin + first
     target = whole + tl.num_programs(1) * begin + rank * size + first
     inside, left = tl.arange(0, WORDS), size - first
-    if left >= WORDS:  # without a mask, as in _read
+    if left >= WORDS:  # no mask, for the same reason as in _read
         tl.store(target + inside, tl.load(source + inside))
     else:
         tl.store(target + inside, tl.load(source + inside, inside < left), inside < left)
 
 
 _launch_pack, _launch_add_up = Launcher(_pack), Launcher(_add_up)
-_launch_take_apart = Launcher(_take_apart)
+_launch_unpack = Launcher(_unpack)
 
 
 def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
-    """Write rows [R, N], contiguous, to `wire`, uint8 [R, B], as they are sent."""
+    """Quantize rows [R, N], contiguous, into `wire`, uint8 [R, B]."""
     count, length = rows.shape
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
     parts = wire.view(torch.float8_e4m3fn), wire.view(torch.bfloat16)
@@ -125,7 +125,7 @@ def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
-    """Write the sums of terms uint8 [T, R, B], times `factor`, to `into` [R, N], contiguous."""
+    """Write the sums over T of `wire`, uint8 [T, R, B], times `factor`, to `into` [R, N]."""
     terms, count, sent = wire.shape
     length = into.shape[-1]
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
@@ -134,29 +134,29 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
     _launch_add_up(grid, (*parts, into), numbers, (group_size, GROUPS))
 
 
-def take_apart(parcels: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
-    """Copy what ranks sent, uint8 [ranks, B], to `whole`, which has `sizes` bytes of each piece.
+def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
+    """Copy packed shards, uint8 [ranks, B], to `whole`, where each piece is contiguous.
 
-    All of a piece, rank by rank, lies together there; ranks sent a part of each, in that order.
+    `sizes` are the bytes of each whole piece. Every rank sent its part of each piece, in order.
     """
-    ranks, sent = parcels.shape
-    blocks, table, constants = _plan(sizes, ranks, parcels.device)
-    tensors = table, parcels.view(torch.int32), whole.view(torch.int32)
-    _launch_take_apart((blocks, ranks, 1), tensors, (sent // 4,), constants)
+    ranks, sent = shards.shape
+    blocks, table, constants = _make_table(sizes, ranks, shards.device)
+    tensors = table, shards.view(torch.int32), whole.view(torch.int32)
+    _launch_unpack((blocks, ranks, 1), tensors, (sent // 4,), constants)
 
 
 @lru_cache(maxsize=1024)
-def _plan(
+def _make_table(
     sizes: tuple[int, ...], ranks: int, device: torch.device
 ) -> tuple[int, Tensor, tuple[int, ...]]:
-    """The number of programs for a rank, the kernel's table and its constants.
+    """Return the number of programs per rank, the kernel's table, and its constants.
 
-    The table, int64 [pieces, 3], has of each piece its first program, and where it begins in what
-    a rank sent and how long it is there, in words.
+    The table, int64 [pieces, 3], holds the first program of each piece, and its offset and length
+    in the buffer of a rank, in words.
     """
     words = [size // ranks // 4 for size in sizes]
     begins = list(accumulate(words, initial=0))
     blocks = list(accumulate((triton.cdiv(n, WORDS) for n in words), initial=0))
     table = list(zip(blocks, begins, words, strict=False))
-    aligned = math.gcd(4, *words)  # 16 bytes are read at once
+    aligned = math.gcd(4, *words)  # up to 16 bytes per read
     return blocks[-1], torch.tensor(table, device=device), (len(words), aligned, WORDS)

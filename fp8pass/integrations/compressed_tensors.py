@@ -1,10 +1,9 @@
-"""`fp8pass.export`: a trained model with FP8 weights, for vLLM, SGLang and transformers to serve.
+"""`fp8pass.export`: writes a trained model with FP8 weights, for vLLM, SGLang and transformers.
 
-The layout is that of compressed-tensors' format `float-quantized`: for each linear layer
-`NAME.weight`, float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1], whose product is the
-weight; inputs get a scale for each token when the layer runs. These are the codes that recipes with
-scales by row multiply in the forward, so that the served model is the one that was trained. Weights
-in FP32 are rounded to BF16 before, as autocast does.
+The format is `float-quantized` of compressed-tensors. Each linear layer has `NAME.weight`,
+float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1]; their product is the weight. Inputs
+get a scale for each token at run time. The FP8 data are bit-identical to those that recipes with
+scales by row multiply in the forward. FP32 weights are rounded to BF16 first, as in autocast.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ fp8 = torch.ops.fp8pass
 
 
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
-    """Write a model of transformers with its linear layers in FP8, for serving.
+    """Write a transformers model with its linear layers in FP8, for serving.
 
-    Output heads, layers in `skip`, and those whose sizes are not multiples of 16, or too narrow to
-    gain by FP8, stay as they are, and in their dtype, as in training. Weights in FP32 get the codes
-    that the forward has under autocast to BF16. The model is not changed.
+    As in training, output heads, layers in `skip`, and layers whose sizes are not multiples of 16
+    or too narrow to gain from FP8 keep their weights and dtype. The model is not changed.
 
     Args:
         model: a `PreTrainedModel`, compiled or not.
-        path: the folder to write, as `save_pretrained` does.
-        config: the configuration whose `skip` counts, instead of the model's own.
+        path: the folder to write, in the layout of `save_pretrained`.
+        config: a configuration whose `skip` replaces that of the compiled model.
 
     Returns:
-        The paths of the layers in FP8.
+        Paths of the layers in FP8.
 
     Raises:
-        ConfigError: the model is of another kind, sharded, has experts or no such layer.
+        ConfigError: the model is not a `PreTrainedModel`, is sharded, or has experts or no layer
+            for FP8.
         ValueError: a weight has a NaN or an infinity.
     """
     config = config or configuration_of(model)
@@ -56,17 +55,17 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
     chosen = [n for n, m in linears.items() if m is not head and is_served_in_fp8(n, m, config)]
     if not chosen:
         raise ConfigError(
-            f"No layer of {type(plain).__name__} can be exported in FP8: none is an nn.Linear, no "
-            "output head and not in skip, whose sizes are multiples of 16 and not too narrow."
+            f"No layer of {type(plain).__name__} can be exported in FP8. It needs an nn.Linear "
+            "that is not an output head, in skip or narrow, and has sizes in multiples of 16."
         )
     values = plain.state_dict()
     for name in chosen:
-        codes, scales = coded(f"{name}.weight", values[f"{name}.weight"])
-        values |= {f"{name}.weight": codes, f"{name}.weight_scale": scales}
+        data, scales = quantize_rows(f"{name}.weight", values[f"{name}.weight"])
+        values |= {f"{name}.weight": data, f"{name}.weight_scale": scales}
     plain.save_pretrained(path, state_dict=values)
     description = Path(path) / "config.json"
     settings = json.loads(description.read_text())
-    settings["quantization_config"] = quantization_config(sorted(linears.keys() - set(chosen)))
+    settings["quantization_config"] = make_quantization_config(sorted(linears.keys() - set(chosen)))
     description.write_text(json.dumps(settings, indent=2) + "\n")
     return chosen
 
@@ -77,52 +76,52 @@ def _pretrained(model: nn.Module) -> PreTrainedModel:
     plain = compat.original_of(model)
     if not isinstance(plain, PreTrainedModel):
         raise ConfigError(
-            f"export takes a PreTrainedModel of transformers, got {type(plain).__name__}: of "
-            "PEFT's models give model.merge_and_unload(), of wrappers what they wrap (.module)."
+            f"export takes a PreTrainedModel of transformers, got {type(plain).__name__}. Pass "
+            "model.merge_and_unload() of a PEFT model, and the .module inside of a wrapper."
         )
     experts = next((n for n, p in plain.named_parameters() if "experts" in n and p.ndim == 3), "")
-    if experts:  # which files have as a layer each, and those who load them take for such
+    if experts:  # the format has a layer for each expert, which loaders expect
         raise ConfigError(
-            f"{experts} has the weights of several experts, which are not exported in FP8 yet: "
-            "serve the model in 16 bits (save_pretrained)."
+            f"{experts} has the weights of several experts, which export does not support yet. "
+            "Serve the model in 16 bits (save_pretrained)."
         )
     return plain
 
 
 def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
-    """Whether a linear layer, no output head, is exported in FP8."""
+    """Whether a linear layer that is not an output head is exported in FP8."""
     fits = not why_not_of_this_size(layer.out_features, layer.in_features)
     return fits and matching_pattern(path, config.skip) is None
 
 
-def coded(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of a weight [M, K], float8_e4m3fn, and a scale for each row, fp32 [M, 1].
+def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a weight [M, K] to float8_e4m3fn, with a scale for each row, fp32 [M, 1].
 
-    Those of FP32 are of what autocast to BF16 makes of it.
+    FP32 weights are rounded to BF16 first.
 
     Raises:
-        ConfigError: it is sharded.
-        ValueError: it is not finite.
+        ConfigError: the weight is sharded.
+        ValueError: the weight is not finite.
     """
     if hasattr(weight, "device_mesh"):
         raise ConfigError(
-            f"{name} is sharded: export on one rank what get_model_state_dict(..., options="
-            "StateDictOptions(full_state_dict=True)) gathers, loaded into a model of its own."
+            f"{name} is sharded. Gather get_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True)), load it into an unsharded model on one rank, and export that."
         )
     if weight.dtype is torch.float32:
         weight = weight.bfloat16()
     amax = fp8.amax(weight, "row")
     if not amax.isfinite().all():
         raise ValueError(
-            f"{name} has a NaN or an infinity, of which FP8 would make a row of NaN. Export a "
-            "checkpoint whose weights are finite."
+            f"{name} has a NaN or an infinity, which would make its whole row NaN in FP8. Export a "
+            "checkpoint with finite weights."
         )
     scales = fp8.scale(amax, BY_ROW)
     return fp8.quantize(weight, scales, BY_ROW), scales
 
 
-def quantization_config(ignored: list[str]) -> dict[str, Any]:
-    """What config.json says of the weights, for compressed-tensors; `ignored` layers stay."""
+def make_quantization_config(ignored: list[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json. `ignored` layers are not quantized."""
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],

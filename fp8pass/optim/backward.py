@@ -172,7 +172,7 @@ def _wrappers() -> tuple[type, ...]:
     """The modules that reduce gradients over ranks after the hooks of parameters have run."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from fp8pass.compat.replicate import Replicated
+    from fp8pass.compat.data_parallel import Replicated
 
     return nn.parallel.DistributedDataParallel, FullyShardedDataParallel, Replicated
 

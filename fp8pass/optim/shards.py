@@ -25,7 +25,7 @@ from fp8pass.weights.quantized_parameter import CodedWeight
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from fp8pass.compat.fsdp import same_placements
+    from fp8pass.compat.data_parallel import same_placements
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]

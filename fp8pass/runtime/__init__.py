@@ -1,10 +1,9 @@
-"""Code that runs between and beside compiled graphs: copies, launches, CUDA graphs.
+"""Code that runs between compiled graphs: copies, kernel launches, CUDA graph support.
 
-arena.py                 pinned memory of the host
-buffers.py               tensors in pinned memory, which is reused after they are freed
+arena.py                 pinned host memory, and buffers that are reused from step to step
 copies.py                the operators `to_host`, `from_host` and `settled`
-bandwidth.py             measured bytes per second between host and device
+bandwidth.py             measured bandwidth between host and device
 triton_launcher.py       repeated launches of one Triton kernel
-cuda_graph_inputs.py     weights at a new address in each step, such as FSDP2's
+cuda_graph_inputs.py     weights whose address changes every step (FSDP2)
 cuda_graph_gradients.py  gradients that accumulate over replays
 """

@@ -1,13 +1,18 @@
-"""Memory of the host that a GPU copies from and to by itself, while it and the CPU go on.
+"""Pinned host memory, for copies that run concurrently with the GPU and the CPU.
 
-Pages have to be locked for that, which takes half a second a GiB. PyTorch locks them in blocks of
-powers of two: tensors share blocks here, so that no large part of one is left over.
+Pinning takes half a second per GiB, and PyTorch pins blocks of powers of two. An `Arena` divides
+blocks among tensors, so that no large part of a block is unused. `Buffers` are reused from step to
+step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,39 +21,42 @@ from torch import Tensor
 log = logging.getLogger("fp8pass")
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 20, 1 << 30
-ALIGNMENT = 512  # bytes, as of tensors on a GPU
+PINNED_ALIGNMENT = 512  # bytes, like tensors on a GPU
+# Sizes of buffers are multiples of 1/8 of a power of two, so that tensors of dynamic shapes share
+# them. This wastes at most a ninth of the memory.
+SIZE_STEPS = 8
 
 
 class Arena:
-    """Memory for tensors that are copied between the host and `device`, freed all together.
+    """Host memory for tensors that are copied to and from `device`, freed all together.
 
-    For a device that is no GPU it is memory as any other. Tensors of different dtypes share no
-    block, for `torch.save` takes none that do.
+    It is pinned for a GPU. Tensors of different dtypes have different blocks, because `torch.save`
+    refuses tensors of several dtypes in one storage.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.locks = device.type == "cuda"
-        self._free: dict[torch.dtype, list[Tensor]] = {}  # what is left of each block
+        self._free: dict[torch.dtype, list[Tensor]] = {}  # the unused rest of each block
         self._total = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor with any numbers in it."""
-        count, multiple = math.prod(shape), ALIGNMENT // dtype.itemsize
+        """Return an uninitialized contiguous tensor."""
+        count, multiple = math.prod(shape), PINNED_ALIGNMENT // dtype.itemsize
         padded = -(-count // multiple) * multiple
         blocks = self._free.setdefault(dtype, [])
-        number = next((i for i, left in enumerate(blocks) if len(left) >= padded), len(blocks))
+        number = next((i for i, rest in enumerate(blocks) if len(rest) >= padded), len(blocks))
         if number == len(blocks):
-            blocks.append(self._block(padded * dtype.itemsize).view(dtype))
-        left = blocks[number]
-        blocks[number] = left[padded:]
-        return left[:count].view(shape)
+            blocks.append(self._allocate(padded * dtype.itemsize).view(dtype))
+        rest = blocks[number]
+        blocks[number] = rest[padded:]
+        return rest[:count].view(shape)
 
     def take(self, x: Tensor) -> Tensor:
-        """A copy of `x`."""
+        """Return a copy of `x`."""
         return self.empty(x.shape, x.dtype).copy_(x)
 
-    def _block(self, least: int) -> Tensor:
-        """A block as large as all so far together, within limits."""
+    def _allocate(self, least: int) -> Tensor:
+        """Allocate a block as large as all blocks so far together, within limits."""
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size
@@ -58,17 +66,67 @@ class Arena:
             except RuntimeError as error:
                 self.locks = False
                 log.warning(
-                    "The system refuses to lock %.1f GiB of the host's memory for offloading, "
-                    "besides %.1f GiB (%s): copies to and from the GPU are slower, and nothing "
-                    "runs beside them. Raise the limit of locked memory (ulimit -l), or offload "
-                    "less.",
+                    "Cannot pin %.1f GiB of host memory in addition to %.1f GiB (%s), so copies "
+                    "are slower and block. Raise the limit of locked memory (ulimit -l), or "
+                    "offload less.",
                     size / 2**30, (self._total - size) / 2**30, str(error).splitlines()[0],
                 )  # fmt: skip
         return torch.empty(size, dtype=torch.uint8)
 
 
+class Buffers:
+    """Host memory for tensors that are copied to and from `device`, reused when they are freed.
+
+    A buffer belongs to a tensor, not to a graph: several forwards may run before their backwards, a
+    graph may be retained for a second backward, or dropped without one. The buffer is free when the
+    last reference to the tensor is gone, which autograd usually holds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._taken = 0  # bytes of the arena
+        self._arena = Arena(device)
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._lock = threading.Lock()  # a backward runs on another thread
+
+    @property
+    def used(self) -> int:
+        """Bytes of the buffers in use."""
+        return self._taken - sum(size * len(free) for size, free in self._free.items())
+
+    def empty_strided(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Return an uninitialized tensor with its own storage."""
+        if 0 in shape:
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        size = extent * dtype.itemsize
+        buffer = self._take(round_size(size))
+        # Every view of this memory holds a reference to the array.
+        array = buffer.numpy()[:size]
+        weakref.finalize(array, self._give_back, buffer).atexit = False
+        return torch.from_numpy(array).view(dtype).as_strided(shape, stride)
+
+    def _take(self, size: int) -> Tensor:
+        with self._lock:
+            if free := self._free[size]:
+                return free.pop()
+            self._taken += size
+            return self._arena.empty(torch.Size([size]), torch.uint8)
+
+    def _give_back(self, buffer: Tensor) -> None:
+        # Without the lock, which this thread may hold in garbage collection. `append` is atomic.
+        self._free[len(buffer)].append(buffer)
+
+
+def round_size(size: int) -> int:
+    """Return the size of the buffer for a tensor of `size` bytes."""
+    step = max((1 << (size.bit_length() - 1)) // SIZE_STEPS, PINNED_ALIGNMENT)
+    return -(-size // step) * step
+
+
 def available() -> int | None:
-    """Bytes of memory that the host has left; None if it does not say."""
+    """Return the bytes of free host memory; None if the system does not report it."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,4 +1,4 @@
-"""Bytes a second that cross the link between a device and the host, measured."""
+"""Measures the bandwidth between a device and host memory."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 
 from fp8pass.runtime.arena import Arena
 
-# Of a CPU, which has no link: that of an H200, so that plans are as they would be there.
+# Bytes per second of an H200's link. Used on a CPU, so that plans are as on that GPU.
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4
-# Steps are fourths of a power of two: no plan changes because one measurement differs by a little.
+# Results are rounded to quarters of a power of two, so that plans do not depend on noise.
 STEPS = 4
 
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second each way, of the slower one, rounded down to a step."""
+    """Measure bytes per second of the slower direction, rounded down to a step."""
     if device.type != "cuda":
         return H200
-    there = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
-    here = Arena(device).empty(there.shape, there.dtype)
-    slower = max(_seconds(there, here, device), _seconds(here, there, device))
-    return rounded_down(MEASURED_BYTES / slower)
+    on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
+    on_host = Arena(device).empty(on_device.shape, on_device.dtype)
+    slower = max(_time(on_device, on_host, device), _time(on_host, on_device, device))
+    return round_down(MEASURED_BYTES / slower)
 
 
-def rounded_down(rate: float) -> float:
-    """The largest step that is no larger."""
+def round_down(rate: float) -> float:
+    """Return the largest step that is at most `rate`."""
     return float(2 ** (math.floor(STEPS * math.log2(rate)) / STEPS))
 
 
-def _seconds(source: Tensor, target: Tensor, device: torch.device) -> float:
-    """Of the fastest of a few copies: others share the link now and then."""
+def _time(source: Tensor, target: Tensor, device: torch.device) -> float:
+    """Return the seconds of the fastest of some copies; other processes may slow others down."""
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
         target.copy_(source, non_blocking=True)
@@ -45,5 +45,4 @@ def _seconds(source: Tensor, target: Tensor, device: torch.device) -> float:
             target.copy_(source, non_blocking=True)
             event.record()
         events[-1].synchronize()
-    pairs = pairwise(events)
-    return min(before.elapsed_time(after) for before, after in pairs) / 1e3
+    return min(before.elapsed_time(after) for before, after in pairwise(events)) / 1e3

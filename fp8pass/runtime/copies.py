@@ -1,16 +1,16 @@
-"""Copies between a GPU and the host that run beside what the GPU computes, as operators.
+"""Operators that copy between a GPU and host memory, concurrently with computation.
 
-    copy = to_host(x)               begins: a tensor on the host, with the layout of x
-    y = from_host(copy, device)     begins: a tensor on a device, with the layout of `copy`
-    z = settled(y, copy)            `y`, from here on with the numbers of `copy`
+    copy = to_host(x)               start a copy: a host tensor with the layout of x
+    y = from_host(copy, device)     start a copy: a device tensor with the layout of `copy`
+    z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
-Copies of a device run one after the other on a stream of their own, each when all is done that was
-launched before it. `settled` has the device wait, not the CPU. Until then both tensors are held,
-whatever becomes of the graph, and nobody may read the first one. A CPU's host is the CPU: a copy is
-a copy.
+The copies of a device run in order on one side stream. Each starts after everything that was
+launched before it. `settled` makes the device wait, not the CPU. Until then both tensors are kept
+alive, whatever happens to the graph, and the copy must not be read. On a CPU the operators copy
+within CPU memory.
 
-`after` of `from_host` is a tensor that it does not read: compilers may not begin the copy before
-there is that.
+`after` of `from_host` is a tensor that it does not read. It is a data dependency for compilers: the
+copy starts after that tensor has been computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.config import BUG
-from fp8pass.runtime.buffers import Buffers
+from fp8pass.runtime.arena import Buffers
 
 library = torch.library.Library("fp8pass_host", "DEF")
 library.define("to_host(Tensor x) -> Tensor")
@@ -31,9 +31,9 @@ library.define("settled(Tensor(a) copy, Tensor source) -> Tensor(a)")
 
 
 class _Lane(NamedTuple):
-    """Where the copies of a device run, and the memory that they take on the host.
+    """The host buffers and the copy stream of a device.
 
-    One stream for both directions: a buffer that is used again is written after it was read.
+    There is one stream for both directions, so that a reused buffer is read before it is written.
     """
 
     buffers: Buffers
@@ -41,37 +41,37 @@ class _Lane(NamedTuple):
 
 
 class _Unsettled(NamedTuple):
-    """A copy that has begun: its event, and the tensors that it must not lose."""
+    """A copy that was started: its event, and the tensors that must stay alive."""
 
     done: torch.cuda.Event
     copy: Tensor
     source: Tensor
 
 
-# By the address of the copy; None where it is known to be done.
+# By the address of the copy; None if it is complete.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 
 @cache
 def lane_of(device: torch.device) -> _Lane:
-    """The lane of a device."""
+    """Return the lane of a device."""
     return _Lane(Buffers(device), torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 
 def _to_host(x: Tensor) -> Tensor:
     copy = lane_of(x.device).buffers.empty_strided(x.shape, x.stride(), x.dtype)
-    _begin(copy, x, x.device)
+    _start(copy, x, x.device)
     return copy
 
 
 def _from_host(x: Tensor, device: torch.device, after: Tensor | None = None) -> Tensor:
-    # On the current stream, which frees it: the allocator need know of no other.
+    # Allocated on the current stream, which also frees it, so that no record_stream is needed.
     copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    _begin(copy, x, copy.device)
+    _start(copy, x, copy.device)
     return copy
 
 
-def _begin(copy: Tensor, source: Tensor, device: torch.device) -> None:
+def _start(copy: Tensor, source: Tensor, device: torch.device) -> None:
     if not copy.numel():
         return
     stream = lane_of(device).stream
@@ -79,29 +79,29 @@ def _begin(copy: Tensor, source: Tensor, device: torch.device) -> None:
         copy.copy_(source)
         _unsettled[copy.data_ptr()] = None
         return
-    _let_go_of_finished()
+    _release_finished()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         copy.copy_(source, non_blocking=True)
         _unsettled[copy.data_ptr()] = _Unsettled(stream.record_event(), copy, source)
 
 
-def _let_go_of_finished() -> None:
-    """Forget finished copies that an exception kept from being settled; they hold their tensors."""
+def _release_finished() -> None:
+    """Release finished copies that were never settled because of an exception."""
     for address, entry in list(_unsettled.items()):
         if entry is not None and entry.done.query():
             _unsettled[address] = None
 
 
-def _settled(copy: Tensor, source: Tensor) -> Tensor:
+def _settle(copy: Tensor, source: Tensor) -> Tensor:
     if not copy.numel():
         return copy
     try:
         entry = _unsettled.pop(copy.data_ptr())
     except KeyError:
         raise RuntimeError(
-            f"The backward waits for a copy of shape {tuple(copy.shape)} on {copy.device} that "
-            f"nobody began. {BUG} offload=False does without copies."
+            f"The backward waits for a copy of shape {tuple(copy.shape)} on {copy.device} that was "
+            f"not started. {BUG} offload=False avoids copies."
         ) from None
     if entry is not None:
         device = copy.device if copy.is_cuda else source.device
@@ -129,4 +129,4 @@ def _register(name: str, kernel: Any, fake: Any) -> Any:
 
 to_host = _register("to_host", _to_host, _fake_to_host)
 from_host = _register("from_host", _from_host, _fake_from_host)
-settled = _register("settled", _settled, _fake_settled)
+settled = _register("settled", _settle, _fake_settled)

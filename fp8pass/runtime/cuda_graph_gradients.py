@@ -1,9 +1,9 @@
-"""Sums of gradients beside CUDA graphs, which own the memory of what they return.
+"""Gradient accumulation with CUDA graphs, which own the memory of their outputs.
 
-Autograd makes the first gradient of a parameter its `.grad` as it is, without a copy. A backward
-that is a CUDA graph writes the next micro-batch's gradients to the same memory, before these are
-added: PyTorch raises an error while graphs are recorded, and adds gradients to themselves when they
-are replayed (pytorch/pytorch#169545). So before a forward begins such a `.grad` moves elsewhere.
+Autograd uses the first gradient of a parameter as its `.grad`, without a copy. A backward in a CUDA
+graph writes the gradients of the next micro-batch to the same memory, before they are added.
+PyTorch then raises an error while it records graphs, and adds gradients to themselves in replays
+(pytorch/pytorch#169545). Therefore such a `.grad` is copied before a forward starts.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 
-# Parameters that graphs ran with: the first graph of a forward looks after those of all others.
+# Parameters of all graphs. The first graph of a forward checks the parameters of all others, too.
 _parameters = compat.WeakIdKeyDictionary()
 
 
 def keeping_sums(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled `program` that leaves gradients of earlier micro-batches as they are."""
+    """Wrap a compiled `program` so that it preserves gradients of earlier micro-batches."""
 
     def run(*args: Any) -> Any:
         trained = (x for x in args if isinstance(x, nn.Parameter) and x.requires_grad)
         _parameters.update(dict.fromkeys(trained, True))
         for device in {x.device for x in args if isinstance(x, Tensor)}:
-            move_out(device)
+            copy_replayed(device)
         return program(*args)
 
     return run
 
 
-def move_out(device: torch.device) -> None:
-    """Copy gradients that the next replays on a device would overwrite."""
-    replayed = compat.replayed_memory(device)
-    # All graphs of a forward but the first find nothing, and need not look at every parameter.
+def copy_replayed(device: torch.device) -> None:
+    """Copy gradients that the next replays on `device` would overwrite."""
+    replayed = compat.find_replayed_memory(device)
+    # Only the first graph of a forward finds replayed memory; the others skip the loop.
     for parameter in _parameters if replayed else ():
         gradient = parameter.grad
         if gradient is None:

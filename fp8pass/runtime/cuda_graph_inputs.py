@@ -1,11 +1,11 @@
-"""Weights that are elsewhere in every step, beside CUDA graphs, which read where they once read.
+"""CUDA graph support for weights whose address changes every step (FSDP2).
 
-FSDP2 gathers weights into memory that the allocator picks each time. Inductor takes a parameter for
-an input that stays where it is, and records a graph anew when it does not: in every step, all of
-them. As an input that moves it is copied to where the graph reads it, before each replay.
+FSDP2 gathers weights into newly allocated memory. Inductor treats a parameter as an input with a
+fixed address, and records a graph again when the address changes, which is in every step. As a
+non-static input, a weight is copied to the graph's own memory before each replay.
 
-Such a copy is a graph's own until the next one runs. What the backward reads FSDP2 gathers again:
-the forward hands on the weight that it was given, not the copy, which would stay until then.
+The copy is valid until the next graph runs. For the backward the forward returns the weight that it
+was given, not the copy, which would keep memory: FSDP2 gathers that weight again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8pass import compat
 
 
 def moving_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]:
-    """The inputs of a Dynamo graph that are parameters which FSDP2 gathers, by index."""
+    """Return the indices of the inputs of a Dynamo graph that FSDP2 gathers."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     pairs = zip(placeholders, example_inputs, strict=True)
     return frozenset(
@@ -35,33 +35,33 @@ def compile_for_moving(
     moving: frozenset[int],
     **kwargs: Any,
 ) -> Any:
-    """A half compiled by Inductor, whose graphs find weights wherever they are.
+    """Compile a forward or backward graph with Inductor, for weights with changing addresses.
 
     Args:
-        gm: the half, changed by it.
-        inputs: examples of its inputs.
+        gm: the graph, which Inductor changes.
+        inputs: example inputs.
         moving: the weights, as indices of the Dynamo graph's inputs.
-        kwargs: what Inductor's inner compile is told of the half.
+        kwargs: options of Inductor's inner compile.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     moved = {n: i for i, n in enumerate(placeholders) if compat.input_index(n) in moving}
     results = next(iter(reversed(gm.graph.nodes))).args[0]
-    handed_on = [(i, moved[x]) for i, x in enumerate(results) if x in moved]
+    passed = [(i, moved[x]) for i, x in enumerate(results) if x in moved]
     static = compat.static_inputs(kwargs) - set(moved.values())
     compiled = compat.compile_fx_inner(
         gm, inputs, **{**kwargs, "static_input_idxs": sorted(static)}
     )
-    return handing_on(compiled, handed_on) if handed_on else compiled
+    return pass_inputs(compiled, passed) if passed else compiled
 
 
-def handing_on(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
-    """A compiled half that returns some inputs as they are: pairs of a result and an input."""
+def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
+    """Wrap a compiled graph to return inputs themselves: (result, input) pairs of indices."""
 
     def run(arguments: list[Any]) -> list[Any]:
-        given = [arguments[i] for _, i in pairs]  # the half empties the list
+        given = [arguments[i] for _, i in pairs]  # `compiled` empties the list
         results = list(compiled(arguments))
         for (i, _), value in zip(pairs, given, strict=True):
             results[i] = value
         return results
 
-    return compat.boxed(run)
+    return compat.box(run)

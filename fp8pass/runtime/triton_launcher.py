@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again and again with little work for the CPU."""
+"""Launches a Triton kernel repeatedly with little CPU time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fp8pass import compat
 
 
 class Launcher:
-    """A Triton kernel that is launched as it was compiled, for arguments like ones before.
+    """Caches the compiled versions of a Triton kernel by its arguments.
 
-    Triton takes longer to find which of its compiled kernels it is than to launch it.
+    Triton's own lookup of the compiled version takes longer than the launch.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -28,16 +28,16 @@ class Launcher:
         numbers: Sequence[float],
         constants: Sequence[Any],
     ) -> None:
-        """Launch it on the current stream; its parameters are in this order.
+        """Launch the kernel on the current stream. Its parameters must have this order.
 
-        Triton compiles for alignment and for some values of numbers: for each here.
+        Triton compiles versions for alignments and special numbers; the key has all numbers.
         """
-        about = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+        layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
         device = tensors[0].device
-        key = device, about, *numbers, *constants
+        key = device, layout, *numbers, *constants
         with torch.cuda.device_of(tensors[0]):
             if (compiled := self._compiled.get(key)) is not None:
-                # Which it would ask its driver for, and before that for the device.
+                # Passed explicitly, which saves Triton two queries of its driver.
                 stream = compat.stream_of(device)
                 compiled[grid](*tensors, *numbers, *constants, stream=stream)
             else:

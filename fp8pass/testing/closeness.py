@@ -1,26 +1,27 @@
-"""Whether a training step is as close to the exact one as rounding allows.
+"""Decides whether a training step is as close to the exact one as rounding allows.
 
-The reference is the model in eager PyTorch and fp64. The error of a tensor is the norm of its
-difference over its norm, or over a thousandth of the largest gradient's if a gradient is smaller
-than that: some, as that of a bias before a norm, are nothing but noise. Accepted is
+The exact step is the model in eager PyTorch and fp64. The error of a tensor is the norm of the
+difference over the norm of the exact tensor, or over a thousandth of the largest gradient for
+smaller gradients: some, like that of a bias before a norm, are pure noise. The accepted error is
 
     2 · √(n² + s²) + 5 · p + r
 
-    n: the largest error of the fake-quantized model, over seeds (noise.py), some in its own dtype:
-       what is rounded to it beside other values may not be what the plain model rounds
-    s: for gradients, the rounding error of the format of saved values: where autograd saves x, a
-       plan may keep what the gradient is multiplied by, gelu'(x) say; or the largest error through
-       one value that the plan expects: of x it computes x² and x³ again, which autograd saves
-    p: the error of the plain model in its own dtype
-    r: 1e-4, or an ulp of a coarser dtype: rounding may take a plain result of one to it by chance
+    n: largest error of the fake-quantized model over seeds (noise.py). Some seeds run in the
+       model's own dtype, because a combination of both roundings may do what neither does.
+    s: for gradients, the rounding error of the format of saved tensors: where autograd saves x, a
+       plan may save the factor of the gradient, for example gelu'(x). Or the largest error that the
+       plan predicts for one saved value, from which it recomputes values (x², x³) that autograd
+       saves.
+    p: error of the unmodified model in its own dtype.
+    r: 1e-4, or one ulp of a coarser dtype: the rounding of a plain result may be off by chance.
 
-A gradient of cosine c has an error of at least √(1 - c²) (0.95 at 0.3), one of zeros 1, one of a
-wrong scale s |s - 1|, and NaN is never accepted. So they are seen wherever at most `JUDGED` is
-accepted. Where more would be, the model is chaotic there (an argmax flips, a norm divides by nearly
-nothing): only that numbers are finite, not zero and not 10 times too large is asked for, and the
-tensor counts as unjudged.
+A gradient with cosine c has an error of at least √(1 - c²) (0.95 at 0.3), a zero gradient 1, a
+gradient scaled by s |s - 1|, and NaN is never accepted. All of these are found if the accepted
+error is at most `JUDGED`. A larger value means that the model is chaotic there (an argmax flips, a
+norm divides by almost nothing). Such a tensor is unjudged: it only has to be finite, nonzero and at
+most 10 times too large.
 
-Noise is random, so before a complaint is raised it is measured again with more seeds.
+Noise is random, so it is measured again with more seeds before a complaint is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,50 +41,102 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
-PLAIN_SEEDS = 4  # noise of one seed in so many is that of the model in its own dtype
+PLAIN_SEEDS = 4  # one seed in so many has noise in the model's own dtype
 Batch = Sequence[Any]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
 class Verdict:
-    """What is wrong, and how many tensors were held against noise."""
+    """Complaints, and the number of tensors that were judged.
+
+    Attributes:
+        complaints: a line for each tensor with too large an error.
+        judged: number of tensors compared with their accepted error.
+        unjudged: number of tensors whose accepted error is too large.
+        worst: largest ratio of error to accepted error.
+    """
 
     complaints: list[str] = field(default_factory=list)
     judged: int = 0
     unjudged: int = 0
-    worst: float = 0.0  # largest share of an accepted error
+    worst: float = 0.0
+
+    def judge(
+        self, name: str, tensors: Sequence[Tensor | None], least: float, saved: float
+    ) -> None:
+        """Judge one tensor.
+
+        Args:
+            name: name of the tensor, for complaints.
+            tensors: the tensor, then its exact, its plain and its noisy versions.
+            least: least norm to divide errors by.
+            saved: s of the formula.
+        """
+        got, want, plain, *noisy = tensors
+        assert want is not None
+        assert plain is not None
+        x = torch.zeros_like(want) if got is None else got
+        if x.shape != want.shape:
+            self.complaints.append(f"{name} has shape {tuple(x.shape)}, not {tuple(want.shape)}")
+            return
+        if x.dtype != plain.dtype:
+            self.complaints.append(f"{name} is {x.dtype}, not {plain.dtype}")
+        if not want.is_floating_point():
+            return
+        if not x.isfinite().all():
+            self.complaints.append(f"{name} is not finite")
+            return
+        noise = max((error(n, want, least) for n in noisy if n is not None), default=0.0)
+        rounding = error(plain, want, least)
+        ulp = max(FLOOR, torch.finfo(x.dtype).eps)
+        accepted = 2 * math.hypot(noise, saved) + 5 * rounding + ulp
+        if accepted <= JUDGED:
+            off = error(x, want, least)
+            self.judged += 1
+            self.worst = max(self.worst, off / accepted)
+            if off > accepted:
+                self.complaints.append(
+                    f"{name} is off by {off:.3g}, accepted is {accepted:.3g}"
+                    f" (plain {rounding:.2g}, noise {noise:.2g})"
+                )
+            return
+        self.unjudged += 1
+        norms = [float(n.double().norm()) for n in (want, plain, *noisy) if n is not None]
+        norm = float(x.double().norm())
+        if norm > 10 * max(norms) + 1e-6 or (norm == 0 and min(norms) > 1e-6):
+            self.complaints.append(
+                f"{name} has norm {norm:.3g}, not {min(norms):.3g} to {max(norms):.3g}"
+            )
 
 
 @dataclass
 class Reference:
-    """A model's exact steps and the noise around them, measured as far as asked for.
+    """The exact steps of a model, and the noise around them, measured on demand.
 
     Attributes:
-        model: in its own dtype; it is copied for every run.
-        batches: makes the batches, each time anew since programs may write to them.
-        formats: what a recipe rounds.
-        run: how a step runs the model, under autocast for example.
-        wide: the dtype of exact steps and of those with noise.
+        model: the model in its own dtype. It is copied for every run.
+        batches: returns new batches in each call, because programs may write to them.
+        formats: the formats that a recipe rounds to.
+        run: wraps the model in a step, for example with autocast.
+        wide: dtype of exact and of noisy steps.
         between: `between(model, i)` changes the model before step `i`.
     """
 
     model: nn.Module
     batches: Callable[[], Sequence[Batch]]
     formats: Formats
-    run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda program: program
+    run: Wrap = lambda program: program
     wide: torch.dtype = torch.float64
     between: Callable[[nn.Module, int], None] = lambda model, i: None
     noisy: list[list[TrainingStep]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.exact = self._steps(self.wide, None)
-        self.plain = self._steps(None, None, self.run)
+        self.exact = self._run_steps(self.wide, None)
+        self.plain = self._run_steps(None, None, self.run)
 
-    def _steps(
-        self,
-        dtype: torch.dtype | None,
-        noise: Noise | None,
-        run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda program: program,
+    def _run_steps(
+        self, dtype: torch.dtype | None, noise: Noise | None, run: Wrap = lambda program: program
     ) -> list[TrainingStep]:
         model = copy.deepcopy(self.model)
         batches = self.batches()
@@ -97,134 +150,78 @@ class Reference:
         return steps
 
     def measure(self, seeds: int) -> None:
-        """Have noise of at least so many seeds."""
+        """Measure noise of at least so many seeds."""
         rounds = any((self.formats.forward, self.formats.saved))
         for seed in range(len(self.noisy), seeds if rounds else 0):
             noise = Noise(self.formats, seed)
             if seed % PLAIN_SEEDS == PLAIN_SEEDS - 1:
-                self.noisy.append(self._steps(None, noise, self.run))
+                self.noisy.append(self._run_steps(None, noise, self.run))
             else:
-                self.noisy.append(self._steps(self.wide, noise))
+                self.noisy.append(self._run_steps(self.wide, noise))
 
     def judge(
         self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 96
     ) -> Verdict:
-        """Whether `steps` are as close as noise of that many seeds allows.
+        """Judge whether `steps` are as close to the exact ones as noise of `seeds` seeds allows.
 
-        `expected` is the largest error of a gradient that a plan expects of one saved value.
+        `expected` is the largest gradient error that a plan predicts for one saved value. Before a
+        complaint, noise is measured with `more` seeds.
         """
         self.measure(seeds)
-        verdict = self._verdict(steps, expected)
+        verdict = self._judge(steps, expected)
         if verdict.complaints and self.formats.forward and len(self.noisy) < more:
             self.measure(more)
-            verdict = self._verdict(steps, expected)
+            verdict = self._judge(steps, expected)
         return verdict
 
-    def _verdict(self, steps: Sequence[TrainingStep], expected: float) -> Verdict:
+    def _judge(self, steps: Sequence[TrainingStep], expected: float) -> Verdict:
         verdict = Verdict()
         saved = max(self.formats.saved_error, expected)
         for i, got in enumerate(steps):
-            noisy = [n[i] for n in self.noisy]
+            versions = got, self.exact[i], self.plain[i], *(n[i] for n in self.noisy)
             gradients = [g for g in self.exact[i].gradients.values() if g is not None]
             least = 1e-3 * max((float(g.norm()) for g in gradients), default=0.0)
-            for name, x, want, plain, *noised in _aligned(
-                got, self.exact[i], self.plain[i], *noisy
-            ):
-                of_gradient = "gradient" in name
-                _judge(
-                    f"step {i}: {name}", x, want, plain, noised,
-                    least if of_gradient else 0.0,
-                    saved if of_gradient else 0.0,
-                    verdict,
-                )  # fmt: skip
+            for name, tensors in _align(versions):
+                limits = (least, saved) if "gradient" in name else (0.0, 0.0)
+                verdict.judge(f"step {i}: {name}", tensors, *limits)
         return verdict
 
 
-def _judge(
-    name: str,
-    x: Tensor | None,
-    want: Tensor,
-    plain: Tensor,
-    noised: list[Tensor],
-    least: float,
-    saved: float,
-    to: Verdict,
-) -> None:
-    if x is None:
-        x = torch.zeros_like(want)
-    if x.shape != want.shape:
-        to.complaints.append(f"{name} has shape {tuple(x.shape)}, not {tuple(want.shape)}")
-        return
-    if x.dtype != plain.dtype:
-        to.complaints.append(f"{name} is {x.dtype}, not {plain.dtype}")
-    if not want.is_floating_point():
-        return
-    if not x.isfinite().all():
-        to.complaints.append(f"{name} is not finite")
-        return
-    noise = max((error(n, want, least) for n in noised), default=0.0)
-    rounding = error(plain, want, least)
-    ulp = max(FLOOR, torch.finfo(x.dtype).eps)
-    accepted = 2 * math.hypot(noise, saved) + 5 * rounding + ulp
-    off = error(x, want, least)
-    if accepted <= JUDGED:
-        to.judged += 1
-        to.worst = max(to.worst, off / accepted)
-        if off > accepted:
-            to.complaints.append(
-                f"{name} is off by {off:.3g}, accepted is {accepted:.3g}"
-                f" (plain {rounding:.2g}, noise {noise:.2g})"
-            )
-        return
-    to.unjudged += 1
-    norms = [float(n.double().norm()) for n in (want, plain, *noised)]
-    norm = float(x.double().norm())
-    if norm > 10 * max(norms) + 1e-6 or (norm == 0 and min(norms) > 1e-6):
-        to.complaints.append(
-            f"{name} has norm {norm:.3g}, not {min(norms):.3g} to {max(norms):.3g}"
-        )
-
-
 def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
-    """Norm of the difference over the norm of `want`, but at least over `least`."""
+    """Return the norm of `x - want` over the norm of `want`, or over `least` if that is larger."""
     norm, gap = float(want.norm()), float((x.double() - want).norm())
     return gap / max(norm, least, 1e-30) if math.isfinite(gap) else math.inf
 
 
-def _aligned(*steps: TrainingStep) -> Iterator[tuple[Any, ...]]:
-    """Name and tensors of all results that the second step, the exact one, has.
+def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | None]]]:
+    """Yield name and versions of each result of the second step, which is the exact one.
 
-    All gradients together are one more.
+    All gradients together are one more result.
     """
-    got, exact, *rest = steps
+    exact = steps[1]
     names = [name for name, want in exact.gradients.items() if want is not None]
     if names:
-        yield ("all gradients", *(_together(s.gradients, exact.gradients, names) for s in steps))
-    for i, want in enumerate(exact.outputs):
-        yield (f"output {i}", got.outputs[i], want, *(s.outputs[i] for s in rest))
-    for kind, of in (("gradient of", "gradients"), ("buffer", "buffers")):
-        for name, want in getattr(exact, of).items():
-            if want is not None:
-                others = (getattr(s, of)[name] for s in rest)
-                yield (f"{kind} {name}", getattr(got, of)[name], want, *others)
+        yield "all gradients", [_concatenate(s, exact, names) for s in steps]
+    for i in range(len(exact.outputs)):
+        yield f"output {i}", [s.outputs[i] for s in steps]
+    for name in names:
+        yield f"gradient of {name}", [s.gradients[name] for s in steps]
+    for name in exact.buffers:
+        yield f"buffer {name}", [s.buffers[name] for s in steps]
 
 
-def _together(
-    gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None], names: list[str]
-) -> Tensor:
-    """Gradients as one vector; what is missing or has another shape is zero."""
+def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Tensor:
+    """Return gradients as one vector, with zeros for gradients that are missing or misshapen."""
     parts = []
     for name in names:
-        got, want = gradients[name], exact[name]
+        x, want = got.gradients[name], exact.gradients[name]
         assert want is not None
-        if got is None or got.shape != want.shape:
-            got = torch.zeros_like(want)
-        parts.append(got.flatten())
-    return torch.cat(parts)
+        parts.append(torch.zeros_like(want) if x is None or x.shape != want.shape else x)
+    return torch.cat([x.flatten() for x in parts])
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:
-    """The floating point tensors of a batch in another dtype, as leaves of their own."""
+    """Return a batch with its floating point tensors in another dtype, detached."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()

@@ -1,15 +1,17 @@
-"""A training step from fixed random numbers, and the comparison of two, bit by bit."""
+"""A reproducible training step, bitwise comparison of steps, and tensors that a forward saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8pass import compat
+from fp8pass import compat, graph
+from fp8pass.plan import Plan
 
 
 @dataclass
@@ -18,8 +20,8 @@ class TrainingStep:
 
     Attributes:
         outputs: all tensors that the model returned.
-        gradients: of parameters by their names, and of inputs as `input 0`; None if there is none.
-        buffers: of the model afterwards.
+        gradients: gradients of parameters by name, and of inputs as `input 0`; None if missing.
+        buffers: buffers of the model after the step.
     """
 
     outputs: list[Tensor]
@@ -28,20 +30,20 @@ class TrainingStep:
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and Hugging Face outputs."""
+    """Return the tensors in nested containers and Hugging Face outputs."""
     return [x for x in compat.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def step(
     run: Callable[..., Any], model: nn.Module | None, args: Sequence[Any], *, seed: int = 7
 ) -> TrainingStep:
-    """Forward and backward from fixed random numbers; fresh gradients for parameters and inputs.
+    """Run a forward and a backward with fixed random numbers, and return new gradients.
 
     Args:
-        run: the model, as it is or compiled.
-        model: whose parameters and buffers are looked at.
-        args: what `run` is called with.
-        seed: of dropout, and of the incoming gradients: every floating point output has its own.
+        run: the model, compiled or not.
+        model: the module that has the parameters and buffers.
+        args: arguments of `run`.
+        seed: seed of dropout and of the incoming gradients. Outputs have different gradients.
     """
     parameters = dict(model.named_parameters()) if model is not None else {}
     inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}
@@ -66,28 +68,63 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits; NaN equals NaN."""
+    """Whether two tensors hold the same bits. NaN equals NaN."""
     same = a.dtype == b.dtype and a.shape == b.shape
     return same and torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0))
 
 
 def assert_same_step(got: TrainingStep, want: TrainingStep) -> None:
-    """Outputs, gradients and buffers agree bit for bit."""
+    """Assert that outputs, gradients and buffers are bit-identical.
+
+    Raises:
+        AssertionError: names the first tensor that differs.
+    """
     assert len(got.outputs) == len(want.outputs)
     for i, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True)):
-        assert identical(a, b), f"output {i} differs by {_gap(a, b)}"
+        assert identical(a, b), f"output {i} differs by {_describe_gap(a, b)}"
     assert got.gradients.keys() == want.gradients.keys()
     for name, expected in want.gradients.items():
         found = got.gradients[name]
         if found is None or expected is None:
-            assert found is expected, f"gradient of {name}: {found} against {expected}"
+            assert found is expected, f"gradient of {name}: {found} instead of {expected}"
         else:
-            assert identical(found, expected), f"gradient of {name}: {_gap(found, expected)}"
+            gap = _describe_gap(found, expected)
+            assert identical(found, expected), f"gradient of {name} differs by {gap}"
     for name, b in want.buffers.items():
         assert identical(got.buffers[name], b), f"buffer {name}"
 
 
-def _gap(a: Tensor, b: Tensor) -> str:
+def _describe_gap(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}"
+        return f"{a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}"
     return f"{(a.double() - b.double()).abs().max().item():.3e}"
+
+
+SavedCounts = Counter[tuple[str, str]]  # number of saved tensors by dtype and shape
+
+
+def count_saved(
+    program: Callable[..., Any], args: Sequence[Any], held: Iterable[Tensor]
+) -> SavedCounts:
+    """Count the tensors that autograd saves in a call, without parameters and tensors in `held`."""
+    addresses = {t.data_ptr() for t in held}
+    found: SavedCounts = Counter()
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
+            found[graph.dtype_text(x.dtype), graph.shape_text(x)] += 1
+            assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
+                f"{x.dtype} {tuple(x.shape)} keeps a larger tensor alive, which it is a view of"
+            )
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = leaves(program(*args))
+    assert any(y.requires_grad for y in outputs), "no output requires a gradient"
+    return found
+
+
+def count_planned(plan: Plan) -> SavedCounts:
+    """Count the tensors that a plan saves, on the device or in host memory."""
+    saved = (s for s in plan.saved if s.bytes or s.host_bytes)
+    return Counter((t.dtype, t.shape) for s in saved for t in s.tensors)

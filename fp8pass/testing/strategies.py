@@ -1,4 +1,4 @@
-"""Strategies for hypothesis: what a property test of numerics draws."""
+"""Strategies of hypothesis for property tests of numerics."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fp8pass.dialect.formats import FORMATS, Format
 from fp8pass.dialect.quantization import OPERAND_BLOCKS, Block, group
-from fp8pass.testing.programs import BINARY, UNARY, WIDTH, Program
 
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError("fp8pass.testing.strategies needs hypothesis: pip install it.") from error
+    raise ImportError(
+        "fp8pass.testing.strategies needs hypothesis: pip install hypothesis"
+    ) from error
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# How a matrix lies in memory.
+# Memory layouts of a matrix.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
@@ -26,17 +28,17 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: torch.cat([x, x], -1)[:, : x.shape[1]],
     "strided": lambda x: x.repeat_interleave(2, -1)[:, ::2],
 }
-ROWS = (1, 2, 15, 16, 17, 33)  # around what GEMMs of FP8 take multiples of
+ROWS = (1, 2, 15, 16, 17, 33)  # around multiples of 16, which FP8 GEMMs need
 NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
 
 
 def formats() -> st.SearchStrategy[Format]:
-    """The formats that users may choose, for GEMMs or for saved values."""
+    """Draw a format that users may choose, for GEMMs or for saved tensors."""
     return st.sampled_from([f for f in FORMATS.values() if f.multiplies or f.saves])
 
 
 def blocks(columns: int) -> st.SearchStrategy[Block]:
-    """By tensor, by row, and in each size of groups that divides so many columns."""
+    """Draw a block: tensor, row, or a group size that divides `columns`."""
     sizes = [size for size in (16, 32, 64, 128) if columns % size == 0]
     return st.sampled_from([*OPERAND_BLOCKS.values(), *map(group, sizes)])
 
@@ -49,13 +51,13 @@ def matrices(
     *,
     finite: bool = True,
 ) -> Tensor:
-    """A matrix of any layout, dtype and magnitude, with zeros and, at times, mixed magnitudes.
+    """Draw a matrix [R, C] of any layout, dtype and magnitude, or mixed magnitudes, with zeros.
 
     Args:
-        draw: given by hypothesis.
-        columns: how many, or what draws it.
-        dtypes: one of them is drawn.
-        finite: whether no element is infinite or NaN.
+        draw: passed by hypothesis.
+        columns: number of columns, or a strategy that draws it.
+        dtypes: dtypes to choose from.
+        finite: whether to exclude infinities and NaN.
     """
     count = columns if isinstance(columns, int) else draw(columns)
     rows, dtype = draw(st.sampled_from(ROWS)), draw(st.sampled_from(dtypes))
@@ -76,10 +78,10 @@ def matrices(
 def edges(
     draw: st.DrawFn, format: Format, columns: int = 64, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A matrix of numbers at the edges of a format, all times one power of two.
+    """Draw a matrix [R, `columns`] of numbers at the edges of a format, times one power of two.
 
-    Zeros of both signs; the smallest denormal and what rounds to it or to zero; the smallest normal
-    number and its neighbours; ties between two codes; the largest number, and what is beyond it.
+    Zeros of both signs; the smallest denormal, and numbers that round to it or to zero; the
+    smallest normal number and its neighbors; ties; the largest number, and larger numbers.
     """
     step, normal = 2.0**-format.mantissa, 2.0**format.min_exponent
     least = normal * step
@@ -106,7 +108,7 @@ class _Gated(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -125,14 +127,87 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 
 @st.composite
 def modules(draw: st.DrawFn, width: int = 64, depth: int = 4) -> nn.Module:
-    """A small model [..., width] -> [..., width]: a linear layer and up to `depth` more modules.
+    """Draw a small model [..., width] -> [..., width]: a linear layer and up to `depth` modules.
 
-    Some of them stand in a residual branch. Weights follow a seed that is drawn.
+    Some are in a residual branch. The seed of the weights is drawn, too.
     """
     names = draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=depth))
     torch.manual_seed(draw(st.integers(0, 99)))
     layers = [nn.Linear(width, width), *(LAYERS[name](width) for name in names)]
     return nn.Sequential(*(_Residual(x) if draw(st.booleans()) else x for x in layers))
+
+
+# --- programs ----------------------------------------------------------------------------------
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "exp": lambda x: torch.exp(-x.abs()),
+    "square": lambda x: x * x,
+    "rsqrt": lambda x: torch.rsqrt(x.square() + 1),
+    "sin": torch.sin,
+    "half": lambda x: x.bfloat16().float(),
+    "softmax": lambda x: x.softmax(-1),
+    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "centered": lambda x: x - x.mean(0, keepdim=True),
+    "max": lambda x: x - x.amax(-1, keepdim=True),
+    "sorted": lambda x: x.cumsum(-1),
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "roll": lambda x: torch.cat([x[:, 8:], x[:, :8]], -1),
+    "strided": lambda x: x.view(-1, 2, x.shape[-1] // 2).transpose(1, 2).reshape(x.shape),
+    "expanded": lambda x: x + x[:1].expand_as(x),
+    "in_place": lambda x: x.clone().mul_(2).add_(1),
+    "masked": lambda x: torch.where(x > 0.1, x, -x),
+    "detached": lambda x: x + x.detach().sigmoid(),
+    "dead": lambda x: (x.exp(), x)[1],
+}
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "gate": lambda x, y: F.silu(x) * y,
+    "div": lambda x, y: x / (1 + y.abs()),
+    "max": torch.maximum,
+    "angle": lambda x, y: torch.atan2(x.detach(), y.detach()) * 2 * y,
+    "product": lambda x, y: x @ (y.t() @ y),  # without a parameter
+    "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None])[
+        0, 0
+    ],
+}
+WIDTH = 32
+
+
+class Program(nn.Module):
+    """Runs instructions over a growing list of values, each [rows, WIDTH].
+
+    Args:
+        code: instructions: kind, name, and indices of the two operands.
+        returned: indices of the returned values. A sum and a mean of the last value follow.
+    """
+
+    def __init__(self, code: list[tuple[str, Any, int, int]], returned: list[int]) -> None:
+        super().__init__()
+        self.code, self.returned = code, returned
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(3))
+        self.odd = nn.Parameter(torch.randn(WIDTH, 7))
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        """Run the program on inputs [rows, WIDTH]."""
+        values = list(inputs)
+        for kind, name, a, b in self.code:
+            x, y = values[a % len(values)], values[b % len(values)]
+            if kind == "unary":
+                values.append(UNARY[name](x))
+            elif kind == "binary":
+                values.append(BINARY[name](x, y))
+            elif kind == "linear":
+                values.append(self.linears[name](x))
+            else:  # sizes that FP8 does not support
+                values.append(x @ self.odd @ self.odd.t())
+        results = [values[i % len(values)] for i in self.returned]
+        return [*results, values[-1].sum(0), values[-1].mean()]
 
 
 _INSTRUCTION = st.one_of(
@@ -143,7 +218,7 @@ _INSTRUCTION = st.one_of(
     st.tuples(st.just("linear"), st.integers(0, 2), st.integers(0, 9), st.just(0)),
     st.tuples(st.just("odd"), st.just(0), st.integers(0, 9), st.just(0)),
 )
-# How an input of a program lies in memory, from 4·rows·WIDTH numbers.
+# Memory layouts of a program's input, made from a matrix [4·rows, WIDTH].
 _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda base, rows: base[:rows],
     "transposed": lambda base, rows: base[:WIDTH].t().repeat(2, 1)[:rows].t().contiguous().t(),
@@ -154,7 +229,7 @@ _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[Program, list[Tensor]]:
-    """A program of up to eight instructions, and inputs; what requires a gradient is drawn, too."""
+    """Draw a program of up to eight instructions, and inputs. Any of them may require gradients."""
     code: list[Any] = draw(st.lists(_INSTRUCTION, min_size=1, max_size=8))
     returned = draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
     rows = draw(st.sampled_from([1, 16, 17, 40]))

@@ -195,7 +195,7 @@ def explain(
     requests = Requests(frontier=frontier, rules=rules)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, requests)
     with unchanged(module):
-        with compat.uncompiled(module), torch.enable_grad():
+        with compat.run_uncompiled(module), torch.enable_grad():
             _measure_in_eager(explanation, module, args, kwargs)
         with compiled_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)

@@ -159,7 +159,7 @@ class Recorder:
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_of(gm)
             for module in (self._exact, rewritten):
-                compat.run_op_by_op(module)
+                compat.match_generated_code(module)
             planned, planned_ctx, decisions = self._planned
             self.record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
 
@@ -240,7 +240,7 @@ def _recording(config: Config, records: list[Record], module: nn.Module) -> Call
                     runs.forward(recorder.record, inputs)
                 return run(arguments)
 
-            return compat.boxed(recording)
+            return compat.box(recording)
 
         program: Any = compat.compile_fx(
             gm,

@@ -128,9 +128,9 @@ def compiled_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
     """
     parts = compiled_parts(model)
     module = model if parts else compat.original_of(model)
-    with compat.uncompiled(module), compat.fresh_compilation(), torch.enable_grad():
+    with compat.run_uncompiled(module), compat.fresh_compilation(), torch.enable_grad():
         program: Any = module if parts else torch.compile(module, backend=backend)
-        with compat.recompiled(parts.values(), backend):
+        with compat.recompile(parts.values(), backend):
             yield program
 
 
@@ -264,7 +264,7 @@ def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     for x in leaves:
         x.grad = None
     try:
-        with compat.without_gradient_hooks(leaves), _unreduced_gradients(module):
+        with compat.disable_gradient_hooks(leaves), _unreduced_gradients(module):
             yield leaves
     finally:
         for x, gradient in zip(leaves, gradients, strict=True):
@@ -276,9 +276,9 @@ def _unreduced_gradients(module: nn.Module) -> AbstractContextManager[None]:
     """A context without gradients that FSDP2 has not reduced, and in which it reduces all."""
     if not is_sharded(module):
         return nullcontext()
-    from fp8pass.compat.fsdp import reducing_anew
+    from fp8pass.compat.data_parallel import reduce_separately
 
-    return reducing_anew(module)
+    return reduce_separately(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -54,12 +54,12 @@ def compressed_gradients_are_near(device: str, way: str) -> None:
     assert_replicas_are_equal(model)
 
 
-def other_factors_than_the_mean(device: str, way: str, gradients_as: str) -> None:
+def other_factors_than_the_mean(device: str, way: str) -> None:
     """torchtitan divides by the tokens of all ranks itself, and has FSDP2 divide by 1."""
     found = []
     for factor in (None, 1.0, 2.0, 8.0):
         model = distributed(way, device, "exact")
-        fp8pass.distributed.compress(model, gradients_as, "none")
+        fp8pass.distributed.compress(model, weights="none")
         for module in model.modules() if factor else ():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
@@ -116,11 +116,11 @@ def wrong_models(device: str) -> None:
     assert compress(model).modules == ("", "blocks.0", "blocks.1")
     with pytest.raises(fp8pass.ConfigError, match="The model is compressed already"):
         compress(model)
-    with pytest.raises(fp8pass.ConfigError, match="none is scattered"):
+    with pytest.raises(fp8pass.ConfigError, match="no parameter is sharded"):
         compress(distributed("hsdp", device, "exact"))
     hooked = distributed("ddp", device, "exact")
     hooked.register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(fp8pass.ConfigError, match="another reduction is set"):
+    with pytest.raises(fp8pass.ConfigError, match="Remove other reductions"):
         compress(hooked)
     late = distributed("replicate", device, "exact")
     backward("replicate", device, late)
@@ -375,28 +375,28 @@ def why_others_are_not_in_codes(device: str) -> None:
     with caught_log() as lines:
         assert fp8pass.distributed.compress(model, skip="1").layers == ("4",)
     assert lines == [
-        "compress: FSDP2 gathers the weights of 1 of 6 linear layers in codes; 0 does not: it "
-        "computes in float32, without fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype="
-        "torch.bfloat16)); 1 does not: it is an output head, or skipped; 2 does not: weight 63×48: "
-        "both sizes must be multiples of 16; and 2 more"
+        "compress: FSDP2 gathers the weights of 1 of 6 linear layers in FP8; 0 in high precision: "
+        "it computes in float32, without fully_shard(..., mp_policy=MixedPrecisionPolicy("
+        "param_dtype=torch.bfloat16)); 1 in high precision: it is an output head, or skipped; "
+        "2 in high precision: weight 63×48: both sizes must be multiples of 16; and 2 more"
     ]
     alone, on_host = nn.Sequential(nn.Linear(64, 64)).to(device), CPUOffloadPolicy(pin_memory=False)
     offloaded = fully_shard(alone, mesh=mesh, mp_policy=bf16, offload_policy=on_host)
     with caught_log() as lines:
         fp8pass.distributed.compress(offloaded, "none")
-    assert device == "cpu" or "0 does not: it is on the cpu" in lines[0]
+    assert device == "cpu" or "0 in high precision: it is on the cpu" in lines[0]
     double = fully_shard(
         nn.Sequential(nn.Linear(64, 64).double()).to(device), mesh=mesh, mp_policy=bf16
     )
     with caught_log() as lines:
         fp8pass.distributed.compress(double, "none")
-    assert lines[0].endswith("0 does not: its weight is a DTensor of float64")
+    assert lines[0].endswith("0 in high precision: its weight is a DTensor of float64")
 
 
-def nothing_is_warned_of(device: str, gradients_as: str) -> None:
+def nothing_is_warned_of(device: str) -> None:
     """Of PyTorch's: users cannot change what compress calls."""
     model = distributed("ddp", device, None)
-    fp8pass.distributed.compress(model, gradients_as)
+    fp8pass.distributed.compress(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         backward("ddp", device, model)
@@ -417,6 +417,19 @@ def copies_of_ddp(device: str, folder: str) -> None:
     assert done.gradients.ratio < 0.53
     assert all(map(torch.equal, gradients(model), gradients(again)))
     assert not all(map(torch.equal, gradients(model), gradients(average.module)))
+
+
+def a_monitor_measures_what_is_sent(device: str) -> None:
+    monitor = fp8pass.Monitor(every=1)
+    model = distributed("fsdp blocks", device, "exact")
+    with pytest.raises(fp8pass.ConfigError, match=r"monitor must be a fp8pass\.Monitor, got dict"):
+        fp8pass.distributed.compress(model, monitor={})
+    fp8pass.distributed.compress(model, monitor=monitor)
+    backward("fsdp blocks", device, model)
+    monitor.step()
+    assert {row.module for row in monitor.latest} == {"", "blocks.0", "blocks.1"}
+    assert {(row.tensor, row.scales) for row in monitor.latest} == {("gradient sent", "1×128")}
+    assert all(24 < row.sqnr_db < 40 for row in monitor.latest)
 
 
 def models_without_numbers_yet(device: str) -> None:
@@ -442,9 +455,8 @@ def test_two_ranks(two, way, claim):
     two(claim, way)
 
 
-@pytest.mark.parametrize("gradients_as", ["groups", "scaled"])
-def test_other_factors_than_the_mean(two, gradients_as):
-    two(other_factors_than_the_mean, "fsdp blocks", gradients_as)
+def test_other_factors_than_the_mean(two):
+    two(other_factors_than_the_mean, "fsdp blocks")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
@@ -496,13 +508,16 @@ def test_gathered_codes(two, claim):
     two(claim)
 
 
-@pytest.mark.parametrize("gradients_as", ["groups", "scaled"])
-def test_no_warnings(two, gradients_as):
-    two(nothing_is_warned_of, gradients_as)
+def test_no_warnings(two):
+    two(nothing_is_warned_of)
 
 
 def test_copies_of_ddp(two, tmp_path):
     two(copies_of_ddp, str(tmp_path))
+
+
+def test_a_monitor(two):
+    two(a_monitor_measures_what_is_sent)
 
 
 def test_errors(two):

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import fp8pass
 from fp8pass import compat
 from fp8pass.dynamo import Backend
-from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, handing_on, moving_weights
+from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights, pass_inputs
 
 STEPS = 6
 HALVES = 2  # equal blocks share a forward and a backward
@@ -142,7 +142,7 @@ def test_a_half_hands_on_what_it_was_given():
         return copies[0] + 1, copies[1], copies[0]
 
     arguments = [other, given]
-    results = handing_on(half, [(1, 1)])(arguments)
+    results = pass_inputs(half, [(1, 1)])(arguments)
     assert not arguments
     assert results[1] is given
     assert results[2] is not other

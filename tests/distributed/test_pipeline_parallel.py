@@ -178,17 +178,17 @@ def test_other_options_stay():
     ("schedule", "numbers", "says"),
     [
         ("1FB", {}, "Unknown schedule '1FB'. Did you mean '1F1B'"),
-        ("1F1B", {}, "stages=None: .* needs how many stages"),
+        ("1F1B", {}, "stages=None: .* needs the number of stages"),
         ("1F1B", {"stages": 4}, "microbatches=None"),
         ("1F1B", {"stages": 4, "microbatches": True}, "microbatches=True"),
         ("1F1B", {"stages": 0, "microbatches": 1}, "stages=0: .* at least 1"),
         ("1F1B", {"stages": 4, "microbatches": 3}, "greater than or equal to"),
-        ("1F1B", {"stages": 4, "ranks": 2, "microbatches": 8}, "has one stage on every rank"),
-        ("Interleaved1F1B", {"stages": 8, "microbatches": 8}, "ranks=None: .* how many ranks"),
+        ("1F1B", {"stages": 4, "ranks": 2, "microbatches": 8}, "needs one stage on every rank"),
+        ("Interleaved1F1B", {"stages": 8, "microbatches": 8}, "ranks=None: .* the number of ranks"),
         (
             ScheduleInterleaved1F1B,
             {"stages": 8, "ranks": 3, "microbatches": 8},
-            "same number of stages on every rank, which 8 stages on 3 ranks",
+            "same number of stages on every rank, got 8 stages on 3 ranks",
         ),
         (
             "Interleaved1F1B",
@@ -199,7 +199,11 @@ def test_other_options_stay():
         (int, {"stages": 4, "ranks": 4, "microbatches": 8}, "int cannot have"),
         (4, {}, "4 has no table .*, or its name"),
         (compat.planned_schedule(Schedule1F1B, 4, 4, 8), {"stages": 4}, "leave them out"),
-        ("1F1B", {"stages": 4, "microbatches": 8, "base": Config()}, "leaves nothing to choose"),
+        (
+            "1F1B",
+            {"stages": 4, "microbatches": 8, "base": Config()},
+            "leaves no format with more bits",
+        ),
     ],
 )
 def test_errors_say_what_to_do(schedule, numbers, says):

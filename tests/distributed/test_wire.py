@@ -1,4 +1,4 @@
-"""Gradients and weights in codes as they cross the wire, and the kernels that code and add up."""
+"""Gradients and weights in FP8 on the wire, and the kernels that quantize and add up."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fp8pass import hardware
-from fp8pass.distributed.weights import Layout, Parcel, Parcels, take_apart
-from fp8pass.distributed.wire import add_up, packed, sent_bytes
+from fp8pass.distributed.weight_gather import PackedWeights, SendBuffers, ShardKey, unpack
+from fp8pass.distributed.wire import add_up, pack, packed_bytes
 from fp8pass.weights.quantized_parameter import coded, room_for
 
 # Largest relative error of a code.
@@ -36,10 +36,10 @@ def unpacked(wire: Tensor, length: int) -> Tensor:
 )
 def test_rows_of_any_length(rows, length, scale, dtype, seed):
     x = (torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-    wire = packed(x)
+    wire = pack(x)
     assert wire.dtype is torch.uint8
     assert wire.shape == (rows, length + length % 2 + 2 * -(-length // 128))
-    assert wire.shape[-1] == sent_bytes(length)
+    assert wire.shape[-1] == packed_bytes(length)
     back = unpacked(wire, length)
     group = nn.functional.pad(x.float(), (0, -length % 128)).unflatten(-1, (-1, 128))
     smallest = (group.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).expand_as(group)
@@ -51,7 +51,7 @@ def test_rows_of_any_length(rows, length, scale, dtype, seed):
 def test_what_is_not_finite_arrives(value):
     x = torch.ones(2, 300)
     x[1, 200] = value
-    back = unpacked(packed(x), 300)
+    back = unpacked(pack(x), 300)
     assert back[0].isfinite().all()
     assert back[1, 128:256].isnan().all()
     assert back[1, :128].isfinite().all()
@@ -61,11 +61,11 @@ def test_equal_numbers_do_not_shrink():
     """Scales that are cut to bf16 would shorten the largest of a group, the same way each time."""
     for value in (3.0, 0.7, 1.99, 1e-3):
         x = torch.full((1, 256), value)
-        assert ((unpacked(packed(x), 256) - x) / x).abs().max() <= 2.0**-8
+        assert ((unpacked(pack(x), 256) - x) / x).abs().max() <= 2.0**-8
 
 
 def test_zeros_arrive_as_zeros():
-    assert not unpacked(packed(torch.zeros(1, 130)), 130).any()
+    assert not unpacked(pack(torch.zeros(1, 130)), 130).any()
 
 
 @pytest.mark.parametrize(("ranks", "accepted"), [(2, 0.025), (8, 0.017), (64, 0.008)])
@@ -75,7 +75,7 @@ def test_error_of_a_mean(ranks, accepted):
     common = torch.randn(1, 1 << 14, generator=generator)
     terms = common + torch.randn(ranks, 1 << 14, generator=generator)
     mean = terms.mean(0)
-    got = add_up(packed(terms).unsqueeze(1), torch.empty(1, 1 << 14), 1 / ranks)[0]
+    got = add_up(pack(terms).unsqueeze(1), torch.empty(1, 1 << 14), 1 / ranks)[0]
     assert (got - mean).norm() <= accepted * mean.norm()
 
 
@@ -108,7 +108,7 @@ def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
     for fuses in (False, True):
         if fuses:
             request.getfixturevalue("fused")
-        wire = packed(rows)
+        wire = pack(rows)
         each = add_up(wire.unsqueeze(0), torch.empty_like(rows))
         sums = add_up(wire.view(2, 2, -1), rows.new_empty(2, length), 0.5)
         found.append((each, sums))
@@ -163,13 +163,13 @@ def test_rows_of_weights_are_coded_again_where_they_were(device, shift, fused):
 def test_modules_share_what_they_send_if_their_weights_are_alike():
     shards, lone = [torch.ones(4, 16), torch.ones(2, 16)], [torch.ones(8, 16)]
     others = [x.bfloat16() for x in shards]
-    parcels = Parcels()
-    alike, apart, once = map(Layout.of, (shards, others, lone))
+    buffers = SendBuffers()
+    alike, apart, once = map(ShardKey.of, (shards, others, lone))
     for each in (alike, alike, apart, apart, once):
-        parcels.expect(each)
-    assert parcels.of(alike) is parcels.of(Layout.of(shards))
-    assert parcels.of(apart) is not parcels.of(alike)  # which may be gathered with them
-    assert parcels.of(once) is not parcels.of(once)
+        buffers.register(each)
+    assert buffers.get(alike) is buffers.get(ShardKey.of(shards))
+    assert buffers.get(apart) is not buffers.get(alike)  # which may be gathered with them
+    assert buffers.get(once) is not buffers.get(once)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -177,7 +177,7 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("rows", [1, 4], ids=["by words", "aligned"])
-def test_parcels_of_all_ranks_make_the_codes_of_whole_weights(
+def test_packed_shards_of_all_ranks_make_the_codes_of_whole_weights(
     device, ranks, inference, fuses, rows, monkeypatch, request
 ):
     """Pieces are shorter and longer than what a program copies."""
@@ -186,20 +186,20 @@ def test_parcels_of_all_ranks_make_the_codes_of_whole_weights(
     sent = []
     for rank in range(ranks):
         shards = [x.chunk(ranks)[rank] for x in weights]
-        parcel = Parcel([x.shape for x in shards], shards[0].device)
-        coded(shards, torch.bfloat16, parcel.room)
-        sent.append(parcel.memory)
+        packed = PackedWeights([x.shape for x in shards], shards[0].device)
+        coded(shards, torch.bfloat16, packed.views)
+        sent.append(packed.memory)
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: "none")
     if fuses:
         request.getfixturevalue("fused")
     with torch.inference_mode(inference):
-        whole = Parcel([x.shape for x in weights], weights[0].device)
-        versions = [] if inference else [x._version for x in whole.room.parts[0]]
-        take_apart(torch.stack(sent), whole)
-    for got, want in zip(whole.room.parts, coded(weights, torch.bfloat16), strict=True):
+        whole = PackedWeights([x.shape for x in weights], weights[0].device)
+        versions = [] if inference else [x._version for x in whole.views.parts[0]]
+        unpack(torch.stack(sent), whole)
+    for got, want in zip(whole.views.parts, coded(weights, torch.bfloat16), strict=True):
         assert all(map(torch.equal, _bytes(got), _bytes(want)))
     if not inference:  # autograd may have saved them
-        assert [x._version for x in whole.room.parts[0]] == versions
+        assert [x._version for x in whole.views.parts[0]] == versions
 
 
 def _bytes(tensors):
@@ -215,7 +215,7 @@ from fp8pass.distributed import wire_kernels
 
 TYPES = {
     "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64",
-    "parcels": "*i32", "whole": "*i32",
+    "shards": "*i32", "whole": "*i32",
 }
 DTYPES = coding_kernel.TRITON_DTYPES
 BF16, FP32 = (DTYPES[getattr(coding_kernel.torch, x)] for x in ("bfloat16", "float32"))
@@ -224,7 +224,7 @@ for function, constants in (
     (wire_kernels._pack, {"SIZE": 128, "GROUPS": 8}),
     (wire_kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
     (coding_kernel._code_rows, ROWS),
-    (wire_kernels._take_apart, {"COUNT": 14, "ALIGNED": 4, "WORDS": 4096}),
+    (wire_kernels._unpack, {"COUNT": 14, "ALIGNED": 4, "WORDS": 4096}),
 ):
     types = TYPES | {"scales": "*fp32" if function is coding_kernel._code_rows else "*bf16"}
     signature = {
@@ -236,7 +236,7 @@ for function, constants in (
     source = ASTSource(function, signature, constants, aligned)
     compiled = triton.compile(source, GPUTarget("cuda", 90, 32))
     ptx = compiled.asm["ptx"]
-    copies = function is wire_kernels._take_apart
+    copies = function is wire_kernels._unpack
     assert copies or "e4m3x2" in ptx
     if copies or function is coding_kernel._code_rows:
         assert "ld.global.v4" in ptx or "v4.b32" in ptx

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.runtime import copies
-from fp8pass.runtime.bandwidth import STEPS, bandwidth, rounded_down
-from fp8pass.runtime.buffers import Buffers, rounded
+from fp8pass.runtime.arena import Buffers, round_size
+from fp8pass.runtime.bandwidth import STEPS, bandwidth, round_down
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -76,12 +76,12 @@ def test_a_buffer_is_given_back_with_its_last_tensor():
     address, part = x.data_ptr(), x.t()[3:5]
     other = buffers.empty_strided((64, 32), (32, 1), torch.bfloat16)
     assert other.data_ptr() != address
-    assert buffers.used == 2 * rounded(64 * 32 * 2)
+    assert buffers.used == 2 * round_size(64 * 32 * 2)
     del x
     gc.collect()
-    assert buffers.used == 2 * rounded(64 * 32 * 2)
+    assert buffers.used == 2 * round_size(64 * 32 * 2)
     del part
-    assert buffers.used == rounded(64 * 32 * 2)
+    assert buffers.used == round_size(64 * 32 * 2)
     assert buffers.empty_strided((2048,), (1,), torch.bfloat16).data_ptr() == address
 
 
@@ -130,13 +130,13 @@ def test_threads_share_buffers():
 
 @given(st.integers(1, 1 << 40))
 def test_sizes_of_buffers(size):
-    assert size <= rounded(size) <= max(size * 9 / 8, 512, size + 512)
-    assert rounded(rounded(size)) == rounded(size)
+    assert size <= round_size(size) <= max(size * 9 / 8, 512, size + 512)
+    assert round_size(round_size(size)) == round_size(size)
 
 
 @given(st.floats(1e8, 1e12))
 def test_steps_of_the_bandwidth(rate):
-    assert rate / 2 ** (1 / STEPS) * 0.999 <= rounded_down(rate) <= rate * 1.001
+    assert rate / 2 ** (1 / STEPS) * 0.999 <= round_down(rate) <= rate * 1.001
 
 
 def test_a_cpu_has_the_link_of_a_gpu():

@@ -11,8 +11,8 @@ from monitor_helpers import BATCHES, monitored
 import fp8pass
 from fp8pass import ConfigError, Guard, Monitor
 from fp8pass.optim import host, weights
+from fp8pass.stability.guard.actions import LowerRate
 from fp8pass.stability.guard.guard import MOST_ROLLBACKS
-from fp8pass.stability.guard.rate import LowerRate
 from fp8pass.stability.guard.snapshots import Snapshot, Snapshots
 
 OPTIMIZERS = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.stability.guard.rate import LowerRate
+from fp8pass.stability.guard.actions import LowerRate
 
 
 def optimizer_of(rate: float | Tensor, kind: type = torch.optim.SGD) -> torch.optim.Optimizer:

@@ -378,7 +378,7 @@ def test_a_sample_without_an_end_takes_no_more_memory(step):
     run = monitored(model, monitor, Config(compiler="eager"))
     found = []
     for _ in range(3):
-        for _ in range(sampler.COMPACTED_EVERY):
+        for _ in range(sampler.COMPACT_EVERY):
             step(run, model)
         found.append(references())
     assert found[1] == found[2]
@@ -396,7 +396,7 @@ def test_forwards_that_wait_for_their_backward_are_remembered():
         block.compile(backend=backend)
     x = torch.randn(32, 64)
     losses = [scale * model[i](x).square().mean() for i, scale in enumerate((1e3, 1e-3))]
-    for _ in range(2 * sampler.COMPACTED_EVERY):
+    for _ in range(2 * sampler.COMPACT_EVERY):
         model[1](x)
     for loss in losses:
         loss.backward()

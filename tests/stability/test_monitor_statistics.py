@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.stability.monitor import statistics
-from fp8pass.stability.monitor.statistics import TensorName, measure, merged, row_of
+from fp8pass.stability.monitor.statistics import TensorName, make_row, measure, merge
 
 fp8 = torch.ops.fp8pass
 NAME = TensorName("m", "input", "row", "e4m3", torch.float32)
@@ -54,7 +54,7 @@ HIGH = 90.0
 
 
 def check(totals, expected):
-    row = row_of(0, "m", NAME, totals.tolist())
+    row = make_row(0, "m", NAME, totals.tolist())
     for field, value in expected.items():
         got = getattr(row, field)
         if field == "sqnr_db" and got > HIGH:
@@ -105,12 +105,12 @@ def test_statistics_of_parts_merge(x, y):
         patch.setattr(statistics, "CPU_CHUNK", 48)
         (a, b), fmt = parts, FORMATS["e4m3"]
         torch.testing.assert_close(
-            merged(measure(*a, fmt, 16), measure(*b, fmt, 16)), expected, equal_nan=True
+            merge(measure(*a, fmt, 16), measure(*b, fmt, 16)), expected, equal_nan=True
         )
 
 
 def test_no_elements():
-    row = row_of(
+    row = make_row(
         0, "m", NAME, measure(torch.empty(0, 16), torch.ones(0, 1), FORMATS["e4m3"], 16).tolist()
     )
     assert (row.elements, row.amax, row.saturated, row.underflow) == (0, 0.0, 0.0, 0.0)
@@ -122,5 +122,5 @@ def test_finite_values_have_a_good_sqnr(x):
     x = x.float().nan_to_num(1.0, 1.0, 1.0)
     x[x.abs() < 1e-30] = 0  # below, scales are no longer proportional to the amax
     scale = fp8.scale(fp8.amax(x), "e4m3 tensor")
-    row = row_of(0, "m", NAME, measure(x, scale, FORMATS["e4m3"], x.shape[-1]).tolist())
+    row = make_row(0, "m", NAME, measure(x, scale, FORMATS["e4m3"], x.shape[-1]).tolist())
     assert row.sqnr_db > 24 or row.amax == 0

@@ -8,10 +8,9 @@ from guard_helpers import fed, kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8pass.stability.guard.history import History, logs
+from fp8pass.stability.guard.past import History, Trend, logs
 from fp8pass.stability.guard.signals import Signals
-from fp8pass.stability.guard.trend import Trend
-from fp8pass.stability.monitor.statistics import Row, landscape_row
+from fp8pass.stability.monitor.statistics import Row, make_landscape_row
 
 
 def falling(seed, steps=400, start=6.0, end=2.0, pace=80.0, noise=0.1):
@@ -129,6 +128,6 @@ def test_a_tensor_that_is_quantized_otherwise_than_before(changes):
 def test_sharpness_that_rises():
     signals = Signals()
     for step in range(20):
-        assert not signals.sample([landscape_row(step, 1.0 + 0.01 * (step % 2))])
-    (signal,) = signals.sample([landscape_row(20, 4.0)])
+        assert not signals.sample([make_landscape_row(step, 1.0 + 0.01 * (step % 2))])
+    (signal,) = signals.sample([make_landscape_row(20, 4.0)])
     assert signal.name == "sharpness"

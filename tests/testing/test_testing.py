@@ -110,11 +110,11 @@ def test_a_plan_that_lies_is_found(monkeypatch):
         found.subtract([next(iter(found))])
         return +found
 
-    checks_planned = checks.planned_tensors
+    checks_planned = checks.count_planned
     module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     assert_plan_is_true(module, batch())
-    monkeypatch.setattr(checks, "planned_tensors", one_less)
-    with pytest.raises(AssertionError, match=r"kept but not planned \{\('"):
+    monkeypatch.setattr(checks, "count_planned", one_less)
+    with pytest.raises(AssertionError, match=r"saved but not planned \{\('"):
         assert_plan_is_true(module, batch())
 
 

@@ -25,7 +25,7 @@ def fresh(monkeypatch):
 def owned(monkeypatch) -> set[int]:
     """Addresses that graphs own."""
     found: set[int] = set()
-    monkeypatch.setattr(compat, "replayed_memory", lambda device: found)
+    monkeypatch.setattr(compat, "find_replayed_memory", lambda device: found)
     return found
 
 
@@ -66,7 +66,7 @@ def test_parameters_are_let_go(owned):
 @pytest.mark.parametrize("graphs", [False, True])
 def test_only_programs_with_graphs_look(graphs, monkeypatch):
     calls = []
-    monkeypatch.setattr(gradients, "move_out", lambda device: calls.append(1))
+    monkeypatch.setattr(gradients, "copy_replayed", lambda device: calls.append(1))
     options = {"compiler": "eager", "triton.cudagraphs": graphs}
     program = torch.compile(MLP((64, 64, 64)), backend="fp8pass", options=options)
     program(torch.randn(32, 64)).sum().backward()

@@ -1,20 +1,20 @@
-"""What a guard notices and does, as a record: alarms, actions, and what became of alarms."""
+"""Records of what a guard detected and did."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A number that is not as it was.
+    """A number that is far from its past.
 
     Attributes:
         name: `loss`, `gradient norm`, `update size`, `weights`, `quantization`, `sharpness`.
-        strong: whether it is an alarm by itself; others are one together.
-        text: what was measured, and what is usual.
+        strong: whether it raises an alarm alone. Others need a second kind of signal.
+        text: the measured value and the usual value.
     """
 
     name: str
@@ -24,14 +24,14 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor that changed, beside its own past.
+    """A tensor whose norm or amax is far from its own past.
 
     Attributes:
         module: path of the module in the model.
-        tensor: the tensor of the module: the name of a parameter, `gradient of` or `change of` it,
-            or the tensor of a Monitor's row.
-        factor: what its norm, or amax, is multiplied by; infinite where it is not finite.
-        deviations: that change in robust standard deviations.
+        tensor: name of a parameter, `gradient of` or `change of` a parameter, or the tensor of a
+            Monitor's row.
+        factor: new value divided by the usual value; infinite if the tensor is not finite.
+        deviations: the change in robust standard deviations.
     """
 
     module: str
@@ -45,16 +45,16 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Event:
-    """What a guard noticed or did.
+    """What a guard detected or did.
 
     Attributes:
-        step: number of optimizer steps when it did.
-        kind: `alarm`; what became of it: `confirmed`, the loss has risen, or `false alarm`; an
-            action: `lower lr`, `high precision`, `roll back`; `end of` a lasting one; `no roll
-            back`, where there was nothing to roll back to.
+        step: number of optimizer steps done.
+        kind: `alarm`; the outcome of an alarm: `confirmed` (the loss has risen) or `false alarm`;
+            an action: `lower lr`, `high precision`, `roll back`; `end of` a lasting action;
+            `no roll back`, if there are no good weights.
         message: the event in words.
-        signals: of an alarm.
-        suspects: of an alarm, the most likely first.
+        signals: signals of an alarm.
+        suspects: suspects of an alarm, the most likely first.
     """
 
     step: int
@@ -66,13 +66,9 @@ class Event:
     def __str__(self) -> str:
         return f"step {self.step}: {self.kind}: {self.message}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers and text alone, for a checkpoint."""
-        return asdict(self)
-
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Event:
-        """The event of `as_dict`."""
+        """Return the event whose `dataclasses.asdict` is `state`."""
         signals = tuple(Signal(**s) for s in state["signals"])
         suspects = tuple(Suspect(**s) for s in state["suspects"])
         return cls(**{**state, "signals": signals, "suspects": suspects})

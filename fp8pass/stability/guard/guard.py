@@ -1,4 +1,4 @@
-"""`fp8pass.Guard`: notices that a training is about to fail, says where, and acts if asked to."""
+"""`fp8pass.Guard`: detects that a training is about to fail, names suspects, and can intervene."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8pass.config import ConfigError
 from fp8pass.optim.backward import steps_in_backward
-from fp8pass.stability.guard import callbacks
+from fp8pass.stability.callbacks import StepObserver
+from fp8pass.stability.guard.actions import ROLL_BACK, Actions
 from fp8pass.stability.guard.events import Event, Signal, Suspect
-from fp8pass.stability.guard.loss_scale import LossScale
-from fp8pass.stability.guard.norms import Norms, trained_names
-from fp8pass.stability.guard.readings import Reading, Readings
-from fp8pass.stability.guard.responses import ROLL_BACK, Responses
+from fp8pass.stability.guard.measurements import (
+    LossScale,
+    ParameterNorms,
+    Reading,
+    Readings,
+    trained_names,
+)
 from fp8pass.stability.guard.signals import Signals
 from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-AGREEMENT = 10  # steps within which weak signals of two kinds are an alarm
-REACTION = 20  # steps after which it shows whether an action is enough
-MOST_ROLLBACKS = 10  # for one alarm
+AGREEMENT = 10  # steps within which weak signals of two kinds raise an alarm
+REACTION = 20  # steps after a rollback until the next one
+MOST_ROLLBACKS = 10  # per alarm
 
 
 @dataclass
@@ -35,11 +39,11 @@ class Alarm:
     """An alarm that is not over.
 
     Attributes:
-        step: when it was raised, or the training rolled back last.
+        step: step of the alarm, or of its last rollback.
         confirmed: whether the loss has risen.
-        acted: whether something was done about it.
-        rollbacks: how often the training was rolled back.
-        stuck: whether rolling back is of no use: nothing to go back to, or too often.
+        acted: whether an action was taken.
+        rollbacks: number of rollbacks.
+        stuck: whether rollbacks have stopped, without good weights or after `MOST_ROLLBACKS`.
     """
 
     step: int
@@ -49,35 +53,35 @@ class Alarm:
     stuck: bool = False
 
 
-class Guard:
+class Guard(StepObserver):
     """Watches a training: loss, gradient norm, update size, weights, and a `Monitor`'s samples.
 
-    Call `step(loss)` after each `optimizer.step()`, before `zero_grad()`. Numbers stay on the
-    device, and are read a few steps later, when they have been copied: nothing waits for it.
-    Each is compared with its own past by medians. An alarm is raised where two kinds of them rose
-    together, or one by very much, or is not finite: an event with the tensors that are likely to
-    blame, and a warning of the logger `fp8pass`.
+    Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. Numbers stay on the
+    device and are read some steps later, when they have been copied, so that no step waits. Each
+    number is compared with its own past by medians. An alarm is raised if two kinds of numbers rose
+    together, or if one rose very far or is not finite. An alarm is an event with the most likely
+    tensors to blame, and a warning of the logger `fp8pass`.
 
     Args:
-        monitor: whose samples are watched, too; its `step()` is called as without a guard.
-        optimizer: the optimizer; callbacks set it.
-        model: the module that is trained, by default the monitor's; callbacks set it.
-        every: steps between readings, in which the norms of all parameters are measured.
-        act: what is done about an alarm, by default nothing. `high precision`: the layers that
-            `Monitor(fallback=...)` names run in high precision. `lower lr`: learning rates are
-            multiplied by `factor` within the optimizer's step, whatever schedule sets them. Of
-            these two the one that is named first comes first, and the other where it was not
-            enough. `roll back`: once the loss has risen, weights, buffers and optimizer
-            states are set to a copy on the host from at least `quiet` steps before the alarm; the
-            host holds two. Data, schedules and random numbers go on.
-        factor: of learning rates.
-        hold: steps that these two last; twice as long where an alarm follows their end.
-        quiet: steps after which an alarm is over, false if the loss has not risen by then, and
-            after which a copy is trusted.
+        monitor: a Monitor whose samples are watched, too. Call its `step()` as without a guard.
+        optimizer: the optimizer. Callbacks set it.
+        model: the module that is trained, by default the monitor's. Callbacks set it.
+        every: steps between readings, which measure the norms of all parameters.
+        act: actions after an alarm, by default none. `high precision`: the layers named by
+            `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
+            by `factor` within the optimizer's step, independent of the schedule. The first named of
+            these two comes first, and the second one if the first was not enough. `roll back`: once
+            the loss has risen, weights, buffers and optimizer states are restored from a copy in
+            host memory, taken at least `quiet` steps before the alarm. The host holds two copies.
+            Data, schedules and random numbers are not rolled back.
+        factor: factor of learning rates, between 0 and 1.
+        hold: steps that the first two actions last; doubled if an alarm follows their end.
+        quiet: steps until an alarm is over, which is false if the loss has not risen, and until a
+            copy is trusted.
 
     Attributes:
         steps: optimizer steps done.
-        events: what was noticed and done, in order.
+        events: everything that was detected and done, in order.
 
     Raises:
         ConfigError: an argument has a wrong type or value, or an action is not possible.
@@ -109,15 +113,15 @@ class Guard:
         self.monitor, self.model, self.every, self.quiet = monitor, model, every, quiet
         self.steps = 0
         self.events: list[Event] = []
-        self._responses = Responses(actions, factor, hold, quiet, monitor)
+        self._actions = Actions(actions, factor, hold, quiet, monitor)
         self._readings = Readings()
-        self._norms: Norms | None = None
+        self._norms: ParameterNorms | None = None
         self._loss_scale: LossScale | None = None
         self._handle: RemovableHandle | None = None
         self._signals = Signals()
-        self._noticed: list[tuple[int, Signal]] = []
+        self._pending: list[tuple[int, Signal]] = []  # steps and signals that may become an alarm
         self._alarm: Alarm | None = None
-        self._sampled: int | None = None  # the step of the Monitor's last sample that was seen
+        self._sampled: int | None = None  # step of the last sample that was read
         self._needs_gradients = False
         if optimizer is not None:
             self.watch(model, optimizer)
@@ -128,20 +132,21 @@ class Guard:
         Raises:
             ConfigError: there is no model, or an action is not possible.
         """
+        # Not `or`, which calls the `len` of an nn.Sequential.
         others = (self.model, self.monitor.model if self.monitor else None)
-        model = next((m for m in (model, *others) if m is not None), None)  # `or` would ask for len
+        model = next((m for m in (model, *others) if m is not None), None)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 "Guard needs the module that is trained: Guard(monitor, optimizer, model=model)."
             )
-        if not hasattr(optimizer, "param_groups"):  # wrappers are no Optimizer
+        if not hasattr(optimizer, "param_groups"):  # wrappers are not instances of Optimizer
             raise ConfigError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
             )
         self.model = model
-        self._responses.bind(model, optimizer)
-        self._norms = Norms(model)
-        self._leave()
+        self._actions.bind(model, optimizer)
+        self._norms = ParameterNorms(model)
+        self._detach()
         self._loss_scale = LossScale(optimizer)
         self._handle = optimizer.register_step_pre_hook(self._follow_trained)
         self._needs_gradients = not steps_in_backward(optimizer)
@@ -152,16 +157,15 @@ class Guard:
         """Count an optimizer step; call it after the step and before `zero_grad()`.
 
         Args:
-            loss: of the step, one number; of several micro-batches their mean. It may be missing.
-            gradient_norm: what `clip_grad_norm_` returned, the norm before clipping; under FSDP2
-                every rank has to give it, since each has a part of it. Without it the
-                norm is measured in every `every`-th step, as the optimizer saw the gradients. With
-                `torch.amp.GradScaler` that of unscaled ones, as after `scaler.unscale_(optimizer)`;
-                what is measured is unscaled.
+            loss: scalar loss of the step, averaged over micro-batches. Optional.
+            gradient_norm: norm before clipping, as `clip_grad_norm_` returns it. Under FSDP2 pass
+                it on every rank. With `torch.amp.GradScaler` pass the norm after
+                `scaler.unscale_(optimizer)`. Without it the norm of the unscaled gradients is
+                measured in every `every`-th step.
 
         Raises:
             ConfigError: the guard has no optimizer.
-            ValueError: a tensor has not one element.
+            ValueError: a tensor has more or less than one element.
         """
         if self._norms is None:
             raise ConfigError("Guard has no optimizer: Guard(monitor, optimizer, model=model).")
@@ -169,17 +173,17 @@ class Guard:
         self.steps += 1
         self._readings.add(loss, gradient_norm)
         if self.steps % self.every == 0:
-            self._readings.send(self.steps, self._measured(self._norms))
+            self._readings.send(self.steps, self._measure(self._norms))
             self._check_gradients(self._norms)
-        for reading in self._readings.arrived():
+        for reading in self._readings.collect():
             self._judge(reading, self._norms)
-        ends = list(self._responses.tend(self.steps, alarmed=self._alarm is not None))
-        for kind, what in ends:
-            self._note(kind, what)
+        ends = list(self._actions.tend(self.steps, alarmed=self._alarm is not None))
+        for kind, message in ends:
+            self._note(kind, message)
         if ends:
-            self._norms.forget()  # changes are those of another learning rate
-        # With a lower learning rate loss and changes are lower: nothing to compare with later.
-        if self._alarm is None and not self._responses.active:
+            self._norms.forget()  # the last changes had another learning rate
+        # Numbers with a lower learning rate are lower, and no reference for later ones.
+        if self._alarm is None and not self._actions.active:
             self._signals.freeze(frozen=False)
 
     def resume(self, steps: int) -> None:
@@ -187,38 +191,24 @@ class Guard:
         self.steps = steps
 
     def close(self) -> None:
-        """End all actions, and leave the optimizer alone."""
-        self._responses.close()
-        self._leave()
+        """End all actions, and remove the hooks from the optimizer."""
+        self._actions.close()
+        self._detach()
 
-    def hugging_face(self) -> Any:
-        """A callback for `transformers.Trainer`, in place of calls to `step()`.
+    def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
+        self.watch(model, optimizer)
+        self.resume(steps)
 
-        The Trainer tells callbacks the loss and the gradient norm that it logs: `logging_steps` is
-        how often the guard sees them, 1 or a few. Checkpoints have its state.
-
-        Raises:
-            ImportError: transformers is not installed.
-        """
-        return callbacks.hugging_face(self)
-
-    def lightning(self) -> Any:
-        """A callback for Lightning's `Trainer`, in place of calls to `step()`.
-
-        Checkpoints have its state.
-
-        Raises:
-            ImportError: neither `lightning` nor `pytorch_lightning` is installed.
-        """
-        return callbacks.lightning(self)
+    def _end_step(self, loss: Any, gradient_norm: Any) -> None:
+        self.step(loss, gradient_norm=gradient_norm)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many events there were of each kind."""
+        """Number of events of each kind."""
         return dict(Counter(e.kind for e in self.events))
 
     def __str__(self) -> str:
-        """Counts of alarms, and all events."""
+        """Return counts of alarms, and all events."""
         alarms, confirmed, wrong = (
             self.counts.get(kind, 0) for kind in ("alarm", "confirmed", "false alarm")
         )
@@ -226,43 +216,43 @@ class Guard:
         return "\n".join([first, *(str(e) for e in self.events)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and text for a checkpoint, as JSON can hold them; no copies of weights."""
+        """Return the state as numbers and text, which JSON can hold; no copies of weights."""
         return {
             "steps": self.steps,
-            "events": [e.as_dict() for e in self.events],
+            "events": [asdict(e) for e in self.events],
             "signals": self._signals.state_dict(),
-            "responses": self._responses.state_dict(),
+            "responses": self._actions.state_dict(),
             "alarm": asdict(self._alarm) if self._alarm else None,
-            "noticed": [[step, asdict(signal)] for step, signal in self._noticed],
+            "noticed": [[step, asdict(signal)] for step, signal in self._pending],
             "sampled": self._sampled,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint: with its past, and with what was going on.
+        """Continue from a checkpoint, with its past, alarm and actions.
 
         Raises:
-            ConfigError: it is not what `state_dict()` of a guard returned.
+            ConfigError: `state` was not returned by `state_dict()` of a guard.
         """
         keys = state if isinstance(state, Mapping) else ()
         if missing := set(self.state_dict()) - set(keys):
             raise ConfigError(
-                f"The checkpoint ({type(state).__name__}) has no {', '.join(sorted(missing))}: it "
-                "is not of a Guard. Load what guard.state_dict() returned."
+                f"The checkpoint ({type(state).__name__}) has no {', '.join(sorted(missing))}. "
+                "Load what guard.state_dict() returned."
             )
         self.steps, self._sampled = state["steps"], state["sampled"]
         self.events = [Event.of(e) for e in state["events"]]
         self._alarm = Alarm(**state["alarm"]) if state["alarm"] else None
-        self._noticed = [(step, Signal(**signal)) for step, signal in state["noticed"]]
+        self._pending = [(step, Signal(**signal)) for step, signal in state["noticed"]]
         self._signals.load_state_dict(state["signals"])
-        self._responses.load_state_dict(state["responses"])
+        self._actions.load_state_dict(state["responses"])
 
-    def _measured(self, norms: Norms) -> Tensor:
+    def _measure(self, norms: ParameterNorms) -> Tensor:
         weights, gradients, changes = norms.measure()
         if self._loss_scale is not None:
-            gradients = self._loss_scale.unscaled(gradients)
+            gradients = self._loss_scale.unscale(gradients)
         return torch.stack([weights, gradients, changes])
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         if self._loss_scale is not None:
             self._loss_scale.close()
             self._loss_scale = None
@@ -271,54 +261,53 @@ class Guard:
             self._handle = None
 
     def _follow_trained(self, *_: Any) -> None:
-        """Watch the parameters that are trained now, if others were frozen or unfrozen.
+        """Watch the parameters that are trained now, if some were frozen or unfrozen.
 
-        Before an optimizer's step, so that the values of what was unfrozen are those of all earlier
-        steps; where the backward updates, after it.
+        It runs before an optimizer's step, when unfrozen parameters still have the values of all
+        earlier steps. If the backward updates parameters, it runs after the step.
         """
         assert self._norms is not None
         assert self.model is not None
         trained = trained_names(self.model)
-        if trained and trained != self._norms.trained:  # without any there is nothing to measure
-            self._responses.follow_trained(trained)
-            self._norms = Norms(self.model)
-            self._readings.drop()  # numbers that are still on the device are of other parameters
+        if trained and trained != self._norms.trained:  # without any, there is nothing to measure
+            self._actions.follow_trained(trained)
+            self._norms = ParameterNorms(self.model)
+            self._readings.drop()  # they belong to other parameters
 
-    def _judge(self, reading: Reading, norms: Norms) -> None:
-        found = [*self._signals.read(reading, norms.names), *self._of_monitor()]
+    def _judge(self, reading: Reading, norms: ParameterNorms) -> None:
+        found = [*self._signals.read(reading, norms.names), *self._read_monitor()]
         if self._alarm is None:
-            self._noticed = [(s, x) for s, x in self._noticed if self.steps - s <= AGREEMENT]
-            self._noticed += [(self.steps, x) for x in found]
-            agreeing = {x.name: x for _, x in self._noticed}
+            self._pending = [(s, x) for s, x in self._pending if self.steps - s <= AGREEMENT]
+            self._pending += [(self.steps, x) for x in found]
+            agreeing = {x.name: x for _, x in self._pending}
             if len(agreeing) > 1 or any(x.strong for x in found):
-                self._alarm = self._raise(list(agreeing.values()))
+                self._alarm = self._raise_alarm(list(agreeing.values()))
         if self._alarm is not None:
             self._follow(self._alarm, norms)
 
-    def _of_monitor(self) -> list[Signal]:
-        """Signals of a new sample."""
+    def _read_monitor(self) -> list[Signal]:
+        """Return the signals of a new sample; [] if there is none."""
         rows = self.monitor.latest if self.monitor else []
         if not rows or rows[0].step == self._sampled:
             return []
         self._sampled = rows[0].step
         return self._signals.sample(rows)
 
-    def _raise(self, found: Sequence[Signal]) -> Alarm:
+    def _raise_alarm(self, found: Sequence[Signal]) -> Alarm:
         suspects = self._signals.suspects()
         blame = ", ".join(map(str, suspects)) or "no tensor stands out"
-        what = "; ".join(x.text for x in found)
-        self._note("alarm", f"{what}. Suspects: {blame}", tuple(found), suspects)
-        self._noticed.clear()
+        text = "; ".join(x.text for x in found)
+        self._note("alarm", f"{text}. Suspects: {blame}", tuple(found), suspects)
+        self._pending.clear()
         self._signals.freeze(frozen=True)
         return Alarm(self.steps, acted=self._act())
 
-    def _follow(self, alarm: Alarm, norms: Norms) -> None:
-        """See what becomes of an alarm."""
+    def _follow(self, alarm: Alarm, norms: ParameterNorms) -> None:
         risen = self._signals.has_risen
         if risen and not alarm.confirmed:
             alarm.confirmed = True
             self._note("confirmed", self._signals.rise)
-        can_roll_back = ROLL_BACK in self._responses.act and not alarm.stuck
+        can_roll_back = ROLL_BACK in self._actions.act and not alarm.stuck
         wait = REACTION if alarm.rollbacks else 0
         if risen and can_roll_back and self.steps >= alarm.step + wait:
             self._roll_back(alarm, norms)
@@ -327,37 +316,37 @@ class Guard:
 
     def _end(self, alarm: Alarm) -> None:
         if not alarm.confirmed and not alarm.acted:
-            self._note("false alarm", f"{self.quiet} steps later the loss goes on as before")
+            self._note("false alarm", f"{self.quiet} steps later the loss has not risen")
         self._alarm = None
         if alarm.confirmed and not alarm.rollbacks:
-            self._signals.forget()  # what is now is what later numbers are compared with
+            self._signals.forget()  # later numbers are compared with the present ones
             self._signals.freeze(frozen=False)
 
     def _act(self) -> bool:
-        """Begin lasting actions; whether there are any."""
-        done = list(self._responses.begin(self.steps))
+        """Start lasting actions. Return whether there are any."""
+        done = list(self._actions.begin(self.steps))
         if done and self._norms is not None:
             self._norms.forget()
-        for kind, what in done:
-            self._note(kind, what)
+        for kind, message in done:
+            self._note(kind, message)
         return bool(done)
 
-    def _roll_back(self, alarm: Alarm, norms: Norms) -> None:
-        often = alarm.rollbacks == MOST_ROLLBACKS
-        step = None if often else self._responses.roll_back()
+    def _roll_back(self, alarm: Alarm, norms: ParameterNorms) -> None:
+        exhausted = alarm.rollbacks == MOST_ROLLBACKS
+        step = None if exhausted else self._actions.roll_back()
         if step is None:
             alarm.stuck = True
-            known = f"{MOST_ROLLBACKS} times were not enough"
-            self._note("no roll back", known if often else "no weights are known to be good")
+            reason = f"{MOST_ROLLBACKS} times were not enough" if exhausted else "no good weights"
+            self._note("no roll back", reason)
             return
-        if alarm.rollbacks:  # what was done about it has not been enough
+        if alarm.rollbacks:  # the actions so far were not enough
             self._act()
         alarm.step, alarm.acted = self.steps, True
         alarm.rollbacks += 1
         self._readings.drop()
         norms.forget()
-        self._signals.rolled_back()
-        self._note(ROLL_BACK, f"weights and optimizer states are those of step {step} again")
+        self._signals.forget_recent()
+        self._note(ROLL_BACK, f"restored weights and optimizer states of step {step}")
 
     def _note(
         self,
@@ -370,11 +359,11 @@ class Guard:
         self.events.append(event)
         log.warning("%s", event)
 
-    def _check_gradients(self, norms: Norms) -> None:
+    def _check_gradients(self, norms: ParameterNorms) -> None:
         if self._needs_gradients and not norms.gradients_seen:
             self._needs_gradients = False
             log.warning(
-                "step %d: no parameter has a gradient, so that Guard cannot say which layer's "
-                "gradients changed: call guard.step(loss) before optimizer.zero_grad().",
+                "step %d: no parameter has a gradient, so Guard cannot find layers whose gradients "
+                "change: call guard.step(loss) before optimizer.zero_grad().",
                 self.steps,
             )

@@ -1,8 +1,8 @@
-"""Which numbers of a reading are not as they were: the signals, and the tensors that are suspect.
+"""Finds signals, which are numbers far from their past, and suspects, which are tensors.
 
-Every number is compared with its own past (`trend.py`, `history.py`), and has to be far from it
-both in units of its noise and as a factor. `LIMITS` has the thresholds; they were set on training
-runs of other seeds than those that `benchmarks/results/guard.json` reports.
+A signal must be far from its past (`past.py`) both in units of noise and as a factor. `LIMITS` has
+the thresholds. They were tuned on training runs with other seeds than those of
+`benchmarks/results/guard.json`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Any
 import numpy as np
 
 from fp8pass.stability.guard.events import Signal, Suspect
-from fp8pass.stability.guard.history import History, Numbers, logs
-from fp8pass.stability.guard.readings import Reading
-from fp8pass.stability.guard.trend import Trend
+from fp8pass.stability.guard.measurements import Reading
+from fp8pass.stability.guard.past import History, Numbers, Trend, logs
 from fp8pass.stability.monitor.statistics import LANDSCAPE, Row
 
-LISTED = 5  # suspects of an alarm
+MOST_SUSPECTS = 5  # of an alarm
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What makes a number a signal: both, as robust deviations and as a factor."""
+    """Thresholds of a signal, in robust standard deviations and as a factor."""
 
     deviations: float
     factor: float
 
     def exceeded(self, deviations: float, factor: float) -> bool:
-        """Whether a number is over the limit."""
+        """Whether both thresholds are reached."""
         return deviations >= self.deviations and factor >= self.factor
 
 
-# Of each signal, weak and strong.
+# Limits of weak and of strong signals.
 LIMITS: dict[str, tuple[Limit, Limit]] = {
     "loss": (Limit(1.5, 1.03), Limit(3.0, 1.10)),
     "gradient norm": (Limit(4.0, 1.5), Limit(12.0, 5.0)),
@@ -44,16 +43,14 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
     "quantization": (Limit(6.0, 4.0), Limit(20.0, 16.0)),
     "sharpness": (Limit(4.0, 2.0), Limit(12.0, 8.0)),
 }
-# By so much has the loss risen after an alarm, which is evidence already.
+# The rise of the loss that confirms an alarm. Lower than a strong signal: the alarm is evidence.
 RISEN = Limit(2.0, 1.10)
 SUSPECT = Limit(4.0, 1.5)
-# What is compared of each parameter, with the least noise of its logarithm.
-WEIGHT = "{}"
-KINDS = {WEIGHT: 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
-Name = tuple[str, str]  # a module, and a parameter or another tensor of it
+# Names of the compared norms of a parameter, with the least noise of their logarithms.
+NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
+Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
-SAMPLED = "sampled gradient norm"
-SHOWN = {SAMPLED: "gradient norm"}
+MEASURED_NORM = "sampled gradient norm"  # a trend of its own: it has other intervals
 STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's rows
 
 
@@ -61,8 +58,8 @@ class Signals:
     """Compares readings and samples with the past.
 
     Attributes:
-        has_risen: whether the loss, in the last reading, is so high that an alarm was right.
-        rise: that in words.
+        has_risen: whether the loss of the last reading confirms an alarm.
+        rise: the rise of the loss in words.
     """
 
     def __init__(self) -> None:
@@ -72,59 +69,59 @@ class Signals:
         self._trends = {
             "loss": Trend(**steps, floor=1e-6),
             "gradient norm": Trend(**steps, floor=0.1),
-            SAMPLED: Trend(**readings, floor=0.1),
+            MEASURED_NORM: Trend(**readings, floor=0.1),
             "update size": Trend(**readings, floor=0.1),
             "sharpness": Trend(recent=1, block=5, blocks=4, floor=0.1),
         }
-        # Growth between readings, gradients, and changes of each parameter, in logarithms.
-        self._histories = {kind: History(floor) for kind, floor in KINDS.items()}
+        # Logarithms of growth between readings, gradients, and changes of each parameter.
+        self._histories = {kind: History(floor) for kind, floor in NOISE_FLOORS.items()}
         self._weights: Numbers = np.empty(0)  # logarithms of norms in the last reading
         self._rows = History(floor=0.2, window=20, least=5)
-        self._keys: list[tuple[str, str, str]] = []  # of the rows: module, tensor and scales
+        self._keys: list[tuple[str, str, str]] = []  # module, tensor and scales of each row
         self._suspects: list[Suspect] = []
         self._earlier: list[Suspect] = []
 
     def read(self, reading: Reading, names: Sequence[Name]) -> list[Signal]:
-        """The signals of a reading of the named parameters, which then belongs to the past."""
+        """Return the signals of a reading of the named parameters, and add it to the past."""
         self._earlier, self._suspects = self._suspects, []
         return [
-            *self._of_loss(reading),
-            *self._of_totals(reading),
-            *self._of_weights(reading.norms, names),
+            *self._check_loss(reading),
+            *self._check_totals(reading),
+            *self._check_parameters(reading.norms, names),
         ]
 
     def sample(self, rows: Sequence[Row]) -> list[Signal]:
-        """The signals of a Monitor's sample, which then belongs to the past."""
-        found = list(self._of_rows([r for r in rows if r.tensor != LANDSCAPE]))
+        """Return the signals of a Monitor's sample, and add it to the past."""
+        found = list(self._check_rows([r for r in rows if r.tensor != LANDSCAPE]))
         for row in rows:
             if row.tensor == LANDSCAPE and row.sharpness > 0:
-                found += self._of_trend("sharpness", [row.sharpness])
+                found += self._check_trend("sharpness", [row.sharpness])
         return found
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """Tensors that changed lately, the most likely first."""
+        """Return the suspects of the last two readings, the most likely first."""
         found = sorted([*self._suspects, *self._earlier], key=lambda s: -s.deviations)
         first = {(s.module, s.tensor): s for s in reversed(found)}
-        return tuple(s for s in found if first[s.module, s.tensor] is s)[:LISTED]
+        return tuple(s for s in found if first[s.module, s.tensor] is s)[:MOST_SUSPECTS]
 
     def freeze(self, *, frozen: bool) -> None:
-        """Keep what comes out of the past, or no longer."""
-        for past in self._all():
+        """Set whether new numbers stay out of the past."""
+        for past in self._list_pasts():
             past.frozen = frozen
 
     def forget(self) -> None:
-        """Begin a new past."""
-        for past in self._all():
+        """Forget the past."""
+        for past in self._list_pasts():
             past.forget()
 
-    def rolled_back(self) -> None:
-        """Weights are those of the past again: recent numbers say nothing about them."""
+    def forget_recent(self) -> None:
+        """Forget recent numbers. Call it when older weights were restored."""
         self._weights = np.empty(0)
         for trend in self._trends.values():
             trend.forget(recent=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The past, for a checkpoint."""
+        """Return the past, for a checkpoint."""
         return {
             "trends": {name: trend.state_dict() for name, trend in self._trends.items()},
             "histories": [history.state_dict() for history in self._histories.values()],
@@ -141,10 +138,10 @@ class Signals:
         self._rows.load_state_dict(state["rows"])
         self._keys = [(module, tensor, scales) for module, tensor, scales in state["keys"]]
 
-    def _all(self) -> list[Trend | History]:
+    def _list_pasts(self) -> list[Trend | History]:
         return [*self._trends.values(), *self._histories.values(), self._rows]
 
-    def _of_loss(self, reading: Reading) -> Iterator[Signal]:
+    def _check_loss(self, reading: Reading) -> Iterator[Signal]:
         wrong = reading.losses[~np.isfinite(reading.losses)]
         if wrong.size:
             yield Signal("loss", strong=True, text=f"loss is {wrong[0]}")
@@ -156,33 +153,32 @@ class Signals:
         now = "is not finite" if wrong.size else f"has risen to {rise.now:.4g}"
         self.rise = f"the loss {now}"
         text = f"loss {rise.now:.4g} after {rise.before:.4g}"
-        yield from _signal("loss", rise.deviations, factor, text)
+        yield from _make_signal("loss", rise.deviations, factor, text)
 
-    def _of_totals(self, reading: Reading) -> Iterator[Signal]:
-        """Of all parameters together: their gradients and changes."""
+    def _check_totals(self, reading: Reading) -> Iterator[Signal]:
         weights, gradients, changes = (np.where(x >= 0, x, np.nan) for x in reading.norms)
         if reading.gradient_norms.size:
-            yield from self._of_trend("gradient norm", reading.gradient_norms)
+            yield from self._check_trend("gradient norm", reading.gradient_norms)
         else:
-            yield from self._of_trend(SAMPLED, [_length(gradients)])
-        moved = _length(weights * changes) / max(_length(weights), 1e-30)
-        yield from self._of_trend("update size", [moved])
+            yield from self._check_trend(MEASURED_NORM, [_add_norms(gradients)])
+        moved = _add_norms(weights * changes) / max(_add_norms(weights), 1e-30)
+        yield from self._check_trend("update size", [moved])
 
-    def _of_trend(self, name: str, values: Iterable[float]) -> Iterator[Signal]:
-        """Of a positive number, by its logarithm."""
+    def _check_trend(self, name: str, values: Iterable[float]) -> Iterator[Signal]:
+        """Compare the logarithms of positive numbers."""
         trend = self._trends[name]
         trend.extend(logs(np.array(list(values))))
         rise = trend.rise()
-        shown = SHOWN.get(name, name)
-        text = f"{shown} ×{math.exp(rise.difference):.3g}"
-        yield from _signal(shown, rise.deviations, math.exp(rise.difference), text)
+        name = "gradient norm" if name == MEASURED_NORM else name
+        text = f"{name} ×{math.exp(rise.difference):.3g}"
+        yield from _make_signal(name, rise.deviations, math.exp(rise.difference), text)
 
-    def _of_weights(self, norms: Numbers, names: Sequence[Name]) -> Iterator[Signal]:
-        """Of single parameters, their gradients and changes; those that jumped are suspects."""
+    def _check_parameters(self, norms: Numbers, names: Sequence[Name]) -> Iterator[Signal]:
+        """Compare single parameters, their gradients and changes. Large jumps are suspects."""
         if (broken := np.flatnonzero(~np.isfinite(norms[0]))).size:
             module, name = names[broken[0]]
             yield Signal("weights", strong=True, text=f"{module} {name} is not finite")
-            if broken.size < len(names):  # else they say nothing about where it began
+            if broken.size < len(names):  # otherwise the origin is unknown
                 self._suspects += [Suspect(*names[int(i)], math.inf, math.inf) for i in broken]
         weights, *others = (logs(x) for x in norms)
         is_known = self._weights.shape == weights.shape
@@ -192,14 +188,14 @@ class Signals:
         for (kind, history), row in zip(self._histories.items(), (growth, *others), strict=True):
             jumps.append(history.jumps(row))
             history.push(row)
-            self._suspect([(module, kind.format(name)) for module, name in names], *jumps[-1])
+            self._add_suspects([(module, kind.format(name)) for module, name in names], *jumps[-1])
         change, deviations = jumps[0]
         i = int(np.abs(deviations).argmax())
         text = f"norm of {' '.join(names[i])} ×{math.exp(change[i]):.3g}"
-        yield from _signal("weights", abs(deviations[i]), math.exp(abs(change[i])), text)
+        yield from _make_signal("weights", abs(deviations[i]), math.exp(abs(change[i])), text)
 
-    def _of_rows(self, rows: Sequence[Row]) -> Iterator[Signal]:
-        """Of quantized tensors: amax, what becomes zero, what is the largest code, and noise."""
+    def _check_rows(self, rows: Sequence[Row]) -> Iterator[Signal]:
+        """Compare amax, underflow, saturation and noise of quantized tensors."""
         if not rows:
             return
         keys = [(r.module, r.tensor, r.scales) for r in rows]
@@ -210,33 +206,33 @@ class Signals:
             text = f"{broken[0].module} {broken[0].tensor} has elements that are not finite"
             yield Signal("quantization", strong=True, text=text)
             self._suspects += [Suspect(r.module, r.tensor, math.inf, math.inf) for r in broken]
-        measured = np.concatenate([_logarithms(r) for r in rows])
+        measured = np.concatenate([_take_logs(r) for r in rows])
         change, deviations = self._rows.jumps(measured)
         self._rows.push(measured)
-        # Of each tensor the statistic that jumped most.
+        # The statistic of each tensor that jumped most.
         worst = np.abs(deviations).reshape(len(rows), -1).argmax(axis=1)
         worst += np.arange(len(rows)) * len(STATISTICS)
-        self._suspect([(m, t) for m, t, _ in keys], change[worst], deviations[worst])
+        self._add_suspects([(m, t) for m, t, _ in keys], change[worst], deviations[worst])
         i = int(np.abs(deviations).argmax())
         module, tensor, _ = keys[i // len(STATISTICS)]
         text = f"{STATISTICS[i % len(STATISTICS)]} of {module} {tensor} jumped"
-        yield from _signal("quantization", abs(deviations[i]), math.exp(abs(change[i])), text)
+        yield from _make_signal("quantization", abs(deviations[i]), math.exp(abs(change[i])), text)
 
-    def _suspect(self, names: Sequence[Name], change: Numbers, deviations: Numbers) -> None:
+    def _add_suspects(self, names: Sequence[Name], change: Numbers, deviations: Numbers) -> None:
         for name, log, by in zip(names, change, np.abs(deviations), strict=True):
             if SUSPECT.exceeded(by, math.exp(abs(log))):
                 self._suspects.append(Suspect(*name, math.exp(log), float(by)))
 
 
-def _logarithms(row: Row) -> Numbers:
-    """Statistics of a row as logarithms: 6 dB, or a tenth of all elements, count as a factor 4."""
+def _take_logs(row: Row) -> Numbers:
+    """Return statistics as logarithms. A tenth of the elements, or 6 dB, count as a factor of 4."""
     amax = logs(np.array([row.amax]))[0]
     others = (10 * row.underflow, 10 * row.saturated, -row.sqnr_db / 6)
     return np.array([amax, *(x * math.log(4) for x in others)])
 
 
-def _signal(name: str, deviations: float, factor: float, text: str) -> Iterator[Signal]:
-    """The signal of a number, if it is over a limit."""
+def _make_signal(name: str, deviations: float, factor: float, text: str) -> Iterator[Signal]:
+    """Yield the signal of a number that reaches a limit."""
     weak, strong = LIMITS[name]
     if strong.exceeded(deviations, factor):
         yield Signal(name, strong=True, text=text)
@@ -244,6 +240,6 @@ def _signal(name: str, deviations: float, factor: float, text: str) -> Iterator[
         yield Signal(name, strong=False, text=text)
 
 
-def _length(norms: Numbers) -> float:
-    """The norm of all, of what is there."""
+def _add_norms(norms: Numbers) -> float:
+    """Return the norm of all tensors together, from their norms. NaN counts as missing."""
     return float(np.sqrt(np.nansum(np.square(norms))))

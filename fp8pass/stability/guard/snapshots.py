@@ -1,11 +1,11 @@
-"""Weights and optimizer states of steps that were good, in the memory of the host.
+"""Copies of weights and optimizer states in host memory, trusted after quiet steps.
 
     step      0 ── quiet steps ── 100 ── quiet steps ── 200 ── alarm
     trial     copy of 0            copy of 100            copy of 200, dropped
-    good                           that of 0              that of 100
+    good                           copy of 0              copy of 100
 
-A copy is on trial until so many steps after it were quiet: what breaks a run may be in its weights
-before the loss shows it. The two copies take turns in two sets of buffers.
+A copy is on trial for `quiet` steps, because weights may be broken before the loss shows it. The
+two copies alternate between two sets of buffers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.shards import local
 from fp8pass.runtime.arena import Arena
 
-# Of a parameter or a buffer, `model` and its name; of a state, its parameter's number and its name.
+# ("model", name) of a parameter or buffer; (parameter index, name) of an optimizer state.
 Key = tuple[str | int, str]
 
 
 @dataclass
 class Snapshot:
-    """A copy of all tensors of a training.
+    """A copy of a training.
 
     Attributes:
-        step: optimizer steps that had been done.
-        tensors: copies on the host.
-        values: states that are no tensors.
+        step: optimizer steps done.
+        tensors: copies of tensors in host memory.
+        values: optimizer states that are not tensors.
     """
 
     step: int = 0
@@ -42,8 +42,8 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a training, into the same memory as before."""
-        tensors, self.values = _live(model, optimizer)
+        """Copy a training into the memory of the last copy."""
+        tensors, self.values = _collect_tensors(model, optimizer)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
         for key, x in tensors.items():
@@ -55,7 +55,7 @@ class Snapshot:
 
     @torch.no_grad()
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Copy parameters that were frozen until now, and so are those of this step."""
+        """Copy parameters that were frozen until now. Their values have not changed since."""
         for name, parameter in model.named_parameters():
             if name in names and ("model", name) not in self.tensors:
                 x = local(parameter).detach()
@@ -63,14 +63,14 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set a training to this copy, bit for bit; options of the optimizer stay as they are.
+        """Restore weights, buffers and optimizer states bit for bit.
 
-        Frozen parameters, and what the model has got since, stay as they are, too.
+        Options of the optimizer, frozen parameters and tensors added since are not changed.
         """
-        tensors, _ = _live(model, optimizer)
+        tensors, _ = _collect_tensors(model, optimizer)
         if tensors.keys() != self.tensors.keys():
-            self._load_states(optimizer)  # some parameters got their first gradient since
-            tensors, _ = _live(model, optimizer)
+            self._load_states(optimizer)  # parameters had their first gradient since
+            tensors, _ = _collect_tensors(model, optimizer)
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
         _set_values(optimizer, self.values)
@@ -78,10 +78,10 @@ class Snapshot:
             optimizer.prepare_again()
 
     def _load_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer the states that it had, in whatever memory."""
+        """Load states with the right structure; `restore` then copies their values."""
         live = optimizer.state_dict()
-        kept = {index for index, _ in self.tensors if isinstance(index, int)}
-        states = {index: state for index, state in live["state"].items() if index in kept}
+        known = {index for index, _ in self.tensors if isinstance(index, int)}
+        states = {index: state for index, state in live["state"].items() if index in known}
         optimizer.load_state_dict({**live, "state": copy.deepcopy(states)})
 
 
@@ -89,7 +89,7 @@ class Snapshots:
     """The last good copy of a training, and one on trial.
 
     Args:
-        quiet: steps without an alarm after which a copy is good.
+        quiet: steps without an alarm until a copy is good.
     """
 
     def __init__(self, quiet: int) -> None:
@@ -99,7 +99,7 @@ class Snapshots:
         self._spare: Snapshot | None = None
 
     def tend(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """After a quiet step: take a copy if none is on trial, and trust the one that was."""
+        """After a quiet step: trust the copy on trial if it is old enough, and take a new one."""
         trial = self._trial
         if trial is not None:
             if step - trial.step < self.quiet:
@@ -110,13 +110,13 @@ class Snapshots:
         self._trial.take(step, model, optimizer)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Copy parameters that are trained from the next step on."""
+        """Add parameters that are trained from the next step on."""
         for snapshot in (self.good, self._trial):
             if snapshot is not None:
                 snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a copy that is good."""
+        """Take a copy and trust it."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
         self.good.take(step, model, optimizer)
@@ -127,16 +127,16 @@ class Snapshots:
             self._spare, self._trial = self._trial, None
 
 
-def _live(
+def _collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[Key, Tensor], dict[Key, Any]]:
-    """The tensors of a training, and other states."""
+    """Return the tensors of a training, and optimizer states that are not tensors."""
     tensors: dict[Key, Tensor] = {}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     for name, x in (*trained, *model.named_buffers()):
         tensors["model", name] = local(x).detach()
     values: dict[Key, Any] = {}
-    # As a checkpoint, so that what is on its way to the host has arrived there.
+    # state_dict() waits for states that are on their way to the host.
     for index, state in optimizer.state_dict()["state"].items():
         for name, x in state.items():
             if isinstance(x, Tensor):

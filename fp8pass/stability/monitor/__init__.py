@@ -1,12 +1,11 @@
-"""Runtime health: the effect of quantization on each tensor in training, measured now and then.
+"""Statistics of quantized tensors in training, measured in sampled steps.
 
+monitor.py      `Monitor`: samples steps, reports, and warns
 statistics.py   the statistics of one quantized tensor, measured on its device
 sampler.py      runs the graphs of a sampled step op by op and measures the tensors they quantize
-findings.py     warnings: which tensors have a problem, and what to do about it
-writers.py      statistics to CSV and TensorBoard
-callbacks.py    callbacks for Hugging Face's and Lightning's `Trainer`
+findings.py     warnings about tensors with a problem, and advice
+writers.py      writes statistics to CSV and TensorBoard
 versions.py     the sampled, careful and normal version of each graph
-monitor.py      `Monitor`, which puts these together
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Warnings: which tensors have a problem, and what to do about it.
+"""Warnings about tensors with a problem, and advice.
 
-Scales are made just in time: the largest magnitude of a tensor always becomes the largest code, so
-that FP8 itself cannot overflow and a saturated code is no sign of trouble. The 16-bit values before
-quantization can: *near overflow* is an amax within a factor of `HEADROOM` of the largest number of
-their dtype. It takes fp16, or a run that diverges.
+FP8 itself cannot overflow: scales are computed just in time, so that amax always becomes the
+largest FP8 value. A saturated element is not a problem. The 16-bit tensor before quantization can
+overflow: *near overflow* is an amax within a factor of `HEADROOM` of the largest number of its
+dtype. This happens in fp16, or in a run that diverges.
 
-A low SQNR gives no warning, since it cannot happen for finite values. Values in a format's normal
-range have an error of at most half a step, 24 dB in E4M3. Smaller values have so small an error
-relative to the amax that even many that become zero hardly lower the SQNR. The warning is about the
-share of values that become zero.
+There is no warning about a low SQNR, because it cannot occur for finite tensors. In a format's
+normal range the error is at most half a step, which is 24 dB in E4M3. Smaller elements have errors
+so small relative to amax that even many zeros hardly lower the SQNR. The share of elements that
+become zero has its own warning.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.stability.monitor.statistics import Row, TensorName
 
 HEADROOM = 8
-MOSTLY = 0.5  # share of values that become zero
-SENT = "gradient sent"  # to other ranks
-LISTED = 5  # tensors named in one warning
+MOSTLY = 0.5  # share of elements that become zero
+SENT = "gradient sent"  # `Row.tensor` of gradients sent to other ranks
+MOST_NAMED = 5  # tensors in one warning
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the name of its tensor in the graph, which `skip` patterns match."""
+    """A row, and the name of its tensor in the graph. `skip` patterns match the latter."""
 
     row: Row
     name: TensorName
@@ -40,10 +40,10 @@ class Symptom:
     """A problem that a tensor can have.
 
     Attributes:
-        label: the problem, in a message.
-        applies: whether a tensor has it.
-        figure: the number that shows it, as text.
-        advice: what to do about the tensors that have it.
+        label: name of the problem.
+        applies: returns whether a tensor has it.
+        figure: formats the number that shows it.
+        advice: returns what to do about the tensors that have it.
     """
 
     label: str
@@ -52,11 +52,11 @@ class Symptom:
     advice: Callable[[Sequence[Measured]], str]
 
 
-def _near_overflow(found: Measured) -> bool:
+def _is_near_overflow(found: Measured) -> bool:
     return found.row.amax * HEADROOM > torch.finfo(found.name.dtype).max
 
 
-def _overflow_advice(found: Sequence[Measured]) -> str:
+def _advise_on_overflow(found: Sequence[Measured]) -> str:
     if all(y.name.dtype != torch.float16 for y in found):
         return "Training diverges: lower the learning rate"
     if all(y.name.tensor == "gradient" for y in found):
@@ -64,24 +64,24 @@ def _overflow_advice(found: Sequence[Measured]) -> str:
     return "Train in bfloat16"
 
 
-def _nonfinite_advice(found: Sequence[Measured]) -> str:
-    return f"The first of them, {found[0].row.module or 'top level'}, is where to look"
+def _advise_on_nonfinite(found: Sequence[Measured]) -> str:
+    return f"Look first at {found[0].row.module or 'top level'}, which comes first"
 
 
-def _underflow_advice(found: Sequence[Measured]) -> str:
+def _advise_on_underflow(found: Sequence[Measured]) -> str:
     advice = []
     if any(y.name.tensor == "gradient" and y.name.format == E4M3.name for y in found):
         advice.append("Gradients: gradient_format='e5m2' has a wider range")
     if any(y.name.tensor.startswith("saved") for y in found):
         advice.append(
-            "Saved values: a lower tolerance, or save_format='e4m3' or 'none', keeps more of them"
+            "Saved tensors: a lower tolerance, or save_format='e4m3' or 'none', is more precise"
         )
     if any(y.name.tensor == SENT for y in found):
-        advice.append("On the wire: compress(model, gradients='none') sends them as they are")
+        advice.append("Sent gradients: compress(model, gradients='none') does not quantize them")
     linear = [y for y in found if not y.name.tensor.startswith("saved")]
     if modules := tuple(dict.fromkeys(y.name.module for y in linear if y.name.module)):
         advice.append(f"Layers stay in high precision with skip={modules!r}")
-    return ". ".join(advice) or "fp8pass.Config has what could help"
+    return ". ".join(advice) or "See fp8pass.Config for formats"
 
 
 SYMPTOMS = (
@@ -89,33 +89,33 @@ SYMPTOMS = (
         "not finite",
         lambda y: y.row.nonfinite > 0,
         lambda r: f"{r.nonfinite} of {r.elements}",
-        _nonfinite_advice,
+        _advise_on_nonfinite,
     ),
     Symptom(
         "near overflow",
-        _near_overflow,
+        _is_near_overflow,
         lambda r: f"amax {r.amax:.3g} in {r.dtype}",
-        _overflow_advice,
+        _advise_on_overflow,
     ),
     Symptom(
         "mostly zero once quantized",
         lambda y: y.row.underflow > MOSTLY,
         lambda r: f"{r.underflow:.0%}",
-        _underflow_advice,
+        _advise_on_underflow,
     ),
 )
 
 
 class Findings:
-    """Warns about tensors, about each tensor once for each symptom."""
+    """Finds symptoms. Each symptom of each tensor is reported once."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, str]] = set()
 
-    def new(self, rows: Sequence[Measured]) -> list[str]:
-        """A message for each symptom of tensors that have not been warned about for it."""
+    def find_new(self, rows: Sequence[Measured]) -> list[str]:
+        """Return one message per symptom, about the tensors that did not have it before."""
         return [
-            _message(symptom, found)
+            _format_message(symptom, found)
             for symptom in SYMPTOMS
             if (found := [y for y in rows if symptom.applies(y) and self._is_new(symptom, y.row)])
         ]
@@ -127,12 +127,12 @@ class Findings:
         return is_new
 
 
-def _message(symptom: Symptom, found: Sequence[Measured]) -> str:
+def _format_message(symptom: Symptom, found: Sequence[Measured]) -> str:
     listed = [
         f"{y.row.module or 'top level'} {y.row.tensor} ({symptom.figure(y.row)})"
-        for y in found[:LISTED]
+        for y in found[:MOST_NAMED]
     ]
-    if len(found) > LISTED:
-        listed.append(f"and {len(found) - LISTED} more in monitor.latest")
+    if len(found) > MOST_NAMED:
+        listed.append(f"and {len(found) - MOST_NAMED} more in monitor.latest")
     step, advice = found[0].row.step, symptom.advice(found)
     return f"step {step}: {symptom.label}: {', '.join(listed)}. {advice}."

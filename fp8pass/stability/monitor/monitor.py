@@ -1,4 +1,4 @@
-"""`fp8pass.Monitor`: samples statistics of quantized tensors every so many steps."""
+"""`fp8pass.Monitor`: samples statistics of quantized tensors at regular steps."""
 
 from __future__ import annotations
 
@@ -15,53 +15,54 @@ from torch import Tensor, nn
 
 from fp8pass import compat, graph
 from fp8pass.config import ConfigError, checked_patterns
-from fp8pass.stability.monitor import callbacks
+from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.monitor.findings import Findings, Measured
 from fp8pass.stability.monitor.statistics import (
     LANDSCAPE,
     Row,
     TensorName,
-    landscape_row,
-    merged,
-    row_of,
+    make_landscape_row,
+    make_row,
+    merge,
 )
 from fp8pass.stability.monitor.writers import CsvWriter, TensorBoardWriter
 
 log = logging.getLogger("fp8pass")
 
-SHOWN = 40  # rows of a printed monitor
+MOST_PRINTED = 40  # rows of a printed monitor
 
-# So often the weights may change in one sample: some optimizers run a step's forward with others.
+# Changes of weights within one step: some optimizers run a forward with perturbed weights.
 MOST_CHANGES = 1
 
 
-class Monitor:
-    """Measures amax, saturation, underflow and SQNR of every quantized tensor, now and then.
+class Monitor(StepObserver):
+    """Measures amax, saturation, underflow and SQNR of every quantized tensor in sampled steps.
 
     Pass it to `fp8pass.backend(config, monitor=monitor)` and call `step()` after each optimizer
-    step. The first step is sampled and then every `every`-th: its graphs run op by op and each
-    tensor is measured on its device. The steps between run as without a monitor. A sampled step
-    takes the time and the memory of eager execution. Warnings go to the logger `fp8pass`.
+    step. It samples the first step and then every `every`-th one. In a sampled step the graphs run
+    op by op, with the time and memory of eager execution, and each tensor is measured on its
+    device. Other steps run as without a monitor. Warnings go to the logger `fp8pass`.
 
     Forwards under `torch.no_grad()` are not sampled. In distributed training each process measures
-    its own tensors: give `csv` and `tensorboard` in one of them.
+    its own tensors: pass `csv` and `tensorboard` in one process only.
 
     Args:
         every: steps from one sample to the next.
-        csv: a file to append to, a line for each tensor and sample.
+        csv: a file to append to, one line for each tensor and sample.
         tensorboard: a folder or a `SummaryWriter` to write scalars to.
-        sharpness: called after each sampled step, `lambda: fp8pass.sharpness(model, loss_fn,
-            batch)`; its result is a row of its own, without a module. Not measured by default.
-        model: the module that paths start from. Needed only if parts of a model are compiled on
-            their own, whose tensors would have equal names; callbacks set it.
+        sharpness: a function that is called after each sampled step, such as `lambda:
+            fp8pass.sharpness(model, loss_fn, batch)`. Its result, in percent, is a separate row.
+        model: the module that paths start from. Needed only if parts of a model are compiled
+            separately, whose tensors would have equal names. Callbacks set it.
         fallback: patterns of module paths, as in `Config.skip`. Each graph is compiled a third
-            time, with these layers in high precision, for a `Guard` to switch to: `("*",)` are all.
+            time, with these layers in high precision, and a `Guard` may switch to it. `("*",)`
+            matches all layers.
 
     Attributes:
         sampling: whether the current step is sampled.
-        falls_back: whether the version with layers in high precision runs; it is not sampled.
+        falls_back: whether the version with `fallback` in high precision runs. It is not sampled.
         steps: optimizer steps done.
-        latest: rows of the last sample, in the order in which tensors were first quantized.
+        latest: rows of the last sample, in the order of first quantization.
 
     Raises:
         ConfigError: an argument has a wrong type or value.
@@ -103,22 +104,22 @@ class Monitor:
         self._findings = Findings()
         self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
-        # By its address, how often a weight has changed in this sample, and its version.
+        # Number of changes in this sample and version of each weight, by address.
         self._changes: dict[int, tuple[int, int]] = {}
         self._warned = False
 
     def step(self) -> None:
-        """Count an optimizer step, and report it if it was sampled.
+        """Count an optimizer step, and report its sample.
 
-        Call it after the step, once for all micro-batches. It waits for the device only if the step
-        was sampled.
+        Call it after the step, once for all micro-batches. It waits for the device only in sampled
+        steps.
         """
         if self.sampling:
             self._finish_sample()
         self.resume(self.steps + 1)
 
     def resume(self, steps: int) -> None:
-        """Continue after `steps` optimizer steps, as when training resumes from a checkpoint."""
+        """Continue after `steps` optimizer steps, for example from a checkpoint."""
         self.steps = steps
         self.sampling = bool(self.every) and steps % self.every == 0
         self._totals.clear()
@@ -126,30 +127,22 @@ class Monitor:
         self._modules = None  # an optimizer may have moved parameters
 
     def close(self) -> None:
-        """Stop sampling, and close the files that were opened."""
+        """Stop sampling, and close files."""
         self.sampling = False
         self.every = 0
         for writer in self._writers:
             writer.close()
 
-    def hugging_face(self) -> Any:
-        """A callback for `transformers.Trainer`, in place of calls to `step()`.
+    def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
+        if self.model is None:
+            self.model = model
+        self.resume(steps)
 
-        Raises:
-            ImportError: transformers is not installed.
-        """
-        return callbacks.hugging_face(self)
-
-    def lightning(self) -> Any:
-        """A callback for Lightning's `Trainer`, in place of calls to `step()`.
-
-        Raises:
-            ImportError: neither `lightning` nor `pytorch_lightning` is installed.
-        """
-        return callbacks.lightning(self)
+    def _end_step(self, loss: Any, gradient_norm: Any) -> None:
+        self.step()
 
     def module_of(self, weight: Tensor) -> str | None:
-        """Path in the model of the module that has a weight; None if unknown."""
+        """Return the path of the module that owns a weight; None if unknown."""
         if self._modules is None:
             named = self.model.named_parameters() if self.model is not None else ()
             self._modules = {
@@ -158,10 +151,9 @@ class Monitor:
         return self._modules.get(weight.data_ptr())
 
     def saw(self, weight: Tensor) -> None:
-        """Note that a sampled forward runs with a weight as it is now.
+        """Record that a sampled forward reads a weight. Warn if `step()` calls are missing.
 
-        Weights that change in a sample are those of steps that were not counted; all of them run op
-        by op then.
+        Weights that change within a sample indicate steps that were not counted.
         """
         version = compat.version_of(weight)
         changes, before = self._changes.get(weight.data_ptr(), (0, version))
@@ -177,37 +169,36 @@ class Monitor:
             )
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add the statistics of one tensor in the part of the model with the path `prefix`."""
+        """Add the totals of one tensor in the part of the model at path `prefix`."""
         before = self._totals.get((prefix, name))
-        self._totals[prefix, name] = totals if before is None else merged(before, totals)
+        self._totals[prefix, name] = totals if before is None else merge(before, totals)
 
     def _finish_sample(self) -> None:
-        """Make rows of the recorded statistics, write them, and warn."""
+        """Make rows from the totals, write them, and warn."""
         if not self._totals and not self._sharpness:
             return
-        names = list(self._totals)
         found = []
-        for (prefix, name), totals in zip(names, _on_cpu(list(self._totals.values())), strict=True):
+        numbers = _copy_to_host(list(self._totals.values()))
+        for (prefix, name), totals in zip(list(self._totals), numbers, strict=True):
             module = ".".join(part for part in (prefix, name.module) if part)
-            found.append(Measured(row_of(self.steps, module, name, totals), name))
+            found.append(Measured(make_row(self.steps, module, name, totals), name))
         self.latest = [y.row for y in found]
         if self._sharpness:
-            self.latest.append(landscape_row(self.steps, float(self._sharpness())))
+            self.latest.append(make_landscape_row(self.steps, float(self._sharpness())))
         for writer in self._writers:
             writer.write(self.latest)
-        for message in self._findings.new(found):
+        for message in self._findings.find_new(found):
             log.warning("%s", message)
 
     def _why_empty(self) -> str:
-        """Why there is no sample, and what to do."""
+        """Return why there is no sample, and what to do."""
         if self._totals:
-            return "Nothing sampled yet: a step is being sampled, call monitor.step() at its end."
+            return "Nothing sampled yet: call monitor.step() at the end of this sampled step."
         if self.steps:
             return (
-                f"Nothing sampled by step {self.steps}: no graph that was compiled with this "
-                "monitor quantized a tensor in training. Compile with "
-                "backend=fp8pass.backend(config, monitor=monitor), not in recipe 'exact', and call "
-                "monitor.step() after optimizer.step()."
+                f"Nothing sampled by step {self.steps}: no graph with this monitor quantizes. "
+                "Compile with backend=fp8pass.backend(config, monitor=monitor), not in recipe "
+                "'exact', and call monitor.step() after optimizer.step()."
             )
         return (
             "Nothing sampled yet: no step has run. Compile with backend=fp8pass.backend(config, "
@@ -215,22 +206,21 @@ class Monitor:
         )
 
     def __str__(self) -> str:
-        """The latest sample as a table, the worst first."""
+        """Return the latest sample as a table, sorted by nonfinite elements, underflow and SQNR."""
         if not self.latest:
             return self._why_empty()
         buffer = io.StringIO()
-        Console(file=buffer, width=140).print(_table(self.latest))
+        Console(file=buffer, width=140).print(_make_table(self.latest))
         return buffer.getvalue()
 
 
-def _on_cpu(totals: list[Tensor]) -> list[list[float]]:
-    """Statistics of tensors, on any devices, as numbers."""
+def _copy_to_host(totals: list[Tensor]) -> list[list[float]]:
     if len({t.device for t in totals}) == 1:
         return torch.stack(totals).tolist()
     return [t.tolist() for t in totals]
 
 
-def _table(rows: list[Row]) -> Table:
+def _make_table(rows: list[Row]) -> Table:
     title = f"Quantized tensors in step {rows[0].step}"
     if rows[-1].tensor == LANDSCAPE:
         title += f"; sharpness {rows[-1].sharpness:.3g}%"
@@ -241,15 +231,11 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(column)
     for column in ("amax", "saturated", "underflow", "SQNR dB", "not finite"):
         table.add_column(column, justify="right")
-    has_mu = any(r.mu != 1 for r in rows)
-    if has_mu:
-        table.add_column("µ", justify="right")
-    for r in worst[:SHOWN]:
+    for r in worst[:MOST_PRINTED]:
         shares = f"{r.saturated:.2%}", f"{r.underflow:.2%}"
         numbers = f"{r.amax:.3g}", *shares, f"{r.sqnr_db:.1f}", str(r.nonfinite or "")
-        mu = (f"{r.mu:.3g}",) if has_mu else ()
-        table.add_row(r.module, r.tensor, r.scales, r.format, *numbers, *mu)
-    table.caption = "saturated: at the largest code, near which each scale puts its largest value"
-    if len(rows) > SHOWN:
-        table.caption += f"; and {len(rows) - SHOWN} more rows in monitor.latest"
+        table.add_row(r.module, r.tensor, r.scales, r.format, *numbers)
+    table.caption = "saturated: rounded to the largest value of the format, as each amax is"
+    if len(rows) > MOST_PRINTED:
+        table.caption += f"; and {len(rows) - MOST_PRINTED} more rows in monitor.latest"
     return table

@@ -1,9 +1,9 @@
-"""The sampled version of a compiled graph: run op by op, measuring every tensor it quantizes.
+"""The sampled version of a compiled graph: runs op by op and measures every quantized tensor.
 
-A Dynamo graph is compiled twice, as usual and with `Sampler` as its inner compiler, and the step
-decides which of the two runs. The passes give both the same graphs, so that both compute the same
-numbers, up to the rounding of values that generated code keeps in registers. Each version has a
-backward of its own, so that forward and backward are always of the same version.
+A Dynamo graph is compiled twice, normally and with `Sampler` as its inner compiler. Each step runs
+one of the two. The passes produce the same graphs for both, so that both compute the same numbers,
+except for values that generated code holds in registers without rounding. Each version has its own
+backward, so that forward and backward always belong together.
 """
 
 from __future__ import annotations
@@ -31,83 +31,83 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Forwards of a graph that may still have a backward: blocks times micro-batches that wait at once.
+# Forwards of a graph that may still have a backward: blocks times micro-batches in flight.
 MOST_FORWARDS = 4096
-# After so many forwards, references to memory that has been freed are dropped.
-COMPACTED_EVERY = 64
+# Forwards until references to freed memory are dropped.
+COMPACT_EVERY = 64
 
 
 class Sink(Protocol):
-    """The receiver of a sampler's measurements: a `Monitor`."""
+    """Receives the measurements of a sampler. `Monitor` implements it."""
 
     def module_of(self, weight: Tensor) -> str | None:
-        """Path in the model of the module that has a weight; None if unknown."""
+        """Return the path of the module that owns a weight; None if unknown."""
 
     def saw(self, weight: Tensor) -> None:
-        """Note that a sampled forward runs with a weight as it is now."""
+        """Record that a sampled forward reads a weight."""
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add the statistics of one tensor in the part of the model with the path `prefix`."""
+        """Add the totals of one tensor in the part of the model at path `prefix`."""
 
 
 class Sampler:
-    """An inner compiler for `compile_fx`: interprets the halves of one Dynamo graph, and measures.
+    """Inner compiler for `compile_fx` that interprets a graph and measures its tensors.
 
     Attributes:
-        trains: whether the graph turned out to have a backward.
+        trains: whether the graph has a backward; known after compilation.
     """
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.trains = False
-        # A graph may serve many blocks that are compiled on their own.
+        # Blocks that are compiled separately may share a graph.
         self._forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """The graph as a callable on a list of inputs."""
-        half = compat.half_of(kwargs)
-        if half == "inference":
+        """Return a function of a list of inputs that runs the graph."""
+        kind = compat.half_of(kwargs)
+        if kind == "inference":
             return compat.interpret(gm)
         self.trains = True
         for gemm, operator in OPERATORS.items():
-            if operator.multiplies:  # so that the GPU's GEMM runs, not the emulated one
+            if operator.multiplies:  # runs the GPU's GEMM instead of the emulated one
                 lower(gm, only=gemm)
         interpreter = MeasuringInterpreter(gm, self.sink)
 
         def run(arguments: list[Any]) -> Any:
-            if half == "backward":
-                interpreter.prefix = self._prefix_of_backward(arguments)
+            if kind == "backward":
+                interpreter.prefix = self._find_forward_prefix(arguments)
                 return interpreter.boxed_run(arguments)
             interpreter.prefix = interpreter.find_prefix(arguments)
             for index, _ in interpreter.weights[:1]:
                 self.sink.saw(arguments[index])
-            given = _memory(arguments)
+            memory = _collect_memory(arguments)
             results = interpreter.boxed_run(arguments)
-            self._note(Forward(interpreter.prefix, given, _memory(results) - given))
+            self._add(Forward(interpreter.prefix, memory, _collect_memory(results) - memory))
             return results
 
         return compat.interpret(gm, run)
 
-    def _note(self, forward: Forward) -> None:
-        """Remember a forward. Many never have a backward, and must not hold what they ran with."""
+    def _add(self, forward: Forward) -> None:
+        """Record a forward. Weak references: many forwards never have a backward."""
         self._forwards.append(forward)
         self._count += 1
-        if self._count % COMPACTED_EVERY == 0:
+        if self._count % COMPACT_EVERY == 0:
             shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]] = {}
-            compacted = [x.without_freed(shared) for x in self._forwards]
+            compacted = [x.drop_freed(shared) for x in self._forwards]
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
-    def _prefix_of_backward(self, arguments: Sequence[Any]) -> str:
-        """The path of the forward that shares most memory with a backward, or of the last one."""
-        given = _memory(arguments)
+    def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
+        """Return the path of the forward that shares most memory with a backward, or the last."""
+        memory = _collect_memory(arguments)
         found = max(
             reversed(self._forwards),
-            key=lambda x: (len(given & x.results), len(given & x.arguments)),
+            key=lambda x: (len(memory & x.results), len(memory & x.arguments)),
             default=None,
         )
-        if found and not given & (found.results | found.arguments):
-            self._forwards.remove(found)  # saved tensors were copied: take forwards in reverse
+        if found and not memory & (found.results | found.arguments):
+            self._forwards.remove(found)  # saved tensors were copied: assume reverse order
         return found.prefix if found else ""
 
 
@@ -116,19 +116,19 @@ class Forward:
     """A forward whose backward may follow, in any order and more than once.
 
     Attributes:
-        prefix: the path of the part of the model that ran.
-        arguments: the memory of its inputs.
-        results: the memory that it made, for its caller and for its backward.
+        prefix: path of the part of the model that ran.
+        arguments: memory of its inputs.
+        results: memory that it allocated for outputs and saved tensors.
     """
 
     prefix: str
     arguments: frozenset[compat.StorageWeakRef]
     results: frozenset[compat.StorageWeakRef]
 
-    def without_freed(
+    def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> Forward:
-        """The forward without memory that has been freed; equal sets are one, from `shared`."""
+        """Return the forward without freed memory. Equal sets are stored once, in `shared`."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -136,34 +136,34 @@ class Forward:
         return Forward(self.prefix, shared.setdefault(arguments, arguments), results)
 
 
-def _memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:
+def _collect_memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:
     return frozenset(compat.weak_storage(x) for x in values if isinstance(x, Tensor))
 
 
 class MeasuringInterpreter(fx.Interpreter):
-    """Runs one graph, and measures the tensors that it quantizes."""
+    """Runs one graph and measures the tensors that it quantizes."""
 
     def __init__(self, gm: fx.GraphModule, sink: Sink) -> None:
         super().__init__(gm)
         self.sink = sink
         self.prefix = ""
-        self.names = quantized_by(gm.graph)
-        self.weights = _weights(gm.graph)
+        self.names = find_quantized(gm.graph)
+        self.weights = _find_weights(gm.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node; measures the operand of a quantize node."""
+        """Run a node. Measure the operand of a quantize node."""
         names = self.names.get(n, ())
         if names:
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
-            totals = measure(x, scale, quantization_of(n).format, _group(n, x))
+            totals = measure(x, scale, quantization_of(n).format, _group_size(n, x))
             for name in names:
                 self.sink.record(self.prefix, name, totals)
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """The path of the part of the model that runs with these arguments.
+        """Return the path of the part of the model that runs with these arguments.
 
-        It is the path of a weight's module in the model without its path in the graph.
+        It is the path of a weight's module in the model, without its path in the graph.
         """
         for index, module in self.weights:
             path = self.sink.module_of(arguments[index])
@@ -172,10 +172,10 @@ class MeasuringInterpreter(fx.Interpreter):
         return ""
 
 
-def quantized_by(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
-    """The tensors that each quantize node of a graph quantizes, by name.
+def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
+    """Return the names of the tensor that each quantize node of a graph quantizes.
 
-    An operand of several layers has several names. If a module saves several values of the same
+    An operand of several layers has several names. If a module saves several results of the same
     operator, all but the first are numbered.
     """
     found: dict[fx.Node, list[TensorName]] = {}
@@ -184,35 +184,35 @@ def quantized_by(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
         if is_quantized_operand(node):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
         elif is_quantized_saved_value(node) and node.args[3:] in ((), (0,)):
-            # Codes that are packed in several planes are measured at the first plane.
-            module, tensor = graph.module_path(node), f"saved {operator_name(_value(node))}"
+            # Formats that are packed into several planes are measured at the first one.
+            module, tensor = graph.module_path(node), f"saved {operator_name(_operand(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
         else:
             continue
-        how, dtype = quantization_of(node), graph.tensor(_value(node)).dtype
+        how, dtype = quantization_of(node), graph.tensor(_operand(node)).dtype
         if not how.format.lossless:
             scales = block_text(how.block)
             found[node] = [TensorName(*n, scales, how.format.name, dtype) for n in names]
     return found
 
 
-def _value(node: fx.Node) -> fx.Node:
+def _operand(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-def _group(node: fx.Node, x: Tensor) -> int:
-    """Number of elements of a row that share a scale."""
+def _group_size(node: fx.Node, x: Tensor) -> int:
+    """Return the number of elements of a row that share a scale."""
     return quantization_of(node).block[1] or x.shape[-1]
 
 
-def _weights(g: fx.Graph) -> list[tuple[int, str]]:
-    """Positions of the inputs that are weights of linear layers, with the layers' paths."""
+def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
+    """Return positions of the inputs that are weights of linear layers, and the layers' paths."""
     placeholders = [n for n in g.nodes if n.op == "placeholder"]
     return [
         (placeholders.index(weight), module)
         for node in g.nodes
-        if node.op == "call_function"  # codes that a graph is given come from no weight in it
+        if node.op == "call_function"  # a quantized input has no weight in the graph
         for module, operand in node.meta.get(OPERAND_OF, ())
-        if operand == "weight" and (weight := graph.source(_value(node))) in placeholders
+        if operand == "weight" and (weight := graph.source(_operand(node))) in placeholders
     ]

@@ -1,4 +1,4 @@
-"""The statistics of a quantized tensor: sums on its device, and the row computed from them."""
+"""Statistics of a quantized tensor: totals on its device, and the row computed from them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fp8pass import graph
 from fp8pass.dialect.coding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Elements measured at once. On a GPU this limits the extra memory of a sampled step, about ten
-# bytes an element; on a CPU the temporaries fit into the caches.
-CHUNK = 1 << 24
+# Elements measured at once. On a GPU this limits the extra memory of a sampled step to about ten
+# bytes per element; on a CPU the temporaries fit into the caches.
+GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
-LANDSCAPE = "loss landscape"  # what a row of the whole model is about
+LANDSCAPE = "loss landscape"  # `Row.tensor` of the row of the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class TensorName:
     Attributes:
         module: path of the module in the graph.
         tensor: `input`, `weight` or `gradient` of a linear layer, or `saved` and the operator whose
-            result is kept for the backward.
-        scales: the elements that share a scale: `tensor`, `row`, or groups of a row, `1×128`.
+            result is saved for the backward.
+        scales: the elements that share a scale: `tensor`, `row`, or groups of a row (`1×128`).
         format: name of the format.
         dtype: dtype of the values before quantization.
     """
@@ -50,16 +50,14 @@ class Row:
         tensor, scales, format, dtype: as in `TensorName`.
         elements: number of elements, over all uses in the step (micro-batches, repeated calls).
         amax: largest finite magnitude before quantization.
-        saturated: share of the elements whose code is the format's largest. Scales are made just in
-            time, so that the largest of a tensor, row or group is within a factor of two of it.
-        underflow: share of the elements other than zero whose code is zero.
-        sqnr_db: signal to quantization noise, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite
-            elements. Infinite without noise; NaN where an Inf or NaN spoilt the scale of others.
+        saturated: share of elements that become the largest value of the format. Scales are
+            computed just in time, so that amax is within a factor of two of that value.
+        underflow: share of nonzero elements that become zero.
+        sqnr_db: signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over
+            finite elements. Infinite without noise; NaN if an Inf or NaN made a shared scale NaN.
         nonfinite: number of elements that are Inf or NaN.
-        mu: FP8-LM's µ, the share of the format that the largest element is scaled to: 1, but for
-            gradients that are added up in FP8.
-        sharpness: of the model's loss landscape in percent, in a row of its own: `tensor` is `loss
-            landscape` there, and what is measured of tensors is NaN.
+        sharpness: sharpness of the model's loss landscape in percent, in a separate row whose
+            `tensor` is `loss landscape`. Statistics of tensors are NaN in that row.
     """
 
     step: int
@@ -74,71 +72,59 @@ class Row:
     underflow: float
     sqnr_db: float
     nonfinite: int
-    mu: float = 1.0
     sharpness: float = math.nan
 
 
 COLUMNS = tuple(f.name for f in fields(Row))
 
 
-def measure(x: Tensor, scale: Tensor, fmt: Format, group: int, mu: Tensor | None = None) -> Tensor:
-    """Statistics of `x` quantized in groups.
+def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
+    """Measure `x`, quantized in groups, on its device, without waiting for it.
 
     Args:
         x: any shape; `group` divides its last dimension.
         scale: one for each group in order, or one for all.
-        fmt: the format, not a lossless one.
+        fmt: the format, which rounds.
         group: number of consecutive elements that share a scale.
-        mu: FP8-LM's µ, [1], if the scales have it in them.
 
     Returns:
-        float64 [9] on the device of `x`, without waiting for it: amax and µ; the numbers of
-        elements, of nonzero elements, of largest codes, of elements flushed to zero and of
-        nonfinite elements; the energies of signal and noise.
+        float64 [8]: amax; counts of elements, nonzero elements, saturated elements, elements
+        rounded to zero, and nonfinite elements; the energies of signal and noise.
     """
     groups = x.detach().reshape(-1, group)
     scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
-    size = max(1, (CPU_CHUNK if x.device.type == "cpu" else CHUNK) // group)
+    size = max(1, (CPU_CHUNK if x.device.type == "cpu" else GPU_CHUNK) // group)
     chunks = zip(groups.split(size), scales.split(size), strict=True)
-    totals = torch.zeros(9, dtype=torch.float64, device=x.device)
-    totals[1] = 1.0 if mu is None else mu[0]
-    for values, its_scales in chunks if x.numel() else ():
-        totals = merged(totals, _measure_chunk(values, its_scales, fmt))
+    totals = torch.zeros(8, dtype=torch.float64, device=x.device)
+    for values, value_scales in chunks if x.numel() else ():
+        totals = merge(totals, _measure_chunk(values, value_scales, fmt))
     return totals
 
 
 def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     finite = x.isfinite()
-    # In units of the scale fp32 holds the squares of all values that matter.
+    # In units of the scale, fp32 can represent the squares of all values that contribute.
     scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
-    codes = decode(encode(scaled, fmt), fmt)
+    rounded = decode(encode(scaled, fmt), fmt)
     nonzero = finite & (x != 0)
-    counts = (
-        nonzero,
-        codes.abs() >= fmt.max,
-        nonzero & (codes == 0),
-        ~finite,
-    )
+    counts = nonzero, rounded.abs() >= fmt.max, nonzero & (rounded == 0), ~finite
     unit = scale.double().square()
     energies = (
-        (part.square().sum(-1, keepdim=True) * unit).sum() for part in (scaled, scaled - codes)
+        (part.square().sum(-1, keepdim=True) * unit).sum() for part in (scaled, scaled - rounded)
     )
     amax = x.abs().where(finite, 0.0).amax().double()
     elements = torch.full_like(amax, x.numel())
-    no_mu = torch.zeros_like(amax)
-    return torch.stack(
-        [amax, no_mu, elements, *(c.count_nonzero().double() for c in counts), *energies]
-    )
+    return torch.stack([amax, elements, *(c.count_nonzero().double() for c in counts), *energies])
 
 
-def merged(a: Tensor, b: Tensor) -> Tensor:
-    """The statistics of two tensors together: the larger amax and µ, and the sums of the others."""
-    return torch.cat([torch.maximum(a[:2], b[:2]), a[2:] + b[2:]])
+def merge(a: Tensor, b: Tensor) -> Tensor:
+    """Return the totals of two tensors together: the larger amax, and sums of the rest."""
+    return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 
-def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row:
-    """The row of a tensor, with shares and decibels computed from its sums."""
-    amax, mu, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
+def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> Row:
+    """Return the row of a tensor, with shares and decibels computed from its totals."""
+    amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
     return Row(
         step=step,
         module=module,
@@ -150,14 +136,13 @@ def row_of(step: int, module: str, name: TensorName, totals: list[float]) -> Row
         amax=amax,
         saturated=saturated / elements if elements else 0.0,
         underflow=flushed / nonzero if nonzero else 0.0,
-        sqnr_db=_decibels(signal, noise),
+        sqnr_db=_to_decibels(signal, noise),
         nonfinite=int(nonfinite),
-        mu=mu,
     )
 
 
-def landscape_row(step: int, sharpness: float) -> Row:
-    """The row of the model as a whole."""
+def make_landscape_row(step: int, sharpness: float) -> Row:
+    """Return the row of the whole model."""
     return Row(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,
@@ -170,7 +155,7 @@ def landscape_row(step: int, sharpness: float) -> Row:
     )
 
 
-def _decibels(signal: float, noise: float) -> float:
+def _to_decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     ratio = signal / noise

@@ -1,4 +1,4 @@
-"""Writers of samples: to a CSV file, to TensorBoard."""
+"""Writers of samples to a CSV file and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.config import ConfigError
-from fp8pass.stability.monitor.findings import SENT
 from fp8pass.stability.monitor.statistics import COLUMNS, LANDSCAPE, Row
 
 TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")
 
 
 class CsvWriter:
-    """Appends to a CSV file, a line for each tensor and sample.
+    """Appends one line for each tensor and sample to a CSV file.
 
     Raises:
-        ConfigError: `path` is no path, a folder, or a file that was not written by a Monitor.
+        ConfigError: `path` is not a path, is a folder, or is a file that no Monitor wrote.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -31,18 +30,18 @@ class CsvWriter:
             )
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and self._header() not in ("", ",".join(COLUMNS)):
+        if self.path.exists() and self._read_header() not in ("", ",".join(COLUMNS)):
             raise ConfigError(
-                f"csv={str(path)!r} exists, and was not written by a Monitor of this version (its "
-                "first line has other columns): name another file."
+                f"csv={str(path)!r} was not written by a Monitor of this version: its first line "
+                "has other columns. Name another file."
             )
 
-    def _header(self) -> str:
+    def _read_header(self) -> str:
         with self.path.open() as file:
             return file.readline().rstrip("\r\n")
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append rows; the header first if the file is empty."""
+        """Append rows, after a header if the file is empty."""
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
@@ -50,14 +49,13 @@ class CsvWriter:
             writer.writerows(asdict(row) for row in rows)
 
     def close(self) -> None:
-        """Do nothing: the file is not left open between samples."""
+        """Do nothing, because the file is closed after each sample."""
 
 
 class TensorBoardWriter:
-    """Writes scalars named `fp8pass <statistic>/<module> <tensor> <scales>`, finite ones only.
+    """Writes finite statistics as scalars `fp8pass <statistic>/<module> <tensor> <scales>`.
 
-    µ is written of what is sent to other ranks alone, and sharpness, `fp8pass/sharpness`, of the
-    whole model.
+    The sharpness of the model is `fp8pass/sharpness`.
 
     Args:
         target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
@@ -69,7 +67,7 @@ class TensorBoardWriter:
 
     def __init__(self, target: Any) -> None:
         self._owned = isinstance(target, (str, Path))
-        self._writer: Any = _summary_writer(target) if self._owned else target
+        self._writer: Any = _open_summary_writer(target) if self._owned else target
         if not hasattr(self._writer, "add_scalar"):
             kind = type(target).__name__
             raise ConfigError(f"tensorboard must be a folder or a SummaryWriter, got {kind}.")
@@ -80,7 +78,7 @@ class TensorBoardWriter:
             if row.tensor == LANDSCAPE:
                 self._add("fp8pass/sharpness", row.sharpness, row.step)
                 continue
-            for statistic in (*TENSORBOARD_SCALARS, *(("mu",) if row.tensor == SENT else ())):
+            for statistic in TENSORBOARD_SCALARS:
                 tag = f"fp8pass {statistic}/{row.module} {row.tensor} {row.scales}"
                 self._add(tag, getattr(row, statistic), row.step)
         self._writer.flush()
@@ -90,12 +88,12 @@ class TensorBoardWriter:
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Close the writer if it was opened here."""
+        """Close the writer, unless the caller created it."""
         if self._owned:
             self._writer.close()
 
 
-def _summary_writer(folder: str | Path) -> Any:
+def _open_summary_writer(folder: str | Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

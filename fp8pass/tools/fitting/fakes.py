@@ -40,7 +40,7 @@ class _Twins:
     """Fake tensors in the place of others, one for each."""
 
     def __init__(self) -> None:
-        self.mode = compat.fake_tensors()
+        self.mode = compat.use_fake_tensors()
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # what is replaced stays alive
 
     def of(self, x: Tensor | None) -> Any:

@@ -80,7 +80,7 @@ def record_step(
     recorder = _Recorder(step)
     with (
         _values_explained(module),
-        compat.uncompiled(module),
+        compat.run_uncompiled(module),
         without_memory(module, values) as (args, kwargs),
         compat.fresh_compilation(),
         torch.enable_grad(),

@@ -12,10 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8pass
-from fp8pass.distributed.collectives import Traffic
-from fp8pass.distributed.compression import SUMS
-from fp8pass.distributed.layout import Layout, layout_of, owners_of
-from fp8pass.distributed.wire import GROUP_SIZE, add_up, packed
+from fp8pass.distributed.gradient_sums import GradientSums, ParameterLayout, Traffic, layout_of
+from fp8pass.distributed.wire import add_up, pack
 
 
 @given(
@@ -24,24 +22,27 @@ from fp8pass.distributed.wire import GROUP_SIZE, add_up, packed
     unit=st.sampled_from([1, 4, 8]),
 )
 def test_groups_begin_with_parameters(sizes, rows, unit):
-    layout = Layout(sizes, unit)
+    layout = ParameterLayout(sizes, unit)
     x = 1.0 + torch.arange(rows * sum(sizes)).view(rows, -1)
-    spread = layout.spread(x)
+    padded = layout.pad(x)
     back = torch.empty_like(x)
-    layout.collect(spread, back)
+    layout.unpad(padded, back)
     assert torch.equal(back, x)
-    groups = nn.functional.pad(spread, (0, -spread.shape[-1] % unit)).unflatten(-1, (-1, unit))
-    owners = owners_of(layout, (rows, groups.shape[1]), x.device)
-    for i, parameter in enumerate(x.split(sizes, -1)):
-        its_groups = groups[owners == i].view(rows, -1)
+    groups = nn.functional.pad(padded, (0, -padded.shape[-1] % unit)).unflatten(-1, (-1, unit))
+    counts = [-(-size // unit) for size in sizes]
+    assert groups.shape[1] == sum(counts)
+    for i, (parameter, part) in enumerate(
+        zip(x.split(sizes, -1), groups.split(counts, 1), strict=True)
+    ):
+        its_groups = part.flatten(1)
         assert torch.equal(its_groups[:, : sizes[i]], parameter)
         assert not its_groups[:, sizes[i] :].any()
 
 
 def test_rows_of_whole_groups_are_not_copied():
     rows = torch.ones(2, 3 * 128 + 5)
-    assert layout_of((128, 256, 0, 5), 128).spread(rows) is rows
-    assert layout_of((128, 5, 256), 128).spread(rows) is not rows
+    assert layout_of((128, 256, 0, 5)).pad(rows) is rows
+    assert layout_of((128, 5, 256)).pad(rows) is not rows
 
 
 @given(first=st.integers(1, 200), others=st.integers(1, 200), scale=st.sampled_from([1e-6, 1e6]))
@@ -52,9 +53,9 @@ def test_what_is_sent_of_a_parameter_depends_on_it_alone(first, others, scale):
     for before, after in ((first, others), (others, first), (1, 1)):
         neighbours = [scale * torch.randn(2, n, generator=generator) for n in (before, after)]
         rows = torch.cat((neighbours[0], mine, neighbours[1]), -1)
-        layout = layout_of((before, 150, after), GROUP_SIZE)
-        spread = layout.spread(rows)
-        layout.collect(add_up(packed(spread).unsqueeze(0), torch.empty_like(spread)), rows)
+        layout = layout_of((before, 150, after))
+        padded = layout.pad(rows)
+        layout.unpad(add_up(pack(padded).unsqueeze(0), torch.empty_like(padded)), rows)
         found.append(rows[:, before : before + 150])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -63,12 +64,12 @@ def test_what_is_sent_of_a_parameter_depends_on_it_alone(first, others, scale):
 # --- what ranks do ------------------------------------------------------------------------------
 
 
-def sums_depend_on_their_parameter_alone(device: str, kind: str, reduces: str) -> None:
+def sums_depend_on_their_parameter_alone(device: str, reduces: str) -> None:
     """Whatever lies in front of it: other sizes, other magnitudes, and sums that overflow."""
     world, found = dist.get_world_size(), []
     for before, scale in ((256, 1.0), (256, 1e4), (1000, 1e-4), (5000, 1e4)):
         generator = torch.Generator().manual_seed(dist.get_rank())
-        sums, outputs = SUMS[kind](Traffic()), []
+        sums, outputs = GradientSums(Traffic()), []
         noise = torch.Generator().manual_seed(before)
         for _ in range(8):
             mine = torch.randn(world, 150, generator=generator)
@@ -109,7 +110,7 @@ class Part(nn.Module):
         return loss
 
 
-def copies_get_equal_gradients(device: str, kind: str, way: str) -> None:
+def copies_get_equal_gradients(device: str, way: str) -> None:
     """Beside shards with gradients of other magnitudes, and a parameter that gets none."""
     found = []
     for scale in (1.0, 1e5):
@@ -122,7 +123,7 @@ def copies_get_equal_gradients(device: str, kind: str, way: str) -> None:
                 return Shard(1) if parameter.ndim == 2 else None
 
             fully_shard(model, shard_placement_fn=place if way == "columns" else None)
-        fp8pass.distributed.compress(model, kind, "none")
+        fp8pass.distributed.compress(model, weights="none")
         for _ in range(3):
             model(scale).backward()
         part = model.module if way == "ddp" else model
@@ -132,13 +133,11 @@ def copies_get_equal_gradients(device: str, kind: str, way: str) -> None:
         assert torch.equal(one, other) if way == "ddp" else one.to_local().equal(other.to_local())
 
 
-@pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("reduces", ["reduce_scatter", "all_reduce"])
-def test_sums_of_two_ranks(two, kind, reduces):
-    two(sums_depend_on_their_parameter_alone, kind, reduces)
+def test_sums_of_two_ranks(two, reduces):
+    two(sums_depend_on_their_parameter_alone, reduces)
 
 
-@pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("way", ["ddp", "rows", "columns"])
-def test_copies_of_a_parameter(two, kind, way):
-    two(copies_get_equal_gradients, kind, way)
+def test_copies_of_a_parameter(two, way):
+    two(copies_get_equal_gradients, way)

@@ -1,0 +1,184 @@
+"""Private APIs of FSDP2 and `replicate`, and a collective that PyTorch renamed.
+
+Imported on its own, because builds without torch.distributed cannot import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed._composable.replicate import DDP as Replicated
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# PyTorch renamed it, and warns about the old name on every rank.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def replicas_of(module: Replicated) -> Any:
+    """Return the process group whose ranks replicate a module that has not run yet."""
+    arguments = replicate.state(cast(Any, module))._init_kwargs
+    mesh = arguments.get("device_mesh")
+    return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
+
+
+def replicas_have_begun(module: Replicated) -> bool:
+    """Whether a module has run, after which it accepts no gradient hook."""
+    return replicate.state(cast(Any, module)).has_initialized
+
+
+def fsdp_has_run(module: FSDPModule) -> bool:
+    """Whether FSDP2 has seen a forward. It then has fixed how it gathers each parameter."""
+    return module._get_fsdp_state()._is_root is not None
+
+
+def shard_of(parameter: DTensor) -> Tensor:
+    """Return the tensor on which FSDP2 looks up its extension. `to_local` makes a new object."""
+    return parameter._local_tensor
+
+
+def factor_of(op: Any, ranks: int) -> float | None:
+    """Return the factor that turns a sum over ranks into reduction `op`; None for other reductions.
+
+    `set_gradient_divide_factor` makes NCCL multiply the terms before it adds them up.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1 / ranks
+    if op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    _, factor = op.__getstate__()  # the only public access: its state when pickled
+    return float(factor)
+
+
+@contextmanager
+def reduce_separately(model: nn.Module) -> Iterator[None]:
+    """Set aside the gradients that FSDP2 has accumulated without reducing them; reduce within.
+
+    On exit the gradients are put back, and FSDP2 reduces or accumulates as before.
+    """
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
+    parameters = [p for group in groups for p in group.fsdp_params]
+    # Unsharded parameters exist from the first forward on.
+    unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
+    changes = [
+        *((g, "reduce_grads", True) for g in groups),
+        *((g, "all_reduce_grads", True) for g in groups),
+        *((g, "_partial_reduce_output", None) for g in groups),
+        *((p, "unsharded_accumulated_grad", None) for p in parameters),
+        *((x, "grad", None) for x in unsharded),
+    ]
+    before = [getattr(holder, name) for holder, name, _ in changes]
+    for holder, name, value in changes:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for (holder, name, _), value in zip(changes, before, strict=True):
+            setattr(holder, name, value)
+
+
+class GradientBuffer(Tensor):
+    """Memory that FSDP2 copies gradients to. It records their shapes.
+
+    A custom reduce-scatter gets only the buffer. Parameters without a gradient are not in it.
+    """
+
+    shapes: list[torch.Size]
+
+    @classmethod
+    def empty(cls, *size: int, dtype: torch.dtype, device: torch.device) -> GradientBuffer:
+        """Return an uninitialized buffer."""
+        buffer = torch.empty(*size, dtype=dtype, device=device).as_subclass(cls)
+        buffer.shapes = []
+        return buffer
+
+    def plain(self) -> Tensor:
+        """Return the same memory as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def sizes_of(self, ranks: int) -> tuple[int, ...]:
+        """Return the elements of each parameter in one rank's part.
+
+        Raises:
+            RuntimeError: FSDP2 filled the buffer with another operator than `fsdp.chunk_cat`.
+        """
+        sizes = tuple(-(-shape[0] // ranks) * shape[1:].numel() for shape in self.shapes)
+        if sum(sizes) * ranks != self.numel():
+            raise RuntimeError(
+                "compress does not recognize how this version of FSDP2 collects gradients. Use "
+                "compress(model, gradients='none')."
+            )
+        return sizes
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        if func is Tensor.view:
+            found = found.as_subclass(cls)
+            found.shapes = args[0].shapes
+        elif func is torch.ops.fsdp.chunk_cat:
+            kwargs["out"].shapes[:] = [x.shape for x in args[0]]
+        return found
+
+
+def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Write gathered weights that autograd saved, without its error about in-place changes.
+
+    The backward reads the same values, because FSDP2 gathers them again.
+    """
+    tracked = tuple(x for x in tensors if not x.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
+
+
+def same_placements(like: DTensor, local: Tensor) -> DTensor:
+    """Return a DTensor with the placements of `like` and the shard `local`, on any device."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class GatheredParameter:
+    """A parameter that FSDP2 gathers.
+
+    Attributes:
+        module, name: owner and name; of a shared parameter, the first.
+        dtype: dtype of the gathered tensor.
+        group: a number, equal for parameters that are gathered together.
+        resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.
+    """
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    group: int
+    resharded_to_fewer_ranks: bool
+
+
+def _groups_of(module: FSDPModule) -> Sequence[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older versions have at most one
+        groups = [g for g in (state._fsdp_param_group,) if g is not None]
+    return groups
+
+
+def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
+    """Yield the parameters that FSDP2 gathers for a module itself, in its order."""
+    for group in _groups_of(module):
+        fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
+        for each in group.fsdp_params:
+            info = each._module_info
+            dtype = each.mp_policy.param_dtype or each.sharded_param.dtype
+            yield GatheredParameter(info.module, info.param_name, dtype, id(group), fewer)

@@ -1,0 +1,173 @@
+"""Sums of gradients over ranks, sent in FP8 (AGoQ section 5).
+
+Every rank receives its part of the gradients of all ranks, dequantizes it, and adds it up in fp32.
+No sum is quantized on the way. An all-reduce sends the sums in FP8 a second time.
+
+Quantization groups start at each parameter:
+
+    row      p p p p p q q s s s s            parameters p, q, s
+    padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
+
+A group across a boundary would take its scale from two parameters. With tensor parallelism, ranks
+hold equal copies of one parameter (a norm) next to different shards of another. Each rank would
+round its copy differently, and the copies would drift apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fp8pass.compat.data_parallel import all_gather_single
+from fp8pass.dialect.formats import E4M3
+from fp8pass.distributed.wire import GROUP_SIZE, add_up, pack, split_into_groups
+from fp8pass.stability.monitor import Monitor
+from fp8pass.stability.monitor.findings import SENT
+from fp8pass.stability.monitor.statistics import TensorName, measure
+
+
+@dataclass
+class Traffic:
+    """Counts what a rank has sent to other ranks.
+
+    Attributes:
+        elements: values sent, counted once per receiving rank.
+        bytes: bytes sent.
+    """
+
+    elements: int = 0
+    bytes: int = 0
+
+    def add(self, elements: int, sent: int, copies: float) -> None:
+        """Count `elements` values in `sent` bytes, sent `copies` times."""
+        self.elements += int(elements * copies)
+        self.bytes += int(sent * copies)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent, divided by the bytes of the same values in BF16. 1 before the first send."""
+        return self.bytes / (2 * self.elements) if self.elements else 1.0
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Positions of parameters in a row of gradients, with and without padding.
+
+    Attributes:
+        sizes: elements of each parameter in a row, in order, each at least 1.
+        unit: elements of a group.
+    """
+
+    sizes: tuple[int, ...]
+    unit: int = GROUP_SIZE
+
+    @cached_property
+    def _runs(self) -> tuple[int, ...]:
+        """Lengths of runs without padding: a run ends where a parameter ends inside a group."""
+        runs = [0]
+        for size in self.sizes:
+            runs[-1] += size
+            if size % self.unit:
+                runs.append(0)
+        return tuple(run for run in runs if run)
+
+    @cached_property
+    def _padded_runs(self) -> tuple[int, ...]:
+        *others, last = self._runs
+        return (*(run + -run % self.unit for run in others), last)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Return rows [R, N] with zeros before groups that start a parameter.
+
+        Returns `rows` itself if it needs no padding.
+        """
+        if len(self._runs) == 1:
+            return rows
+        padded = rows.new_zeros(len(rows), sum(self._padded_runs))
+        for target, run in self._pair_runs(padded, rows):
+            target[:, : run.shape[-1]] = run
+        return padded
+
+    def unpad(self, padded: Tensor, rows: Tensor) -> None:
+        """Write `padded`, without its padding, to `rows` [R, N]."""
+        for source, run in self._pair_runs(padded, rows):
+            run.copy_(source[:, : run.shape[-1]])
+
+    def _pair_runs(self, padded: Tensor, rows: Tensor) -> zip[tuple[Tensor, Tensor]]:
+        return zip(padded.split(self._padded_runs, -1), rows.split(self._runs, -1), strict=True)
+
+
+@lru_cache(maxsize=1024)
+def layout_of(sizes: tuple[int, ...]) -> ParameterLayout:
+    """Return the layout of parameters. Parameters of size 0 are left out."""
+    return ParameterLayout(tuple(size for size in sizes if size))
+
+
+class GradientSums:
+    """Adds gradients up over ranks, sent in E4M3 with a scale for each group of 128 (AGoQ 5).
+
+    Args:
+        traffic: counts what is sent.
+        monitor: measures what is sent, in the steps that it samples.
+        path: path of the module whose gradients these are, for the monitor.
+    """
+
+    def __init__(self, traffic: Traffic, monitor: Monitor | None = None, path: str = "") -> None:
+        self.traffic, self.monitor, self.path = traffic, monitor, path
+
+    def reduce_scatter(
+        self, output: Tensor, terms: Tensor, sizes: tuple[int, ...], group: Any, factor: float
+    ) -> None:
+        """Write this rank's part of the sum of `terms` over ranks, times `factor`, to `output`.
+
+        Args:
+            output: [N], any float dtype.
+            terms: [world · N]: the parts of all ranks, concatenated.
+            sizes: elements of each parameter in a part, in order.
+            group: the process group.
+            factor: multiplies the sum: 1 / world for the mean.
+        """
+        layout = layout_of(sizes)
+        self.traffic.add(terms.numel(), 0, 1 - 1 / group.size())  # a rank keeps its own part
+        rows = layout.pad(terms.view(group.size(), -1))
+        layout.unpad(self._scatter(rows, group, factor), output.view(1, -1))
+
+    def all_reduce(self, x: Tensor, sizes: tuple[int, ...], group: Any, factor: float) -> None:
+        """Replace `x` [N] by its sum over ranks, times `factor`. All ranks get the same bits.
+
+        `sizes` are the elements of each parameter in `x`, in order.
+        """
+        world = group.size()
+        if world == 1:
+            x.mul_(factor)
+            return
+        layout = layout_of(sizes)
+        self.traffic.add(x.numel(), 0, 2 * (1 - 1 / world))
+        padded = layout.pad(x.view(1, -1))
+        length = padded.numel()
+        part = -(-length // (world * GROUP_SIZE)) * GROUP_SIZE  # whole groups for each rank
+        terms = x.new_zeros(world, part, dtype=torch.float32)
+        terms.view(-1)[:length] = padded[0]
+        sent = pack(self._scatter(terms, group, factor))
+        self.traffic.add(0, sent.numel(), world - 1)
+        received = sent.new_empty(world, sent.shape[1])
+        all_gather_single(received, sent, group=group)
+        sums = add_up(received.unsqueeze(0), terms).view(1, -1)
+        layout.unpad(sums[:, :length], x.view(1, -1))
+
+    def _scatter(self, rows: Tensor, group: Any, factor: float) -> Tensor:
+        """Return the sum [1, N] over ranks of this rank's row of `rows` [world, N]."""
+        sent = pack(rows)
+        if self.monitor is not None and self.monitor.sampling:
+            padded, scales = split_into_groups(rows)
+            name = TensorName("", SENT, f"1×{GROUP_SIZE}", E4M3.name, padded.dtype)
+            self.monitor.record(self.path, name, measure(padded, scales, E4M3, GROUP_SIZE))
+        self.traffic.add(0, sent.numel(), 1 - 1 / group.size())
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return add_up(received.unsqueeze(1), torch.empty_like(rows[:1]), factor)

@@ -1,0 +1,306 @@
+"""FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ 3.2).
+
+A shard holds whole rows, so that each rank quantizes its shard without communication. Gathered
+weights stay in FP8 on every rank. The forward's GEMM in compiled code reads them directly: they are
+bit-identical to a BF16 weight quantized by row. The backward dequantizes them. Shards, gradients
+and state dicts remain plain tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from fp8pass import compat
+from fp8pass.compat.data_parallel import (
+    GatheredParameter,
+    allow_writes_to_saved,
+    fsdp_has_run,
+    gathered_parameters,
+    shard_of,
+)
+from fp8pass.distributed.gradient_sums import Traffic
+from fp8pass.distributed.wire import load_kernels
+from fp8pass.graph import dtype_text
+from fp8pass.graph.linear_layers import why_not_of_this_size
+from fp8pass.graph.names import clean_path, first_reasons, warn_about_idle_patterns
+from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+from fp8pass.weights.quantized_parameter import CodedWeight, coded, divided
+
+log = logging.getLogger("fp8pass")
+
+# Dtypes of shards that the quantization kernel reads.
+SHARD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PackedWeights:
+    """FP8 data and scales of matrices [M, K] in one buffer, which is sent as one tensor.
+
+    Attributes:
+        memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then the fp32 scales of all.
+        sizes: bytes of the data of each matrix, then bytes of the scales of each matrix.
+        views: typed views of `memory`: `data`, `scales`, and `parts` for each matrix.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
+        data, scales = [m * k for m, k in shapes], [4 * m for m, _ in shapes]
+        self.sizes = (*data, *scales)
+        self.memory = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
+        of_data, of_scales = self.memory.split([sum(data), sum(scales)])
+        self.views = divided(
+            of_data.view(torch.float8_e4m3fn), of_scales.view(torch.float32), shapes
+        )
+
+
+class ShardKey(NamedTuple):
+    """Device, dtype and shapes of the shards of a module. Modules with equal keys share a buffer.
+
+    The dtype is part of the key because FSDP2 gathers weights of several dtypes together.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[torch.Size, ...]
+
+    @staticmethod
+    def of(shards: Sequence[Tensor]) -> ShardKey:
+        """Return the key of shards, which have one device and one dtype."""
+        return ShardKey(shards[0].device, shards[0].dtype, tuple(x.shape for x in shards))
+
+
+class SendBuffers:
+    """Send buffers that modules with equal shard shapes use in turn.
+
+    Sharing saves the CPU time of allocating and splitting a buffer for every layer.
+    """
+
+    def __init__(self) -> None:
+        self._users: Counter[ShardKey] = Counter()
+        self._buffers: dict[tuple[ShardKey, int], PackedWeights] = {}
+
+    def register(self, key: ShardKey) -> None:
+        """Register a module with such shards."""
+        self._users[key] += 1
+
+    def get(self, key: ShardKey) -> PackedWeights:
+        """Return a buffer that the current stream may overwrite.
+
+        Earlier reads on this stream finish first. Other streams have other buffers.
+        """
+        place = key, compat.stream_of(key.device)
+        if (found := self._buffers.get(place)) is None:
+            found = PackedWeights(key.shapes, key.device)
+            if self._users[key] > 1:  # a single user frees its buffer between gathers
+                self._buffers[place] = found
+        return found
+
+
+class WeightGather:
+    """FSDP2's all-gather extension for the weights of one module.
+
+    FSDP2 calls the extension of each weight in order. The first one sends the FP8 data of all and
+    unpacks what was received; the others send nothing. FSDP2 spends as much CPU time on each tensor
+    as on a kernel launch.
+
+    Attributes:
+        layers: layers of the weights, in FSDP2's order.
+        traffic: counts what is sent.
+        buffers: send buffers.
+        received: the gathered weights, in memory that FSDP2 frees and allocates. None before the
+            first gather.
+    """
+
+    def __init__(self, layers: list[nn.Linear], traffic: Traffic, buffers: SendBuffers) -> None:
+        self.layers, self.traffic, self.buffers = layers, traffic, buffers
+        self.received: PackedWeights | None = None
+        self._shapes = [y.weight.shape for y in layers]
+        key = ShardKey.of(self._shards())
+        self._ranks = self._shapes[0][0] // key.shapes[0][0]
+        buffers.register(key)
+        self._key: ShardKey | None = None
+
+    def _shards(self) -> list[Tensor]:
+        return [shard_of(cast(Any, y.weight)) for y in self.layers]
+
+    def attach(self) -> None:
+        """Attach the extension to the current shards. Gathered weights are skipped."""
+        for i, layer in enumerate(self.layers):
+            weight: Any = layer.weight
+            shard: Any = shard_of(weight) if isinstance(weight, DTensor) else None
+            if shard is not None and not hasattr(shard, "fsdp_pre_all_gather"):
+                shard.fsdp_pre_all_gather = self._make_pre_all_gather(i)
+                shard.fsdp_post_all_gather = self._make_post_all_gather(i)
+                self._key = None
+
+    def _make_pre_all_gather(self, i: int) -> Any:
+        def pre_all_gather(
+            mesh: Any, size: Any, stride: Any, module: nn.Linear, mp_policy: Any
+        ) -> tuple[tuple[Tensor, ...], torch.dtype]:
+            dtype = mp_policy.param_dtype or module.weight.dtype
+            return self._quantize_shards(dtype, mesh.size() - 1) if i == 0 else (), dtype
+
+        # FSDP2 inspects the signature in each gather, which takes longer than all other steps.
+        signature = inspect.signature(pre_all_gather)
+        pre_all_gather.__signature__ = signature  # type: ignore[attr-defined]
+        return pre_all_gather
+
+    def _quantize_shards(self, dtype: torch.dtype, copies: int) -> tuple[Tensor]:
+        shards = self._shards()
+        if self._key is None:  # the shards were replaced
+            self._key = ShardKey.of(shards)
+        packed = self.buffers.get(self._key)
+        self.traffic.add(packed.views.codes.numel(), packed.memory.numel(), copies)
+        coded(shards, dtype, packed.views)
+        return (packed.memory,)
+
+    def _make_post_all_gather(self, i: int) -> Any:
+        def post_all_gather(
+            gathered: tuple[Tensor, ...], dtype: torch.dtype, _: Any, *, out: Any = None
+        ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+            if i == 0:
+                self._receive(gathered[0])
+            if out is not None:  # the weight that was returned before is a view of `received`
+                return None
+            assert self.received is not None
+            owned = (self.received.memory,) if i == 0 else ()
+            return CodedWeight(*self.received.views.parts[i], dtype), owned
+
+        return post_all_gather
+
+    def _receive(self, gathered: Tensor) -> None:
+        """Unpack the buffers of all ranks, uint8 [ranks · B], to `received`, and free them.
+
+        FSDP2 has allocated the memory of `received` again before this call.
+        """
+        if self.received is None:
+            self.received = PackedWeights(self._shapes, gathered.device)
+        unpack(gathered.view(self._ranks, -1), self.received)
+        gathered.untyped_storage().resize_(0)
+
+
+def unpack(gathered: Tensor, whole: PackedWeights) -> None:
+    """Copy packed shards of all ranks, uint8 [ranks, B], to the packed whole weights."""
+    if (kernels := load_kernels(gathered.device)) is not None:
+        return kernels.unpack(gathered, whole.memory, whole.sizes)
+    ranks = len(gathered)
+    pieces = [x.view(ranks, -1) for x in whole.memory.split(whole.sizes)]
+    with torch.no_grad(), allow_writes_to_saved(pieces):
+        sizes = [x.shape[1] for x in pieces]
+        torch.split_with_sizes_copy(gathered, sizes, dim=1, out=pieces)
+
+
+def gather_quantized_weights(
+    model: nn.Module, skip: tuple[str, ...], traffic: Traffic
+) -> tuple[str, ...]:
+    """Make FSDP2 gather the weights of linear layers in FP8. Return the paths of these layers."""
+    reasons = find_reasons_against_fp8(model, skip)
+    gathers: dict[nn.Module, list[WeightGather]] = {}
+    buffers = SendBuffers()
+    # Modules that are sharded together, fully_shard([a, b]), are gathered together.
+    made: dict[tuple[int, torch.dtype], WeightGather] = {}
+    for module in model.modules():
+        together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+        for parameter, layer in _linear_weights(module):
+            if not reasons[layer]:
+                together.setdefault((parameter.group, layer.weight.dtype), []).append(layer)
+        for key, layers in together.items():
+            if key not in made:
+                made[key] = WeightGather(layers, traffic, buffers)
+            gathers.setdefault(module, []).append(made[key])
+    # FSDP2 starts to gather where a forward enters: at the model, or at one of its parts.
+    if gathers and isinstance(model, FSDPModule):
+        gathers[model] = [each for group in gathers.values() for each in group]
+    for module, group in gathers.items():
+        _attach_to_new_shards(module, group)
+    return _log_layers(model, reasons)
+
+
+def _linear_weights(module: nn.Module) -> Iterator[tuple[GatheredParameter, nn.Linear]]:
+    for each in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
+        if isinstance(each.module, nn.Linear) and each.name == "weight":
+            yield each, each.module
+
+
+def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, ...]:
+    """Log how many layers are gathered in FP8, and return their paths."""
+    paths = {m: clean_path(path) for path, m in model.named_modules() if m in reasons}
+    quantized = tuple(path for layer, path in paths.items() if not reasons[layer])
+    others = {path: reasons[layer] for layer, path in paths.items() if reasons[layer]}
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        log.info(
+            "compress: FSDP2 gathers the weights of %d of %d linear layers in FP8%s",
+            *(len(quantized), len(reasons)),
+            "".join(f"; {line}" for line in first_reasons(others, " in high precision: ")),
+        )
+    return quantized
+
+
+def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
+    """Attach now, after loads, and before each forward: loading or moving replaces shards."""
+
+    def attach(*_: Any) -> None:
+        for gather in gathers:
+            gather.attach()
+
+    attach()
+    module.register_load_state_dict_post_hook(attach)
+    module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
+
+
+def why_too_late(modules: Iterable[nn.Module]) -> str:
+    """Return why FSDP2 can no longer be made to gather FP8 weights; '' if it can."""
+    shards = (m for m in modules if isinstance(m, FSDPModule))
+    has_run = any(map(fsdp_has_run, shards))
+    return "the model has run already: call compress before its first forward." if has_run else ""
+
+
+# --- layers whose weights stay in high precision --------------------------------------------------
+
+
+def find_reasons_against_fp8(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Linear, str]:
+    """Return why each linear layer's weight is gathered in high precision; '' if in FP8."""
+    modules = model.named_modules()
+    linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
+    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
+    logits = sizes_of_logits(model)
+    found = dict.fromkeys(linears, "FSDP2 does not gather this weight")
+    for module in model.modules():
+        for parameter, layer in _linear_weights(module):
+            skipped = is_exact(linears[layer], layer, logits, skip)
+            found[layer] = "it is an output head, or skipped" if skipped else _why_not(parameter)
+    return found
+
+
+def _why_not(parameter: GatheredParameter) -> str:
+    weight: Any = parameter.module.weight
+    if not isinstance(weight, DTensor) or weight.dtype not in SHARD_DTYPES:
+        return f"its weight is a {type(weight).__name__} of {dtype_text(weight.dtype)}"
+    if parameter.dtype is not torch.bfloat16:
+        return (
+            f"it computes in {dtype_text(parameter.dtype)}, without fully_shard(..., "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+        )
+    if parameter.resharded_to_fewer_ranks:
+        return "reshard_after_forward is a number of ranks"
+    return why_not_of_this_size(*weight.shape) or _why_not_in_rows(weight)
+
+
+def _why_not_in_rows(weight: DTensor) -> str:
+    """Return why ranks do not hold equally many whole rows of a matrix; '' if they do."""
+    *replicas, shard = weight.placements
+    ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
+    if weight.device.type not in (weight.device_mesh.device_type, "meta"):
+        return f"it is on the {weight.device.type}"
+    if shard != Shard(0) or not all(p.is_replicate() for p in replicas):
+        return "tensor parallelism has sharded it already"
+    if ranks == 1:
+        return "one rank holds all of it"
+    return f"{rows} rows are not divisible by {ranks} ranks" if rows % ranks else ""

@@ -1,0 +1,132 @@
+"""Callbacks for the trainers of Hugging Face and Lightning, shared by `Monitor` and `Guard`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+
+class StepObserver(ABC):
+    """An object that a trainer informs of each optimizer step, through a callback.
+
+    A subclass with `state_dict` and `load_state_dict` has its state in checkpoints.
+    """
+
+    def hugging_face(self) -> Any:
+        """Return a callback for `transformers.Trainer`, which replaces calls to `step()`.
+
+        A Guard sees the loss and gradient norm that the Trainer logs: set `logging_steps` to 1 or a
+        few. Its state is in checkpoints, and is restored with `TrainingArguments(
+        restore_callback_states_from_checkpoint=True)`.
+
+        Raises:
+            ImportError: transformers is not installed.
+        """
+        return make_trainer_callback(self)
+
+    def lightning(self) -> Any:
+        """Return a callback for Lightning's `Trainer`, which replaces calls to `step()`.
+
+        The state of a Guard is in checkpoints.
+
+        Raises:
+            ImportError: neither `lightning` nor `pytorch_lightning` is installed.
+        """
+        return make_lightning_callback(self)
+
+    @abstractmethod
+    def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
+        """Start watching a training that has done `steps` optimizer steps."""
+
+    @abstractmethod
+    def _end_step(self, loss: Any, gradient_norm: Any) -> None:
+        """Count an optimizer step, while its gradients exist. Either argument may be None."""
+
+
+def make_trainer_callback(observer: Any) -> Any:
+    """Return a `transformers.TrainerCallback` that informs `observer`."""
+    library = _import_first("transformers")
+    states = _import_first("transformers.trainer_callback")
+
+    class TrainerStepCallback(library.TrainerCallback):  # type: ignore[name-defined]
+        logged: Mapping[str, float] = {}
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = kwargs.get("optimizer")
+            optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+            observer._begin(kwargs.get("model"), optimizer, state.global_step)
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            if logs and "loss" in logs:
+                self.logged = logs
+
+        # Called after the step and before zero_grad().
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            logs, self.logged = self.logged, {}
+            observer._end_step(logs.get("loss"), logs.get("grad_norm"))
+
+    if not hasattr(observer, "state_dict"):
+        return TrainerStepCallback()
+
+    class TrainerGuardCallback(TrainerStepCallback, states.ExportableState):  # type: ignore[name-defined]
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"guarded": observer.state_dict()}}
+
+        @property
+        def guarded(self) -> dict[str, Any]:
+            return observer.state_dict()
+
+        @guarded.setter
+        def guarded(self, state: Mapping[str, Any]) -> None:
+            observer.load_state_dict(state)
+
+    return TrainerGuardCallback()
+
+
+def make_lightning_callback(observer: Any) -> Any:
+    """Return a `Callback` of Lightning that informs `observer`."""
+    library = _import_first("lightning.pytorch", "pytorch_lightning")
+
+    class LightningStepCallback(library.Callback):  # type: ignore[name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.seen = trainer.global_step
+            observer._begin(pl_module, trainer.optimizers[0], self.seen)
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            # With gradient accumulation only the last batch ends a step.
+            if trainer.global_step != self.seen:
+                self.seen = trainer.global_step
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+                observer._end_step(loss, None)
+
+    if not hasattr(observer, "state_dict"):
+        return LightningStepCallback()
+
+    # Lightning stores states by class, so each kind of observer has its own.
+    class LightningGuardCallback(LightningStepCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return observer.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            observer.load_state_dict(state_dict)
+
+    return LightningGuardCallback()
+
+
+def _import_first(*modules: str) -> Any:
+    """Return the first module that can be imported."""
+    for module in modules:
+        try:
+            return import_module(module)
+        except ImportError as error:
+            failure = error
+    names = [m.partition(".")[0].replace("_", "-") for m in modules]
+    raise ImportError(
+        f"This callback needs {' or '.join(names)}: pip install {names[0]}"
+    ) from failure

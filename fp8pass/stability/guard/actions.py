@@ -1,0 +1,252 @@
+"""Responses to alarms: a lower learning rate, high precision, the last good weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass.config import ConfigError
+from fp8pass.optim.backward import steps_in_backward
+from fp8pass.stability.guard.snapshots import Snapshots
+from fp8pass.stability.monitor import Monitor
+
+LOWER_LR, HIGH_PRECISION, ROLL_BACK = ACTIONS = ("lower lr", "high precision", "roll back")
+
+Done = tuple[str, str]  # kind and message of an event
+
+
+class Actions:
+    """The actions that a user allows.
+
+    Lasting actions start in the given order, each if the ones before were not enough. After the
+    last one the learning rate is lowered further each time. They end after `hold` steps. If an
+    alarm follows soon, they start at the level where they ended, and last twice as long.
+
+    Args:
+        act: the actions.
+        factor: factor of learning rates.
+        hold: duration of lasting actions, in steps.
+        quiet: steps without an alarm after which a snapshot is trusted, and after which the next
+            alarm starts at the first action again.
+        monitor: the Monitor that switches graphs to high precision.
+
+    Raises:
+        ConfigError: an action is unknown, or not possible.
+    """
+
+    def __init__(
+        self, act: tuple[str, ...], factor: float, hold: int, quiet: int, monitor: Monitor | None
+    ) -> None:
+        if unknown := [a for a in act if a not in ACTIONS]:
+            listed = ", ".join(map(repr, ACTIONS))
+            raise ConfigError(f"Unknown action act={unknown[0]!r}. Actions are {listed}.")
+        if HIGH_PRECISION in act and not (monitor and monitor.fallback):
+            raise ConfigError(
+                "act='high precision' needs the layers to switch: give Guard and the backend the "
+                "same monitor=fp8pass.Monitor(fallback=('*',)). '*' matches all layers."
+            )
+        self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
+        self._monitor = monitor
+        self._lasting = tuple(a for a in act if a != ROLL_BACK)
+        self._level = 0  # number of lasting actions, plus how often the rate was lowered further
+        self._times = 0  # how often lasting actions started in a row
+        self._until: int | None = None  # the step that ends lasting actions
+        self._quiet_since = 0  # last step with an alarm or a lasting action
+        self._rate: LowerRate | None = None
+        self._has_stepped = False
+        self._snapshots = Snapshots(quiet)
+        self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Set the model and optimizer to act on.
+
+        Raises:
+            ConfigError: an action is not possible with them.
+        """
+        if self.act and _count_ranks() > 1:
+            raise ConfigError(
+                f"act={self.act!r} needs a training with one process, because ranks would decide "
+                "independently. Leave it out: warnings work on every rank."
+            )
+        self._check_steps(optimizer)
+        if self._rate is not None:
+            self._rate.close()
+        self._training = model, optimizer
+        self._rate = LowerRate(optimizer) if LOWER_LR in self.act else None
+        self._apply()
+
+    @property
+    def active(self) -> bool:
+        """Whether lasting actions are on."""
+        return self._until is not None
+
+    @property
+    def rate_factor(self) -> float:
+        """The current factor of learning rates."""
+        lowers = LOWER_LR in self._lasting[: self._level] and self.active
+        return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
+
+    def begin(self, step: int) -> Iterator[Done]:
+        """Start lasting actions, or add the next one to those that are on."""
+        if not self._lasting:
+            return
+        if self.active or self._level == 0:
+            self._level += 1
+        if not self.active:
+            self._times += 1
+        steps = self.hold << (self._times - 1)
+        self._until = step + steps
+        self._apply()
+        for action in self._lasting[: self._level]:
+            yield action, f"{self._describe(action)} for {steps} steps"
+
+    def roll_back(self) -> int | None:
+        """Restore the last good snapshot. Return its step, or None without one."""
+        good = self._snapshots.good
+        if good is None or self._training is None:
+            return None
+        good.restore(*self._training)
+        return good.step
+
+    def follow_trained(self, names: Collection[str]) -> None:
+        """Include parameters that are trained from the next step on."""
+        if self._training is not None:
+            self._snapshots.add(self._training[0], names)
+
+    def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
+        """After each step: end actions that are over, and take snapshots in quiet steps."""
+        if self._training is not None and not self._has_stepped:
+            self._check_steps(self._training[1])  # optim.attach may have come after `bind`
+        self._has_stepped = True
+        rolls_back = ROLL_BACK in self.act and self._training is not None
+        if self._until is not None and step >= self._until:
+            self._until = None
+            self._apply()
+            if not alarmed and rolls_back and self._training is not None:
+                # These weights are good, and the steps after the action are a trial.
+                self._snapshots.keep(step, *self._training)
+            for action in self._lasting[: self._level]:
+                yield f"end of {action}", "its time is over"
+        if alarmed or self._until is not None:
+            self._quiet_since = step
+        if alarmed:
+            self._snapshots.distrust()
+        elif rolls_back and self._training is not None:
+            self._snapshots.tend(step, *self._training)
+        if step - self._quiet_since >= self.quiet:
+            self._level = self._times = 0
+
+    def close(self) -> None:
+        """End all actions, and remove the hooks from the optimizer."""
+        self._until = None
+        self._apply()
+        if self._rate is not None:
+            self._rate.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of lasting actions, for a checkpoint; no snapshots."""
+        return {
+            "level": self._level,
+            "times": self._times,
+            "until": self._until,
+            "quiet_since": self._quiet_since,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the lasting actions of a checkpoint."""
+        self._level, self._times = state["level"], state["times"]
+        self._until, self._quiet_since = state["until"], state["quiet_since"]
+        self._apply()
+
+    def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if LOWER_LR in self.act and steps_in_backward(optimizer):
+            raise ConfigError(
+                "act='lower lr' changes rates in optimizer.step(), which does nothing where "
+                "fp8pass.optim.attach updates in the backward. Leave out one of the two."
+            )
+
+    def _describe(self, action: str) -> str:
+        if action == LOWER_LR:
+            return f"learning rates ×{self.rate_factor:.3g}"
+        return f"layers {', '.join(self._monitor.fallback if self._monitor else ())}"
+
+    def _apply(self) -> None:
+        if self._rate is not None:
+            self._rate.factor = self.rate_factor
+        if self._monitor is not None and HIGH_PRECISION in self.act:
+            on = HIGH_PRECISION in self._lasting[: self._level]
+            self._monitor.falls_back = self.active and on
+
+
+def _count_ranks() -> int:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size()
+
+
+class LowerRate:
+    """Multiplies learning rates by a factor within the steps of an optimizer.
+
+    Between steps the rates are those of the user's schedule, so that nothing needs to be restored.
+
+    Attributes:
+        factor: the factor; 1 leaves learning rates unchanged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = 1.0
+        self._optimizer = optimizer
+        self._rates: list[Any] | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._lower),
+            optimizer.register_step_post_hook(self._restore),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_post_hook(self._forget),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._restore(self._optimizer)
+
+    def _lower(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._restore(optimizer)  # the last step may have ended with an error
+        if self.factor == 1:
+            return
+        groups = optimizer.param_groups
+        self._rates = [_copy(group["lr"]) for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):  # groups may share a tensor
+            _set_rate(group, rate * self.factor)
+
+    def _restore(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._rates is None:
+            return
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            _set_rate(group, rate)
+        self._rates = None
+
+    def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put the schedule's rates into a checkpoint, which may be saved within a step."""
+        if self._rates is not None:
+            for group, rate in zip(state_dict["param_groups"], self._rates, strict=True):
+                group["lr"] = _copy(rate)
+
+    def _forget(self, _: torch.optim.Optimizer) -> None:
+        """Keep the rates of a loaded checkpoint, also after a step that failed."""
+        self._rates = None
+
+
+def _copy(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].copy_(rate)  # in place, because a CUDA graph reads this tensor
+    else:
+        group["lr"] = rate

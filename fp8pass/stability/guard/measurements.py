@@ -1,0 +1,239 @@
+"""Measurements of a training, which reach the host without a wait for the device.
+
+`ParameterNorms` measures parameters, gradients and changes. `LossScale` removes the factor of a
+`GradScaler` from gradient norms. `Readings` keeps numbers on the device for some steps, copies them
+to the host together, and returns them in a later step, when the copy is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fp8pass import compat, graph
+from fp8pass.optim.adamw import AdamW
+from fp8pass.optim.shards import local, whole
+from fp8pass.stability.guard.past import Numbers
+from fp8pass.weights.quantized_parameter import CodedWeight
+
+SAMPLE = 1024  # elements of a parameter that are compared with the last reading
+ABSENT = -1.0  # stands for a number that does not exist
+
+
+class ParameterNorms:
+    """Norms of the trained parameters of a model, of their gradients, and of their changes.
+
+    A change is measured on up to `SAMPLE` evenly spread elements of a parameter, since the last
+    measurement. A second copy of all weights is not needed.
+
+    Attributes:
+        trained: names in the model of the parameters that require a gradient.
+        names: module path and parameter name of each of them.
+        gradients_seen: whether any parameter had a gradient in the last measurement.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trained = trained_names(model)
+        parameters = dict(model.named_parameters())
+        named = [(graph.clean_path(name), parameters[name]) for name in self.trained]
+        self.names = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n, _ in named]
+        self.gradients_seen = False
+        self._parameters = [p for _, p in named]
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """Return fp32 [3, parameters]: norms of weights and of gradients, and relative changes.
+
+        `ABSENT` stands for a missing gradient and for the first change. Of sharded weights, this
+        rank's shard is measured. Of quantized weights the scales of the rows are measured, because
+        the FP8 data may be in host memory, or on its way there.
+        """
+        weights = [p.scales if isinstance(p, CodedWeight) else local(p) for p in self._parameters]
+        samples = [_take_sample(w) for w in weights]
+        absent = weights[0].new_full((), ABSENT, dtype=torch.float32)
+        changes = [absent] * len(samples)
+        if self._before:
+            moved = compat.foreach_sub(samples, self._before)
+            pairs = zip(_compute_norms(moved), _compute_norms(samples), strict=True)
+            changes = [change / size for change, size in pairs]
+        self._before = [sample.clone() for sample in samples]
+        rows = _compute_norms(weights), self._measure_gradients(absent), changes
+        device = absent.device
+        return torch.stack(
+            [torch.stack([x.to(device, non_blocking=True) for x in row]) for row in rows]
+        )
+
+    def forget(self) -> None:
+        """Forget the last weights. Call it when they were set from outside of the training."""
+        self._before = []
+
+    def _measure_gradients(self, absent: Tensor) -> list[Tensor]:
+        gradients = [p.grad for p in self._parameters]
+        dense = [local(g) for g in gradients if g is not None and not g.is_sparse]
+        self.gradients_seen = bool(dense)
+        norms = iter(_compute_norms(dense))
+        return [absent if g is None or g.is_sparse else next(norms) for g in gradients]
+
+
+def trained_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters that require a gradient."""
+    return tuple(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _compute_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not tensors:
+        return []
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+    wide = any(x.dtype == torch.float64 for x in real)  # PyTorch refuses to reduce fp64 in fp32
+    dtype = torch.float64 if wide else torch.float32
+    return [x.float() for x in compat.foreach_norm(real, 2, dtype=dtype)]
+
+
+def _take_sample(weight: Tensor) -> Tensor:
+    elements = weight.detach().reshape(-1)
+    return elements[:: max(1, elements.numel() // SAMPLE)][:SAMPLE]
+
+
+class LossScale:
+    """The factor that `torch.amp.GradScaler` left in the gradients of the last step.
+
+    GradScaler divides gradients before the step, or lets the optimizer do it
+    (`_step_supports_amp_scaling`), which reads the factor and the result of the finiteness check
+    from its attributes. PyTorch's fused optimizers then divide the gradients in place, unless they
+    are not finite. `fp8pass.optim.AdamW` leaves them scaled.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._factor: Tensor | None = None
+        self._skipped: Tensor | None = None
+        self._leaves_factor = isinstance(optimizer, AdamW)
+        self._handle = optimizer.register_step_pre_hook(self._read)
+
+    def unscale(self, norms: Tensor) -> Tensor:
+        """Return gradient norms without the factor; `ABSENT` if the step was skipped."""
+        present = norms != ABSENT
+        if self._factor is not None:
+            norms = norms / self._factor.to(norms.device)
+        if self._skipped is not None:
+            present &= self._skipped.to(norms.device) == 0
+        return torch.where(present, norms, ABSENT)
+
+    def close(self) -> None:
+        """Remove the hook from the optimizer."""
+        self._handle.remove()
+
+    def _read(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        factor = getattr(optimizer, "grad_scale", None)
+        self._factor = factor if self._leaves_factor else None
+        self._skipped = getattr(optimizer, "found_inf", None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Measurements of some steps, on the host.
+
+    Attributes:
+        step: the last of these steps.
+        losses: losses of the steps that had one.
+        gradient_norms: gradient norms of the steps that had one.
+        norms: [3, parameters], see `ParameterNorms.measure`, of the last of these steps.
+    """
+
+    step: int
+    losses: Numbers
+    gradient_norms: Numbers
+    norms: Numbers
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Numbers on their way to the host.
+
+    Attributes:
+        numbers: losses and gradient norms, NaN where the value is on the device.
+        on_device: indices of these values.
+        host: the norms of parameters, then the values that were on the device.
+    """
+
+    step: int
+    losses: int
+    numbers: Numbers
+    on_device: list[int]
+    host: Tensor
+    arrival: torch.cuda.Event | None
+
+
+class Readings:
+    """Collects numbers on the device, and returns them when they have arrived on the host."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor | float] = []
+        self._gradient_norms: list[Tensor | float] = []
+        self._transfers: deque[_Transfer] = deque()
+
+    def add(self, loss: Tensor | float | None, gradient_norm: Tensor | float | None) -> None:
+        """Add the numbers of a step. Tensors are copied, because a CUDA graph may overwrite them.
+
+        Raises:
+            ValueError: a tensor has more or less than one element.
+        """
+        for value, values in ((loss, self._losses), (gradient_norm, self._gradient_norms)):
+            if isinstance(value, Tensor):
+                value = whole(value)
+                if value.numel() != 1:
+                    raise ValueError(
+                        "Guard takes the loss and the gradient norm of a step as one number each, "
+                        f"got a tensor of shape {tuple(value.shape)}. Pass its mean."
+                    )
+                values.append(value.detach().to(torch.float32, copy=True))
+            elif value is not None:
+                values.append(float(value))
+
+    def send(self, step: int, norms: Tensor) -> None:
+        """Start to copy the added numbers to the host, with the norms of this step."""
+        values = [*self._losses, *self._gradient_norms]
+        on_device = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
+        numbers = np.array([math.nan if isinstance(x, Tensor) else x for x in values])
+        parts = [norms, *(x for x in values if isinstance(x, Tensor))]
+        parts = [x.to(norms.device, non_blocking=True).reshape(-1) for x in parts]
+        host, arrival = _start_copy(torch.cat(parts))
+        losses = len(self._losses)
+        self._transfers.append(_Transfer(step, losses, numbers, on_device, host, arrival))
+        self._losses, self._gradient_norms = [], []
+
+    def collect(self) -> Iterator[Reading]:
+        """Yield the readings that have arrived. Does not wait."""
+        while self._transfers:
+            sent = self._transfers[0]
+            if sent.arrival is not None and not sent.arrival.query():
+                return
+            self._transfers.popleft()
+            found = np.asarray(sent.host, dtype=float)
+            norms = found[: len(found) - len(sent.on_device)]
+            sent.numbers[sent.on_device] = found[len(norms) :]
+            losses, gradient_norms = np.split(sent.numbers, [sent.losses])
+            yield Reading(sent.step, losses, gradient_norms, norms.reshape(3, -1))
+
+    def drop(self) -> None:
+        """Drop unread numbers, which belong to other weights."""
+        self._losses, self._gradient_norms = [], []
+        self._transfers.clear()
+
+
+def _start_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a copy in host memory, and the event of its completion."""
+    if x.device.type != "cuda":
+        return x, None
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(x.device))
+    return host, arrival

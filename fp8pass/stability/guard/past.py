@@ -1,0 +1,177 @@
+"""Comparison of numbers with their own past.
+
+`Trend` follows one number that is measured often, `History` a row of numbers, one for each tensor.
+Both use medians, so that single outliers have no effect, and measure distances in units of noise:
+the median distance from the median, times 1.4826 as for a normal distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+
+NORMAL = 1.4826  # standard deviations per median distance of a normal distribution
+LEAST_ROWS = 8  # rows of a history before its first comparison
+REFRESH = 4  # rows until medians are recomputed, which takes most of the time
+
+
+@dataclass(frozen=True)
+class Rise:
+    """The rise of a number.
+
+    Attributes:
+        now: median of the recent numbers.
+        before: lowest median of a block of the past; NaN if the past is too short.
+        deviations: the rise in robust standard deviations; 0 if the past is too short.
+    """
+
+    now: float
+    before: float
+    deviations: float
+
+    @property
+    def difference(self) -> float:
+        """The rise in units of the number; 0 if the past is too short."""
+        return self.now - self.before if math.isfinite(self.before) else 0.0
+
+
+class Trend:
+    """The past of one number.
+
+        ........................................ | ........
+        past, in blocks of equal length            recent
+
+    It compares the median of the recent numbers with the lowest median of a block. A falling loss
+    stays below all of them, and a slowly rising loss does not raise its own reference.
+
+    Args:
+        recent: how many of the last numbers are compared with the past.
+        block: length of a block.
+        blocks: maximum number of blocks; a comparison needs two.
+        floor: least noise, in units of the number.
+
+    Attributes:
+        frozen: whether new numbers stay out of the past.
+    """
+
+    def __init__(self, recent: int, block: int, blocks: int, floor: float) -> None:
+        self.block, self.floor = block, floor
+        self.frozen = False
+        self._recent: deque[float] = deque(maxlen=recent)
+        self._past: deque[float] = deque(maxlen=block * blocks)
+
+    def extend(self, values: Iterable[float]) -> None:
+        """Add the finite numbers of `values`."""
+        for value in filter(math.isfinite, values):
+            if len(self._recent) == self._recent.maxlen and not self.frozen:
+                self._past.append(self._recent[0])
+            self._recent.append(float(value))
+
+    def rise(self) -> Rise:
+        """Compare the recent numbers with the past."""
+        now = float(np.median(self._recent)) if self._recent else math.nan
+        whole = len(self._past) // self.block
+        if whole < 2 or len(self._recent) < (self._recent.maxlen or 0):
+            return Rise(now, math.nan, 0.0)
+        past = np.array(self._past)[-whole * self.block :].reshape(whole, self.block)
+        medians = np.median(past, axis=1, keepdims=True)
+        noise = max(NORMAL * float(np.median(np.abs(past - medians))), self.floor)
+        before = float(medians.min())
+        return Rise(now, before, (now - before) / noise)
+
+    def forget(self, *, recent: bool = False) -> None:
+        """Forget all numbers, or with `recent` only the recent ones."""
+        self._recent.clear()
+        if not recent:
+            self._past.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers, for a checkpoint."""
+        return {"recent": list(self._recent), "past": list(self._past), "frozen": self.frozen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the numbers of a checkpoint."""
+        self.forget()
+        self._recent.extend(state["recent"])
+        self._past.extend(state["past"])
+        self.frozen = state["frozen"]
+
+
+class History:
+    """The past of a row of numbers, each compared with its own median.
+
+    Args:
+        floor: least noise of a number.
+        window: maximum number of rows.
+        least: number of rows before the first comparison.
+
+    Attributes:
+        frozen: whether new rows stay out of the past.
+    """
+
+    def __init__(self, floor: float, window: int = 40, least: int = LEAST_ROWS) -> None:
+        self.floor, self.least = floor, least
+        self.frozen = False
+        self._rows: deque[Numbers] = deque(maxlen=window)
+        self._rows_until_refresh = 0
+        self._center: Numbers = np.empty(0)
+        self._noise: Numbers = np.empty(0)
+
+    def push(self, row: Numbers) -> None:
+        """Add a row, with NaN for missing numbers. A row of NaN alone is ignored."""
+        if self.frozen or np.isnan(row).all():
+            return
+        if self._rows and self._rows[-1].shape != row.shape:
+            self.forget()
+        self._rows.append(row)
+        self._rows_until_refresh -= 1
+
+    def jumps(self, row: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the distance of each number from its median, also in robust standard deviations.
+
+        Both are 0 where the past is too short or a number is not finite.
+        """
+        if len(self._rows) < self.least or self._rows[-1].shape != row.shape:
+            return np.zeros_like(row), np.zeros_like(row)
+        if self._rows_until_refresh <= 0:
+            self._summarize()
+        change = row - self._center
+        change[~np.isfinite(change)] = 0.0
+        return change, change / self._noise
+
+    def forget(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
+        self._rows_until_refresh = 0
+
+    def _summarize(self) -> None:
+        past = np.stack(self._rows)
+        self._center = np.median(past, axis=0)  # NaN for a number that was missing once
+        with np.errstate(invalid="ignore"):
+            distance = np.median(np.abs(past - self._center), axis=0)
+        self._noise = np.fmax(NORMAL * distance, self.floor)
+        self._rows_until_refresh = REFRESH
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows, for a checkpoint."""
+        return {"rows": [row.tolist() for row in self._rows], "frozen": self.frozen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the rows of a checkpoint."""
+        self.forget()
+        self._rows.extend(np.array(row, dtype=float) for row in state["rows"])
+        self.frozen = state["frozen"]
+
+
+def logs(values: Numbers) -> Numbers:
+    """Return natural logarithms; NaN for numbers that are not positive and finite."""
+    positive = np.isfinite(values) & (values > 0)
+    return np.log(np.where(positive, values, np.nan))
