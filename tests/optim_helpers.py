@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.optim import groups
-from fp8pass.optim.groups import decode
+from fp8pass.optim.formats import Quantized, dequantize, moment_format
 from fp8pass.optim.slots import state_key, to_rows
-from fp8pass.optim.state_formats import moment_format
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))
@@ -66,8 +64,8 @@ def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
     format, size = moment_format(group[option], signed=signed), group["group_size"]
     state = optimizer.state[p]
     parts = [state[state_key(name, format, part)] for part in format.parts]
-    rows_ = to_rows(state[state_key(name, format)], size, format.stored)
-    return decode(groups.Stored(rows_, *parts), format).reshape(-1)[: p.numel()]
+    rows_ = to_rows(state[state_key(name, format)], size, format.storage_dtype)
+    return dequantize(Quantized(rows_, *parts), format).reshape(-1)[: p.numel()]
 
 
 def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Triton kernels that add gradients to sums in groups, and sums to gradients: see `sums.py`."""
+"""Triton kernels that add gradients to quantized sums, and such sums to gradients (`sums.py`)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
 from fp8pass.dialect.triton_functions import largest
-from fp8pass.optim.groups import EXPONENT_BITS, Stored
+from fp8pass.optim.formats import EXPONENT_BITS, Quantized, StateFormat
 from fp8pass.optim.rounding import (
     FIRST_FACTOR,
     FOLDED_FACTORS,
     SECOND_FACTOR,
     SumStamp,
-    wrapped,
+    wrap_to_int32,
 )
-from fp8pass.optim.state_formats import StateFormat
 
 GROUP_SIZE = 128
-# Groups of a program: eight numbers a thread.
+# Groups of a program: each thread has eight numbers.
 GROUPS, WARPS = 8, 4
 
 _MIXING, _MIXING_AGAIN = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
@@ -34,30 +33,30 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _mix(x):
-    """As `rounding.mix`."""
+    """Hash int32, as `rounding.mix` does."""
     x = (x ^ (x >> 16 & 0xFFFF)) * _MIXING
     x = (x ^ (x >> 15 & 0x1FFFF)) * _MIXING_AGAIN
     return x ^ (x >> 16 & 0xFFFF)
 
 
 @triton.jit
-def _folded(x, FACTOR: tl.constexpr):
-    """The halves of a product of 64 bits, folded."""
+def _fold(x, FACTOR: tl.constexpr):
+    """Return the exclusive or of the halves of a 64-bit product."""
     factor = tl.full((1, 1), FACTOR, tl.uint32)
     return tl.umulhi(x, factor) ^ (x * factor)
 
 
 @triton.jit
 def _random_bits(key, element):
-    """As `rounding.random_bits`."""
+    """Return the same bits as `rounding.random_bits`."""
     x = key.to(tl.uint32, bitcast=True) + (element >> 1).to(tl.uint32)
-    x = _folded(_folded(x, _FOLDING), _FOLDING_AGAIN)
+    x = _fold(_fold(x, _FOLDING), _FOLDING_AGAIN)
     return tl.where(element & 1 == 0, x, (x >> 16) | (x << 16))
 
 
 @triton.jit
-def _dithered(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
-    """As `groups._dithered`: rounded stochastically to the numbers of a float format."""
+def _round(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
+    """Round stochastically to the numbers of a float format, as `formats.quantize` does."""
     magnitude = tl.abs(x)
     binade = (magnitude.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * 2.0**-MANTISSA, MIN)
@@ -90,7 +89,7 @@ def _add_to(
     coded = x * tl.div_rn(1.0, scale)[:, None]
     key = _mix(_mix(_mix(seed) + number) + tl.load(step).to(tl.int32))
     bits = _random_bits(_mix(key + count), first + element)
-    coded = _dithered(coded, bits, MANTISSA, MIN)
+    coded = _round(coded, bits, MANTISSA, MIN)
     coded = tl.minimum(tl.maximum(coded, -MAX), MAX)
     tl.store(codes + element, coded.to(codes.dtype.element_ty), of_sum[:, None])
     tl.store(scales + group, scale.to(tl.bfloat16), of_sum)
@@ -109,25 +108,25 @@ def _add_from(gradient, codes, scales, length, SIZE: tl.constexpr, GROUPS: tl.co
 
 
 def add_to(
-    sum_: Stored, gradient: Tensor, format: StateFormat, stamp: SumStamp, first: int
+    sum_: Quantized, gradient: Tensor, format: StateFormat, stamp: SumStamp, first: int
 ) -> None:
-    """`sums.add_to` for formats whose codes are floats."""
-    codes, scales, _ = sum_
+    """Run `sums.add_to` for formats whose codes are floats."""
+    data, scales, _ = sum_
     with _device(gradient):
         _add_to[_grid(gradient)](
-            gradient, codes.view(format.dtype), scales,
-            wrapped(stamp.seed), stamp.number, stamp.step, stamp.count, first, len(gradient),
+            gradient, data.view(format.dtype), scales,
+            wrap_to_int32(stamp.seed), stamp.number, stamp.step, stamp.count, first, len(gradient),
             SIZE=GROUP_SIZE, GROUPS=GROUPS, BEGUN=stamp.count > 1,
             MAX=format.max, MIN=format.min, MANTISSA=format.mantissa, num_warps=WARPS,
         )  # fmt: skip
 
 
-def add_from(sum_: Stored, gradient: Tensor, format: StateFormat) -> None:
-    """`sums.add_from` for formats whose codes are floats."""
-    codes, scales, _ = sum_
+def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
+    """Run `sums.add_from` for formats whose codes are floats."""
+    data, scales, _ = sum_
     with _device(gradient):
         _add_from[_grid(gradient)](
-            gradient, codes.view(format.dtype), scales, len(gradient),
+            gradient, data.view(format.dtype), scales, len(gradient),
             SIZE=GROUP_SIZE, GROUPS=GROUPS, num_warps=WARPS,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8pass.optim import fused, kernel, streamed
+from fp8pass.optim import fused, kernel
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -16,7 +16,7 @@ def path(request, monkeypatch):
         if torch.cuda.is_available():
             pytest.skip("has a GPU: the interpreter is off")
         monkeypatch.setattr(fused, "why_not", lambda device: None)
-        for module in (fused, kernel, streamed):  # the interpreter computes whole chunks
+        for module in (fused, kernel):  # the interpreter computes whole chunks
             monkeypatch.setattr(module, "CHUNK", kernel.TILE)
     kernel.kernel.cache_clear()
     yield request.param

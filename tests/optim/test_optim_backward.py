@@ -15,8 +15,8 @@ from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import fp8pass
-from fp8pass.optim import AdamW, attach, host
-from fp8pass.optim.staging import Staging
+from fp8pass.optim import AdamW, attach
+from fp8pass.optim.offload import Staging
 from fp8pass.optim.sums import Accumulated
 
 
@@ -74,7 +74,7 @@ def test_gradients_add_up_in_bytes(buffer):
         assert all(p.grad is None for p in model.parameters())
         sums = list(attached.accumulated.values())
         if number < 2:
-            assert all(x.stored.codes.dtype == torch.uint8 for sum_ in sums for x in sum_.pieces)
+            assert all(x.stored.data.dtype == torch.uint8 for sum_ in sums for x in sum_.pieces)
             assert all(state["step"] == 0 for state in optimizer.state.values())
     assert not any(sum_.pieces for sum_ in sums)
     error = {"e4m3": 0.04, "e5m2": 0.08, "de8": 0.03}[buffer]
@@ -158,7 +158,7 @@ def trained_by_branches(used, offload=None):
 
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
 def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     used = [(True, False), (True, True), (False, True), (False, False), (True, True), (True,)]
     moved, model = trained_by_branches(used, offload)
     want, plain = trained_by_branches(used)
@@ -196,7 +196,7 @@ def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
     attached = attach(model, AdamW(model.parameters()), accumulate=accumulate)
     next(losses(model, 1)).backward()
     sums = attached.accumulated.values()
-    assert {piece.stored.codes.dtype for sum_ in sums for piece in sum_.pieces} == {dtype}
+    assert {piece.stored.data.dtype for sum_ in sums for piece in sum_.pieces} == {dtype}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -207,7 +207,7 @@ def test_what_is_attached_is_not_attached_again(accumulate):
     for other in (optimizer, AdamW(model.parameters())):
         with pytest.raises(fp8pass.ConfigError, match=r"already .*: 0\.weight.*detach\(\)"):
             attach(model, other, accumulate=accumulate)
-    with pytest.raises(fp8pass.ConfigError, match="attached already"):
+    with pytest.raises(fp8pass.ConfigError, match="already attached"):
         attach(model[2], AdamW(model[2].parameters()))
     next(losses(model, 1)).backward()
     attached.detach()
@@ -285,8 +285,8 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
     assert all(p.grad is None for p in model.parameters())
     same_state(optimizer, after)
     (message,) = (r.getMessage() for r in caplog.records)
-    assert "failed after 4 of 6 gradients: 4 parameters have been updated" in message
-    assert "Sums" not in message
+    assert "failed after 4 of 6 gradients: it updated 4 parameters" in message
+    assert "sums" not in message
 
 
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
@@ -294,7 +294,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
 def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     failed, offload, failing, caplog, monkeypatch
 ):
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     model = model_that_fails()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
     attached = attach(model, optimizer, accumulate=3)
@@ -303,7 +303,7 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     with failing():
         next(losses(model, 1)).backward()
     assert {sum_.count for sum_ in attached.accumulated.values()} == {0}
-    assert "the next backward is the first of new ones" in caplog.text
+    assert "All sums of gradients restart" in caplog.text
     resumed = model_that_fails()
     resumed.load_state_dict(model.state_dict())
     again = AdamW(resumed.parameters(), lr=0.01, offload=offload)
@@ -316,7 +316,7 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
 
 
 def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     waited = []
     monkeypatch.setattr(Staging, "abandon", lambda self: waited.append("abandon"))
     monkeypatch.setattr(Staging, "join", lambda self: waited.append("join"))
@@ -343,7 +343,7 @@ def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, c
         with pytest.raises(torch.OutOfMemoryError):
             next(losses(model, 1)).backward()
     assert all(p.grad is None for p in model.parameters())
-    assert "failed after 1 of 6 gradients: 0 parameters have been updated" in caplog.text
+    assert "failed after 1 of 6 gradients: it updated 0 parameters" in caplog.text
 
 
 def test_a_step_that_fails_is_waited_for(monkeypatch):
@@ -487,7 +487,9 @@ def test_parameters_that_no_update_takes_are_refused(change, accumulate):
     change(model)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
-        with pytest.raises(fp8pass.ConfigError, match=r"that no update takes: .*add_param_group"):
+        with pytest.raises(
+            fp8pass.ConfigError, match=r"not update these parameters: .*add_param_group"
+        ):
             next(losses(model, 1)).backward()
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name])

@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from optim_helpers import run, set_gradients
 from torch import Tensor, nn
 
-from fp8pass.optim import PRESETS, AdamW, groups
-from fp8pass.optim.groups import MAX_POWER, MIN_POWER, decode, encode
+from fp8pass.optim import PRESETS, AdamW
+from fp8pass.optim.formats import (
+    MAX_POWER,
+    MIN_POWER,
+    MOMENT_FORMATS,
+    PLAIN,
+    Quantized,
+    dequantize,
+    dynamic_values,
+    moment_format,
+    quantize,
+)
 from fp8pass.optim.options import STATE_ROUNDINGS
-from fp8pass.optim.state_formats import MOMENT_FORMATS, PLAIN, dynamic_values, moment_format
 
 GROUPED = tuple(name for name in MOMENT_FORMATS if name not in PLAIN)
 EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))
@@ -55,8 +64,8 @@ def largest_step(format) -> float:
 def test_errors_are_those_of_the_format(name, signed, data):
     format = moment_format(name, signed=signed)
     x = data.draw(rows(signed))
-    stored = encode(x, format)
-    y = decode(stored, format)
+    stored = quantize(x, format)
+    y = dequantize(stored, format)
     assert (y.sign() * x.sign() >= 0).all()
     if not signed:
         assert torch.equal(y == 0, x == 0)
@@ -77,7 +86,7 @@ def test_errors_are_those_of_the_format(name, signed, data):
 def test_expansion_maps_a_groups_range_to_the_formats(name, signed, data):
     format = moment_format(name, signed=signed)
     x = data.draw(rows(signed)).double().abs()
-    stored = encode(x.float(), format)
+    stored = quantize(x.float(), format)
     power = stored.power.double()
     high, low = x.amax(-1), torch.where(x == 0, torch.inf, x).amin(-1)
     span = (high / low).log2()
@@ -98,11 +107,13 @@ def test_expansion_maps_a_groups_range_to_the_formats(name, signed, data):
 def test_expansion_is_the_identity_for_a_power_of_one(name, data):
     x = data.draw(rows())
     expanding, plain = moment_format(name, signed=True), moment_format(name[:-7], signed=True)
-    stored = encode(x, plain)
+    stored = quantize(x, plain)
     ones = torch.ones_like(stored.scale)
     middle = stored.scale.double() * expanding.middle
-    one = groups.Stored(stored.codes, middle.float(), ones)
-    torch.testing.assert_close(decode(one, expanding), decode(stored, plain), rtol=1e-5, atol=0)
+    one = Quantized(stored.data, middle.float(), ones)
+    torch.testing.assert_close(
+        dequantize(one, expanding), dequantize(stored, plain), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
@@ -110,7 +121,7 @@ def test_edge_groups(name):
     format = moment_format(name, signed=False)
 
     def back(x: Tensor) -> Tensor:
-        return decode(encode(x[None], format), format)[0]
+        return dequantize(quantize(x[None], format), format)[0]
 
     zeros = torch.zeros(128)
     assert torch.equal(back(zeros), zeros)
@@ -140,7 +151,7 @@ def test_a_second_moment_never_becomes_zero(name):
     for plain in (name, name.removesuffix("+expand")):
         format = moment_format(plain, signed=False)
         x = torch.logspace(-18, 0, 128)[None]
-        assert (decode(encode(x, format), format) > 0).all()
+        assert (dequantize(quantize(x, format), format) > 0).all()
 
 
 def test_dynamic_values():

@@ -12,8 +12,8 @@ import torch
 from optim_helpers import all_parameters, parameters, same_state, set_gradients, values_of
 from torch import nn
 
-from fp8pass.optim import AdamW, functions, fused, kernel
-from fp8pass.optim.state_formats import MOMENT_FORMATS
+from fp8pass.optim import AdamW, fused, kernel
+from fp8pass.optim.formats import MOMENT_FORMATS
 
 pytest.importorskip("triton")
 
@@ -392,9 +392,8 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
     results = []
     for part in (0, 1):
         orders = ["[:, None, None]", "[None, :, None]"]
-        order = functions.Axes(orders[1 - part], orders[part], part)
-        for module in (functions, kernel):
-            monkeypatch.setattr(module, "axes", lambda order=order: order)
+        order = kernel.Axes(orders[1 - part], orders[part], part)
+        monkeypatch.setattr(kernel, "axes", lambda order=order: order)
         kernel.kernel.cache_clear()
         params = on(device, parameters(((CHUNK // 50 + 3, 50),), torch.bfloat16))
         results.append(AdamW(params))

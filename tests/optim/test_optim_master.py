@@ -17,8 +17,8 @@ from optim_helpers import (
 )
 from torch import Tensor, nn
 
-from fp8pass.optim import AdamW, attach, host, offload_weights, weights
-from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim import AdamW, attach, offload_weights
+from fp8pass.optim.formats import Quantized, dequantize
 from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import state_key, to_rows
 
@@ -30,9 +30,9 @@ def master_of(optimizer: AdamW, parameter: Tensor) -> Tensor:
     """The values of a master copy."""
     storage = Storage.of(optimizer.param_groups[0])
     format, state = storage.master(parameter.dtype), optimizer.state[parameter]
-    rows = to_rows(state[state_key("master", format)], storage.group_size, format.stored)
+    rows = to_rows(state[state_key("master", format)], storage.group_size, format.storage_dtype)
     parts = [state[state_key("master", format, part)] for part in format.parts]
-    values = decode(Stored(rows, *parts), format)
+    values = dequantize(Quantized(rows, *parts), format)
     return values.reshape(-1)[: parameter.numel()].view_as(parameter)
 
 
@@ -202,7 +202,7 @@ def test_values_that_are_not_finite_are_taken():
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 @pytest.mark.parametrize("offload", [(), ("states",)], ids=str)
 def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):
-    monkeypatch.setattr(host, "SMALLEST", 64)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 64)
     models = [linear(0), linear(0)]
     for i, model in enumerate(models):
         optimizer = AdamW(model.parameters(), 0.01, weights=kept, offload=offload)
@@ -223,8 +223,8 @@ def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):
 
 def test_writes_to_weights_on_the_host(monkeypatch):
     """The parameter is FP8 codes there; its values on the host are what a state dict writes to."""
-    for module in (host, weights):
-        monkeypatch.setattr(module, "SMALLEST", 64)
+    for module in ("offload", "weights"):
+        monkeypatch.setattr(f"fp8pass.optim.{module}.SMALLEST", 64)
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)).bfloat16()
     new = {name: torch.full_like(x, 0.25) for name, x in model.state_dict().items()}
     offload_weights(model, "cpu", skip="1")

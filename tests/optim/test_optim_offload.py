@@ -15,7 +15,8 @@ from optim_helpers import (
 from torch import nn
 
 from fp8pass.config import ConfigError
-from fp8pass.optim import AdamW, attach, fused, host, kernel, staging, streamed
+from fp8pass.optim import AdamW, attach, fused, kernel
+from fp8pass.optim import offload as host_memory
 from fp8pass.runtime.arena import SMALLEST_BLOCK, Arena
 
 DEVICES = [
@@ -30,8 +31,8 @@ SHAPES = ((20, 1024), (100, 1000), (50, 100), (33,), ())
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
     """Pieces of a few thousand elements, of parameters that would be too small to be offloaded."""
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 17)
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 17)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
 
 
 def on(device: str, params) -> list[nn.Parameter]:
@@ -76,7 +77,7 @@ def test_no_number_changes(device, dtype, options):
     offloaded, plain = both(device, dtype, range(20 if device == "cuda" else 4), **options)
     for p in all_parameters(offloaded):
         state = offloaded.state[p]
-        where = "cpu" if p.numel() >= host.SMALLEST else device
+        where = "cpu" if p.numel() >= host_memory.SMALLEST else device
         assert all(x.device.type == where for name, x in state.items() if name != "step")
         for name, x in state.items():
             state[name] = x.to(device)
@@ -109,16 +110,16 @@ def test_pieces_of_the_kernel(monkeypatch):
     """Each begins in the middle of a parameter, and draws the bits of its elements."""
     pytest.importorskip("triton")
     monkeypatch.setattr(fused, "why_not", lambda device: None)
-    for module in (fused, kernel, streamed):
+    for module in (fused, kernel):
         monkeypatch.setattr(module, "CHUNK", 2 * kernel.TILE)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 14)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 14)
     kernel.kernel.cache_clear()
     params = [on("cpu", parameters(((40, 250), (7,)), torch.bfloat16)) for _ in range(2)]
     offloaded, plain = AdamW(params[0], offload=STATES), AdamW(params[1])
     for optimizer in (offloaded, plain):
         run(all_parameters(optimizer), optimizer, range(2))
     kernel.kernel.cache_clear()
-    (update,) = [x for _, x in offloaded._prepared.values() if hasattr(x, "pieces")]
+    (update,) = [x for *_, x in offloaded._prepared.values() if hasattr(x, "pieces")]
     assert len(update.pieces) > 2
     same_state(offloaded, plain)
 
@@ -145,7 +146,7 @@ def test_in_the_backward(device):
 @pytest.mark.parametrize("buffer", ["e4m3", "fp16", "de8"])
 @pytest.mark.parametrize("offload", [("gradients",), ("states", "gradients")], ids="+".join)
 def test_sums_of_gradients(device, buffer, offload, monkeypatch):
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 16)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 16)
     models = []
     for each in (offload, ()):
         torch.manual_seed(0)
@@ -194,8 +195,8 @@ def test_wrong_options():
 
 
 def test_a_host_that_is_too_small(monkeypatch):
-    monkeypatch.setattr(host, "available", lambda: 4096)
-    with pytest.raises(ConfigError, match=r"GiB of the host, which has 0.0 GiB left"):
+    monkeypatch.setattr("fp8pass.optim.offload.available", lambda: 4096)
+    with pytest.raises(ConfigError, match=r"GiB of host memory, of which 0.0 GiB"):
         AdamW(parameters(((64, 64),)), offload=STATES)
 
 

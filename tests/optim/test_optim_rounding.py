@@ -12,8 +12,7 @@ from optim_helpers import parameters, run, same_state, values_of
 from torch import nn
 
 from fp8pass.optim import AdamW, rounding
-from fp8pass.optim.groups import decode, encode
-from fp8pass.optim.state_formats import MOMENT_FORMATS, StateFormat, moment_format
+from fp8pass.optim.formats import MOMENT_FORMATS, StateFormat, dequantize, moment_format, quantize
 
 ROUNDED = tuple(name for name in MOMENT_FORMATS if name != "fp32")
 # The largest distance of two codes in the upper decade, relative to the largest number.
@@ -76,7 +75,7 @@ def test_noise_is_uniform(seed):
 def test_states_are_rounded_by_bits_of_their_own(seed):
     bits = bits_of(seed, (1 << 14,))
     noises = [
-        rounding.uniform(rounding.rotated(bits, by), 16).double() - 0.5
+        rounding.uniform(rounding.rotate(bits, by), 16).double() - 0.5
         for by in sorted(set(rounding.ROTATIONS.values()))
     ]
     for i, noise in enumerate(noises):
@@ -94,7 +93,7 @@ def test_the_mean_of_many_roundings_is_the_number(name, signed, seed):
     if signed:
         x *= torch.randn(128, generator=generator).sign()
     x = x.expand(1 << 10, 128)
-    found = decode(encode(x, format, bits_of(seed, tuple(x.shape))), format).double()
+    found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format).double()
     deviation = found.var(0).sqrt() / x.shape[0] ** 0.5
     # A number close to a code may not have been rounded away from it in so many times.
     never = 10 / x.shape[0] * DISTANCE[name]
@@ -107,7 +106,7 @@ def test_expansion_takes_nothing_from_the_mean(name, bound):
     moment with a decay of 0.1% would add up to a sixth and more."""
     format = moment_format(name, signed=False)
     x = 10 ** (-2 * torch.rand(1 << 12, 128, generator=torch.Generator().manual_seed(0)))
-    found = decode(encode(x, format, bits_of(0, tuple(x.shape))), format)
+    found = dequantize(quantize(x, format, bits_of(0, tuple(x.shape))), format)
     upper = x > 0.1  # below are the format's subnormal numbers, which are further apart
     assert abs((found / x - 1)[upper].double().mean().item()) < bound
 
@@ -121,12 +120,12 @@ def test_what_a_format_holds_is_not_rounded(name, signed, seed, exponent):
     x = torch.rand(64, 128, generator=generator) - (0.5 if signed else 0.0)
     x[:, 0] = 1.0
     if format.grouped:
-        x = decode(encode(x, format)._replace(scale=torch.ones(64)), format)
+        x = dequantize(quantize(x, format)._replace(scale=torch.ones(64)), format)
         x[:, 0] = format.max  # so that the scale is what follows
     else:
         x = x.bfloat16().float()
     x = x * 2.0**exponent
-    found = decode(encode(x, format, bits_of(seed, tuple(x.shape))), format)
+    found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format)
     assert torch.equal(found, x)
 
 
@@ -137,12 +136,12 @@ def test_what_is_not_finite_stays_and_nothing_becomes_it(name, signed, seed):
     format = moment_format(name, signed=signed)
     x = torch.rand(4, 128, generator=torch.Generator().manual_seed(seed)) * 1e38
     x[1, 5], x[2, 9] = torch.nan, torch.inf
-    found = decode(encode(x, format, bits_of(seed, tuple(x.shape))), format)
+    found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format)
     assert not found[1, 5].isfinite()
     assert not found[2, 9].isfinite()
     assert found[::3].isfinite().all()
     zeros = torch.zeros(1, 128)
-    assert torch.equal(decode(encode(zeros, format, bits_of(seed, (1, 128))), format), zeros)
+    assert torch.equal(dequantize(quantize(zeros, format, bits_of(seed, (1, 128))), format), zeros)
 
 
 @pytest.mark.long
@@ -200,9 +199,9 @@ def test_nearest_is_within_half_a_step(name, signed, seed, exponent):
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(8, 128, generator=generator) - (0.5 if signed else 0.0)
     x = x * 2.0**exponent
-    stored = encode(x, format)
+    stored = quantize(x, format)
     scale = 1.0 if stored.scale is None else stored.scale.double().unsqueeze(-1)
-    exact, found = (y.double() / scale for y in (x, decode(stored, format)))
+    exact, found = (y.double() / scale for y in (x, dequantize(stored, format)))
     codes = codes_of(format)
     if not signed:
         codes = codes[codes > 0]  # no divisor becomes zero
@@ -220,9 +219,9 @@ def test_nearest_is_within_half_a_step_of_expanded_codes(name, signed, seed):
     x = 10 ** (-3 * torch.rand(8, 128, generator=torch.Generator().manual_seed(seed)))
     if signed:
         x[:, ::2] *= -1
-    stored = encode(x, format)
+    stored = quantize(x, format)
     scale, power = (y.double().unsqueeze(-1) for y in (stored.scale, stored.power))
-    found = decode(stored, format).double()
+    found = dequantize(stored, format).double()
     exact, found = ((y.abs() / scale) ** power * format.middle for y in (x.double(), found))
     codes = codes_of(format)
     codes = codes[codes > 0] if not signed else codes[codes >= 0]
@@ -255,7 +254,7 @@ def test_states_rounded_to_nearest_are_what_encode_makes(name):
         ("exp_avg_sq", False, 0.001 * p.grad**2),
     ):
         format = moment_format(name, signed=signed)
-        want = decode(encode(exact, format), format).reshape(-1)
+        want = dequantize(quantize(exact, format), format).reshape(-1)
         found = values_of(optimizer, 0, state, signed)
         off = (found - want).abs() > 1e-5 * want.abs()
         assert off.sum() <= 0.01 * want.numel()  # values between two codes

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8pass
 from fp8pass import hardware
 from fp8pass.config import ConfigError
-from fp8pass.optim import AdamW, attach, host, offload_weights, staging, weights
+from fp8pass.optim import AdamW, attach, offload_weights
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
@@ -27,9 +27,9 @@ BATCH, WIDTH = 32, 64
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 18)
-    for module in (host, weights):
-        monkeypatch.setattr(module, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 18)
+    for module in ("offload", "weights"):
+        monkeypatch.setattr(f"fp8pass.optim.{module}.SMALLEST", 1 << 10)
 
 
 class Model(nn.Module):
@@ -105,7 +105,7 @@ def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
         return torch.empty(shape, dtype=dtype, device=device)
 
     monkeypatch.setattr(Arena, "empty", on_device)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 22)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 22)
     there = new(device)
     want, _ = train(there, device, backwards, offload=(), accumulate=2, recipe=recipe)
     assert got == want
@@ -358,7 +358,7 @@ def test_codes_that_are_all_of_a_weight_are_not_updated():
     before, other = model[0].weight.codes.clone(), model[1].weight.clone()
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape)
-    with pytest.raises(RuntimeError, match=r"64, 64\) is in codes.*skip= of freeze"):
+    with pytest.raises(RuntimeError, match=r"64, 64\) exists only in FP8.*skip= of freeze"):
         optimizer.step()
     assert torch.equal(model[0].weight.codes.view(torch.uint8), before.view(torch.uint8))
     assert torch.equal(model[1].weight, other)
