@@ -10,8 +10,7 @@
     update.py      the update in vectorized PyTorch
     kernel.py      the update as Triton source
     fused.py       launches of the kernel, also with offloaded states
-    offload.py     host memory and staging buffers
-    weights.py     `offload_weights`: weights in host memory, with FP8 data on the GPU
+    offload.py     host memory, staging buffers, and `offload_weights`
     backward.py    `attach`: updates within the backward
     sums.py        sums of the gradients of several backwards
     sum_kernel.py  Triton kernels for these sums
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.backward import attach
+from fp8pass.optim.offload import offload_weights
 from fp8pass.optim.options import PRESETS
-from fp8pass.optim.weights import offload_weights
 
 __all__ = ["PRESETS", "AdamW", "attach", "offload_weights"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fp8pass.optim.update import EagerUpdate, PreparedUpdate
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import CodedWeight
 
-# One in this many gradient bytes may wait for offloaded states: those of two layers of 32.
+# At most 1 / WAITING of all gradient bytes may wait for offloaded states: two layers of 32.
 WAITING = 16
 
 
@@ -127,8 +126,7 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with their own options; `preset` sets several options.
 
         Raises:
-            ConfigError: an option has an invalid value or a misspelled name, or a parameter cannot
-                be optimized.
+            ConfigError: an option is invalid or misspelled, or a parameter cannot be optimized.
         """
         options = [*self.defaults, "preset"]
         for name in sorted(map(str, set(param_group) - {"params", *options})):
@@ -203,10 +201,11 @@ class AdamW(torch.optim.Optimizer):
                 # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
-    def make_state(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Create the state of a parameter that has not been updated yet."""
+    def step_of(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        """Return the number of updates of a parameter, fp32 []; create its state if missing."""
         if not self.state.get(parameter):
             self._make_slot(storage_of(group, parameter), group, parameter)
+        return self.state[parameter]["step"].to(parameter.device)
 
     def new_sum(self, group: int, parameter: Tensor, format: StateFormat) -> Accumulated:
         """Return an empty sum of gradients for a parameter of the group with index `group`."""
@@ -263,30 +262,35 @@ class AdamW(torch.optim.Optimizer):
         only checked and converted after a change.
         """
         key = tuple(map(id, parameters))
-        layouts = [(local(p).data_ptr(), p.shape) for p in parameters]
-        dtypes = parameters[0].dtype, [g.dtype for g in gradients]
+        # An eager update reads a plain parameter itself, which may lack an address (FakeTensor).
+        layouts = [
+            (p.shape, x.data_ptr() if fuses or streams or x is not p else 0)
+            for p, x in zip(parameters, map(local, parameters), strict=True)
+        ]
+        dtypes = parameters[0].dtype, parameters[0].device, [g.dtype for g in gradients]
         signature = (layouts, dtypes, storage, fuses, streams)
-        tensors = [x for p in parameters for x in self.state[p].values()]
+        states = [self.state[p] for p in parameters]
         if found := self._prepared.get(key):
-            old, old_tensors, prepared = found
-            same = len(tensors) == len(old_tensors) and all(map(is_, tensors, old_tensors))
-            if same and old == signature:
+            old, tensors, prepared = found
+            if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
                 return prepared
         slots = [self._make_slot(storage, group, p) for p in parameters]
         # A fused update takes over the steps of its parameters, so overlapping sets are outdated.
         for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
             del self._prepared[other]
-        states = [self.state[p] for p in parameters]
         if streams:
             staging = self._staging_of(parameters[0].device)
-            prepared = StreamedUpdate(
-                slots, parameters, states, gradients, storage, staging, fuses=fuses
-            )
+            prepared = StreamedUpdate(slots, gradients, storage, staging, fuses=fuses)
         elif fuses:
-            prepared = FusedUpdate(slots, states, gradients, storage)
+            prepared = FusedUpdate(slots, gradients, storage)
         else:
             prepared = EagerUpdate(slots, storage)
-        tensors = [x for state in states for x in state.values()]
+        tensors = [
+            (i, name, x)
+            for i, state in enumerate(states)
+            for name, x in state.items()
+            if name_of(name) in checkpoint.STATES
+        ]
         self._prepared[key] = signature, tensors, prepared
         return prepared
 
@@ -323,11 +327,6 @@ class AdamW(torch.optim.Optimizer):
             return state
         copy = self._arena_of(parameter.device).take
         return {name: x if name == "step" else with_local(x, copy) for name, x in state.items()}
-
-    def step_of(self, parameter: Tensor) -> Tensor:
-        """Return the number of updates of a parameter, fp32 [], on its device."""
-        state, device = self.state.get(parameter), parameter.device
-        return state["step"].to(device) if state else torch.zeros((), device=device)
 
     def _number(self, parameter: Tensor) -> int:
         """Return the index of a parameter among all parameters of the optimizer."""

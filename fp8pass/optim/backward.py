@@ -161,7 +161,13 @@ def attach(
             take = partial(_accumulate, groups[parameter], sums[parameter], accumulate)
         # Otherwise Dynamo would trace the hook where compiled autograd runs the backward.
         hook = torch.compiler.disable(partial(hooks.take_gradient, take))
-        handles.append(_add_hook(parameter, hook))
+        # PyTorch refuses hooks of frozen parameters.
+        was_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        finally:
+            parameter.requires_grad_(was_trained)
     attached = Attached(optimizer, frozenset(updated.values()), sums, handles)
     for module in model.modules():
         if any(p in groups for p in module.parameters(recurse=False)):
@@ -232,7 +238,15 @@ class BackwardHooks:
                 "the optimizer, or detach it first."
             )
         try:
-            backward = self._count_gradient()
+            number = compat.running_backward()
+            if number == NO_BACKWARD:
+                backward = Backward(self._begin(), reports_end=False)
+            elif number not in self._running:
+                backward = self._running[number] = Backward(self._begin())
+                compat.after_backward(partial(self._end, number), partial(self._fail, number))
+            else:
+                backward = self._running[number]
+            backward.gradients += 1
             divisor = self._gradient_divisor()
             if divisor != 1:
                 with torch.no_grad():
@@ -242,17 +256,6 @@ class BackwardHooks:
                 optimizer.join()
         finally:
             parameter.grad = None
-
-    def _count_gradient(self) -> Backward:
-        """Count a gradient that is final, and return its backward."""
-        number = compat.running_backward()
-        if number == NO_BACKWARD:
-            return Backward(self._begin(), gradients=1, reports_end=False)
-        if number not in self._running:
-            self._running[number] = Backward(self._begin())
-            compat.after_backward(partial(self._end, number), partial(self._fail, number))
-        self._running[number].gradients += 1
-        return self._running[number]
 
     def _begin(self) -> int:
         """Check a backward that begins, drop sums of frozen layers, and count the parameters."""
@@ -270,11 +273,9 @@ class BackwardHooks:
 
     def _end(self, number: int) -> None:
         backward, optimizer = self._running.pop(number), self.optimizer()
-        if optimizer is None:
-            return
-        if backward.updates:  # the next computation uses the new weights
+        if optimizer is not None and backward.updates:  # the next computation uses the new weights
             optimizer.join()
-        else:  # only the next addition reads the sums
+        elif optimizer is not None:  # only the next addition reads the sums
             optimizer.release()
 
     def _fail(self, number: int) -> None:
@@ -346,7 +347,7 @@ class BackwardHooks:
 
 @cache
 def _wrappers() -> tuple[type, ...]:
-    """Return the modules that reduce gradients over ranks after the hooks of parameters."""
+    """Return the modules that reduce gradients after the hooks of parameters have run."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from fp8pass.compat.replicate import Replicated
@@ -412,16 +413,6 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _add_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a gradient hook, also of a frozen parameter, which PyTorch refuses."""
-    trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    try:
-        return parameter.register_post_accumulate_grad_hook(hook)
-    finally:
-        parameter.requires_grad_(trained)
-
-
 def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
     """Update a parameter by its gradient; return True."""
     try:
@@ -439,10 +430,9 @@ def _accumulate(
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
-        # If there are no states, get_state_dict of DCP makes them by a step, which would use the
-        # sum up.
-        optimizer.make_state(options, parameter)
-        accumulated.add(gradient, options["seed"], optimizer.step_of(parameter))
+        # `step_of` creates missing states. Otherwise get_state_dict of DCP creates them by a step,
+        # which would use up the sum.
+        accumulated.add(gradient, options["seed"], optimizer.step_of(options, parameter))
         return False
     _update_by_sum(group, accumulated, optimizer, parameter, gradient)
     return True

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fp8pass import graph
 from fp8pass.config import ConfigError
 from fp8pass.optim.formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
 from fp8pass.optim.options import LARGEST_GROUP, OWN, SMALLEST_GROUP, Storage, check_group
-from fp8pass.optim.shards import is_distributed, like_groups, like_parameter, local, shard_of
+from fp8pass.optim.shards import DTensor, like_groups, like_parameter, local, shard_of
 from fp8pass.optim.slots import (
     State,
     from_rows,
@@ -175,8 +176,8 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
                 f"{tuple(parameter.shape)}: give the optimizer its parameters in the order of the "
                 "saved optimizer."
             )
-        distributed = is_distributed(saved.data)
-        if saved.is_stored_as(format, size) and distributed == is_distributed(parameter):
+        distributed = isinstance(saved.data, DTensor)
+        if saved.is_stored_as(format, size) and distributed == isinstance(parameter, DTensor):
             state |= state_entries(name, saved.copy(parameter.device), parameter, format, size)
         else:
             new = saved.dequantize(parameter.device)
@@ -242,27 +243,6 @@ def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
     return SavedState(data, format, tuple(values[x] for x in parts))
 
 
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """A state in the checkpoint's format, to be converted into the optimizer's tensors."""
-
-    name: str
-    own: dict[str, Tensor]  # the optimizer's tensors, by key
-    read: dict[str, Tensor]  # the tensors that DCP reads into, by key
-
-    @torch.no_grad()
-    def convert(self) -> None:
-        """Write the tensors that DCP read into the optimizer's tensors."""
-        saved = _read_state(self.name, _data_key(self.read), self.read)
-        own = _read_state(self.name, _data_key(self.own), self.own)
-        format = own.format or PLAIN_OF_DTYPE[own.data.dtype]
-        group_size = own.group_size() if own.format else LARGEST_GROUP
-        values = saved.dequantize(own.data.device)
-        new = quantize_state(self.name, values, own.data, format, group_size)
-        for key, x in self.own.items():
-            local(x).copy_(local(new[key]))
-
-
 def stage_states(
     state_dict: dict[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Callable[[], None]]:
@@ -293,15 +273,30 @@ def stage_states(
             continue
         for key in own:
             del state_dict[prefix + key]
+        # One object for all entries: it is called when the last of them has been read.
+        convert_entries = partial(_convert_staged, name, own, staged)
         for key, x in staged.items():
             state_dict[prefix + key] = x
-            conversions[prefix + key] = Staged(name, own, staged).convert
+            conversions[prefix + key] = convert_entries
     # Keep the optimizer's own options that a checkpoint with moments lacks.
     prefixes = tuple({_groups_prefix(prefix) for prefix, _ in theirs})
     for entry in [x for x in state_dict if x not in saved and x.startswith(prefixes)]:
         if entry.rpartition(".")[2] in UNKNOWN_TO_TORCH:
             del state_dict[entry]
     return conversions
+
+
+@torch.no_grad()
+def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Convert the tensors that DCP read into the optimizer's own tensors."""
+    saved = _read_state(name, _data_key(read), read)
+    target = _read_state(name, _data_key(own), own)
+    format = target.format or PLAIN_OF_DTYPE[target.data.dtype]
+    group_size = target.group_size() if target.format else LARGEST_GROUP
+    values = saved.dequantize(target.data.device)
+    new = quantize_state(name, values, target.data, format, group_size)
+    for key, x in own.items():
+        local(x).copy_(local(new[key]))
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -354,7 +349,7 @@ def _new_empty(
 ) -> Tensor | None:
     """Return a new tensor for a parameter's state, or None if groups cross shards."""
     shard = local(like)
-    if not is_distributed(like):
+    if not isinstance(like, DTensor):
         return shard.new_empty(shape, dtype=dtype)
     if not is_part:
         return like_parameter(shard.new_empty(shard.shape, dtype=dtype), like)

@@ -30,9 +30,8 @@ from fp8pass.optim.formats import Quantized
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.options import PARAMETER, Storage
-from fp8pass.optim.slots import Slot, State
+from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import EagerUpdate, PreparedUpdate, factors
-from fp8pass.weights.quantized_parameter import CodedWeight
 
 # Threads read vectors if pointers are multiples of this many bytes, and sizes of as many elements.
 ALIGNMENT = 16
@@ -45,20 +44,16 @@ def why_not(device: torch.device) -> str | None:
 
 
 class FusedUpdate(PreparedUpdate):
-    """Updates with the Triton kernel, each program of which updates a chunk of a parameter.
+    """Updates `slots`, contiguous and of one dtype on one device, with the Triton kernel.
 
-    Args:
-        slots: the parameters, contiguous, of one dtype on one device.
-        states: their entries in `optimizer.state`, whose steps become views of one tensor.
-        gradients: tensors with the dtypes that the gradients have in every step.
-        storage: how the states are stored.
-        separate: whether each slot has its own launch.
+    The steps in `optimizer.state` become views of one tensor. `gradients` have the dtypes of the
+    gradients in every step. `separate` gives each slot its own launch. Each program of the kernel
+    updates a chunk of a parameter.
     """
 
     def __init__(
         self,
         slots: Sequence[Slot],
-        states: Sequence[State],
         gradients: Sequence[Tensor],
         storage: Storage,
         *,
@@ -67,12 +62,12 @@ class FusedUpdate(PreparedUpdate):
         first = slots[0].parameter
         self.device, self.storage = first.device, storage
         self.steps = torch.stack([slot.step for slot in slots])
-        for i, state in enumerate(states):
-            state["step"] = self.steps[i]
+        for slot, step in zip(slots, self.steps, strict=True):
+            slot.entries["step"] = step
         self.firsts = [s.first for s in slots]
         self.sizes = self._tensor([s.first + s.parameter.numel() for s in slots], torch.int64)
         self.numbers = self._tensor([s.number for s in slots], torch.int32)
-        self.tables = self._make_tables(slots)
+        self.tables = self._tensor(self._addresses(slots), torch.int64).t().contiguous()
         self.gradients = torch.zeros_like(self.sizes)
         # Replays of a CUDA graph read this buffer, so it is written only during a capture.
         pin = self.device.type == "cuda"
@@ -110,8 +105,8 @@ class FusedUpdate(PreparedUpdate):
     def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def _make_tables(self, slots: Sequence[Slot]) -> Tensor:
-        """Return the addresses of parameters and states, int64 [parameters, columns]."""
+    def _addresses(self, slots: Sequence[Slot]) -> list[list[int]]:
+        """Return the addresses of parameters and states, one list for each column of the table."""
         dtype, size = slots[0].parameter.dtype, self.storage.group_size
         rows = {PARAMETER: [_address_of_element_0(s.parameter, s.first) for s in slots]}
         for name, format in self.storage.states(dtype).items():
@@ -121,8 +116,7 @@ class FusedUpdate(PreparedUpdate):
                     _address_of_element_0(getattr(s.states[name], part), s.first // size)
                     for s in slots
                 ]
-        columns = [rows[name] for name in table_columns(self.storage, dtype)]
-        return self._tensor(columns, torch.int64).t().contiguous()
+        return [rows[name] for name in table_columns(self.storage, dtype)]
 
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Sequence[Tensor], *, separate: bool
@@ -188,38 +182,27 @@ class Piece:
 
 
 class StreamedUpdate(PreparedUpdate):
-    """Updates parameters whose states are in host memory.
+    """Updates `slots`, contiguous and of one dtype on one device, with states in host memory.
 
-    Args:
-        slots: the parameters, contiguous, of one dtype on one device.
-        parameters: the parameters themselves; the values of each `CodedWeight` are offloaded, too.
-        states: their entries in `optimizer.state`.
-        gradients: tensors with the dtypes that the gradients have in every step.
-        storage: how the states are stored.
-        staging: the staging buffers of the device.
-        fuses: whether to use the Triton kernel.
+    `gradients` are as for `FusedUpdate`. `fuses` selects the Triton kernel.
     """
 
     def __init__(
         self,
         slots: Sequence[Slot],
-        parameters: Sequence[Tensor],
-        states: Sequence[State],
         gradients: Sequence[Tensor],
         storage: Storage,
         staging: Staging,
         *,
         fuses: bool,
     ) -> None:
-        self.storage, self.staging = storage, staging
-        self.weights = [p if isinstance(p, CodedWeight) else None for p in parameters]
+        self.slots, self.storage, self.staging = slots, storage, staging
         self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
         staged = [piece.slot for piece in self.pieces]
         self.update: PreparedUpdate
         if fuses:
-            owners = [states[piece.parameter] for piece in self.pieces]
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
-            self.update = FusedUpdate(staged, owners, parts, storage, separate=True)
+            self.update = FusedUpdate(staged, parts, storage, separate=True)
         else:
             self.update = EagerUpdate(staged, storage, separate=True)
 
@@ -228,16 +211,16 @@ class StreamedUpdate(PreparedUpdate):
 
         Pieces begin with a program of the kernel, a group, and a row that has a scale in FP8.
         """
-        weight, group_size = self.weights[parameter], self.storage.group_size
+        weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
         count = slot.parameter.numel()
-        nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot, weight))
+        nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot))
         size = largest_piece(nbytes / count, math.lcm(CHUNK, group_size, row))
         pieces = []
         # Parameters that have one piece each use the buffers in turn as well.
         for turn, first in enumerate(range(0, count, size), start=slot.number):
             part, buffer = slot.narrow(first, size, group_size), turn % DEPTH
-            host = _host_tensors(part, weight)
+            host = _host_tensors(part)
             device = self.staging.allocate(buffer, host)
             staged, weights, requantize = iter(device), part.parameter, None
             if weight is not None:
@@ -256,17 +239,17 @@ class StreamedUpdate(PreparedUpdate):
     def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
         """Launch copies and updates of all pieces."""
         self.staging.begin([control], gradients)
-        with self.staging.computing():
+        with self.staging.on_compute_stream():
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
             launches = self.update.prepare(parts, group, control)
         for piece, launch in zip(self.pieces, launches, strict=True):
             self.staging.run(piece.buffer, piece.into, launch, piece.out, piece.requantize)
-        for weight in self.weights:
-            if weight is not None:
-                weight.mark_quantized()
+        for slot in self.slots:
+            if slot.offloaded is not None:
+                slot.offloaded.mark_quantized()
 
 
-def _host_tensors(slot: Slot, weight: CodedWeight | None) -> list[Tensor]:
+def _host_tensors(slot: Slot) -> list[Tensor]:
     """Return the tensors of a slot that are in host memory: weights if offloaded, and states."""
     states = [x for stored in slot.states.values() for x in stored if x is not None]
-    return states if weight is None else [slot.parameter, *states]
+    return states if slot.offloaded is None else [slot.parameter, *states]

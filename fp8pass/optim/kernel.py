@@ -68,21 +68,21 @@ def axes() -> Axes:
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _INSTRUCTIONS = {
-    "log2_of_magnitude": Instructions(
+    "log2_magnitude": Instructions(
         "{ .reg .f32 y; abs.f32 y, $1; lg2.approx.ftz.f32 $0, y; }",
         f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
     ),
     "root": Instructions("sqrt.approx.ftz.f32 $0, $1;", "tl.sqrt(x)"),
     # Clamped to [0, 1]; NaN becomes 0.
-    "saturated": Instructions("mul.sat.f32 $0, $1, 0f3F800000;", "tl.where(x > 0, x, 0.0)"),
-    "with_sign": Instructions(
+    "saturate": Instructions("mul.sat.f32 $0, $1, 0f3F800000;", "tl.where(x > 0, x, 0.0)"),
+    "copy_sign": Instructions(
         "lop3.b32 $0, $1, $2, 0x80000000, 0xF8;",
         "(x.to(tl.int32, bitcast=True) | of & -2147483648).to(tl.float32, bitcast=True)",
         parameters="x, of",
         registers="=f,f,r",
     ),
     # The exclusive or of the two halves of a 64-bit product.
-    "folded": Instructions(
+    "fold_product": Instructions(
         "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2;"
         " mov.b64 {low, high}, product; xor.b32 $0, low, high; }",
         "((x.to(tl.uint32, bitcast=True).to(tl.uint64) * factor >> 32).to(tl.uint32)"
@@ -92,12 +92,12 @@ _INSTRUCTIONS = {
         dtype="int32",
     ),
     # Rounds by the upper halves of `bits`. NaN would wrap around, so a pair with NaN is truncated.
-    "stochastic": Instructions(
+    "round_stochastically": Instructions(
         "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
         " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
         " add.u32 e, a, c; add.u32 f, b, d; prmt.b32 $0, e, f, 0x7632;"
         " @nan prmt.b32 $0, a, b, 0x7632; }",
-        "((bits_of(x) + tl.where(x == x, bits >> 16 & 0xFFFF, 0)) >> 16)"
+        "((to_bits(x) + tl.where(x == x, bits >> 16 & 0xFFFF, 0)) >> 16)"
         ".to(tl.int16).to(tl.bfloat16, bitcast=True)",
         parameters="x, bits",
         registers="=r,f,f,r,r",
@@ -105,7 +105,7 @@ _INSTRUCTIONS = {
         pack=2,
     ),
     # Extracts the byte at `shift` from the upper half of each number.
-    "upper_bytes": Instructions(
+    "extract_bytes": Instructions(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
         " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
         "(x >> 16 + shift).to(tl.uint8)",
@@ -115,8 +115,8 @@ _INSTRUCTIONS = {
         pack=4,
     ),
     # The identity, which the compiler cannot see through.
-    "unknown": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
-    "widened": Instructions(
+    "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
+    "widen": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
         "x.to(tl.float32)",
         registers="=r,=r,r",
@@ -126,7 +126,7 @@ _INSTRUCTIONS = {
 
 _FUNCTIONS = """
 @triton.jit
-def bits_of(x):
+def to_bits(x):
     return x.to(tl.int32, bitcast=True)
 
 @triton.jit
@@ -140,12 +140,12 @@ def mix(x):
 @triton.jit
 def random_bits(key, pair):
     x = key + pair
-    x = folded(folded(x, {folds[0]}), {folds[1]})
+    x = fold_product(fold_product(x, {folds[0]}), {folds[1]})
     exchanged = x << 16 | x >> 16 & 0xFFFF
-    return neighbours(x, exchanged), neighbours(exchanged, x)
+    return interleave(x, exchanged), interleave(exchanged, x)
 
 @triton.jit
-def neighbours(a, b):
+def interleave(a, b):
     return tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * a.shape[2]))
 
 @triton.jit
@@ -155,39 +155,39 @@ def uniform(bits):
 # FACTOR maps the subnormal numbers of the format to subnormal fp32 numbers. Then the bits of a
 # number from SHIFT on are its code, and the bits below SHIFT determine the rounding.
 @triton.jit
-def dithered(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+def add_noise(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     noise = bits.to(tl.uint32, bitcast=True) >> (32 - SHIFT)
-    return bits_of(saturated(x * FACTOR)) + noise.to(tl.int32)
+    return to_bits(saturate(x * FACTOR)) + noise.to(tl.int32)
 
-# The same, rounded to nearest, ties to even.
+# The same with rounding to nearest, ties to even.
 @triton.jit
-def nearest(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
-    found = bits_of(saturated(x * FACTOR))
+def add_half(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+    found = to_bits(saturate(x * FACTOR))
     return found + (found >> SHIFT & 1) + ((1 << SHIFT - 1) - 1)
 
 # Negating the exponent approximates the reciprocal to within 5%. One iteration with these constants
 # reduces the error to 3.3e-5. The reciprocal unit of the GPU would be the bottleneck of the update.
 @triton.jit
 def quotient(x, y, linear, constant):
-    inverse = (2129870848 - bits_of(y)).to(tl.float32, bitcast=True)
+    inverse = (0x7EF34000 - to_bits(y)).to(tl.float32, bitcast=True)
     error = linear - y * inverse
     return x * inverse * (error * error + constant)
 
 # The largest and the smallest number of each group of a tile.
 @triton.jit
-def highest(x):
+def group_max(x):
     return tl.reduce(tl.reduce(x, {part}, largest), 1, largest)
 
 @triton.jit
-def lowest(x):
+def group_min(x):
     return tl.min(tl.min(x, {part}), 1)
 
 @triton.jit
-def rounded_up(x):
-    return (bits_of(x) + 0xFFFF & -65536).to(tl.float32, bitcast=True)
+def round_up(x):
+    return (to_bits(x) + 0xFFFF & -65536).to(tl.float32, bitcast=True)
 
 @triton.jit
-def of_groups(x, amax, ZERO: tl.constexpr, not_finite):
+def select_by_group(x, amax, ZERO: tl.constexpr, not_finite):
     return tl.where(amax == ZERO, 1.0, tl.where(amax < float("inf"), x, not_finite))
 
 # Accesses have eight elements or 16 bytes, so that codes and numbers have the same register layout.
@@ -229,7 +229,7 @@ def adamw(
         place = first + in_tile
         there = place < left - of_part
         # Recompute addresses of results, or the addresses of prefetched tiles occupy registers.
-        result = unknown(first // {tile}) * {tile} + in_tile
+        result = hide_from_compiler(first // {tile}) * {tile} + in_tile
         result_there = result < left - of_part
         group = first // {group} + row
         any_there = group * {group} < left
@@ -287,57 +287,57 @@ _READ = """
 # scale · (code / middle)^(1/k); the offset contains the terms that are equal in a group.
 _ROOT = """
 {x}_inverse = reciprocal({x}_power)
-{x}_offset = log2_of_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
-{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse{each_row} + {x}_offset{each_row})
+{x}_offset = log2_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
+{x}_root = exp2(log2_magnitude({x}) * {x}_inverse{each_row} + {x}_offset{each_row})
 """
 
 # A group in which all numbers are subnormal in fp32 becomes zero.
 _AMAX = """
-{x}_amax = highest(tl.abs({x}))
+{x}_amax = group_max(tl.abs({x}))
 {x}_amax = tl.where({x}_amax < {tiny!r}, 0.0, {x}_amax)
 """
 _PLAIN_SCALE = """
-{x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
-{x}_scale = of_groups({x}_scale, {x}_amax, 0.0, float("nan"))
-{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
+{x}_scale = round_up(largest({x}_amax * {per_max!r}, {tiny!r}))
+{x}_scale = select_by_group({x}_scale, {x}_amax, 0.0, float("nan"))
+{x}_scaled = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
 """
 # middle · (|x| / scale)^k, likewise. `finite` is NaN for zeros, which the minimum ignores.
 _EXPANSION = """
-{x}_log = log2_of_magnitude({x})
-{x}_high = highest({x}_log)
+{x}_log = log2_magnitude({x})
+{x}_high = group_max({x}_log)
 {x}_finite = {x}_log * 0.0 + {x}_log
-{x}_low = largest(lowest({x}_finite), {x}_high - {longest!r})
+{x}_low = largest(group_min({x}_finite), {x}_high - {longest!r})
 {x}_scale = exp2(({x}_high + {x}_low) * 0.5)
-{x}_scale = of_groups({x}_scale, {x}_high, float("-inf"), float("nan"))
+{x}_scale = select_by_group({x}_scale, {x}_high, float("-inf"), float("nan"))
 {x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
-{x}_center = log2_of_magnitude({x}_scale)
+{x}_center = log2_magnitude({x}_scale)
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
-{x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
+{x}_power = select_by_group({x}_power, {x}_high, float("-inf"), 1.0)
 {x}_offset = {log2_middle!r} - {x}_power * {x}_center
 {x}_offset = ({x}_offset + (1.0 - reciprocal({x}_power)) * {log2_lost!r}){each_row}
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
-_SIGNED_CODES = "{x}_coded = exp2({x}_log * {x}_power{each_row} + {x}_offset)"
-_SIGN = "{x}_coded = with_sign({x}_coded, bits_of({x}))"
+_SIGNED_CODES = "{x}_scaled = exp2({x}_log * {x}_power{each_row} + {x}_offset)"
+_SIGN = "{x}_scaled = copy_sign({x}_scaled, to_bits({x}))"
 # Zeros stay NaN. Other numbers do not become zero.
 _UNSIGNED_CODES = """
-{x}_coded = {x}_finite * {x}_power{each_row} + {x}_offset
-{x}_coded = exp2(largest({x}_coded, {log2_min!r}))
+{x}_scaled = {x}_finite * {x}_power{each_row} + {x}_offset
+{x}_scaled = exp2(largest({x}_scaled, {log2_min!r}))
 """
 # Binary search of the largest code not above the number; rounding may select the next one.
 _SEARCH = """
-{x}_code = tl.zeros({x}_coded.shape, tl.int32)
+{x}_code = tl.zeros({x}_scaled.shape, tl.int32)
 for bit in tl.static_range(8):
     {x}_probe = {x}_code + (128 >> bit)
-    {x}_code = tl.where(tl.load({x}_values + {x}_probe) <= {x}_coded, {x}_probe, {x}_code)
+    {x}_code = tl.where(tl.load({x}_values + {x}_probe) <= {x}_scaled, {x}_probe, {x}_code)
 {x}_code = tl.minimum({x}_code, 254)
 {x}_low = tl.load({x}_values + {x}_code)
 {x}_distance = tl.load({x}_values + {x}_code + 1) - {x}_low
-{x}_code += ({x}_coded - {x}_low > {share} * {x}_distance).to(tl.int32)
+{x}_code += ({x}_scaled - {x}_low > {share} * {x}_distance).to(tl.int32)
 """
 # Adds the sign bit of a float code to the bits of its magnitude.
-_SIGNED = "{x}_code = {x}_code | bits_of({x}) >> {down} & {sign}"
+_SIGNED = "{x}_code = {x}_code | to_bits({x}) >> {down} & {sign}"
 
 _DECODE = "{x} = {code}.to({dtype}, bitcast=True).to(tl.float32) * {x}_scale{each_row}"
 
@@ -392,7 +392,7 @@ class UpdateWriter:
         # This order takes the fewest registers.
         value = weights
         if PARAMETER in self.rounded:
-            value = f"stochastic({weights}, {self._bits(PARAMETER)})"
+            value = f"round_stochastically({weights}, {self._bits(PARAMETER)})"
         self._store(PARAMETER, value, self.dtypes[PARAMETER])
         for name in ("exp_avg_sq", "exp_avg"):
             self._write_state(name, self.states[name])
@@ -405,8 +405,7 @@ class UpdateWriter:
             rows=self.rows,
             group=self.group_size,
             parts=self.parts,
-            each_row=axes().each_row,
-            each_part=axes().each_part,
+            **axes()._asdict(),
             length=self.group_size // self.parts,
             columns=len(self.columns),
             before=textwrap.indent("\n".join(self.before), " " * 4),
@@ -430,7 +429,7 @@ class UpdateWriter:
     def _load(self, name: str) -> None:
         value = f"tl.load({name}_first + place + of_part, there, other=0.0)"
         bf16 = self.dtypes.get(name) == torch.bfloat16
-        value = f"widened({value})" if bf16 else f"{value}.to(tl.float32)"
+        value = f"widen({value})" if bf16 else f"{value}.to(tl.float32)"
         self.lines.append(f"{name} = {value}")
 
     def _read_state(self, x: str, format: StateFormat) -> None:
@@ -458,13 +457,13 @@ class UpdateWriter:
             self._add("{x} = {x} * {x}_scale{each_row}", x=x)
             return
         self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
-        root = f"with_sign({x}_root, bits_of({x}))" if format.signed else f"{x}_root"
+        root = f"copy_sign({x}_root, to_bits({x}))" if format.signed else f"{x}_root"
         self.lines.append(f"{x} = {root}")
 
     def _write_state(self, x: str, format: StateFormat) -> None:
         """Quantize and store a state."""
         if not format.grouped:
-            value = f"stochastic({x}, {self._bits(x)})" if x in self.rounded else x
+            value = f"round_stochastically({x}, {self._bits(x)})" if x in self.rounded else x
             self._store(x, value, format.dtype)
             return
         numbers = {
@@ -483,8 +482,8 @@ class UpdateWriter:
         else:
             self._add(_AMAX + _PLAIN_SCALE, x=x, **numbers)
             if not format.signed:
-                least = f"largest({x}_coded, {format.min!r})"
-                self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
+                least = f"largest({x}_scaled, {format.min!r})"
+                self.lines.append(f"{x}_scaled = tl.where({x}_scaled > 0, {least}, {x}_scaled)")
         self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
         if not format.values:
             self._write_float(x, format)
@@ -501,18 +500,18 @@ class UpdateWriter:
         fp32 = torch.finfo(torch.float32)
         # Maps the smallest normal number of the format to that of fp32: codes begin at bit `shift`.
         factor = fp32.tiny / (format.min * 2**format.mantissa)
-        magnitude, shift = f"{x}_coded", -round(math.log2(fp32.eps)) - format.mantissa
+        magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
         if not format.expands:  # expansion leaves room for errors of scaled values
             magnitude = f"smallest(tl.abs({magnitude}), {format.max!r})"
-        rounding = f"dithered({magnitude}, {self._bits(x)}" if x in self.rounded else ""
-        rounding = rounding or f"nearest({magnitude}"
+        rounding = f"add_noise({magnitude}, {self._bits(x)}" if x in self.rounded else ""
+        rounding = rounding or f"add_half({magnitude}"
         self.lines.append(f"{x}_code = {rounding}, {factor!r}, {shift})")
         if format.signed:
             sign = shift + 8 * format.dtype.itemsize - 1
             self._add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)
         code = f"({x}_code >> {shift}).to(tl.uint16)"
         if format.dtype.itemsize == 1:
-            code = f"upper_bytes({x}_code, {shift - 16})"
+            code = f"extract_bytes({x}_code, {shift - 16})"
         self._store(x, code, format.storage_dtype, bitcast=True)
         if x == "master":
             self._add(_DECODE, x=x, code=code, dtype=_TYPES[format.dtype])

@@ -142,19 +142,18 @@ def check_group(group: Mapping[str, Any]) -> None:
         ConfigError: an option has an invalid value, or a parameter cannot be optimized.
     """
     lr, betas, offload, seed = (group[name] for name in ("lr", "betas", "offload", "seed"))
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ConfigError(f"lr as a tensor must have one element, got {tuple(lr.shape)}.")
-    elif not _is_number(lr) or not lr >= 0:
-        raise ConfigError(f"lr must be a number >= 0, got {lr!r}.")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr as a tensor must have one element, got {tuple(lr.shape)}.")
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        is_tensor = name == "lr" and isinstance(value, Tensor)
+        if not is_tensor and (not _is_number(value) or not value >= 0):
+            raise ConfigError(f"{name} must be a number >= 0, got {value!r}.")
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ConfigError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r}.")
     for i, beta in enumerate(betas):
         if not _is_number(beta) or not 0 <= beta < 1:
             raise ConfigError(f"betas[{i}] must be a number in [0, 1), got {beta!r}.")
-    for name in ("eps", "weight_decay"):
-        if not _is_number(group[name]) or not group[name] >= 0:
-            raise ConfigError(f"{name} must be a number >= 0, got {group[name]!r}.")
     for name in ("amsgrad", "differentiable"):
         if group.get(name):
             raise ConfigError(
@@ -168,20 +167,16 @@ def check_group(group: Mapping[str, Any]) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"seed must be an int, got {seed!r}.")
     for parameter in group["params"]:
-        _check_parameter(parameter)
-
-
-def _check_parameter(parameter: Tensor) -> None:
-    if parameter.dtype in PARAMETER_DTYPES:
-        return
-    dtype = graph.dtype_text(parameter.dtype)
-    text = f"A parameter of shape {tuple(parameter.shape)} is {dtype}: "
-    if parameter.dtype.is_complex:
-        raise ConfigError(f"{text}give the optimizer torch.view_as_real(parameter) instead.")
-    raise ConfigError(
-        f"{text}fp8pass.optim.AdamW takes float32, bfloat16 and float16. Leave it to another "
-        "optimizer, such as torch.optim.AdamW."
-    )
+        if parameter.dtype in PARAMETER_DTYPES:
+            continue
+        dtype = graph.dtype_text(parameter.dtype)
+        text = f"A parameter of shape {tuple(parameter.shape)} is {dtype}: "
+        if parameter.dtype.is_complex:
+            raise ConfigError(f"{text}give the optimizer torch.view_as_real(parameter) instead.")
+        raise ConfigError(
+            f"{text}fp8pass.optim.AdamW takes float32, bfloat16 and float16. Leave it to another "
+            "optimizer, such as torch.optim.AdamW."
+        )
 
 
 def _is_number(x: object) -> bool:

@@ -60,11 +60,6 @@ def _row_size(x: Tensor) -> int:
     return math.prod(x.shape[1:])
 
 
-def is_distributed(x: Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return isinstance(x, DTensor)
-
-
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor, with the placements of `parameter`."""
     if not isinstance(parameter, DTensor):

@@ -10,7 +10,7 @@ states of a DTensor are DTensors (`shards.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.optim.formats import Quantized, StateFormat, quantize
 from fp8pass.optim.options import Storage
 from fp8pass.optim.shards import like_groups, like_parameter, local
+from fp8pass.weights.quantized_parameter import CodedWeight
 
 State = dict[str, Any]
 
@@ -32,6 +33,8 @@ class Slot:
     parameter: Tensor
     step: Tensor  # number of updates so far, fp32 []
     states: dict[str, Quantized]  # data are shaped like the parameter, scales and powers are [R]
+    entries: State  # the parameter's entries in `optimizer.state`
+    offloaded: CodedWeight | None = None  # the parameter, if its weights are in host memory
     first: int = 0  # position of the first element in the parameter
 
     def narrow(self, first: int, size: int, group_size: int) -> Slot:
@@ -46,7 +49,7 @@ class Slot:
             for name, stored in self.states.items()
         }
         parameter = self.parameter.view(-1)[elements]
-        return Slot(self.number, parameter, self.step, states, self.first + first)
+        return replace(self, parameter=parameter, states=states, first=self.first + first)
 
     @classmethod
     def of(cls, number: int, parameter: Tensor, state: State, storage: Storage) -> Slot:
@@ -58,7 +61,8 @@ class Slot:
             )
             for name, format in storage.states(parameter.dtype).items()
         }
-        return cls(number, local(parameter), state["step"], states)
+        offloaded = parameter if isinstance(parameter, CodedWeight) else None
+        return cls(number, local(parameter), state["step"], states, state, offloaded)
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:

@@ -64,22 +64,24 @@ class Accumulated:
         stamp = SumStamp(seed, self.number, step, self.count)
         if self.offload is not None:
             self.offload[1].begin([step], [gradient])
-
-        def compute(piece: SumPiece, part: Tensor) -> None:
-            add_to(piece.stored, part, self.format, stamp, piece.first)
-
-        self._run(gradient, compute, read=self.count > 1, write=True)
+        self._run(
+            gradient,
+            lambda stored, part, first: add_to(stored, part, self.format, stamp, first),
+            read=self.count > 1,
+            write=True,
+        )
 
     def move_to(self, gradient: Tensor) -> None:
         """Add the sum to the last gradient in place, and start a new sum."""
         if self.count:
             if self.offload is not None:
                 self.offload[1].begin([gradient])  # as a value: the update still has to use it
-
-            def compute(piece: SumPiece, part: Tensor) -> None:
-                add_from(piece.stored, part, self.format)
-
-            self._run(gradient, compute, read=True, write=False)
+            self._run(
+                gradient,
+                lambda stored, part, _: add_from(stored, part, self.format),
+                read=True,
+                write=False,
+            )
         self.clear()
 
     def clear(self) -> None:
@@ -105,15 +107,15 @@ class Accumulated:
     def _run(
         self,
         gradient: Tensor,
-        compute: Callable[[SumPiece, Tensor], None],
+        compute: Callable[[Quantized, Tensor, int], None],
         *,
         read: bool,
         write: bool,
     ) -> None:
-        """Call `compute` with each piece and its part of the gradient, between copies."""
+        """Call `compute` with each piece, its part of the gradient and its position."""
         flat = gradient.view(-1)
         if self.offload is None:
-            compute(self.pieces[0], flat)
+            compute(self.pieces[0].stored, flat, 0)
             return
         for piece in self.pieces:
             assert piece.host is not None
@@ -121,7 +123,8 @@ class Accumulated:
             part = flat[piece.first : piece.first + piece.stored.data.numel()]
             into = [(piece.host, piece.device)] if read else []
             out = [(piece.device, piece.host)] if write else []
-            self.offload[1].run(piece.buffer, into, partial(compute, piece, part), out)
+            launch = partial(compute, piece.stored, part, piece.first)
+            self.offload[1].run(piece.buffer, into, launch, out)
 
 
 def _sum_bytes(count: int, format: StateFormat) -> int:

@@ -137,12 +137,9 @@ class PreparedUpdate:
 
 
 class EagerUpdate(PreparedUpdate):
-    """Updates with PyTorch operators.
+    """Updates `slots`, of one dtype on one device, with PyTorch operators.
 
-    Args:
-        slots: the parameters, of one dtype on one device.
-        storage: how their states are stored.
-        separate: whether each slot has its own launch.
+    `separate` gives each slot its own launch.
     """
 
     def __init__(self, slots: Sequence[Slot], storage: Storage, *, separate: bool = False) -> None:

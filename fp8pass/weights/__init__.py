@@ -7,6 +7,6 @@ freezing.py             `freeze`: frozen weights are replaced by FP8 data
 graph_inputs.py         FP8 data of trained weights as additional inputs of a graph
 cached.py               `same_weights`: weights are quantized once for several micro-batches
 
-FSDP2 gathers quantized weights by `distributed/weights.py`; `optim/weights.py` keeps exact weights
+FSDP2 gathers quantized weights by `distributed/weights.py`; `optim/offload.py` keeps exact weights
 on the host and FP8 data on the device.
 """

@@ -77,7 +77,7 @@ class OffloadedWeights(Feature):
     one_of = "weights"
 
     def change_model(self, t: Training) -> None:
-        with patch("fp8pass.optim.weights.SMALLEST", 1):
+        with patch("fp8pass.optim.offload.SMALLEST", 1):
             fp8pass.optim.offload_weights(t.model, "cpu")
 
     def configure(self, t: Training) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures that several modules of tests of the optimizer share."""
+"""Fixtures of the optimizer's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8pass.optim import fused, kernel
 
 @pytest.fixture(params=["reference", "kernel"])
 def path(request, monkeypatch):
-    """Whether updates run in PyTorch, or in the kernel by Triton's interpreter."""
+    """Run updates in PyTorch, and in the kernel with Triton's interpreter."""
     if request.param == "kernel":
         pytest.importorskip("triton")
         if torch.cuda.is_available():

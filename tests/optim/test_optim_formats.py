@@ -1,4 +1,4 @@
-"""The formats of optimizer states: their errors, Dynamic Range Expansion, what is not finite."""
+"""Formats of optimizer states: errors, Dynamic Range Expansion, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))
 
 @st.composite
 def rows(draw, signed: bool = True) -> Tensor:
-    """Groups of a range between 1 and 1e18, with some zeros."""
+    """Return groups with a range between 1 and 1e18, with some zeros."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     spread = draw(st.floats(0, 18))
     x = 10 ** (-spread * torch.rand(5, 128, generator=generator, dtype=torch.float64))
@@ -46,7 +46,7 @@ def rows(draw, signed: bool = True) -> Tensor:
 
 
 def largest_step(format) -> float:
-    """The largest ratio of neighbouring codes in the upper half of the format's binades."""
+    """Return the largest ratio of neighbouring codes in the upper half of the format's binades."""
     if format.values:
         codes = torch.tensor([x for x in format.values if x > 0], dtype=torch.float64)
     else:
@@ -71,12 +71,12 @@ def test_errors_are_those_of_the_format(name, signed, data):
         assert torch.equal(y == 0, x == 0)
     power = 1.0 if stored.power is None else stored.power.float()
     middle = stored.scale.float() * (1 if format.expands else format.middle)
-    # Values whose codes are in the upper half of the format are off by half a step, taken to 1/k.
+    # Errors of values in the upper half of the format: half a step, to the power of 1/k.
     upper = x.abs() >= middle.unsqueeze(-1) * (1 + 1e-5)
     bound = (largest_step(format) ** (1 / torch.as_tensor(power)) - 1) * (1 + 1e-3)
     error = ((y - x).abs() / x.abs()).nan_to_num()
     assert (error <= bound.reshape(-1, 1) + 1e-4)[upper].all()
-    # The rest is at most as far off as the smallest value in the upper half is large.
+    # The error of other values is at most the smallest value in the upper half.
     assert ((y - x).abs() <= middle.unsqueeze(-1) * 1.1)[~upper].all()
 
 
@@ -147,7 +147,7 @@ def test_edge_groups(name):
 
 @pytest.mark.parametrize("name", EXPANDED)
 def test_a_second_moment_never_becomes_zero(name):
-    """It divides: where it is zero an update is m / ε."""
+    """The update divides by it: with zero an update would be m / ε."""
     for plain in (name, name.removesuffix("+expand")):
         format = moment_format(plain, signed=False)
         x = torch.logspace(-18, 0, 128)[None]
@@ -159,7 +159,7 @@ def test_dynamic_values():
     assert len(set(signed)) == len(set(unsigned)) == 256
     assert signed[-1] == unsigned[-1] == 1.0
     assert unsigned[0] == 0.0
-    assert signed[0] == pytest.approx(-0.99296875)  # the largest magnitude but one has a sign
+    assert signed[0] == pytest.approx(-0.99296875)  # the second largest magnitude has both signs
     assert min(x for x in signed if x > 0) == pytest.approx(5.5e-7)
 
 
@@ -180,7 +180,7 @@ def test_bad_gradients_are_not_hidden(preset, bad):
 
 
 def test_expansion_lessens_errors_of_states_of_real_training(monkeypatch):
-    """COAT reports 1.63 times; Table 1's order of the first moment's formats, in both roundings."""
+    """COAT reports 1.63 times, and in Table 1 this order of formats of the first moment."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     benchmark = importlib.import_module("optimizer")
     states = benchmark.trained_states("tiny", steps=25)

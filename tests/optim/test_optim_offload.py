@@ -1,4 +1,4 @@
-"""`AdamW(offload=...)`: what is on the host is streamed through buffers, and no number changes."""
+"""`AdamW(offload=...)`: offloaded states and sums give the same results bit for bit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
 ]
 STATES = ("states",)
-# One piece, several, with a rest; the last ones are small.
+# One piece, several pieces, and a remainder; the last parameters are small.
 SHAPES = ((20, 1024), (100, 1000), (50, 100), (33,), ())
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    """Pieces of a few thousand elements, of parameters that would be too small to be offloaded."""
+    """Use pieces of a few thousand elements, and offload small parameters."""
     monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 17)
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
 
@@ -50,7 +50,7 @@ def steps(optimizer, device: str, numbers: range) -> None:
 
 
 def both(device: str, dtype, numbers: range, **options):
-    """An optimizer with states on the host and one without, after the same steps."""
+    """Return an optimizer with offloaded states and one without, after the same steps."""
     found = []
     for offload in (STATES, ()):
         params = on(device, parameters(SHAPES, dtype))
@@ -86,7 +86,7 @@ def test_no_number_changes(device, dtype, options):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_in_another_layout_keep_their_states(device):
-    """Of which no piece is a view, as of `channels_last`; the others' are on the host."""
+    """Pieces of such weights (`channels_last`) are not views; other states are offloaded."""
     found = []
     for offload in (STATES, ()):
         convolution, linear = on(device, parameters(((32, 16, 3, 3), (64, 64)), torch.float32))
@@ -107,7 +107,7 @@ def test_weights_in_another_layout_keep_their_states(device):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_pieces_of_the_kernel(monkeypatch):
-    """Each begins in the middle of a parameter, and draws the bits of its elements."""
+    """Each piece begins within a parameter, and draws the random bits of its elements."""
     pytest.importorskip("triton")
     monkeypatch.setattr(fused, "why_not", lambda device: None)
     for module in (fused, kernel):

@@ -1,4 +1,4 @@
-"""The optimizer among PyTorch's: hooks, groups, schedulers, scalers, trainers, wrong options."""
+"""PyTorch's protocols: hooks, groups, schedulers, scalers, trainers; and invalid options."""
 
 from __future__ import annotations
 

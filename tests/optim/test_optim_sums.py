@@ -1,4 +1,4 @@
-"""Sums of gradients in groups: the kernels against the reference, and what they are for."""
+"""Quantized sums of gradients: the kernels compared with the reference, and values not finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def room(size: int, format, device: str) -> Quantized:
 
 
 def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
-    """A sum of all gradients but the last, and the last with that sum."""
+    """Return the sum of all gradients but the last, and the last gradient plus that sum."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
         sum_ = room(len(gradients[0]), format, gradients[0].device.type)
