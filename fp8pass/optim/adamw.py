@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fp8pass.optim.options import PRESET_OPTIONS, Storage, check_group, preset_o
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.sums import Accumulated
-from fp8pass.optim.update import EagerUpdate, PreparedUpdate
+from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import CodedWeight
 
@@ -122,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
         self._arenas: dict[torch.device, Arena] = {}
         self._prepared: dict[tuple[int, ...], tuple[Any, list[Any], PreparedUpdate]] = {}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add parameters with their own options; `preset` sets several options.
 
         Raises:
@@ -170,7 +170,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+    def update(self, group: Group, parameters: Tensors) -> None:
         """Update some of the parameters of a group by their gradients.
 
         Parameters with offloaded states are updated on another stream, which `join` waits for.
@@ -187,21 +187,21 @@ class AdamW(torch.optim.Optimizer):
             fuses = fused.why_not(device) is None and local(parameter).is_contiguous()
             streams = is_offloaded(group, "states", parameter)
             storage = storage_of(group, parameter)
-            batches[parameter.dtype, device, fuses, streams, storage].append(parameter)
-        for (_, device, fuses, streams, storage), batch in batches.items():
+            batches[parameter.dtype, device, (storage, fuses, streams)].append(parameter)
+        for (_, device, how), batch in batches.items():
             control = self._control(group, device)
+            _, fuses, _ = how
             if not fuses and control[1].item():
                 continue
             gradients = [local_gradient(p) for p in batch]
             if fuses:
                 gradients = [g.contiguous() for g in gradients]
-            prepared = self._prepare(storage, group, batch, gradients, fuses, streams)
-            prepared.step(gradients, group, control)
+            self._prepare(group, batch, gradients, how).step(gradients, group, control)
             if fuses:
                 # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
-    def step_of(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+    def step_of(self, group: Group, parameter: Tensor) -> Tensor:
         """Return the number of updates of a parameter, fp32 []; create its state if missing."""
         if not self.state.get(parameter):
             self._make_slot(storage_of(group, parameter), group, parameter)
@@ -233,7 +233,7 @@ class AdamW(torch.optim.Optimizer):
         """Drop prepared updates after states were written, because they contain copies of steps."""
         self._prepared.clear()
 
-    def _control(self, group: dict[str, Any], device: torch.device) -> Tensor:
+    def _control(self, group: Group, device: torch.device) -> Tensor:
         """Return fp32 [2]: the factor of gradients, and whether GradScaler found infinite ones."""
         key = device, bool(group["maximize"])
         if key not in self._constants:
@@ -248,27 +248,22 @@ class AdamW(torch.optim.Optimizer):
         return control
 
     def _prepare(
-        self,
-        storage: Storage,
-        group: dict[str, Any],
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        fuses: bool,
-        streams: bool,
+        self, group: Group, parameters: Tensors, gradients: Tensors, how: tuple[Storage, bool, bool]
     ) -> PreparedUpdate:
         """Return the update of these parameters.
 
-        It is reused while options, parameters, dtypes and states are the same, so that states are
-        only checked and converted after a change.
+        `how` has the storage of states, and whether the kernel runs and states are offloaded. The
+        update is reused while options, parameters, dtypes and states are the same, so that states
+        are only checked and converted after a change.
         """
-        key = tuple(map(id, parameters))
+        key, (storage, fuses, streams) = tuple(map(id, parameters)), how
         # An eager update reads a plain parameter itself, which may lack an address (FakeTensor).
         layouts = [
             (p.shape, x.data_ptr() if fuses or streams or x is not p else 0)
             for p, x in zip(parameters, map(local, parameters), strict=True)
         ]
         dtypes = parameters[0].dtype, parameters[0].device, [g.dtype for g in gradients]
-        signature = (layouts, dtypes, storage, fuses, streams)
+        signature = (layouts, dtypes, how)
         states = [self.state[p] for p in parameters]
         if found := self._prepared.get(key):
             old, tensors, prepared = found
@@ -306,7 +301,7 @@ class AdamW(torch.optim.Optimizer):
             self._arenas[device] = Arena(device)
         return self._arenas[device]
 
-    def _make_slot(self, storage: Storage, group: dict[str, Any], parameter: Tensor) -> Slot:
+    def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
         """Return the slot of a parameter; create its state, or convert it to the options."""
         state = self.state[parameter]
         offloaded = is_offloaded(group, "states", parameter)
@@ -321,7 +316,7 @@ class AdamW(torch.optim.Optimizer):
             state.update(new)
         return Slot.of(self._number(parameter), parameter, state, storage)
 
-    def _move_to_host(self, state: State, group: dict[str, Any], parameter: Tensor) -> State:
+    def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
         """Return a new state, in host memory if the options offload it."""
         if not is_offloaded(group, "states", parameter):
             return state

@@ -31,7 +31,7 @@ from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot
-from fp8pass.optim.update import EagerUpdate, PreparedUpdate, factors
+from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
 
 # Threads read vectors if pointers are multiples of this many bytes, and sizes of as many elements.
 ALIGNMENT = 16
@@ -52,12 +52,7 @@ class FusedUpdate(PreparedUpdate):
     """
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        gradients: Sequence[Tensor],
-        storage: Storage,
-        *,
-        separate: bool = False,
+        self, slots: Sequence[Slot], gradients: Tensors, storage: Storage, *, separate: bool = False
     ) -> None:
         first = slots[0].parameter
         self.device, self.storage = first.device, storage
@@ -82,9 +77,7 @@ class FusedUpdate(PreparedUpdate):
             for format in (storage.first, storage.second)
         ]
 
-    def prepare(
-        self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor
-    ) -> Sequence[Callable[[], object]]:
+    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
         self._set_gradients(gradients)
         self.steps.add_(1 - control[1])
         table = torch.stack(factors(group, self.steps))
@@ -119,7 +112,7 @@ class FusedUpdate(PreparedUpdate):
         return [rows[name] for name in table_columns(self.storage, dtype)]
 
     def _make_launches(
-        self, slots: Sequence[Slot], gradients: Sequence[Tensor], *, separate: bool
+        self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
         """Return kernels, the row of the tables for each program, and whether it reads vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
@@ -140,7 +133,7 @@ class FusedUpdate(PreparedUpdate):
         self.first_chunk.copy_(self._tensor(first_chunk, torch.int32))
         return launches
 
-    def _set_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def _set_gradients(self, gradients: Tensors) -> None:
         """Write the addresses of gradients to the device if they changed."""
         pairs = zip(gradients, self.firsts, strict=True)
         pointers = [_address_of_element_0(g, first) for g, first in pairs]
@@ -190,7 +183,7 @@ class StreamedUpdate(PreparedUpdate):
     def __init__(
         self,
         slots: Sequence[Slot],
-        gradients: Sequence[Tensor],
+        gradients: Tensors,
         storage: Storage,
         staging: Staging,
         *,
@@ -236,7 +229,7 @@ class StreamedUpdate(PreparedUpdate):
             pieces.append(Piece(parameter, part, buffer, into, out, requantize))
         return pieces
 
-    def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         """Launch copies and updates of all pieces."""
         self.staging.begin([control], gradients)
         with self.staging.on_compute_stream():

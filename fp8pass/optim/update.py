@@ -31,6 +31,9 @@ from fp8pass.optim.slots import Slot, group_count
 # other devices temporaries are small compared with the states.
 CPU_BATCH = 1 << 17
 BATCH = 1 << 24
+Group = dict[str, Any]  # a parameter group with its options
+Tensors = Sequence[Tensor]
+Launches = Sequence[Callable[[], object]]
 # Lower limit of ε. It avoids a division by zero where all gradients were zero.
 SMALLEST_EPS = 2.0**-100
 
@@ -40,7 +43,7 @@ def batch_size(device: torch.device) -> int:
     return CPU_BATCH if device.type == "cpu" else BATCH
 
 
-def factors(group: dict[str, Any], steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) at `steps` [n], in fp32 [n].
 
     They are computed in fp64, without synchronizing the device.
@@ -67,7 +70,7 @@ class Rows:
         """Number of rows of each parameter."""
         return [group_count(size, self.group_size) for size in self.sizes]
 
-    def join(self, tensors: Sequence[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
+    def join(self, tensors: Tensors, dtype: torch.dtype, fill: int = 0) -> Tensor:
         """Return tensors of `sizes` elements as [R, G], padded with `fill`."""
         joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
         for part, tensor in zip(self._parts(joined), tensors, strict=True):
@@ -99,11 +102,7 @@ class Rows:
 
 
 def update(
-    slots: Sequence[Slot],
-    gradients: Sequence[Tensor],
-    group: dict[str, Any],
-    storage: Storage,
-    factor: Tensor | float = 1.0,
+    slots: Sequence[Slot], gradients: Tensors, group: Group, storage: Storage, factor: Tensor
 ) -> None:
     """Update parameters and their states in place.
 
@@ -112,7 +111,7 @@ def update(
         gradients: gradients of the slots, in any float dtype.
         group: options of the update.
         storage: how the states are stored.
-        factor: multiplies the gradients.
+        factor: fp32 [], multiplies the gradients.
     """
     for batch in _batches(slots, gradients, storage.group_size):
         _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
@@ -121,13 +120,11 @@ def update(
 class PreparedUpdate:
     """Updates the same parameters in every step."""
 
-    def prepare(
-        self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor
-    ) -> Sequence[Callable[[], object]]:
+    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
         """Count a step, and return the launches of its update."""
         raise NotImplementedError
 
-    def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         """Update with gradients times `control[0]`.
 
         A fused update does nothing if `control[1]` is not 0. Callers of other updates check it.
@@ -148,9 +145,7 @@ class EagerUpdate(PreparedUpdate):
         self.slots = slots
         self.steps = list({id(slot.step): slot.step for slot in slots}.values())
 
-    def prepare(
-        self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor
-    ) -> Sequence[Callable[[], object]]:
+    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
         for step in self.steps:
             step.add_(1)
         return [
@@ -160,7 +155,7 @@ class EagerUpdate(PreparedUpdate):
 
 
 def _batches(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], group_size: int
+    slots: Sequence[Slot], gradients: Tensors, group_size: int
 ) -> Iterator[list[tuple[Slot, Tensor]]]:
     """Yield batches of slots with their gradients; large slots are divided."""
     limit = batch_size(slots[0].parameter.device)
@@ -186,11 +181,7 @@ def _batches(
 
 
 def _update_batch(
-    slots: Sequence[Slot],
-    gradients: Sequence[Tensor],
-    group: dict[str, Any],
-    storage: Storage,
-    factor: Tensor | float,
+    slots: Sequence[Slot], gradients: Tensors, group: Group, storage: Storage, factor: Tensor
 ) -> None:
     parameters, dtype = [s.parameter for s in slots], slots[0].parameter.dtype
     rows = Rows(tuple(p.numel() for p in parameters), storage.group_size)
