@@ -40,11 +40,10 @@ from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import learning_rate
 from fp8pass.optim import AdamW
-from fp8pass.optim.groups import decode, encode
+from fp8pass.optim.formats import dequantize, moment_format, quantize
 from fp8pass.optim.options import STATE_ROUNDINGS
-from fp8pass.optim.rounding import ROTATIONS, keys, random_bits, rotated
+from fp8pass.optim.rounding import ROTATIONS, keys, random_bits, rotate
 from fp8pass.optim.slots import from_rows, to_rows
-from fp8pass.optim.state_formats import moment_format
 
 RESULTS = Path(__file__).parent / "results"
 GROUP_SIZE = 128
@@ -89,8 +88,8 @@ def rounded(x: Tensor, number: int, name: str, rounding: str, *, signed: bool) -
     format = moment_format(name, signed=signed)
     rows = to_rows(x, GROUP_SIZE, torch.float32)
     bits = bits_of(rows, number, "exp_avg" if signed else "exp_avg_sq")
-    stored = encode(rows, format, bits if rounding == "stochastic" else None)
-    return from_rows(decode(stored, format), x.shape)
+    stored = quantize(rows, format, bits if rounding == "stochastic" else None)
+    return from_rows(dequantize(stored, format), x.shape)
 
 
 def bits_of(rows: Tensor, number: int, name: str) -> Tensor:
@@ -98,7 +97,7 @@ def bits_of(rows: Tensor, number: int, name: str) -> Tensor:
     numbers = torch.tensor([number], dtype=torch.int32, device=rows.device)
     key = keys(0, numbers, torch.ones_like(numbers))
     element = torch.arange(rows.numel(), device=rows.device).view_as(rows)
-    return rotated(random_bits(key, element), ROTATIONS[name])
+    return rotate(random_bits(key, element), ROTATIONS[name])
 
 
 def error(states: list[tuple[Tensor, Tensor]], first: str, second: str, rounding: str) -> float:
@@ -195,7 +194,7 @@ def rounded_sum(rows: Tensor, name: str, count: int) -> Tensor:
         return rows.bfloat16().float()
     format = moment_format(name.removesuffix(", to nearest"), signed=True)
     bits = None if "nearest" in name else bits_of(rows, count, "exp_avg")
-    return decode(encode(rows, format, bits), format)
+    return dequantize(quantize(rows, format, bits), format)
 
 
 # --- speed --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What tests of the optimizer share: parameters, gradients, steps, and looking at states."""
+"""Helpers of the optimizer's tests: parameters, gradients, steps, and comparison of states."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.optim import groups
-from fp8pass.optim.groups import decode
+from fp8pass.optim.formats import Quantized, dequantize, moment_format
 from fp8pass.optim.slots import state_key, to_rows
-from fp8pass.optim.state_formats import moment_format
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32, seed=0) -> list[nn.Parameter]:
-    """Parameters of all kinds of sizes, always the same for the same seed."""
+    """Return parameters of many sizes, which are equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
 def set_gradients(params, step: int, scale: float = 1e-3) -> None:
-    """Gradients of random size, always the same for the same step."""
+    """Set gradients of random size, which are equal for equal steps."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
         size = scale * torch.rand((), generator=generator)
@@ -42,12 +40,12 @@ def run(params, optimizer, steps: range) -> None:
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Those of all groups, in order."""
+    """Return the parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
-    """Parameters and states agree bit for bit."""
+    """Check that parameters and states are equal bit for bit."""
     for p, q in zip(all_parameters(a), all_parameters(b), strict=True):
         assert torch.equal(p, q)
         assert a.state[p].keys() == b.state[q].keys()
@@ -59,19 +57,19 @@ def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
 
 
 def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
-    """A moment of the numbered parameter, decoded and flat."""
+    """Return the values of a moment of the parameter with index `number`, flat."""
     p = all_parameters(optimizer)[number]
     (group,) = optimizer.param_groups
     option = "first_moment" if signed else "second_moment"
     format, size = moment_format(group[option], signed=signed), group["group_size"]
     state = optimizer.state[p]
     parts = [state[state_key(name, format, part)] for part in format.parts]
-    rows_ = to_rows(state[state_key(name, format)], size, format.stored)
-    return decode(groups.Stored(rows_, *parts), format).reshape(-1)[: p.numel()]
+    rows_ = to_rows(state[state_key(name, format)], size, format.storage_dtype)
+    return dequantize(Quantized(rows_, *parts), format).reshape(-1)[: p.numel()]
 
 
 def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint saved and loaded."""
+    """Save a checkpoint to a file, and load it."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -80,7 +78,7 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def single_process(folder: Path) -> Iterator[None]:
-    """A process group of this process."""
+    """Create a process group of one process."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
     )

@@ -1,13 +1,21 @@
-"""Convert states in other formats, or of `torch.optim.AdamW`, to an optimizer's formats.
+"""Conversion of checkpointed states to an optimizer's formats, also during DCP loads.
 
-The keys of a state contain its format (`slots.py`), and the number of scales determines the size of
-groups. The options of the checkpoint's parameter groups do not matter.
+A checkpoint may contain states in other formats, or states of `torch.optim.AdamW`. The keys of a
+state contain its format (`slots.py`), and the number of scales determines the group size, so the
+options in the checkpoint's parameter groups do not matter.
+
+`torch.distributed.checkpoint` (DCP) reads into the tensors of the optimizer, and finds only entries
+with the same keys. Where the checkpoint has a state in another format, DCP reads into new tensors
+in that format, which are converted into the tensors of the optimizer after the read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,244 +23,339 @@ from torch import Tensor
 
 from fp8pass import graph
 from fp8pass.config import ConfigError
-from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim.formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
 from fp8pass.optim.options import LARGEST_GROUP, OWN, SMALLEST_GROUP, Storage, check_group
-from fp8pass.optim.shards import is_distributed, like_groups, like_parameter, local, shard_of
+from fp8pass.optim.shards import DTensor, like_groups, like_parameter, local, shard_of
 from fp8pass.optim.slots import (
     State,
     from_rows,
     group_count,
     name_of,
+    quantize_state,
+    state_entries,
     state_key,
-    stored_state,
     to_rows,
 )
-from fp8pass.optim.state_formats import StateFormat, moment_format
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = ("step", *MOMENTS, "master")
-# How the keys of a state's parts end.
+# Suffixes of the keys of scales and powers.
 PARTS = (":scale", ":power")
+# Options that a parameter group of `torch.optim.AdamW` does not have.
+UNKNOWN_TO_TORCH = (*OWN, "seed", "state_rounding")
+PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """A key that hides a parameter from PyTorch, with the options of its group."""
+    """A key of a loaded state that hides the parameter from PyTorch, with its group's options."""
 
     parameter: Tensor
     group: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """A state of a checkpoint."""
+
+    data: Tensor  # floating-point values or quantized data, shaped like the parameter
+    format: StateFormat | None = None  # of quantized data; None for floating-point values
+    parts: tuple[Tensor, ...] = ()  # scales, and powers if the format has them
+
+    def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
+        """Return whether these are the tensors of a state in `format`."""
+        if not format.grouped or self.format != format:
+            return self.format is None and self.data.dtype == format.storage_dtype
+        return self.parts[0].numel() == group_count(self.data.numel(), group_size)
+
+    def copy(self, device: torch.device) -> Quantized:
+        """Return a copy of the local tensors on `device`; scales and powers are [R]."""
+        data, *parts = (
+            local(x).detach().to(device, copy=True).contiguous() for x in (self.data, *self.parts)
+        )
+        return Quantized(data, *(x.view(-1) for x in parts))
+
+    def dequantize(self, device: torch.device) -> Tensor:
+        """Return the values of the local shard on `device`, in any float dtype."""
+        copied = self.copy(device)
+        if self.format is None:
+            return copied.data
+        rows = to_rows(copied.data, self.group_size(), self.format.storage_dtype)
+        return from_rows(dequantize(copied._replace(data=rows), self.format), copied.data.shape)
+
+    def group_size(self) -> int:
+        """Return the group size that results in the number of scales.
+
+        Raises:
+            ConfigError: no group size does.
+        """
+        elements, groups = self.data.numel(), self.parts[0].numel()
+        for exponent in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()):
+            if group_count(elements, 1 << exponent) == groups:
+                return 1 << exponent
+        raise ConfigError(
+            f"The checkpoint is incomplete: it has {groups} scales for the {elements} elements of "
+            "a state."
+        )
+
+
 def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint with `Hidden` keys, so that PyTorch does not cast states, and own storage.
+    """Return a checkpoint with `Hidden` keys, so that PyTorch does not cast the states.
+
+    The groups of the result have the optimizer's `OWN` options.
 
     Raises:
-        ConfigError: the checkpoint is of no optimizer, was made with AMSGrad, or has an option with
-            an invalid value.
+        ConfigError: the checkpoint is not of an optimizer, was made with AMSGrad, or has an option
+            with an invalid value.
     """
     check_has_states(state_dict)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if any(group.get("amsgrad") for group in saved_groups):
         raise ConfigError(
-            "The checkpoint was made with amsgrad=True, which fp8pass.optim.AdamW does not have: "
-            "go on with torch.optim.AdamW, or start with fresh states."
+            "The checkpoint was made with amsgrad=True, which fp8pass.optim.AdamW does not "
+            "support: continue with torch.optim.AdamW, or start with new states."
         )
     states, merged = dict(state_dict["state"]), []
     for saved, group in zip(saved_groups, groups, strict=False):
         own = {**group, **{k: v for k, v in saved.items() if k not in OWN}}
-        _check_options({**own, "params": group["params"]})
+        try:
+            check_group({**own, "params": group["params"]})
+        except ConfigError as error:
+            raise ConfigError(f"The checkpoint cannot be loaded. {error}") from None
         merged.append({**own, "params": saved["params"]})
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
                 states[Hidden(parameter, own)] = states.pop(key)
-    # Groups without a counterpart, about which PyTorch raises an error.
+    # PyTorch raises an error about groups without a counterpart.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
 
 
 def check_has_states(given: Any) -> None:
-    """Raise ConfigError if what was given for a checkpoint is not of an optimizer."""
+    """Raise ConfigError if `given` is not the state dict of an optimizer."""
     keys = given if isinstance(given, Mapping) else ()
     if missing := {"state", "param_groups"} - set(keys):
         raise ConfigError(
-            f"The checkpoint ({type(given).__name__}) has no {', '.join(sorted(missing))}: it is "
-            "not of an optimizer. Load what optimizer.state_dict() returned."
+            f"The checkpoint ({type(given).__name__}) has no {', '.join(sorted(missing))}, so it "
+            "is not of an optimizer. Load what optimizer.state_dict() returned."
         )
 
 
-def _check_options(own: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a group with options of a checkpoint has an invalid one."""
-    try:
-        check_group(own)
-    except ConfigError as error:
-        raise ConfigError(f"The checkpoint cannot be loaded. {error}") from None
+def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> State:
+    """Return a parameter's state in the formats of `storage`, on the parameter's device.
 
-
-def converted(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> State:
-    """A parameter's state in the formats of `storage`, on the parameter's device.
+    States that already have their format are copied bit by bit.
 
     Args:
         values: a state in any formats, of this optimizer or of `torch.optim.AdamW`.
         parameter: float [...], or a DTensor.
-        storage: how the parameter's states are stored from now on.
+        storage: how the result is stored.
 
     Raises:
-        ConfigError: the state is of another optimizer, of a parameter of another shape, or not
-            complete.
+        ConfigError: the state is of another optimizer, of a parameter of another shape, or
+            incomplete.
     """
-    if "step" not in values:
-        raise _of_another_optimizer("step", values)
     formats = storage.states(parameter.dtype)
-    found = _found(values, formats)
-    for name, saved in found.items():
-        if saved is None and name in MOMENTS:
-            raise _of_another_optimizer(name, values)
-        if saved is not None and saved.codes.shape != parameter.shape:
+    found = {name: _find(name, values, format) for name, format in formats.items()}
+    for name in ("step", *MOMENTS):
+        if found.get(name) is None and name not in values:
             raise ConfigError(
-                f"The state {name} has shape {tuple(saved.codes.shape)} for a parameter of shape "
-                f"{tuple(parameter.shape)}: give the optimizer its parameters in the order of the "
-                "one that was saved."
+                f"The checkpoint is of another optimizer: it has no {name} for a parameter, but "
+                f"{', '.join(values)}. Load one of fp8pass.optim.AdamW or torch.optim.AdamW."
             )
     step = torch.as_tensor(values["step"], dtype=torch.float32)
     state: State = {"step": step.to(parameter.device, copy=True)}
     for name, format in formats.items():
-        state |= _converted(name, found[name], parameter, format, storage.group_size)
+        saved, size = found[name], storage.group_size
+        if saved is None:  # a checkpoint without master copies
+            state |= quantize_state(name, local(parameter), parameter, format, size)
+            continue
+        if saved.data.shape != parameter.shape:
+            raise ConfigError(
+                f"The state {name} has shape {tuple(saved.data.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}: give the optimizer its parameters in the order of the "
+                "saved optimizer."
+            )
+        distributed = isinstance(saved.data, DTensor)
+        if saved.is_stored_as(format, size) and distributed == isinstance(parameter, DTensor):
+            state |= state_entries(name, saved.copy(parameter.device), parameter, format, size)
+        else:
+            new = saved.dequantize(parameter.device)
+            new = new if distributed else shard_of(new, parameter)
+            state |= quantize_state(name, new, parameter, format, size)
     return state
 
 
 def is_converted(
     values: Mapping[str, Any], parameter: Tensor, storage: Storage, device: torch.device
 ) -> bool:
-    """Whether a parameter's state is in the formats of `storage`, on `device`."""
+    """Return whether a parameter's state is in the formats of `storage`, on `device`."""
     formats = storage.states(parameter.dtype)
-    if any(name_of(key) in STATES and name_of(key) not in ("step", *formats) for key in values):
+    keys = {key for key in values if name_of(key) in STATES and not key.endswith(PARTS)}
+    if keys != {"step", *(state_key(name, format) for name, format in formats.items())}:
         return False
-    return all(
-        saved is not None
-        and saved.codes.device == device
-        and saved.codes.shape == parameter.shape
-        and saved.is_stored_as(formats[name], storage.group_size)
-        for name, saved in _found(values, formats).items()
-    )
+    for name, format in formats.items():
+        saved = _read_state(name, state_key(name, format), values)
+        where = saved.data.device, saved.data.shape
+        if where != (device, parameter.shape) or not saved.is_stored_as(format, storage.group_size):
+            return False
+    return True
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A state of a checkpoint: floating-point values, or codes with their format.
+def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState | None:
+    """Return the state `name` of a parameter, or None if `values` lacks it.
 
-    Attributes:
-        codes: values or codes, shaped like the parameter.
-        format: the format of codes; None for floating-point values.
-        parts: scales, and powers if the format has them, of the groups of consecutive elements.
-    """
-
-    codes: Tensor
-    format: StateFormat | None = None
-    parts: tuple[Tensor, ...] = ()
-
-    def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
-        """Whether these are the tensors that a state in `format` has."""
-        if not format.grouped or self.format != format:
-            return self.format is None and self.codes.dtype == format.stored
-        return self.parts[0].numel() == group_count(self.codes.numel(), group_size)
-
-    def decode(self, device: torch.device) -> Tensor:
-        """The values of the local shard, in any float dtype."""
-        codes = _copy(self.codes, device)
-        if self.format is None:
-            return codes
-        parts = [_copy(x, device).view(-1) for x in self.parts]
-        rows = to_rows(codes, self.group_size(), self.format.stored)
-        return from_rows(decode(Stored(rows, *parts), self.format), codes.shape)
-
-    def group_size(self) -> int:
-        """The size that gives as many groups as there are scales."""
-        elements, groups = self.codes.numel(), self.parts[0].numel()
-        sizes = (1 << i for i in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()))
-        for size in sizes:
-            if group_count(elements, size) == groups:
-                return size
-        raise ConfigError(
-            f"The checkpoint has {groups} scales for the {elements} elements of a state: it is "
-            "not complete."
-        )
-
-
-def _found(
-    values: Mapping[str, Any], formats: Mapping[str, StateFormat]
-) -> dict[str, Saved | None]:
-    """The states of a parameter, by name; `formats` are the formats of the optimizer."""
-    return {name: _find(name, values, format) for name, format in formats.items()}
-
-
-def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> Saved | None:
-    """Find the state `name` among the entries of a parameter; None if it has none.
-
-    PyTorch merges a full state dict into the optimizer's own. The result has the state twice, once
-    in the optimizer's format `own`: the other one is the checkpoint's.
+    PyTorch merges a full state dict into the optimizer's own. The result contains the state twice,
+    in the optimizer's format `own` and in the checkpoint's format, which has priority.
     """
     keys = [key for key in values if name_of(key) == name and not key.endswith(PARTS)]
     others = [key for key in keys if key != state_key(name, own)]
-    if not keys:
-        return None
     if len(others) > 1:
         raise ConfigError(
             f"The checkpoint has {' and '.join(others)} for one parameter: load what "
             "optimizer.state_dict() returned."
         )
-    return saved_state(name, (others or keys)[0], values)
+    return _read_state(name, (others or keys)[0], values) if keys else None
 
 
-def saved_state(name: str, key: str, values: Mapping[str, Any]) -> Saved:
-    """Return the state `name` of a parameter from its entry `key` and the entries of its groups.
+def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
+    """Return the state `name` from its entry `key`, and its scales and powers in `values`.
 
     Raises:
-        ConfigError: the format is unknown, or an entry of the groups is missing.
+        ConfigError: the format is unknown, or scales or powers are missing.
     """
-    codes = values[key]
+    data = values[key]
     if key == name:
-        if not codes.is_floating_point():
+        if not data.is_floating_point():
             raise ConfigError(
-                f"The checkpoint's {name} is {graph.dtype_text(codes.dtype)}, not floating point: "
-                "these are codes of an unknown format. Load a checkpoint of fp8pass.optim.AdamW or "
+                f"The checkpoint's {name} is {graph.dtype_text(data.dtype)}, not floating point, "
+                "so its format is unknown. Load a checkpoint of fp8pass.optim.AdamW or "
                 "torch.optim.AdamW."
             )
-        return Saved(codes)
+        return SavedState(data)
     try:
         format = moment_format(key.removeprefix(f"{name}:"), signed=name != "exp_avg_sq")
     except ConfigError as error:
         raise ConfigError(f"The checkpoint cannot be loaded. {name}: {error}") from None
     parts = [state_key(name, format, part) for part in format.parts]
     if missing := [x for x in parts if x not in values]:
-        raise ConfigError(f"The checkpoint has {key} without {missing[0]}: it is not complete.")
-    return Saved(codes, format, tuple(values[x] for x in parts))
+        raise ConfigError(f"The checkpoint is incomplete: it has {key} without {missing[0]}.")
+    return SavedState(data, format, tuple(values[x] for x in parts))
 
 
-def _of_another_optimizer(missing: str, values: Mapping[str, Any]) -> ConfigError:
-    return ConfigError(
-        f"The checkpoint has no {missing} for a parameter, but {', '.join(values)}: it is of "
-        "another optimizer. Load one of fp8pass.optim.AdamW or torch.optim.AdamW."
-    )
+def stage_states(
+    state_dict: dict[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Callable[[], None]]:
+    """Replace the states in `state_dict` that the checkpoint has in another format.
+
+    Args:
+        state_dict: the flat state dict that DCP loads into.
+        saved: the metadata of the checkpoint's entries.
+
+    Returns:
+        The conversion to call after the read, for each new entry.
+
+    Raises:
+        ConfigError: a state in the checkpoint is incomplete.
+    """
+    theirs = _group_by_state(saved)
+    conversions: dict[str, Callable[[], None]] = {}
+    for (prefix, name), own in _group_by_state(state_dict).items():
+        found = theirs.get((prefix, name), {})
+        is_equal = own.keys() == found.keys() and all(own[k].shape == found[k].size for k in own)
+        if is_equal or not _is_of_adamw(prefix, state_dict):  # DCP loads it by itself
+            continue
+        staged = _make_staging_tensors(name, own, found)
+        if not found and name == "master" and (prefix, MOMENTS[0]) in theirs:
+            # Leave the master copy: the next step continues from the weights where they differ.
+            staged = {}
+        if staged is None:  # DCP raises an error about the first missing key
+            continue
+        for key in own:
+            del state_dict[prefix + key]
+        # One object for all entries: it is called when the last of them has been read.
+        convert_entries = partial(_convert_staged, name, own, staged)
+        for key, x in staged.items():
+            state_dict[prefix + key] = x
+            conversions[prefix + key] = convert_entries
+    # Keep the optimizer's own options that a checkpoint with moments lacks.
+    prefixes = tuple({_groups_prefix(prefix) for prefix, _ in theirs})
+    for entry in [x for x in state_dict if x not in saved and x.startswith(prefixes)]:
+        if entry.rpartition(".")[2] in UNKNOWN_TO_TORCH:
+            del state_dict[entry]
+    return conversions
 
 
-def _converted(
-    name: str, saved: Saved | None, parameter: Tensor, format: StateFormat, group_size: int
-) -> State:
-    """The entries of the state `name` in `format`, bit by bit if it was saved in this format."""
-    if saved is None:  # a master copy
-        return stored_state(name, local(parameter), parameter, format, group_size)
-    distributed = is_distributed(saved.codes)
-    if not saved.is_stored_as(format, group_size) or distributed != is_distributed(parameter):
-        values = saved.decode(parameter.device)
-        values = values if distributed else shard_of(values, parameter)
-        return stored_state(name, values, parameter, format, group_size)
-    codes = _copy(saved.codes, parameter.device)
-    state = {state_key(name, format): like_parameter(codes, parameter)}
-    for part, groups in zip(format.parts, saved.parts, strict=True):
-        copied = _copy(groups, parameter.device).view(-1)
-        state[state_key(name, format, part)] = like_groups(copied, parameter, group_size)
-    return state
+@torch.no_grad()
+def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Convert the tensors that DCP read into the optimizer's own tensors."""
+    saved = _read_state(name, _data_key(read), read)
+    target = _read_state(name, _data_key(own), own)
+    format = target.format or PLAIN_OF_DTYPE[target.data.dtype]
+    group_size = target.group_size() if target.format else LARGEST_GROUP
+    values = saved.dequantize(target.data.device)
+    new = quantize_state(name, values, target.data, format, group_size)
+    for key, x in own.items():
+        local(x).copy_(local(new[key]))
 
 
-def _copy(x: Tensor, device: torch.device) -> Tensor:
-    return local(x).detach().to(device, copy=True).contiguous()
+def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the entries of each state, by the prefix of the parameter and the state's name."""
+    found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
+    for entry, value in entries.items():
+        prefix, dot, key = entry.rpartition(".")
+        if name_of(key) in (*MOMENTS, "master") and hasattr(value, "size"):
+            found[prefix + dot, name_of(key)][key] = value
+    return found
+
+
+def _groups_prefix(prefix: str) -> str:
+    """Return the prefix of the parameter groups, given the prefix of a parameter's states."""
+    return prefix.rpartition("state.")[0] + "param_groups."
+
+
+def _is_of_adamw(prefix: str, state_dict: Mapping[str, Any]) -> bool:
+    groups = _groups_prefix(prefix)
+    return any(x.startswith(groups) and x.endswith(".first_moment") for x in state_dict)
+
+
+def _data_key(entries: Mapping[str, Any]) -> str:
+    """Return the key of a state's values or data, or "" if there is not exactly one."""
+    keys = [key for key in entries if not key.endswith(PARTS)]
+    return keys[0] if len(keys) == 1 else ""
+
+
+def _make_staging_tensors(
+    name: str, own: dict[str, Tensor], found: Mapping[str, Any]
+) -> dict[str, Tensor] | None:
+    """Return new tensors for a state in the checkpoint's format, or None without a conversion."""
+    key = _data_key(found)
+    like = own.get(_data_key(own))
+    if not key or like is None or found[key].size != like.shape:
+        return None
+    read: dict[str, Tensor] = {}
+    for entry, meta in found.items():
+        shape = like.shape if entry == key else meta.size
+        made = _new_empty(shape, meta.properties.dtype, like, is_part=entry != key)
+        if made is None:
+            return None
+        read[entry] = made
+    _read_state(name, key, read)  # checks that the state is complete
+    return read
+
+
+def _new_empty(
+    shape: torch.Size, dtype: torch.dtype, like: Tensor, *, is_part: bool
+) -> Tensor | None:
+    """Return a new tensor for a parameter's state, or None if groups cross shards."""
+    shard = local(like)
+    if not isinstance(like, DTensor):
+        return shard.new_empty(shape, dtype=dtype)
+    if not is_part:
+        return like_parameter(shard.new_empty(shard.shape, dtype=dtype), like)
+    row, shard_row = math.prod(like.shape[1:]), math.prod(shard.shape[1:])
+    size = row // shape[1] if len(shape) == 2 and shape[1] else 0
+    if not SMALLEST_GROUP <= size <= LARGEST_GROUP or row % shape[1] or shard_row % size:
+        return None
+    groups = shard.new_empty(shard.shape[0] * (shard_row // size), dtype=dtype)
+    return like_groups(groups, like, size)

@@ -1,20 +1,23 @@
-"""The fused update of many parameters: one launch of the kernel for all parameters of a dtype.
+"""Updates of the same parameters in every step: by the fused kernel, and with offloaded states.
 
-The addresses of parameters and states, and the parameter that each program updates, are written
-into tables on the device once. A step increments the step counts, computes the factors, updates
-the gradients' addresses if they changed, and launches the kernel. Nothing waits for the GPU.
+`FusedUpdate` launches one kernel for all parameters of a dtype. The addresses of parameters and
+states, and the parameter that each program updates, are written to tables on the device once. A
+step increments the step counts, computes the factors, updates the addresses of gradients if they
+changed, and launches the kernel. The CPU never waits for the GPU.
 
-Of a piece of a parameter the tables have the addresses where its first element would be, and the
-size up to the end of the piece: programs begin at the piece, and draw the random bits that they
-would draw if the parameter were whole.
+`StreamedUpdate` copies offloaded states through staging buffers and updates them in pieces. The
+tables contain the address that element 0 of the parameter would have, and the position of the end
+of the piece. So a piece draws the same random bits as the whole parameter, and results are equal
+bit by bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,145 +25,99 @@ import torch
 from torch import Tensor
 
 from fp8pass import hardware
-from fp8pass.optim import groups, rounding
+from fp8pass.optim import formats, rounding
+from fp8pass.optim.formats import Quantized
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
+from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.options import PARAMETER, Storage
-from fp8pass.optim.slots import Slot, State
-from fp8pass.optim.state_formats import StateFormat
-from fp8pass.optim.update import factors
+from fp8pass.optim.slots import Slot
+from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
 
-# Alignment of pointers, in bytes, and of sizes, in elements, with which threads read vectors.
+# Threads read vectors if pointers are multiples of this many bytes, and sizes of as many elements.
 ALIGNMENT = 16
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """The reason why updates on `device` are not fused; None if they are."""
+    """Return the reason why updates on `device` are not fused, or None if they are."""
     return hardware.why_no_triton_kernels(device)
 
 
-@dataclass(frozen=True)
-class UpdateLaunch:
-    """One launch of the kernel; each program updates a chunk of a parameter.
+class FusedUpdate(PreparedUpdate):
+    """Updates `slots`, contiguous and of one dtype on one device, with the Triton kernel.
 
-    Attributes:
-        kernel: the Triton function.
-        parameter_of: the tables' row of the parameter that a program updates, int32 [programs].
-        aligned: whether parameters and states may be read in vectors.
-    """
-
-    kernel: Any
-    parameter_of: Tensor
-    aligned: bool
-
-
-class FusedUpdate:
-    """Updates the same parameters in every step.
-
-    Args:
-        slots: the parameters, of one dtype on one device, contiguous.
-        states: their entries in the optimizer's state, whose steps become views of one tensor.
-        gradients: gradients with the dtypes of those in all steps.
-        storage: how their states are stored.
-        apart: whether each slot has a launch of its own.
+    The steps in `optimizer.state` become views of one tensor. `gradients` have the dtypes of the
+    gradients in every step. `separate` gives each slot its own launch. Each program of the kernel
+    updates a chunk of a parameter.
     """
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        states: Sequence[State],
-        gradients: Sequence[Tensor],
-        storage: Storage,
-        *,
-        apart: bool = False,
+        self, slots: Sequence[Slot], gradients: Tensors, storage: Storage, *, separate: bool = False
     ) -> None:
         first = slots[0].parameter
         self.device, self.storage = first.device, storage
         self.steps = torch.stack([slot.step for slot in slots])
-        for i, state in enumerate(states):
-            state["step"] = self.steps[i]
-        self.columns = table_columns(storage, first.dtype)
+        for slot, step in zip(slots, self.steps, strict=True):
+            slot.entries["step"] = step
         self.firsts = [s.first for s in slots]
-        ends = [s.first + s.parameter.numel() for s in slots]
-        self.sizes = self._tensor(ends, torch.int64)
+        self.sizes = self._tensor([s.first + s.parameter.numel() for s in slots], torch.int64)
         self.numbers = self._tensor([s.number for s in slots], torch.int32)
-        self.tables = self._tables(slots)
+        self.tables = self._tensor(self._addresses(slots), torch.int64).t().contiguous()
         self.gradients = torch.zeros_like(self.sizes)
-        # Replays of a CUDA graph read it again, so that nothing else may be written to it.
-        self.captured = torch.empty(
-            len(slots), dtype=torch.int64, pin_memory=self.device.type == "cuda"
-        )
+        # Replays of a CUDA graph read this buffer, so it is written only during a capture.
+        pin = self.device.type == "cuda"
+        self.captured = torch.empty(len(slots), dtype=torch.int64, pin_memory=pin)
         self.pointers: list[int] = []
         self.gradients_aligned = False
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
-        self.launches = self._launches(slots, gradients, apart=apart)
-        self.values = [self._values(format) for format in (storage.first, storage.second)]
+        self.launches = self._make_launches(slots, gradients, separate=separate)
+        # Formats without a table of values get a tensor that the kernel does not read.
+        self.values = [
+            formats.values_of(format, self.device) if format.values else self.steps
+            for format in (storage.first, storage.second)
+        ]
 
-    def step(self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor) -> None:
-        """Update with gradients times `control[0]`; do nothing if `control[1]` is not 0."""
-        for launch in self.prepared(gradients, group, control):
-            launch()
-
-    def prepared(
-        self, gradients: Sequence[Tensor], group: dict[str, Any], control: Tensor
-    ) -> list[Callable[[], None]]:
-        """The launches of a step, which counts as taken; each slot's if they are `apart`."""
+    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
         self._set_gradients(gradients)
         self.steps.add_(1 - control[1])
         table = torch.stack(factors(group, self.steps))
-        return [partial(self._launch, launch, table, group, control) for launch in self.launches]
+        beta1, beta2 = map(float, group["betas"])  # Triton would recompile for an int
+        seed = rounding.wrap_to_int32(group["seed"])
+        numbers = (len(self.steps), seed, 1 - beta1, beta2, 1 - beta2, float(group["eps"]))
 
-    def _launch(
-        self, launch: UpdateLaunch, table: Tensor, group: dict[str, Any], control: Tensor
-    ) -> None:
-        beta1, beta2 = map(float, group["betas"])  # Triton would compile again for an int
-        with self._device():
-            launch.kernel[(len(launch.parameter_of),)](
-                self.tables,
-                self.gradients,
-                self.sizes,
-                self.numbers,
-                self.steps,
-                table,
-                control,
-                launch.parameter_of,
-                self.first_chunk,
-                *self.values,
-                len(self.steps),
-                rounding.wrapped(group["seed"]),
-                1 - beta1,
-                beta2,
-                1 - beta2,
-                float(group["eps"]),
-                ALIGNED=launch.aligned and self.gradients_aligned,
-                **LAUNCH,
-            )
+        def launch(function: Any, parameter_of: Tensor, aligned: bool) -> None:
+            of_parameters = (self.tables, self.gradients, self.sizes, self.numbers, self.steps)
+            of_step = (table, control, parameter_of, self.first_chunk, *self.values, *numbers)
+            options = {"ALIGNED": aligned and self.gradients_aligned, **LAUNCH}
+            on_cuda = self.device.type == "cuda"
+            with torch.cuda.device(self.device) if on_cuda else nullcontext():
+                function[(len(parameter_of),)](*of_parameters, *of_step, **options)
+
+        return [partial(launch, *each) for each in self.launches]
 
     def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def _values(self, format: StateFormat) -> Tensor:
-        """Values of a dynamic format; for other formats a tensor that is not used."""
-        return groups.values_of(format, self.device) if format.values else self.steps
-
-    def _tables(self, slots: Sequence[Slot]) -> Tensor:
-        """Addresses of each parameter and of its states' tensors, int64 [parameters, columns]."""
-        rows = {PARAMETER: [_address(s.parameter, s.first) for s in slots]}
-        size = self.storage.group_size
-        for name, format in self.storage.states(slots[0].parameter.dtype).items():
-            rows[name] = [_address(s.states[name].codes, s.first) for s in slots]
+    def _addresses(self, slots: Sequence[Slot]) -> list[list[int]]:
+        """Return the addresses of parameters and states, one list for each column of the table."""
+        dtype, size = slots[0].parameter.dtype, self.storage.group_size
+        rows = {PARAMETER: [_address_of_element_0(s.parameter, s.first) for s in slots]}
+        for name, format in self.storage.states(dtype).items():
+            rows[name] = [_address_of_element_0(s.states[name].data, s.first) for s in slots]
             for part in format.parts:
                 rows[f"{name}_{part}"] = [
-                    _address(getattr(s.states[name], part), s.first // size) for s in slots
+                    _address_of_element_0(getattr(s.states[name], part), s.first // size)
+                    for s in slots
                 ]
-        return self._tensor([rows[name] for name in self.columns], torch.int64).t().contiguous()
+        return [rows[name] for name in table_columns(self.storage, dtype)]
 
-    def _launches(
-        self, slots: Sequence[Slot], gradients: Sequence[Tensor], *, apart: bool
-    ) -> list[UpdateLaunch]:
+    def _make_launches(
+        self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
+    ) -> list[tuple[Any, Tensor, bool]]:
+        """Return kernels, the row of the tables for each program, and whether it reads vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
-            batches[gradient.dtype, _aligned(slot), i if apart else 0].append(i)
+            batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)
         first_chunk, launches = [0] * len(slots), []
         for (dtype, aligned, _), members in batches.items():
             counts, begun = [], 0
@@ -172,13 +129,14 @@ class FusedUpdate:
                 columns = self._tensor(members, torch.int32)
                 parameter_of = columns.repeat_interleave(self._tensor(counts, torch.int64))
                 function = kernel(self.storage, slots[0].parameter.dtype, dtype)
-                launches.append(UpdateLaunch(function, parameter_of, aligned))
+                launches.append((function, parameter_of, aligned))
         self.first_chunk.copy_(self._tensor(first_chunk, torch.int32))
         return launches
 
-    def _set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients' addresses to the device if they changed."""
-        pointers = [_address(g, first) for g, first in zip(gradients, self.firsts, strict=True)]
+    def _set_gradients(self, gradients: Tensors) -> None:
+        """Write the addresses of gradients to the device if they changed."""
+        pairs = zip(gradients, self.firsts, strict=True)
+        pointers = [_address_of_element_0(g, first) for g, first in pairs]
         if pointers == self.pointers:
             return
         self.pointers = pointers
@@ -188,16 +146,103 @@ class FusedUpdate:
             addresses = self.captured.copy_(addresses)
         self.gradients.copy_(addresses, non_blocking=True)
 
-    def _device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-
-def _address(part: Tensor, first: int) -> int:
-    """Where element 0 would be, if `part` begins with element `first`."""
+def _address_of_element_0(part: Tensor, first: int) -> int:
+    """Return the address that element 0 would have if `part` begins with element `first`."""
     return part.data_ptr() - first * part.itemsize
 
 
-def _aligned(slot: Slot) -> bool:
-    tensors = [slot.parameter, *(stored.codes for stored in slot.states.values())]
+def _is_aligned(slot: Slot) -> bool:
+    tensors = [slot.parameter, *(stored.data for stored in slot.states.values())]
     pointers = (x.data_ptr() % ALIGNMENT == 0 for x in tensors)
     return slot.parameter.numel() % ALIGNMENT == 0 and all(pointers)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a parameter with offloaded states."""
+
+    parameter: int  # index among the parameters that are updated together
+    slot: Slot  # the piece, with its offloaded tensors in a staging buffer
+    buffer: int
+    into: Copies  # from host memory to the buffer
+    out: Copies  # from the buffer to host memory
+    requantize: Callable[[], object] | None  # makes FP8 data of offloaded weights
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the elements of this piece in a tensor that is shaped like the parameter."""
+        return x.reshape(-1)[self.slot.first : self.slot.first + self.slot.parameter.numel()]
+
+
+class StreamedUpdate(PreparedUpdate):
+    """Updates `slots`, contiguous and of one dtype on one device, with states in host memory.
+
+    `gradients` are as for `FusedUpdate`. `fuses` selects the Triton kernel.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        gradients: Tensors,
+        storage: Storage,
+        staging: Staging,
+        *,
+        fuses: bool,
+    ) -> None:
+        self.slots, self.storage, self.staging = slots, storage, staging
+        self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
+        staged = [piece.slot for piece in self.pieces]
+        self.update: PreparedUpdate
+        if fuses:
+            parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
+            self.update = FusedUpdate(staged, parts, storage, separate=True)
+        else:
+            self.update = EagerUpdate(staged, storage, separate=True)
+
+    def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
+        """Divide a parameter into pieces that fit into a staging buffer.
+
+        Pieces begin with a program of the kernel, a group, and a row that has a scale in FP8.
+        """
+        weight, group_size = slot.offloaded, self.storage.group_size
+        row = 1 if weight is None else weight.shape[-1]
+        count = slot.parameter.numel()
+        nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot))
+        size = largest_piece(nbytes / count, math.lcm(CHUNK, group_size, row))
+        pieces = []
+        # Parameters that have one piece each use the buffers in turn as well.
+        for turn, first in enumerate(range(0, count, size), start=slot.number):
+            part, buffer = slot.narrow(first, size, group_size), turn % DEPTH
+            host = _host_tensors(part)
+            device = self.staging.allocate(buffer, host)
+            staged, weights, requantize = iter(device), part.parameter, None
+            if weight is not None:
+                weights = next(staged)
+                requantize = partial(weight.code_again, part.first // row, weights.view(-1, row))
+            states = {
+                name: Quantized(*(None if x is None else next(staged) for x in stored))  # type: ignore[arg-type]
+                for name, stored in part.states.items()
+            }
+            part = replace(part, parameter=weights, states=states)
+            into = list(zip(host, device, strict=True))
+            out = list(zip(device, host, strict=True))
+            pieces.append(Piece(parameter, part, buffer, into, out, requantize))
+        return pieces
+
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
+        """Launch copies and updates of all pieces."""
+        self.staging.begin([control], gradients)
+        with self.staging.on_compute_stream():
+            parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
+            launches = self.update.prepare(parts, group, control)
+        for piece, launch in zip(self.pieces, launches, strict=True):
+            self.staging.run(piece.buffer, piece.into, launch, piece.out, piece.requantize)
+        for slot in self.slots:
+            if slot.offloaded is not None:
+                slot.offloaded.mark_quantized()
+
+
+def _host_tensors(slot: Slot) -> list[Tensor]:
+    """Return the tensors of a slot that are in host memory: weights if offloaded, and states."""
+    states = [x for stored in slot.states.values() for x in stored if x is not None]
+    return states if slot.offloaded is None else [slot.parameter, *states]

@@ -1,11 +1,11 @@
-"""The Triton source of the fused update: one kernel for all parameters of a group.
+"""The fused update as Triton source: one kernel updates all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile. It reads codes, scales, gradient and
-weights once, computes the update of `update.py` in fp32, computes the new scales of its groups in
-registers, and writes. It is one warp, which needs no synchronization, and prefetches tiles. It
-reads addresses from tables of pointers. Formats and dtypes are written into the source; numbers
-that change between steps are read from memory, so that the kernel is compiled once and CUDA graphs
-can replay it.
+A program updates a chunk of one parameter, tile by tile. It reads states, gradient and weights
+once, computes the update of `update.py` in fp32, computes the new scales of the groups in
+registers, and writes. It has one warp, which needs no synchronization, and prefetches tiles.
+Addresses come from tables of pointers. Formats and dtypes are written into the source. Numbers that
+change between steps are read from memory, so that the kernel is compiled once and CUDA graphs can
+replay it.
 """
 
 from __future__ import annotations
@@ -13,40 +13,191 @@ from __future__ import annotations
 import math
 import textwrap
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8pass import compat
-from fp8pass.codegen.kernels.prelude import prelude
+from fp8pass.codegen.kernels.prelude import Instructions, assembled, prelude
 from fp8pass.dialect.scaling import SMALLEST_SCALE
-from fp8pass.optim.functions import QUOTIENT, axes, functions
-from fp8pass.optim.groups import MAX_POWER, MIN_POWER, SPARE
+from fp8pass.optim.formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
 from fp8pass.optim.options import PARAMETER, Storage
-from fp8pass.optim.rounding import ROTATIONS
-from fp8pass.optim.state_formats import StateFormat
+from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECOND_FACTOR
 from fp8pass.optim.update import SMALLEST_EPS
 
 CHUNK = 16384  # elements of a program
 TILE = 1024  # elements of a tile, which has at least one group
 STAGES = 3  # tiles that are prefetched
 MAX_PARTS = 4  # of a group; each thread has elements of all parts
-# The fastest on an H200, but for longer chunks: 1% for 7B, and fewer programs for a small model
-# (benchmarks/results/optimizer_sweep.json).
+# The fastest on an H200 except for longer chunks, which gain 1% for 7B but give a small model too
+# few programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# A smaller rate counts as zero, so that no finite second moment gives a divisor beyond 2^126. An
-# infinite one gives no finite quotient, and a group that is not finite from the next step on.
+# A smaller rate counts as zero, so that the divisor of a finite second moment is at most 2^126. An
+# infinite moment makes its group NaN from the next step on.
 SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 
-_TYPES = {
-    torch.float32: "tl.float32",
-    torch.bfloat16: "tl.bfloat16",
-    torch.float16: "tl.float16",
-    torch.float8_e4m3fn: "tl.float8e4nv",
-    torch.float8_e5m2: "tl.float8e5",
-    torch.uint8: "tl.uint8",
+_PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_TYPES = {x: f"tl.{x}".replace("torch.", "") for x in _PLAIN_TYPES}
+_TYPES |= {torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5"}
+
+
+class Axes(NamedTuple):
+    """The order of the axes of a tile: rows, which are groups, and parts of groups."""
+
+    each_row: str  # Triton index that broadcasts values of rows to a tile
+    each_part: str
+    part: int  # index of the axis of parts
+
+
+@cache
+def axes() -> Axes:
+    """Return the order of axes for which each thread has elements of all parts.
+
+    Triton distributes threads along the axis with the longest vectors first. The other two axes
+    have no vectors; Triton continues with the first of them until version 3.6, with the last since.
+    """
+    import triton
+
+    first, second = "[:, None, None]", "[None, :, None]"
+    until_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
+
+
+# Constants of the Triton function `quotient`; `of_one` is its first approximation of 1/1.
+QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
+
+_INSTRUCTIONS = {
+    "log2_magnitude": Instructions(
+        "{ .reg .f32 y; abs.f32 y, $1; lg2.approx.ftz.f32 $0, y; }",
+        f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
+    ),
+    "root": Instructions("sqrt.approx.ftz.f32 $0, $1;", "tl.sqrt(x)"),
+    # Clamped to [0, 1]; NaN becomes 0.
+    "saturate": Instructions("mul.sat.f32 $0, $1, 0f3F800000;", "tl.where(x > 0, x, 0.0)"),
+    "copy_sign": Instructions(
+        "lop3.b32 $0, $1, $2, 0x80000000, 0xF8;",
+        "(x.to(tl.int32, bitcast=True) | of & -2147483648).to(tl.float32, bitcast=True)",
+        parameters="x, of",
+        registers="=f,f,r",
+    ),
+    # The exclusive or of the two halves of a 64-bit product.
+    "fold_product": Instructions(
+        "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2;"
+        " mov.b64 {low, high}, product; xor.b32 $0, low, high; }",
+        "((x.to(tl.uint32, bitcast=True).to(tl.uint64) * factor >> 32).to(tl.uint32)"
+        " ^ x.to(tl.uint32, bitcast=True) * factor).to(tl.int32, bitcast=True)",
+        parameters="x, factor",
+        registers="=r,r,r",
+        dtype="int32",
+    ),
+    # Rounds by the upper halves of `bits`. NaN would wrap around, so a pair with NaN is truncated.
+    "round_stochastically": Instructions(
+        "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
+        " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
+        " add.u32 e, a, c; add.u32 f, b, d; prmt.b32 $0, e, f, 0x7632;"
+        " @nan prmt.b32 $0, a, b, 0x7632; }",
+        "((to_bits(x) + tl.where(x == x, bits >> 16 & 0xFFFF, 0)) >> 16)"
+        ".to(tl.int16).to(tl.bfloat16, bitcast=True)",
+        parameters="x, bits",
+        registers="=r,f,f,r,r",
+        dtype="bfloat16",
+        pack=2,
+    ),
+    # Extracts the byte at `shift` from the upper half of each number.
+    "extract_bytes": Instructions(
+        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
+        " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
+        "(x >> 16 + shift).to(tl.uint8)",
+        parameters="x, shift",
+        registers="=r,r,r,r,r,r,r,r,r",
+        dtype="uint8",
+        pack=4,
+    ),
+    # The identity, which the compiler cannot see through.
+    "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
+    "widen": Instructions(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+        "x.to(tl.float32)",
+        registers="=r,=r,r",
+        pack=2,
+    ),
 }
+
+_FUNCTIONS = """
+@triton.jit
+def to_bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 16 & 0xFFFF)) * {first}
+    x = (x ^ (x >> 15 & 0x1FFFF)) * {second}
+    return x ^ (x >> 16 & 0xFFFF)
+
+# Two neighbours share one hash; the second has its halves exchanged. The second result is the first
+# one with the halves exchanged.
+@triton.jit
+def random_bits(key, pair):
+    x = key + pair
+    x = fold_product(fold_product(x, {folds[0]}), {folds[1]})
+    exchanged = x << 16 | x >> 16 & 0xFFFF
+    return interleave(x, exchanged), interleave(exchanged, x)
+
+@triton.jit
+def interleave(a, b):
+    return tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * a.shape[2]))
+
+@triton.jit
+def uniform(bits):
+    return (bits >> 9 & 0x7FFFFF).to(tl.float32) * {uniform_step!r}
+
+# FACTOR maps the subnormal numbers of the format to subnormal fp32 numbers. Then the bits of a
+# number from SHIFT on are its code, and the bits below SHIFT determine the rounding.
+@triton.jit
+def add_noise(x, bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+    noise = bits.to(tl.uint32, bitcast=True) >> (32 - SHIFT)
+    return to_bits(saturate(x * FACTOR)) + noise.to(tl.int32)
+
+# The same with rounding to nearest, ties to even.
+@triton.jit
+def add_half(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+    found = to_bits(saturate(x * FACTOR))
+    return found + (found >> SHIFT & 1) + ((1 << SHIFT - 1) - 1)
+
+# Negating the exponent approximates the reciprocal to within 5%. One iteration with these constants
+# reduces the error to 3.3e-5. The reciprocal unit of the GPU would be the bottleneck of the update.
+@triton.jit
+def quotient(x, y, linear, constant):
+    inverse = (0x7EF34000 - to_bits(y)).to(tl.float32, bitcast=True)
+    error = linear - y * inverse
+    return x * inverse * (error * error + constant)
+
+# The largest and the smallest number of each group of a tile.
+@triton.jit
+def group_max(x):
+    return tl.reduce(tl.reduce(x, {part}, largest), 1, largest)
+
+@triton.jit
+def group_min(x):
+    return tl.min(tl.min(x, {part}), 1)
+
+@triton.jit
+def round_up(x):
+    return (to_bits(x) + 0xFFFF & -65536).to(tl.float32, bitcast=True)
+
+@triton.jit
+def select_by_group(x, amax, ZERO: tl.constexpr, not_finite):
+    return tl.where(amax == ZERO, 1.0, tl.where(amax < float("inf"), x, not_finite))
+
+# Accesses have eight elements or 16 bytes, so that codes and numbers have the same register layout.
+@triton.jit
+def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
+    pointer = tl.load(table).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(pointer, min(ELEMENT.primitive_bitwidth, 16)) if ALIGNED else pointer
+
+"""
+
 
 _KERNEL = """
 @triton.jit(do_not_specialize=["count", "seed"])
@@ -63,7 +214,7 @@ def adamw(
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     begin = (chunk - tl.load(first_chunk + number)).to(tl.int64) * {chunk}
-    # A thread has eight numbers of each part of a group: 16 bytes in BF16.
+    # A thread has eight numbers of each part of a group, which are 16 bytes in BF16.
     row = tl.arange(0, {rows})
     part = tl.arange(0, {parts}){each_part}
     of_part = part * {length}
@@ -77,8 +228,8 @@ def adamw(
     for first in tl.range(0, left, {tile}, num_stages={stages}):
         place = first + in_tile
         there = place < left - of_part
-        # Addresses of results are computed again: registers would hold those of prefetched tiles.
-        result = unknown(first // {tile}) * {tile} + in_tile
+        # Recompute addresses of results, or the addresses of prefetched tiles occupy registers.
+        result = hide_from_compiler(first // {tile}) * {tile} + in_tile
         result_there = result < left - of_part
         group = first // {group} + row
         any_there = group * {group} < left
@@ -91,12 +242,12 @@ of_first = tl.load(control) * complement1
 of_second = tl.load(control) * root(complement2)
 decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
-# Instead of correcting the root of the second moment, the inverse factor scales the other terms.
+# The inverse correction of the second moment scales the other terms, instead of the root itself.
 uncorrected = 1.0 / tl.load(factors + 2 * count + number)
 rate = rate * uncorrected
 least = tl.maximum(eps, {least!r}) * uncorrected
 """
-# For a rate of zero the divisor is one, and the quotient of finite numbers zero.
+# A rate of zero uses the divisor 1, and the quotient of finite numbers is zero.
 _INVERSE_RATE = """
 moves = tl.abs(rate) > {smallest_rate!r}
 inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
@@ -110,7 +261,7 @@ key = mix(key + tl.load(steps + number).to(tl.int32)) + (begin // 2).to(tl.int32
 pair_in_tile = (row{each_row} * {parts} + part) * {pairs}
 pair_in_tile += tl.arange(0, {pairs})[None, None, :]
 """
-# Bits rotated by 16 come with the others; those rotated by 0 are the others.
+# The hash returns bits rotated by 0 and by 16; `_ROTATE` makes the other rotations.
 _DRAW = "bits, rotated_16 = random_bits(key, (first // 2) + pair_in_tile)"
 _ROTATE = "rotated_{by} = bits << {by} | bits >> {rest} & {mask}"
 
@@ -119,89 +270,89 @@ exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
 """
-# The error of this quotient is below that of the codes. Its divisor includes the rate.
+# The error of this quotient is smaller than quantization errors. Its divisor includes the rate.
 _STEP = """
 divisor = root(exp_avg_sq) * inverse_rate + least
 {weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
 """
 _EXACT_STEP = "{weights} = {weights} * decay - rate * (exp_avg / (root(exp_avg_sq) + least))"
 
-# Triton prefetches tiles, but no loads of less than four bytes, as those of scales and powers.
+# Triton prefetches tiles, but not loads of less than four bytes, such as scales and powers.
 _ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
 _READ = """
 {x}_at = {x}_first + group
 {x} = {x}_next.to(tl.float32)
 {x}_next = tl.load({x}_at + {rows}, any_next, other=1.0)
 """
-# scale · (code / middle)^(1/k); the exponent has the terms that are the same for a group.
+# scale · (code / middle)^(1/k); the offset contains the terms that are equal in a group.
 _ROOT = """
 {x}_inverse = reciprocal({x}_power)
-{x}_offset = log2_of_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
-{x}_root = exp2(log2_of_magnitude({x}) * {x}_inverse{each_row} + {x}_offset{each_row})
+{x}_offset = log2_magnitude({x}_scale) - {x}_inverse * {log2_middle!r}
+{x}_root = exp2(log2_magnitude({x}) * {x}_inverse{each_row} + {x}_offset{each_row})
 """
 
 # A group in which all numbers are subnormal in fp32 becomes zero.
 _AMAX = """
-{x}_amax = highest(tl.abs({x}))
+{x}_amax = group_max(tl.abs({x}))
 {x}_amax = tl.where({x}_amax < {tiny!r}, 0.0, {x}_amax)
 """
 _PLAIN_SCALE = """
-{x}_scale = rounded_up(largest({x}_amax * {per_max!r}, {tiny!r}))
-{x}_scale = of_groups({x}_scale, {x}_amax, 0.0, float("nan"))
-{x}_coded = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
+{x}_scale = round_up(largest({x}_amax * {per_max!r}, {tiny!r}))
+{x}_scale = select_by_group({x}_scale, {x}_amax, 0.0, float("nan"))
+{x}_scaled = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
 """
 # middle · (|x| / scale)^k, likewise. `finite` is NaN for zeros, which the minimum ignores.
 _EXPANSION = """
-{x}_log = log2_of_magnitude({x})
-{x}_high = highest({x}_log)
+{x}_log = log2_magnitude({x})
+{x}_high = group_max({x}_log)
 {x}_finite = {x}_log * 0.0 + {x}_log
-{x}_low = largest(lowest({x}_finite), {x}_high - {longest!r})
+{x}_low = largest(group_min({x}_finite), {x}_high - {longest!r})
 {x}_scale = exp2(({x}_high + {x}_low) * 0.5)
-{x}_scale = of_groups({x}_scale, {x}_high, float("-inf"), float("nan"))
+{x}_scale = select_by_group({x}_scale, {x}_high, float("-inf"), float("nan"))
 {x}_scale = {x}_scale.to(tl.bfloat16).to(tl.float32)
-{x}_center = log2_of_magnitude({x}_scale)
+{x}_center = log2_magnitude({x}_scale)
 {x}_reach = largest({x}_high - {x}_center, {x}_center - {x}_low)
 {x}_power = truncated(smallest({half_span!r} * reciprocal({x}_reach), {max_power!r}))
-{x}_power = of_groups({x}_power, {x}_high, float("-inf"), 1.0)
+{x}_power = select_by_group({x}_power, {x}_high, float("-inf"), 1.0)
 {x}_offset = {log2_middle!r} - {x}_power * {x}_center
 {x}_offset = ({x}_offset + (1.0 - reciprocal({x}_power)) * {log2_lost!r}){each_row}
 tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
-_SIGNED_CODES = "{x}_coded = exp2({x}_log * {x}_power{each_row} + {x}_offset)"
-_SIGN = "{x}_coded = with_sign({x}_coded, bits_of({x}))"
-# Zeros remain NaN, and no other number becomes zero.
+_SIGNED_CODES = "{x}_scaled = exp2({x}_log * {x}_power{each_row} + {x}_offset)"
+_SIGN = "{x}_scaled = copy_sign({x}_scaled, to_bits({x}))"
+# Zeros stay NaN. Other numbers do not become zero.
 _UNSIGNED_CODES = """
-{x}_coded = {x}_finite * {x}_power{each_row} + {x}_offset
-{x}_coded = exp2(largest({x}_coded, {log2_min!r}))
+{x}_scaled = {x}_finite * {x}_power{each_row} + {x}_offset
+{x}_scaled = exp2(largest({x}_scaled, {log2_min!r}))
 """
-# The code below, or the one above: never beyond the last.
+# Binary search of the largest code not above the number; rounding may select the next one.
 _SEARCH = """
-{x}_code = tl.zeros({x}_coded.shape, tl.int32)
+{x}_code = tl.zeros({x}_scaled.shape, tl.int32)
 for bit in tl.static_range(8):
     {x}_probe = {x}_code + (128 >> bit)
-    {x}_code = tl.where(tl.load({x}_values + {x}_probe) <= {x}_coded, {x}_probe, {x}_code)
+    {x}_code = tl.where(tl.load({x}_values + {x}_probe) <= {x}_scaled, {x}_probe, {x}_code)
 {x}_code = tl.minimum({x}_code, 254)
 {x}_low = tl.load({x}_values + {x}_code)
 {x}_distance = tl.load({x}_values + {x}_code + 1) - {x}_low
-{x}_code += ({x}_coded - {x}_low > {share} * {x}_distance).to(tl.int32)
+{x}_code += ({x}_scaled - {x}_low > {share} * {x}_distance).to(tl.int32)
 """
-# The sign of a code that is a float, above the bits of its magnitude.
-_SIGNED = "{x}_code = {x}_code | bits_of({x}) >> {down} & {sign}"
+# Adds the sign bit of a float code to the bits of its magnitude.
+_SIGNED = "{x}_code = {x}_code | to_bits({x}) >> {down} & {sign}"
 
 _DECODE = "{x} = {code}.to({dtype}, bitcast=True).to(tl.float32) * {x}_scale{each_row}"
 
-# Where the parameter is not its master copy, rounded, the user has written the parameter.
+# The user has written the parameter where it differs from the rounded master copy.
 _TAKE_WRITTEN = """
 as_parameter = master.to({dtype}).to(tl.float32)
 master = tl.where(as_parameter == parameter, master, parameter)
 """
 
-# The factor of a state when it is read.
+# Factor of each state that is applied when it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
 
 
 class UpdateWriter:
-    """Writes the kernel for the dtypes of parameters and gradients, and the storage of states."""
+    """Writes the kernel for dtypes of parameters and gradients, and a storage of states."""
 
     def __init__(self, storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> None:
         self.states = storage.states(parameter)
@@ -215,29 +366,37 @@ class UpdateWriter:
         self.lines: list[str] = []
 
     def write(self) -> str:
-        """The Triton module."""
+        """Return the source of the Triton module."""
         weights = "master" if "master" in self.states else PARAMETER
         self._locate(PARAMETER, self.dtypes[PARAMETER])
         self._locate(GRADIENT, self.dtypes[GRADIENT])
         self._load(GRADIENT)
         for name, format in self.states.items():
-            self._read(name, format)
+            self._read_state(name, format)
         self._load(PARAMETER)
         if weights == "master":
             self._add(_TAKE_WRITTEN, dtype=_TYPES[self.dtypes[PARAMETER]])
-        self._update(weights)
+        self._add_before(_NUMBERS, least=SMALLEST_EPS)
+        self._add(_UPDATE)
+        if self.states["exp_avg_sq"].grouped:
+            self._add_before(_INVERSE_RATE, smallest_rate=SMALLEST_RATE, **QUOTIENT)
+            self._add(_STEP, weights=weights)
+        else:
+            self._add(_EXACT_STEP, weights=weights)
         if self.rounded:
             pairs = self.group_size // self.parts // 2
-            key = _KEY.format(each_row=axes().each_row, parts=self.parts, pairs=pairs)
-            self.before += key.strip().splitlines()
+            self._add_before(_KEY, parts=self.parts, pairs=pairs)
             self.lines.append(_DRAW)
         if weights == "master":  # the parameter is the stored copy, rounded
             self._write_state("master", self.states["master"])
-        # In the order that takes the fewest registers.
-        self._store_parameter(weights)
+        # This order takes the fewest registers.
+        value = weights
+        if PARAMETER in self.rounded:
+            value = f"round_stochastically({weights}, {self._bits(PARAMETER)})"
+        self._store(PARAMETER, value, self.dtypes[PARAMETER])
         for name in ("exp_avg_sq", "exp_avg"):
             self._write_state(name, self.states[name])
-        # Loads of codes' values depend on other loads, which would have to be prefetched, too.
+        # Loads of the values of codes depend on other loads, which cannot be prefetched as well.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
@@ -246,27 +405,22 @@ class UpdateWriter:
             rows=self.rows,
             group=self.group_size,
             parts=self.parts,
-            each_row=axes().each_row,
-            each_part=axes().each_part,
+            **axes()._asdict(),
             length=self.group_size // self.parts,
             columns=len(self.columns),
             before=textwrap.indent("\n".join(self.before), " " * 4),
             body=textwrap.indent("\n".join(self.lines), " " * 8),
         )
-        return prelude() + functions() + kernel
-
-    def _update(self, weights: str) -> None:
-        self.before += _NUMBERS.format(least=SMALLEST_EPS).strip().splitlines()
-        self._add(_UPDATE)
-        if not self.states["exp_avg_sq"].grouped:
-            self._add(_EXACT_STEP, weights=weights)
-            return
-        inverse = _INVERSE_RATE.format(smallest_rate=SMALLEST_RATE, **QUOTIENT._asdict())
-        self.before += inverse.strip().splitlines()
-        self._add(_STEP, weights=weights)
+        mixing = {"first": FIRST_FACTOR, "second": SECOND_FACTOR, "folds": FOLDED_FACTORS}
+        functions = _FUNCTIONS.format(**mixing, uniform_step=2.0**-DIGITS, part=axes().part)
+        return prelude() + assembled(_INSTRUCTIONS) + functions + kernel
 
     def _add(self, template: str, **names: Any) -> None:
         self.lines += template.format(each_row=axes().each_row, **names).strip().splitlines()
+
+    def _add_before(self, template: str, **names: Any) -> None:
+        """Add lines before the loop over tiles."""
+        self.before += template.format(each_row=axes().each_row, **names).strip().splitlines()
 
     def _locate(self, name: str, dtype: torch.dtype) -> None:
         where = "gradients + number" if name == GRADIENT else f"table + {self.columns[name]}"
@@ -275,12 +429,12 @@ class UpdateWriter:
     def _load(self, name: str) -> None:
         value = f"tl.load({name}_first + place + of_part, there, other=0.0)"
         bf16 = self.dtypes.get(name) == torch.bfloat16
-        value = f"widened({value})" if bf16 else f"{value}.to(tl.float32)"
+        value = f"widen({value})" if bf16 else f"{value}.to(tl.float32)"
         self.lines.append(f"{name} = {value}")
 
-    def _read(self, x: str, format: StateFormat) -> None:
-        """Read and decode a state; a moment is multiplied by its beta."""
-        self._locate(x, format.stored)
+    def _read_state(self, x: str, format: StateFormat) -> None:
+        """Read and dequantize a state; a moment is multiplied by its beta."""
+        self._locate(x, format.storage_dtype)
         decay = _DECAYS[x]
         if not format.grouped:
             self._load(x)
@@ -290,26 +444,26 @@ class UpdateWriter:
             where = f"table + {self.columns[f'{x}_{part}']}"
             first = f"address({where}, False, tl.bfloat16) + begin // {self.group_size}"
             self.before.append(f"{x}_{part}_first = {first}")
-            self.before.append(_ASK.format(x=f"{x}_{part}", group=self.group_size))
+            self._add_before(_ASK, x=f"{x}_{part}", group=self.group_size)
             self._add(_READ, x=f"{x}_{part}", rows=self.rows)
         if decay:
             self.lines.append(f"{x}_scale = {x}_scale{decay}")
-        codes = f"tl.load({x}_first + place + of_part, there, other={format.zero})"
+        codes = f"tl.load({x}_first + place + of_part, there, other={format.zero_code})"
+        value = f"{codes}.to({_TYPES[format.dtype]}, bitcast=True).to(tl.float32)"
         if format.values:
             value = f"tl.load({x}_values + {codes}.to(tl.int32))"
-        else:
-            value = f"{codes}.to({_TYPES[format.dtype]}, bitcast=True).to(tl.float32)"
         self.lines.append(f"{x} = {value}")
         if not format.expands:
             self._add("{x} = {x} * {x}_scale{each_row}", x=x)
             return
         self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
-        root = f"with_sign({x}_root, bits_of({x}))" if format.signed else f"{x}_root"
+        root = f"copy_sign({x}_root, to_bits({x}))" if format.signed else f"{x}_root"
         self.lines.append(f"{x} = {root}")
 
     def _write_state(self, x: str, format: StateFormat) -> None:
+        """Quantize and store a state."""
         if not format.grouped:
-            value = f"stochastic({x}, {self._bits(x)})" if x in self.rounded else x
+            value = f"round_stochastically({x}, {self._bits(x)})" if x in self.rounded else x
             self._store(x, value, format.dtype)
             return
         numbers = {
@@ -317,7 +471,7 @@ class UpdateWriter:
             "tiny": SMALLEST_SCALE,
             "log2_middle": math.log2(format.middle),
             "log2_min": math.log2(format.min),
-            "log2_lost": math.log2(1 + format.lost) if x in self.rounded else 0.0,
+            "log2_lost": math.log2(1 + format.mean_loss) if x in self.rounded else 0.0,
             "half_span": format.span / 2 - SPARE,
             "longest": format.span / MIN_POWER,
             "max_power": MAX_POWER,
@@ -328,54 +482,47 @@ class UpdateWriter:
         else:
             self._add(_AMAX + _PLAIN_SCALE, x=x, **numbers)
             if not format.signed:
-                least = f"largest({x}_coded, {format.min!r})"
-                self.lines.append(f"{x}_coded = tl.where({x}_coded > 0, {least}, {x}_coded)")
+                least = f"largest({x}_scaled, {format.min!r})"
+                self.lines.append(f"{x}_scaled = tl.where({x}_scaled > 0, {least}, {x}_scaled)")
         self.lines.append(f"tl.store({x}_scale_at, {x}_scale.to(tl.bfloat16), any_there)")
-        if format.values:
-            self._write_dynamic(x, format)
-        else:
+        if not format.values:
             self._write_float(x, format)
-
-    def _write_dynamic(self, x: str, format: StateFormat) -> None:
-        """Find and store the codes of a format without dtype."""
+            return
         if format.signed and format.expands:
             self._add(_SIGN, x=x)
         # A value is rounded up if its distance to the code below exceeds this share of a step.
         share = f"uniform({self._bits(x)})" if x in self.rounded else "0.5"
         self._add(_SEARCH, x=x, share=share)
-        self._store(x, f"{x}_code", format.stored)
+        self._store(x, f"{x}_code", format.storage_dtype)
 
     def _write_float(self, x: str, format: StateFormat) -> None:
         """Store codes that are floats."""
-        magnitude, shift = f"{x}_coded", _shift(format)
-        if not format.expands:  # which leaves room for errors of scaled values
+        fp32 = torch.finfo(torch.float32)
+        # Maps the smallest normal number of the format to that of fp32: codes begin at bit `shift`.
+        factor = fp32.tiny / (format.min * 2**format.mantissa)
+        magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
+        if not format.expands:  # expansion leaves room for errors of scaled values
             magnitude = f"smallest(tl.abs({magnitude}), {format.max!r})"
-        if x in self.rounded:
-            rounded = f"dithered({magnitude}, {self._bits(x)}, {_factor(format)!r}, {shift})"
-        else:
-            rounded = f"nearest({magnitude}, {_factor(format)!r}, {shift})"
-        self.lines.append(f"{x}_code = {rounded}")
+        rounding = f"add_noise({magnitude}, {self._bits(x)}" if x in self.rounded else ""
+        rounding = rounding or f"add_half({magnitude}"
+        self.lines.append(f"{x}_code = {rounding}, {factor!r}, {shift})")
         if format.signed:
             sign = shift + 8 * format.dtype.itemsize - 1
             self._add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)
-        code = _upper_bits(f"{x}_code", format)
-        self._store(x, code, format.stored, bitcast=True)
+        code = f"({x}_code >> {shift}).to(tl.uint16)"
+        if format.dtype.itemsize == 1:
+            code = f"extract_bytes({x}_code, {shift - 16})"
+        self._store(x, code, format.storage_dtype, bitcast=True)
         if x == "master":
             self._add(_DECODE, x=x, code=code, dtype=_TYPES[format.dtype])
 
     def _bits(self, name: str) -> str:
-        """The random bits by which `name` is rounded."""
+        """Return the random bits that round `name`, as Triton source."""
         by = ROTATIONS[name]
         if by in (0, 16):
             return "rotated_16" if by else "bits"
         self._add(_ROTATE, by=by, rest=32 - by, mask=(1 << by) - 1)
         return f"rotated_{by}"
-
-    def _store_parameter(self, weights: str) -> None:
-        value = weights
-        if PARAMETER in self.rounded:
-            value = f"stochastic({weights}, {self._bits(PARAMETER)})"
-        self._store(PARAMETER, value, self.dtypes[PARAMETER])
 
     def _store(self, name: str, value: str, dtype: torch.dtype, *, bitcast: bool = False) -> None:
         value = f"{value}.to({_TYPES[dtype]}, bitcast={bitcast})"
@@ -383,31 +530,14 @@ class UpdateWriter:
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
-    """The columns of the table of pointers: a parameter, its states and their parts."""
+    """Return the columns of the table of pointers: a parameter, its states and their parts."""
     names = [PARAMETER]
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]
     return {name: i for i, name in enumerate(names)}
 
 
-def _shift(format: StateFormat) -> int:
-    """The lowest bit of a float format's codes in fp32 numbers multiplied by `_factor`."""
-    return -round(math.log2(torch.finfo(torch.float32).eps)) - format.mantissa
-
-
-def _factor(format: StateFormat) -> float:
-    """The factor that maps the smallest normal number of a float format to that of fp32."""
-    return torch.finfo(torch.float32).tiny / (format.min * 2**format.mantissa)
-
-
-def _upper_bits(numbers: str, format: StateFormat) -> str:
-    """The codes in the upper bits of fp32 numbers, as Triton source."""
-    if format.dtype.itemsize == 1:
-        return f"upper_bytes({numbers}, {_shift(format) - 16})"
-    return f"({numbers} >> {_shift(format)}).to(tl.uint16)"
-
-
 @cache
 def kernel(storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
-    """The Triton function that updates parameters of a dtype with gradients of a dtype."""
+    """Return the Triton function that updates parameters of a dtype by gradients of a dtype."""
     return compat.load_source(UpdateWriter(storage, parameter, gradient).write()).adamw

@@ -1,10 +1,10 @@
 """Stochastic rounding with a counter-based generator (LLMQ 3).
 
-A number is rounded up with the probability that preserves its expectation, so that changes far
-below its last bit add up: those of BF16 weights, of master copies, moments and sums of gradients.
-The random bits are a hash of seed, parameter, step and element. They have no state and are the same
-on every run, whichever parameters are updated together. All arithmetic is in integers, which wrap
-around.
+A number is rounded up with the probability that preserves its expectation, so that updates far
+below the last bit add up. BF16 weights, master copies, moments and sums of gradients use it. The
+random bits are a hash of seed, parameter, step and element: they need no generator state, and every
+run draws the same bits, whichever parameters are updated together. All arithmetic is in integers
+that wrap around.
 """
 
 from __future__ import annotations
@@ -21,55 +21,49 @@ FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
 # Factors of 64-bit products, which are folded to 32 bits: digits of e.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
-# What an update rounds of an element has its own bits of the hash: rotated by so many to the left,
-# the upper ones are those that decide. Weights have no bits of their own beside a master copy.
+# Rounding uses the upper bits of the element's hash, rotated left by these numbers, so that each
+# tensor uses different bits. A parameter with a master copy is not rounded by itself, so the two
+# share theirs.
 ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "master": 16, "parameter": 16}
 
 
 def mix(x: Tensor) -> Tensor:
-    """A hash of int32 `x`: each bit of the result depends on every bit of `x`."""
+    """Hash int32 `x`: each bit of the result depends on every bit of `x`."""
     x = (x ^ (x >> 16 & 0xFFFF)) * FIRST_FACTOR
     x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND_FACTOR
     return x ^ (x >> 16 & 0xFFFF)
 
 
 def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
-    """A key for each parameter at its step: int32 [n], of parameters' numbers [n] and steps [n]."""
-    seeds = torch.full_like(parameters, wrapped(seed))
+    """Return int32 hash keys [n] of parameters, given their indices [n] and steps [n]."""
+    seeds = torch.full_like(parameters, wrap_to_int32(seed))
     return mix(mix(mix(seeds) + parameters) + steps.int())
 
 
-def wrapped(seed: int) -> int:
-    """A seed as int32."""
+def wrap_to_int32(seed: int) -> int:
+    """Return a seed of any size modulo 2^32, as a signed number."""
     return (seed + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @dataclass(frozen=True)
 class SumStamp:
-    """What the random bits of a sum of gradients depend on: those of no other sum do.
+    """Inputs of the hash that rounds a sum of gradients, unique for each addition."""
 
-    Attributes:
-        seed: of the optimizer's group.
-        number: of the parameter.
-        step: how often it was updated before, fp32 []; a checkpoint has it.
-        count: how many gradients the sum has.
-    """
-
-    seed: int
-    number: int
-    step: Tensor
-    count: int
+    seed: int  # of the parameter group
+    number: int  # index of the parameter in the optimizer
+    step: Tensor  # updates of the parameter so far, fp32 []; checkpoints contain it
+    count: int  # gradients in the sum, including the one that is added
 
     def key(self) -> Tensor:
-        """int32 [1]."""
+        """Return the hash key, int32 [1]."""
         number = torch.full((1,), self.number, dtype=torch.int32, device=self.step.device)
         return mix(keys(self.seed, number, self.step) + self.count)
 
 
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
-    """Random int32 for elements of parameters with the keys `key`, int32 (they broadcast).
+    """Return random int32 for elements of parameters with int32 keys; the arguments broadcast.
 
-    Two neighbours have the same bits with the halves exchanged.
+    An even element and its successor have the same bits with the halves exchanged.
     """
     x = key.long() + (element >> 1) & LOW_WORD
     for factor in FOLDED_FACTORS:
@@ -78,17 +72,17 @@ def random_bits(key: Tensor, element: Tensor) -> Tensor:
     return torch.where(element & 1 == 0, x, x >> 16 | x << 16).int()
 
 
-def rotated(bits: Tensor, by: int) -> Tensor:
-    """int32 `bits` rotated to the left by `by`, 0 to 31."""
+def rotate(bits: Tensor, by: int) -> Tensor:
+    """Rotate int32 `bits` to the left by 0 to 31 places."""
     return bits << by | bits >> 32 - by & (1 << by) - 1
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 `x` stochastically rounded to bf16 by the upper half of random `bits`."""
+    """Round fp32 `x` stochastically to bf16, by the upper half of random int32 `bits`."""
     rounded = (x.view(torch.int32) + (bits >> 16 & 0xFFFF) & BF16_BITS).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def uniform(bits: Tensor, digits: int) -> Tensor:
-    """fp32 numbers in [0, 1) of up to 24 binary digits: the upper ones of random `bits`."""
+    """Return fp32 numbers in [0, 1) from the upper `digits` (up to 24) of random int32 `bits`."""
     return (bits >> 32 - digits & (1 << digits) - 1).float() * 2.0**-digits

@@ -1,19 +1,19 @@
-"""What a parameter that is distributed over ranks adds: its local shard, gradient and states.
+"""Parameters that are distributed over ranks: local shards, gradients and the layout of states.
 
-Groups of a DTensor do not depend on how many ranks share its rows, so that a distributed checkpoint
-can be loaded by any number of them: none lies in two rows. None lies in two columns' shards either,
-and where these are shorter than a group, groups are smaller. Where rows have none of a size that
-kernels take, states are FP32: vectors, and matrices of odd sizes.
+Groups of a DTensor do not depend on the number of ranks that share its rows, so a distributed
+checkpoint can be loaded by any number of ranks: no group contains elements of two rows. No group
+crosses the boundary between two shards of columns either; groups are smaller where such shards are
+shorter than a group. States are FP32 where no supported group size divides the rows: vectors, and
+matrices of odd sizes.
 
-    parameter [M, ...] with N elements a row    placements: any of rows and columns
-    scales    [M, N / G]                        the same
+    parameter [M, ...] with N elements a row    placements: any, of rows and columns
+    scales    [M, N / G]                        the same placements
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,45 +29,39 @@ if torch.distributed.is_available():
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
-        """A class without instances."""
+        """Stand-in that no tensor is an instance of."""
 
 
 def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
-    """How the states of a parameter of `group` are stored."""
+    """Return how the states of a parameter with the options of `group` are stored."""
     storage = Storage.of(group)
     if not isinstance(parameter, DTensor):
         return storage
     size = _group_size(parameter, storage.group_size)
-    return replace(storage, group_size=size) if size >= SMALLEST_GROUP else storage.exact()
+    return Storage.of(group, size if size >= SMALLEST_GROUP else 0)
 
 
 def _group_size(parameter: DTensor, largest: int) -> int:
-    """The largest power of two, up to `largest`, that divides a shard's rows; 0 without rows."""
+    """Return the largest power of two up to `largest` that divides a shard's rows, 0 if none."""
     if parameter.ndim < 2:
         return 0
     shards = 1
     for dimension, placement in enumerate(parameter.placements):
         sharded = getattr(placement, "dim", 0)
-        if sharded > 1:  # elements of a row do not follow one another in a shard
+        if sharded > 1:  # the elements of a row are not consecutive in a shard
             return 0
         shards *= parameter.device_mesh.size(dimension) if sharded == 1 else 1
     if parameter.shape[1] % shards:
         return 0
-    return math.gcd(_row(parameter) // shards, largest)
+    return math.gcd(_row_size(parameter) // shards, largest)
 
 
-def _row(x: Tensor) -> int:
-    """The number of elements of a row, in all but the first dimension."""
+def _row_size(x: Tensor) -> int:
     return math.prod(x.shape[1:])
 
 
-def is_distributed(x: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return isinstance(x, DTensor)
-
-
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has whole, as it has one of `parameter`."""
+    """Return this rank's shard of a full tensor, with the placements of `parameter`."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -75,30 +69,29 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """The local shard of a DTensor, the weight behind codes if any; other tensors as they are."""
+    """Return the local shard of a DTensor, the source of an offloaded weight, or `x` itself."""
     if isinstance(x, CodedWeight):
         return x if x.source is None else x.source
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a DTensor, which every rank has to ask for; other tensors as they are."""
+    """Return the full tensor of a DTensor (a collective operation), or `x` itself."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor with its local shard changed, which may be on the host."""
+    """Return `x` with its local shard replaced by `change` of it, which may be in host memory."""
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """The local shard of a parameter's gradient, brought to the parameter's placements.
+    """Return the local shard of a parameter's gradient, redistributed like the parameter.
 
-    Tensor and sequence parallel layers leave gradients that are still to be summed over ranks, and
-    others that every rank has whole.
+    Tensor and sequence parallel layers leave partial sums over ranks, and replicated gradients.
 
     Raises:
-        RuntimeError: the parameter is distributed, and its gradient is not.
+        RuntimeError: the parameter is a DTensor, and its gradient is not.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -106,35 +99,29 @@ def local_gradient(parameter: Tensor) -> Tensor:
         return local(gradient)
     if not isinstance(gradient, DTensor):
         raise RuntimeError(
-            f"A parameter of shape {tuple(parameter.shape)} is a DTensor and its gradient a plain "
-            "tensor, of which nobody knows if it is a shard or a sum: assign it as a DTensor."
+            f"A parameter of shape {tuple(parameter.shape)} is a DTensor, but its gradient is a "
+            "plain tensor, which may be a shard or a sum. Assign the gradient as a DTensor."
         )
     return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
 
 
-def like_parameter(codes: Tensor, parameter: Tensor) -> Tensor:
-    """Codes of the local shard, as a DTensor distributed like the parameter."""
-    return _distributed(codes, parameter, tuple(parameter.shape))
+def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
+    """Return a local tensor as a DTensor distributed like `parameter`, if that is a DTensor."""
+    return _distribute(shard, parameter, tuple(parameter.shape))
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Values of the local shard's groups, [R], as a DTensor distributed like the parameter."""
+    """Return values of local groups [R] as a DTensor distributed like `parameter`, likewise."""
     if not isinstance(parameter, DTensor):
         return groups
     shard = parameter.to_local()
-    rows = groups.view(shard.shape[0], _row(shard) // group_size)
-    return _distributed(rows, parameter, (parameter.shape[0], _row(parameter) // group_size))
+    rows = groups.view(shard.shape[0], _row_size(shard) // group_size)
+    return _distribute(rows, parameter, (parameter.shape[0], _row_size(parameter) // group_size))
 
 
-def _distributed(shard: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A shard as a DTensor of `shape` with the placements of `parameter`, if that is one."""
+def _distribute(shard: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(parameter, DTensor):
         return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements, size = parameter.device_mesh, parameter.placements, torch.Size(shape)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)

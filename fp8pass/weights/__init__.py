@@ -5,6 +5,6 @@ quantization_kernel.py  the Triton kernel that quantizes weights by row
 choice.py               which layers can have quantized weights
 freezing.py             `freeze`: frozen weights are replaced by FP8 data
 
-FSDP2 gathers quantized weights by `distributed/weights.py`; `optim/weights.py` keeps exact weights
+FSDP2 gathers quantized weights by `distributed/weights.py`; `optim/offload.py` keeps exact weights
 on the host and FP8 data on the device.
 """

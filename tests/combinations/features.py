@@ -77,7 +77,7 @@ class OffloadedWeights(Feature):
     one_of = "weights"
 
     def change_model(self, t: Training) -> None:
-        with patch("fp8pass.optim.weights.SMALLEST", 1):
+        with patch("fp8pass.optim.offload.SMALLEST", 1):
             fp8pass.optim.offload_weights(t.model, "cpu")
 
     def configure(self, t: Training) -> None:
@@ -248,7 +248,7 @@ class OffloadedStates(Feature):
 
     def configure(self, t: Training) -> None:
         t.optimizer_options = {**(t.optimizer_options or {}), "offload": ("states",)}
-        t.patches.enter_context(patch("fp8pass.optim.host.SMALLEST", 1 << 10))
+        t.patches.enter_context(patch("fp8pass.optim.offload.SMALLEST", 1 << 10))
 
     def finish(self, t: Training) -> None:
         assert all(group["offload"] == ("states",) for group in t.optimizer.param_groups)

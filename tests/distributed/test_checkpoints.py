@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fp8pass.optim import AdamW, host
-from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim import AdamW, offload
+from fp8pass.optim.formats import Quantized, dequantize
 from fp8pass.optim.options import PRESETS
 from fp8pass.optim.shards import local, storage_of
 from fp8pass.optim.slots import from_rows, state_key, to_rows
@@ -161,7 +161,7 @@ def from_the_host_to_the_device(device: str, preset: str, dtype: Any, folder: Pa
     numbers behind them.
     """
     there = Trained(device, None, preset, dtype)
-    with mock.patch.object(host, "SMALLEST", 64):
+    with mock.patch.object(offload, "SMALLEST", 64):
         here = Trained(device, None, preset, dtype, offload=("states",))
         for trained in (here, there):
             trained.train(3)
@@ -244,8 +244,8 @@ def decoded(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
     whole = {key: full(x) for key, x in state.items()}
     format = storage.states(parameter.dtype)[name]
     parts = (whole[state_key(name, format, part)].view(-1) for part in format.parts)
-    rows = to_rows(whole[state_key(name, format)], storage.group_size, format.stored)
-    return from_rows(decode(Stored(rows, *parts), format), parameter.shape)
+    rows = to_rows(whole[state_key(name, format)], storage.group_size, format.storage_dtype)
+    return from_rows(dequantize(Quantized(rows, *parts), format), parameter.shape)
 
 
 def states_of_columns(device: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def attached_equals_a_step(device: str, schedule: str, **options: bool) -> None:
 def backwards_in_two_parts_are_refused(device: str) -> None:
     pipeline = Pipeline("InterleavedZeroBubble", device, None)
     optimizer = fp8pass.optim.AdamW(pipeline.parameters)
-    refused = pytest.raises(fp8pass.ConfigError, match="without the hooks that attach updates in")
+    refused = pytest.raises(fp8pass.ConfigError, match="without the hooks in which attach updates")
     with refused:
         fp8pass.optim.attach(pipeline.model, optimizer, accumulate=MICROBATCHES)
     with mock.patch("fp8pass.compat.find_schedule", return_value=None):  # as if it came later

@@ -1,4 +1,4 @@
-"""`fp8pass.optim.attach`: the optimizer in the backward."""
+"""`fp8pass.optim.attach`: updates within the backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import fp8pass
-from fp8pass.optim import AdamW, attach, host
-from fp8pass.optim.staging import Staging
+from fp8pass.optim import AdamW, attach
+from fp8pass.optim.offload import Staging
 from fp8pass.optim.sums import Accumulated
 
 
 def small_model(dtype=torch.float32) -> nn.Module:
-    """With a weight that is used twice."""
+    """Return a model that uses a weight twice."""
     torch.manual_seed(0)
     first, last = nn.Linear(40, 40), nn.Linear(40, 40)
     last.weight = first.weight
@@ -74,7 +74,7 @@ def test_gradients_add_up_in_bytes(buffer):
         assert all(p.grad is None for p in model.parameters())
         sums = list(attached.accumulated.values())
         if number < 2:
-            assert all(x.stored.codes.dtype == torch.uint8 for sum_ in sums for x in sum_.pieces)
+            assert all(x.stored.data.dtype == torch.uint8 for sum_ in sums for x in sum_.pieces)
             assert all(state["step"] == 0 for state in optimizer.state.values())
     assert not any(sum_.pieces for sum_ in sums)
     error = {"e4m3": 0.04, "e5m2": 0.08, "de8": 0.03}[buffer]
@@ -84,7 +84,10 @@ def test_gradients_add_up_in_bytes(buffer):
 
 
 def sum_of_gradients(gradients, **options) -> torch.Tensor:
-    """What the optimizer gets of many backwards, relative to which every gradient is small."""
+    """Return the sum of many gradients that the optimizer receives.
+
+    Each one is small compared with it.
+    """
     model = nn.ParameterList([nn.Parameter(torch.zeros(gradients[0].numel()))])
     optimizer = AdamW(model.parameters(), betas=(0.0, 0.0), **EXACT_STATES)
     attach(model, optimizer, accumulate=len(gradients), **options)
@@ -94,7 +97,7 @@ def sum_of_gradients(gradients, **options) -> torch.Tensor:
 
 
 def many_gradients(noise: float) -> list[torch.Tensor]:
-    """Of 256 backwards, with the same mean."""
+    """Return the gradients of 256 backwards, which have the same mean."""
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(1 << 12, generator=generator)
     return [mean + noise * torch.randn(1 << 12, generator=generator) for _ in range(256)]
@@ -103,7 +106,9 @@ def many_gradients(noise: float) -> list[torch.Tensor]:
 @pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
 @pytest.mark.parametrize("buffer", [None, "e4m3", "e5m2", "de8", "fp16"])
 def test_sums_of_many_gradients_do_not_drift(buffer, noise):
-    """Rounded to nearest, those of equal gradients end 1.3 times too long in E4M3 and E5M2."""
+    """With rounding to nearest, sums of equal gradients would be 1.3 times too long in E4M3 and
+    E5M2.
+    """
     gradients = many_gradients(noise)
     exact = torch.stack(gradients).double().sum(0)
     found = sum_of_gradients(gradients, buffer=buffer)
@@ -138,7 +143,10 @@ def test_sums_go_on_alike_after_a_checkpoint():
 
 
 def trained_by_branches(used, offload=None):
-    """Whether a branch moved in each step of some backwards; `used` says which of them use it."""
+    """Return whether each branch was updated in each step.
+
+    `used` selects the backwards that use a branch.
+    """
     torch.manual_seed(0)
     always, branch = nn.Linear(40, 40), nn.Linear(40, 40)
     model = nn.ModuleList([always, branch])
@@ -158,7 +166,7 @@ def trained_by_branches(used, offload=None):
 
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
 def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     used = [(True, False), (True, True), (False, True), (False, False), (True, True), (True,)]
     moved, model = trained_by_branches(used, offload)
     want, plain = trained_by_branches(used)
@@ -169,7 +177,7 @@ def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
 
 
 def test_the_closure_of_a_step_may_be_the_last_backward_of_a_sum():
-    """As in Lightning, which runs it alone before."""
+    """Lightning runs the closure within the step, and the other backwards before it."""
     model = small_model()
     optimizer = AdamW(model.parameters(), lr=0.01)
     attached = attach(model, optimizer, accumulate=2)
@@ -196,7 +204,7 @@ def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
     attached = attach(model, AdamW(model.parameters()), accumulate=accumulate)
     next(losses(model, 1)).backward()
     sums = attached.accumulated.values()
-    assert {piece.stored.codes.dtype for sum_ in sums for piece in sum_.pieces} == {dtype}
+    assert {piece.stored.data.dtype for sum_ in sums for piece in sum_.pieces} == {dtype}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -207,7 +215,7 @@ def test_what_is_attached_is_not_attached_again(accumulate):
     for other in (optimizer, AdamW(model.parameters())):
         with pytest.raises(fp8pass.ConfigError, match=r"already .*: 0\.weight.*detach\(\)"):
             attach(model, other, accumulate=accumulate)
-    with pytest.raises(fp8pass.ConfigError, match="attached already"):
+    with pytest.raises(fp8pass.ConfigError, match="already attached"):
         attach(model[2], AdamW(model[2].parameters()))
     next(losses(model, 1)).backward()
     attached.detach()
@@ -230,7 +238,7 @@ def test_what_is_attached_to_may_be_a_wrapper():
 
 
 class Fails(torch.autograd.Function):
-    """A backward that fails if it is told to."""
+    """A function whose backward fails on request."""
 
     told = False
 
@@ -246,7 +254,7 @@ class Fails(torch.autograd.Function):
 
 
 def model_that_fails(dtype=torch.bfloat16) -> nn.Module:
-    """Of the last layer there are gradients before the backward fails."""
+    """Return a model whose last layer gets gradients before the backward fails."""
     torch.manual_seed(0)
 
     class Middle(nn.Module):
@@ -259,7 +267,7 @@ def model_that_fails(dtype=torch.bfloat16) -> nn.Module:
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Have backwards fail in a context."""
+    """Make backwards fail within the context."""
 
     @contextmanager
     def context():
@@ -272,7 +280,7 @@ def failing(monkeypatch):
 
 
 def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
-    """As if the optimizer had then stepped with the gradients that there are."""
+    """The result equals a step of the optimizer with the gradients that were final."""
     model, plain = model_that_fails(), model_that_fails()
     optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
     attach(model, optimizer)
@@ -285,8 +293,8 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
     assert all(p.grad is None for p in model.parameters())
     same_state(optimizer, after)
     (message,) = (r.getMessage() for r in caplog.records)
-    assert "failed after 4 of 6 gradients: 4 parameters have been updated" in message
-    assert "Sums" not in message
+    assert "failed after 4 of 6 gradients: it updated 4 parameters" in message
+    assert "sums" not in message
 
 
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
@@ -294,7 +302,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
 def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     failed, offload, failing, caplog, monkeypatch
 ):
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     model = model_that_fails()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
     attached = attach(model, optimizer, accumulate=3)
@@ -303,7 +311,7 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     with failing():
         next(losses(model, 1)).backward()
     assert {sum_.count for sum_ in attached.accumulated.values()} == {0}
-    assert "the next backward is the first of new ones" in caplog.text
+    assert "All sums of gradients restart" in caplog.text
     resumed = model_that_fails()
     resumed.load_state_dict(model.state_dict())
     again = AdamW(resumed.parameters(), lr=0.01, offload=offload)
@@ -316,7 +324,7 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
 
 
 def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     waited = []
     monkeypatch.setattr(Staging, "abandon", lambda self: waited.append("abandon"))
     monkeypatch.setattr(Staging, "join", lambda self: waited.append("join"))
@@ -330,7 +338,7 @@ def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, caplog):
-    """To which the next one would be added."""
+    """Otherwise the next gradient would be added to it."""
     model = model_that_fails()
     attach(model, AdamW(model.parameters()), accumulate=accumulate)
 
@@ -343,7 +351,7 @@ def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, c
         with pytest.raises(torch.OutOfMemoryError):
             next(losses(model, 1)).backward()
     assert all(p.grad is None for p in model.parameters())
-    assert "failed after 1 of 6 gradients: 0 parameters have been updated" in caplog.text
+    assert "failed after 1 of 6 gradients: it updated 0 parameters" in caplog.text
 
 
 def test_a_step_that_fails_is_waited_for(monkeypatch):
@@ -355,7 +363,7 @@ def test_a_step_that_fails_is_waited_for(monkeypatch):
     model[2].weight.grad = model[2].weight.grad.to_sparse()
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="is sparse"):
-        optimizer.step()  # known before anything was begun
+        optimizer.step()  # raised before any launch
     assert all(map(torch.equal, before, model.parameters()))
     assert not joined
     model[2].weight.grad = torch.ones_like(model[2].weight)
@@ -377,7 +385,7 @@ def test_parameters_that_outlive_their_optimizer_say_so():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_attached_optimizers_live_as_long_as_their_models(accumulate):
-    """Nobody else need hold the optimizer, and nothing holds the parameters."""
+    """The model keeps the optimizer alive, and no reference keeps the parameters alive."""
     model = nn.Linear(4, 4)
     attach(model, AdamW(model.parameters(), lr=0.1), accumulate=accumulate)
     before, alive = model.weight.detach().clone(), weakref.ref(model.weight)
@@ -429,7 +437,7 @@ def test_what_cannot_be_attached(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_layers_that_are_unfrozen_later_are_updated(accumulate):
-    """As if the optimizer stepped after the backward."""
+    """The result equals a step of the optimizer after the backward."""
     model, plain = small_model(), small_model()
     optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
     for each in (model, plain):
@@ -478,7 +486,7 @@ def wrap_an_adapter(model: nn.Module) -> None:
     "change", [unfreeze, add_a_layer, replace_a_layer, wrap_an_adapter], ids=lambda f: f.__name__
 )
 def test_parameters_that_no_update_takes_are_refused(change, accumulate):
-    """Before anything is updated, in every backward until the optimizer has them."""
+    """Every backward raises the error before it updates anything, until the optimizer has them."""
     model = small_model()
     model[0].requires_grad_(False)
     optimizer = AdamW(trained_parameters(model), lr=0.01)
@@ -487,7 +495,9 @@ def test_parameters_that_no_update_takes_are_refused(change, accumulate):
     change(model)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
-        with pytest.raises(fp8pass.ConfigError, match=r"that no update takes: .*add_param_group"):
+        with pytest.raises(
+            fp8pass.ConfigError, match=r"not update these parameters: .*add_param_group"
+        ):
             next(losses(model, 1)).backward()
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name])
@@ -544,7 +554,7 @@ WRAPS = [
 @pytest.mark.parametrize("attaches_first", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
 def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_first, runs):
-    """At the latest in the first forward, whichever came first."""
+    """The first forward is the latest point of the error, in either order of attach and wrapper."""
     with single_process(tmp_path):
         model = small_model()
         optimizer = AdamW(model.parameters(), lr=0.01)
@@ -565,7 +575,9 @@ def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_f
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("child", [False, True])
 def test_fully_shard_after_attach_is_refused(tmp_path, child):
-    """In the next step, or backward if that has gradients of parameters that are still there."""
+    """The next step raises the error, or the next backward if a hooked parameter still gets a
+    gradient.
+    """
     with single_process(tmp_path):
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model = small_model()
@@ -592,7 +604,7 @@ def test_other_models_may_be_wrapped(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_grad_scaler_is_refused(accumulate):
-    """It asks in the first step; switched off it changes nothing."""
+    """The first step raises the error. A disabled scaler changes nothing."""
     model = nn.Linear(64, 64)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     attach(model, optimizer, accumulate=accumulate)

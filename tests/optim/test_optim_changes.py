@@ -1,4 +1,4 @@
-"""Options of stored states, and dtypes of parameters, that change in the middle of training."""
+"""Options of stored states, and dtypes of parameters, that change during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from optim_helpers import all_parameters, parameters, run, same_state, set_gradi
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.optim import AdamW, attach, host
+from fp8pass.optim import AdamW, attach
+from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.slots import name_of
 
 SHAPES = ((3, 5), (2, 64, 3))
@@ -27,7 +28,7 @@ CHANGES = [
 
 
 def reloaded(optimizer: AdamW, **options) -> AdamW:
-    """An optimizer of copies of the parameters that loaded the states into these formats."""
+    """Return an optimizer of copies of the parameters that loaded the states into these formats."""
     params = [nn.Parameter(p.detach().clone()) for p in all_parameters(optimizer)]
     other = AdamW(params, **options)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -37,7 +38,7 @@ def reloaded(optimizer: AdamW, **options) -> AdamW:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_changed_options_convert_states(path, changed):
-    """As loading a checkpoint into an optimizer with these options does."""
+    """The result equals loading a checkpoint into an optimizer with these options."""
     params = parameters(SHAPES, torch.bfloat16)
     optimizer = AdamW(params, 0.01)
     run(params, optimizer, range(2))
@@ -70,7 +71,7 @@ def test_models_change_their_dtype(before, after, weights):
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = 0.0
     expected = [p.detach().clone() for p in params]
-    rounded = 2.0**-9 if weights == "fp16" else 0.0  # of the largest element of a group
+    rounded = 2.0**-9 if weights == "fp16" else 0.0  # relative to the largest element of a group
     for p in params:
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -95,7 +96,7 @@ def test_what_else_is_stored_of_a_parameter_stays():
 
 @pytest.mark.parametrize("offload", [(), ("states",)], ids=str)
 def test_states_follow_the_offload_option(offload):
-    """The same numbers, whichever memory they were in before."""
+    """The results are the same for every previous location of the states."""
     changed = () if offload else ("states",)
     found = []
     for given in (offload, None):
@@ -106,7 +107,7 @@ def test_states_follow_the_offload_option(offload):
             optimizer.param_groups[0].update(offload=changed, first_moment="e4m3")
         else:
             optimizer.param_groups[0].update(first_moment="e4m3")
-        assert host.is_offloaded(optimizer.param_groups[0], "states", params[0]) != (
+        assert is_offloaded(optimizer.param_groups[0], "states", params[0]) != (
             (given is None) == (offload == ())
         )
         run(params, optimizer, range(2, 4))

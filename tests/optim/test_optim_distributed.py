@@ -1,4 +1,4 @@
-"""The optimizer where parameters or states are sharded over ranks."""
+"""The optimizer with parameters or states that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8pass.optim import AdamW
 
 
 def sharded_training(rank: int, folder: str, world: int) -> None:
-    """On each rank: FSDP2, a distributed checkpoint, and going on from it bit by bit."""
+    """Train with FSDP2 on each rank, and resume bit by bit from a distributed checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
@@ -76,7 +76,7 @@ def test_zero_redundancy(tmp_path):
 
     with single_process(tmp_path):
         ours, sharded = parameters(), parameters()
-        # It sorts parameters by size, and numbers, which random bits depend on, are others.
+        # It sorts parameters by size, which changes their indices and so the random bits.
         options = {"lr": 0.01, **EXACT_STATES}
         run(sharded, ZeroRedundancyOptimizer(sharded, AdamW, **options), range(3))
         run(ours, AdamW(ours, **options), range(3))

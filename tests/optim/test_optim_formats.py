@@ -1,4 +1,4 @@
-"""The formats of optimizer states: their errors, Dynamic Range Expansion, what is not finite."""
+"""Formats of optimizer states: errors, Dynamic Range Expansion, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from optim_helpers import run, set_gradients
 from torch import Tensor, nn
 
-from fp8pass.optim import PRESETS, AdamW, groups
-from fp8pass.optim.groups import MAX_POWER, MIN_POWER, decode, encode
+from fp8pass.optim import PRESETS, AdamW
+from fp8pass.optim.formats import (
+    MAX_POWER,
+    MIN_POWER,
+    MOMENT_FORMATS,
+    PLAIN,
+    Quantized,
+    dequantize,
+    dynamic_values,
+    moment_format,
+    quantize,
+)
 from fp8pass.optim.options import STATE_ROUNDINGS
-from fp8pass.optim.state_formats import MOMENT_FORMATS, PLAIN, dynamic_values, moment_format
 
 GROUPED = tuple(name for name in MOMENT_FORMATS if name not in PLAIN)
 EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))
@@ -24,7 +33,7 @@ EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))
 
 @st.composite
 def rows(draw, signed: bool = True) -> Tensor:
-    """Groups of a range between 1 and 1e18, with some zeros."""
+    """Return groups with a range between 1 and 1e18, with some zeros."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     spread = draw(st.floats(0, 18))
     x = 10 ** (-spread * torch.rand(5, 128, generator=generator, dtype=torch.float64))
@@ -37,7 +46,7 @@ def rows(draw, signed: bool = True) -> Tensor:
 
 
 def largest_step(format) -> float:
-    """The largest ratio of neighbouring codes in the upper half of the format's binades."""
+    """Return the largest ratio of neighbouring codes in the upper half of the format's binades."""
     if format.values:
         codes = torch.tensor([x for x in format.values if x > 0], dtype=torch.float64)
     else:
@@ -55,19 +64,19 @@ def largest_step(format) -> float:
 def test_errors_are_those_of_the_format(name, signed, data):
     format = moment_format(name, signed=signed)
     x = data.draw(rows(signed))
-    stored = encode(x, format)
-    y = decode(stored, format)
+    stored = quantize(x, format)
+    y = dequantize(stored, format)
     assert (y.sign() * x.sign() >= 0).all()
     if not signed:
         assert torch.equal(y == 0, x == 0)
     power = 1.0 if stored.power is None else stored.power.float()
     middle = stored.scale.float() * (1 if format.expands else format.middle)
-    # Values whose codes are in the upper half of the format are off by half a step, taken to 1/k.
+    # Errors of values in the upper half of the format: half a step, to the power of 1/k.
     upper = x.abs() >= middle.unsqueeze(-1) * (1 + 1e-5)
     bound = (largest_step(format) ** (1 / torch.as_tensor(power)) - 1) * (1 + 1e-3)
     error = ((y - x).abs() / x.abs()).nan_to_num()
     assert (error <= bound.reshape(-1, 1) + 1e-4)[upper].all()
-    # The rest is at most as far off as the smallest value in the upper half is large.
+    # The error of other values is at most the smallest value in the upper half.
     assert ((y - x).abs() <= middle.unsqueeze(-1) * 1.1)[~upper].all()
 
 
@@ -77,7 +86,7 @@ def test_errors_are_those_of_the_format(name, signed, data):
 def test_expansion_maps_a_groups_range_to_the_formats(name, signed, data):
     format = moment_format(name, signed=signed)
     x = data.draw(rows(signed)).double().abs()
-    stored = encode(x.float(), format)
+    stored = quantize(x.float(), format)
     power = stored.power.double()
     high, low = x.amax(-1), torch.where(x == 0, torch.inf, x).amin(-1)
     span = (high / low).log2()
@@ -98,11 +107,13 @@ def test_expansion_maps_a_groups_range_to_the_formats(name, signed, data):
 def test_expansion_is_the_identity_for_a_power_of_one(name, data):
     x = data.draw(rows())
     expanding, plain = moment_format(name, signed=True), moment_format(name[:-7], signed=True)
-    stored = encode(x, plain)
+    stored = quantize(x, plain)
     ones = torch.ones_like(stored.scale)
     middle = stored.scale.double() * expanding.middle
-    one = groups.Stored(stored.codes, middle.float(), ones)
-    torch.testing.assert_close(decode(one, expanding), decode(stored, plain), rtol=1e-5, atol=0)
+    one = Quantized(stored.data, middle.float(), ones)
+    torch.testing.assert_close(
+        dequantize(one, expanding), dequantize(stored, plain), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
@@ -110,7 +121,7 @@ def test_edge_groups(name):
     format = moment_format(name, signed=False)
 
     def back(x: Tensor) -> Tensor:
-        return decode(encode(x[None], format), format)[0]
+        return dequantize(quantize(x[None], format), format)[0]
 
     zeros = torch.zeros(128)
     assert torch.equal(back(zeros), zeros)
@@ -136,11 +147,11 @@ def test_edge_groups(name):
 
 @pytest.mark.parametrize("name", EXPANDED)
 def test_a_second_moment_never_becomes_zero(name):
-    """It divides: where it is zero an update is m / ε."""
+    """The update divides by it: with zero an update would be m / ε."""
     for plain in (name, name.removesuffix("+expand")):
         format = moment_format(plain, signed=False)
         x = torch.logspace(-18, 0, 128)[None]
-        assert (decode(encode(x, format), format) > 0).all()
+        assert (dequantize(quantize(x, format), format) > 0).all()
 
 
 def test_dynamic_values():
@@ -148,7 +159,7 @@ def test_dynamic_values():
     assert len(set(signed)) == len(set(unsigned)) == 256
     assert signed[-1] == unsigned[-1] == 1.0
     assert unsigned[0] == 0.0
-    assert signed[0] == pytest.approx(-0.99296875)  # the largest magnitude but one has a sign
+    assert signed[0] == pytest.approx(-0.99296875)  # the second largest magnitude has both signs
     assert min(x for x in signed if x > 0) == pytest.approx(5.5e-7)
 
 
@@ -169,7 +180,7 @@ def test_bad_gradients_are_not_hidden(preset, bad):
 
 
 def test_expansion_lessens_errors_of_states_of_real_training(monkeypatch):
-    """COAT reports 1.63 times; Table 1's order of the first moment's formats, in both roundings."""
+    """COAT reports 1.63 times, and in Table 1 this order of formats of the first moment."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     benchmark = importlib.import_module("optimizer")
     states = benchmark.trained_states("tiny", steps=25)

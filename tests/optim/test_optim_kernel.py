@@ -1,4 +1,4 @@
-"""The fused update against the one in PyTorch: on a GPU, or in Triton's interpreter."""
+"""The fused update compared with the one in PyTorch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from optim_helpers import all_parameters, parameters, same_state, set_gradients, values_of
 from torch import nn
 
-from fp8pass.optim import AdamW, functions, fused, kernel
-from fp8pass.optim.state_formats import MOMENT_FORMATS
+from fp8pass.optim import AdamW, fused, kernel
+from fp8pass.optim.formats import MOMENT_FORMATS
 
 pytest.importorskip("triton")
 
@@ -26,9 +26,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of log2(0)
 ]
 
-# Two tiles where the interpreter takes its time.
+# Two tiles for the interpreter, which is slow.
 CHUNK = kernel.CHUNK if torch.cuda.is_available() else 2 * kernel.TILE
-# A scalar, less and more than a group, vectors and not, and more than one chunk.
+# A scalar, less and more than a group, aligned and unaligned sizes, and several chunks.
 SHAPES = ((), (15,), (130,), (2, 64), (CHUNK // 50 + 3, 50))
 
 
@@ -47,7 +47,7 @@ def on(device: str, params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def both(device: str, monkeypatch, dtype, steps: int = 2, shapes=SHAPES, **options):
-    """An optimizer that fuses and one that does not, after the same steps."""
+    """Return an optimizer that fuses and one that does not, after the same steps."""
     found = []
     for why_not in (None, "for comparison"):
         monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
@@ -61,7 +61,7 @@ def both(device: str, monkeypatch, dtype, steps: int = 2, shapes=SHAPES, **optio
 
 
 def move_gradients(params, step: int) -> None:
-    """The same numbers on every device."""
+    """Set the same gradients on every device."""
     here = [nn.Parameter(p.detach().cpu()) for p in params]
     set_gradients(here, step)
     for p, q in zip(params, here, strict=True):
@@ -69,7 +69,7 @@ def move_gradients(params, step: int) -> None:
 
 
 def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
-    """Codes may differ by a step where values lie between two, and few do."""
+    """Check that few codes differ, by one step, where values lie between two codes."""
     for number, (p, q) in enumerate(zip(all_parameters(got), all_parameters(want), strict=True)):
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
         torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
@@ -77,10 +77,10 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             a, b = (values_of(o, number, name, signed) for o in (got, want))
             off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
-            # The coarsest step is that of E5M2.
+            # E5M2 has the coarsest step.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
-            # Where a group's smallest value is what is left of two, its range is another one: the
-            # larger groups are, the smaller that value, and the more of them this happens to.
+            # Cancellation in the smallest value of a group changes its range. It occurs more often
+            # in larger groups, whose smallest values are smaller.
             group = got.param_groups[0]["group_size"] if off.numel() > 1024 else 1
             assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
@@ -94,7 +94,10 @@ def test_every_format(device, monkeypatch, name):
 
 @pytest.mark.parametrize("name", [name for name in MOMENT_FORMATS if name != "fp32"])
 def test_every_format_rounded_to_nearest(device, monkeypatch, name):
-    """Less than 0.4% of the codes differ where scales agree. With random bits about half would."""
+    """Less than 0.4% of the codes differ where scales agree.
+
+    With random bits half of them would.
+    """
     options = {"first_moment": name, "second_moment": name, "weights": "fp16"}
     shapes = ((CHUNK // 50 + 3, 50),)
     options |= {"state_rounding": "nearest", "lr": 0.01, "shapes": shapes}
@@ -108,7 +111,7 @@ def test_every_format_rounded_to_nearest(device, monkeypatch, name):
 
 
 def codes_that_differ(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.Tensor:
-    """Where two states have the same scale and power, but other codes: bool [elements]."""
+    """Return where states with equal scales and powers have different codes: bool [elements]."""
     differ = (a[name] != b[name]).reshape(-1)
     for part in (f"{name}:scale", f"{name}:power"):
         if part in a:
@@ -151,7 +154,7 @@ def test_stochastic_rounding_draws_the_same_numbers(device, monkeypatch):
 @pytest.mark.parametrize("preset", ["coat", "fp8-lm"])
 @pytest.mark.parametrize("expand", ["", "+expand"])
 def test_gradients_of_another_dtype_or_place(device, monkeypatch, preset, expand):
-    """fp32 gradients, and some that lie where vectors cannot be read."""
+    """Gradients are in fp32, or at addresses where vectors cannot be read."""
     options: dict[str, Any] = {"preset": preset, "first_moment": f"e4m3{expand}"}
     params = on(device, parameters(((64,), (2, 128))))
     copies = on(device, parameters(((64,), (2, 128))))
@@ -201,7 +204,7 @@ def test_numbers_at_their_limits(device, monkeypatch, betas, eps):
 
 
 def test_gradients_whose_squares_are_infinite(device, monkeypatch):
-    """Weights stay as they are, and the state says so."""
+    """The weights do not change, and the state becomes NaN or infinite."""
     options = {"first_moment": "fp32", "second_moment": "fp32"}
     found = []
     for why_not in (None, "for comparison"):
@@ -216,8 +219,10 @@ def test_gradients_whose_squares_are_infinite(device, monkeypatch):
 
 
 def test_squares_that_no_code_has_end_training(device, monkeypatch):
-    """A group whose second moment is infinite has the scale NaN, so that its weights are lost: in
-    the next step, or, where updates are fused, in this one."""
+    """A group with an infinite second moment gets the scale NaN.
+
+    Its weights become NaN in this step if the update is fused, and in the next step otherwise.
+    """
     for why_not in (None, "for comparison"):
         monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
         (p,) = on(device, parameters(((256,),)))
@@ -233,7 +238,10 @@ def test_squares_that_no_code_has_end_training(device, monkeypatch):
 
 @pytest.mark.parametrize("rate", [0.0, 1e-20])
 def test_a_rate_of_zero_moves_no_weight(device, rate):
-    """Nor does one whose steps are below any weight's last bit; states go on."""
+    """Neither does a rate whose steps are below the last bit of every weight.
+
+    States are updated.
+    """
     params = on(device, parameters(((300,), (2, 64))))
     params[0].data[::3] = 0.0
     before = [p.detach().clone() for p in params]
@@ -248,7 +256,7 @@ def test_a_rate_of_zero_moves_no_weight(device, rate):
 
 @pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3, -1e-3])
 def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
-    """Zeros become what the step is, to its last digits but two. Schedulers may set any rate."""
+    """Weights of zero become the step, exact but for two digits. Schedulers may set any rate."""
     steps = []
     for why_not in (None, "for comparison"):
         monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
@@ -309,7 +317,7 @@ def test_nothing_is_prepared_twice(device, monkeypatch):
 
 
 def test_no_number_of_a_launch_changes_between_steps(device, monkeypatch):
-    """A CUDA graph would repeat it: steps, rates and addresses are read from memory."""
+    """A CUDA graph would repeat these numbers: steps, rates and addresses are read from memory."""
     launched: list[dict[str, Any]] = []
 
     class Recorded:
@@ -333,7 +341,7 @@ def test_no_number_of_a_launch_changes_between_steps(device, monkeypatch):
     for _ in range(3):
         optimizer.step()
         rate.mul_(0.5)
-    table = 5  # of the factors, made anew by operators that a graph has, too
+    table = 5  # factors, which a CUDA graph recomputes into the same memory
     for launch in launched:
         del launch["tensors"][table]
     each = len(launched) // 3
@@ -371,7 +379,7 @@ def test_replays_of_cuda_graphs(device, dtype, preset):
 
 
 def test_a_graph_that_saved_the_weights_is_outdated(device):
-    """As it is after a step of PyTorch's own optimizers."""
+    """PyTorch's own optimizers invalidate the graph as well."""
     weight = on(device, [nn.Parameter(torch.randn(32, 32))])[0]
     optimizer = AdamW([weight], lr=0.01)
     loss = (torch.ones(2, 32, device=device, requires_grad=True) @ weight).sum()
@@ -388,13 +396,12 @@ def test_groups_of_any_size(device, monkeypatch, group_size):
 
 
 def test_the_order_of_axes_does_not_matter(device, monkeypatch):
-    """It is another one for another Triton."""
+    """The order depends on the version of Triton."""
     results = []
     for part in (0, 1):
         orders = ["[:, None, None]", "[None, :, None]"]
-        order = functions.Axes(orders[1 - part], orders[part], part)
-        for module in (functions, kernel):
-            monkeypatch.setattr(module, "axes", lambda order=order: order)
+        order = kernel.Axes(orders[1 - part], orders[part], part)
+        monkeypatch.setattr(kernel, "axes", lambda order=order: order)
         kernel.kernel.cache_clear()
         params = on(device, parameters(((CHUNK // 50 + 3, 50),), torch.bfloat16))
         results.append(AdamW(params))
@@ -403,7 +410,7 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
 
 
 def test_what_is_updated_together_does_not_matter(device):
-    """Updating all at once, or one at a time, gives the same."""
+    """Updating all parameters at once, or one at a time, gives the same result."""
     together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
     one, other = AdamW(together), AdamW(apart)
     for step in range(2):
@@ -442,11 +449,11 @@ for first, second, weights, state_rounding, group_size, aligned in [
     }
     source = ASTSource(function, signature, {"ALIGNED": aligned})
     compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
-    # Registers let a multiprocessor run 12 programs, which share 228 KiB, less 1 KiB for each.
+    # Registers allow 12 programs on a multiprocessor; each uses 1 KiB of the shared 228 KiB.
     assert compiled.metadata.shared <= 18432, (first, compiled.metadata.shared)
     ptx = compiled.asm["ptx"]
     # Two exchanges within four threads for each extreme of a group: the largest and the smallest
-    # magnitude of an expanded moment, the largest one of an FP16 master copy.
+    # magnitude of an expanded moment, and the largest magnitude of an FP16 master copy.
     exchanges = ptx.count("shfl.sync.bfly") if aligned and group_size == 128 else None
     print(first, "cp.async.cg" in ptx, "lg2.approx.ftz" in ptx, exchanges)
 """
@@ -454,7 +461,7 @@ for first, second, weights, state_rounding, group_size, aligned in [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_compiles_for_a_gpu(device, tmp_path):
-    """What the interpreter does not see: compilation, and vectors that are read ahead of time."""
+    """The interpreter does not test compilation and prefetched vectors."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     found = subprocess.run(

@@ -17,8 +17,8 @@ from optim_helpers import (
 )
 from torch import Tensor, nn
 
-from fp8pass.optim import AdamW, attach, host, offload_weights, weights
-from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim import AdamW, attach, offload_weights
+from fp8pass.optim.formats import Quantized, dequantize
 from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import state_key, to_rows
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of l
 
 
 def master_of(optimizer: AdamW, parameter: Tensor) -> Tensor:
-    """The values of a master copy."""
+    """Return the values of a master copy."""
     storage = Storage.of(optimizer.param_groups[0])
     format, state = storage.master(parameter.dtype), optimizer.state[parameter]
-    rows = to_rows(state[state_key("master", format)], storage.group_size, format.stored)
+    rows = to_rows(state[state_key("master", format)], storage.group_size, format.storage_dtype)
     parts = [state[state_key("master", format, part)] for part in format.parts]
-    values = decode(Stored(rows, *parts), format)
+    values = dequantize(Quantized(rows, *parts), format)
     return values.reshape(-1)[: parameter.numel()].view_as(parameter)
 
 
@@ -79,7 +79,7 @@ def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
     optimizer.param_groups[0]["lr"] = 0.0
     run(params, optimizer, range(2, 4))
     for p, x in zip(params, written, strict=True):
-        # Clipping changes scales, by which FP16 copies of the other elements are rounded again.
+        # Clipping changes scales, which rounds the other elements of FP16 copies again.
         torch.testing.assert_close(p, x, rtol=2.0**-7 if kept == "fp16" else 0.0, atol=0.0)
     optimizer.param_groups[0]["lr"] = 0.01
     run(params, optimizer, range(4, 5))
@@ -91,7 +91,7 @@ def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_parameters_are_their_rounded_master_copies(path, kept, dtype, rounding):
-    """Otherwise an update takes a difference by rounding for a write."""
+    """Otherwise an update would mistake a rounding difference for a write."""
     params = parameters(SHAPES, dtype)
     optimizer = AdamW(params, 0.01, weights=kept, state_rounding=rounding)
     for step in range(2):
@@ -133,7 +133,7 @@ def test_small_updates_add_up_after_a_write(path, kept):
 
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 def test_weights_that_are_swapped_and_swapped_back(path, kept):
-    """An average is evaluated between two steps: nothing changes, in no bit."""
+    """An average is evaluated between two steps, and no bit of the result changes."""
     found = []
     for swap in (False, True):
         params = parameters(SHAPES, torch.bfloat16)
@@ -202,7 +202,7 @@ def test_values_that_are_not_finite_are_taken():
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 @pytest.mark.parametrize("offload", [(), ("states",)], ids=str)
 def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):
-    monkeypatch.setattr(host, "SMALLEST", 64)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 64)
     models = [linear(0), linear(0)]
     for i, model in enumerate(models):
         optimizer = AdamW(model.parameters(), 0.01, weights=kept, offload=offload)
@@ -222,9 +222,8 @@ def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):
 
 
 def test_writes_to_weights_on_the_host(monkeypatch):
-    """The parameter is FP8 codes there; its values on the host are what a state dict writes to."""
-    for module in (host, weights):
-        monkeypatch.setattr(module, "SMALLEST", 64)
+    """The device has FP8 data of the weights; a state dict writes to the values in host memory."""
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 64)
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)).bfloat16()
     new = {name: torch.full_like(x, 0.25) for name, x in model.state_dict().items()}
     offload_weights(model, "cpu", skip="1")
@@ -240,7 +239,7 @@ def test_writes_to_weights_on_the_host(monkeypatch):
 
 
 def test_skipped_steps_write_nothing(path):
-    """GradScaler found an infinite gradient: a write before is still there."""
+    """GradScaler found an infinite gradient; an earlier write to the weights stays."""
     (p,) = params = parameters(((64,),), torch.bfloat16)
     optimizer = AdamW(params, weights="fp32")
     run(params, optimizer, range(1))

@@ -1,4 +1,4 @@
-"""`AdamW(offload=...)`: what is on the host is streamed through buffers, and no number changes."""
+"""`AdamW(offload=...)`: offloaded states and sums give the same results bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from optim_helpers import (
 from torch import nn
 
 from fp8pass.config import ConfigError
-from fp8pass.optim import AdamW, attach, fused, host, kernel, staging, streamed
+from fp8pass.optim import AdamW, attach, fused, kernel
+from fp8pass.optim import offload as host_memory
 from fp8pass.runtime.arena import SMALLEST_BLOCK, Arena
 
 DEVICES = [
@@ -23,15 +24,15 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
 ]
 STATES = ("states",)
-# One piece, several, with a rest; the last ones are small.
+# One piece, several pieces, and a remainder; the last parameters are small.
 SHAPES = ((20, 1024), (100, 1000), (50, 100), (33,), ())
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    """Pieces of a few thousand elements, of parameters that would be too small to be offloaded."""
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 17)
-    monkeypatch.setattr(host, "SMALLEST", 1 << 10)
+    """Use pieces of a few thousand elements, and offload small parameters."""
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 17)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
 
 
 def on(device: str, params) -> list[nn.Parameter]:
@@ -49,7 +50,7 @@ def steps(optimizer, device: str, numbers: range) -> None:
 
 
 def both(device: str, dtype, numbers: range, **options):
-    """An optimizer with states on the host and one without, after the same steps."""
+    """Return an optimizer with offloaded states and one without, after the same steps."""
     found = []
     for offload in (STATES, ()):
         params = on(device, parameters(SHAPES, dtype))
@@ -76,7 +77,7 @@ def test_no_number_changes(device, dtype, options):
     offloaded, plain = both(device, dtype, range(20 if device == "cuda" else 4), **options)
     for p in all_parameters(offloaded):
         state = offloaded.state[p]
-        where = "cpu" if p.numel() >= host.SMALLEST else device
+        where = "cpu" if p.numel() >= host_memory.SMALLEST else device
         assert all(x.device.type == where for name, x in state.items() if name != "step")
         for name, x in state.items():
             state[name] = x.to(device)
@@ -85,7 +86,7 @@ def test_no_number_changes(device, dtype, options):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_in_another_layout_keep_their_states(device):
-    """Of which no piece is a view, as of `channels_last`; the others' are on the host."""
+    """Pieces of such weights (`channels_last`) are not views; other states are offloaded."""
     found = []
     for offload in (STATES, ()):
         convolution, linear = on(device, parameters(((32, 16, 3, 3), (64, 64)), torch.float32))
@@ -106,19 +107,19 @@ def test_weights_in_another_layout_keep_their_states(device):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_pieces_of_the_kernel(monkeypatch):
-    """Each begins in the middle of a parameter, and draws the bits of its elements."""
+    """Each piece begins within a parameter, and draws the random bits of its elements."""
     pytest.importorskip("triton")
     monkeypatch.setattr(fused, "why_not", lambda device: None)
-    for module in (fused, kernel, streamed):
+    for module in (fused, kernel):
         monkeypatch.setattr(module, "CHUNK", 2 * kernel.TILE)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 14)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 14)
     kernel.kernel.cache_clear()
     params = [on("cpu", parameters(((40, 250), (7,)), torch.bfloat16)) for _ in range(2)]
     offloaded, plain = AdamW(params[0], offload=STATES), AdamW(params[1])
     for optimizer in (offloaded, plain):
         run(all_parameters(optimizer), optimizer, range(2))
     kernel.kernel.cache_clear()
-    (update,) = [x for _, x in offloaded._prepared.values() if hasattr(x, "pieces")]
+    (update,) = [x for *_, x in offloaded._prepared.values() if hasattr(x, "pieces")]
     assert len(update.pieces) > 2
     same_state(offloaded, plain)
 
@@ -145,7 +146,7 @@ def test_in_the_backward(device):
 @pytest.mark.parametrize("buffer", ["e4m3", "fp16", "de8"])
 @pytest.mark.parametrize("offload", [("gradients",), ("states", "gradients")], ids="+".join)
 def test_sums_of_gradients(device, buffer, offload, monkeypatch):
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 16)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 16)
     models = []
     for each in (offload, ()):
         torch.manual_seed(0)
@@ -194,8 +195,8 @@ def test_wrong_options():
 
 
 def test_a_host_that_is_too_small(monkeypatch):
-    monkeypatch.setattr(host, "available", lambda: 4096)
-    with pytest.raises(ConfigError, match=r"GiB of the host, which has 0.0 GiB left"):
+    monkeypatch.setattr("fp8pass.optim.offload.available", lambda: 4096)
+    with pytest.raises(ConfigError, match=r"GiB of host memory, of which 0.0 GiB"):
         AdamW(parameters(((64, 64),)), offload=STATES)
 
 

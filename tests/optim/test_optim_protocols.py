@@ -1,4 +1,4 @@
-"""The optimizer among PyTorch's: hooks, groups, schedulers, scalers, trainers, wrong options."""
+"""PyTorch's protocols: hooks, groups, schedulers, scalers, trainers; and invalid options."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_training_with_hugging_face(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must be a number from 0 on"),
+        ({"lr": -1.0}, "lr must be a number >= 0"),
         ({"lr": torch.ones(2)}, "one element"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] must be"),
         ({"betas": 0.9}, "betas must be two numbers"),

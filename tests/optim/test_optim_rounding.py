@@ -1,4 +1,4 @@
-"""Stochastic rounding: of weights, and of states."""
+"""Stochastic rounding of weights and states."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from optim_helpers import parameters, run, same_state, values_of
 from torch import nn
 
 from fp8pass.optim import AdamW, rounding
-from fp8pass.optim.groups import decode, encode
-from fp8pass.optim.state_formats import MOMENT_FORMATS, StateFormat, moment_format
+from fp8pass.optim.formats import MOMENT_FORMATS, StateFormat, dequantize, moment_format, quantize
 
 ROUNDED = tuple(name for name in MOMENT_FORMATS if name != "fp32")
 # The largest distance of two codes in the upper decade, relative to the largest number.
@@ -22,7 +21,7 @@ PLAIN_CODES = tuple(DISTANCE)
 
 
 def bits_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random bits for elements of `shape`."""
+    """Return random bits for elements of `shape`."""
     key = rounding.keys(seed, torch.tensor([0], dtype=torch.int32), torch.tensor([1.0]))
     return rounding.random_bits(key, torch.arange(math.prod(shape)).view(shape))
 
@@ -54,7 +53,7 @@ def test_stochastic_rounding_keeps_what_bf16_holds(seed):
 
 
 def test_elements_are_numbered_beyond_32_bits():
-    """As the kernel does it, which adds the number of a pair to the key: one of 2^32 keys."""
+    """The kernel adds the index of a pair to the key, which is one of 2^32 keys."""
     key = torch.tensor([5], dtype=torch.int32)
     element = torch.arange(100)
     far = rounding.random_bits(key, element + 2**31)
@@ -76,7 +75,7 @@ def test_noise_is_uniform(seed):
 def test_states_are_rounded_by_bits_of_their_own(seed):
     bits = bits_of(seed, (1 << 14,))
     noises = [
-        rounding.uniform(rounding.rotated(bits, by), 16).double() - 0.5
+        rounding.uniform(rounding.rotate(bits, by), 16).double() - 0.5
         for by in sorted(set(rounding.ROTATIONS.values()))
     ]
     for i, noise in enumerate(noises):
@@ -94,21 +93,23 @@ def test_the_mean_of_many_roundings_is_the_number(name, signed, seed):
     if signed:
         x *= torch.randn(128, generator=generator).sign()
     x = x.expand(1 << 10, 128)
-    found = decode(encode(x, format, bits_of(seed, tuple(x.shape))), format).double()
+    found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format).double()
     deviation = found.var(0).sqrt() / x.shape[0] ** 0.5
-    # A number close to a code may not have been rounded away from it in so many times.
+    # A number close to a code may never be rounded away from it in this many draws.
     never = 10 / x.shape[0] * DISTANCE[name]
     assert ((found.mean(0) - x[0]).abs() <= 5 * deviation + never).all()
 
 
 @pytest.mark.parametrize(("name", "bound"), [("e4m3+expand", 1.2e-4), ("e5m2+expand", 2e-4)])
 def test_expansion_takes_nothing_from_the_mean(name, bound):
-    """A power of the mean is more than the mean of powers: by 1.7e-4 and 3.9e-4, which a second
-    moment with a decay of 0.1% would add up to a sixth and more."""
+    """A power of the mean exceeds the mean of powers by 1.7e-4 and 3.9e-4.
+
+    A second moment with a decay of 0.1% would accumulate that to a sixth and more.
+    """
     format = moment_format(name, signed=False)
     x = 10 ** (-2 * torch.rand(1 << 12, 128, generator=torch.Generator().manual_seed(0)))
-    found = decode(encode(x, format, bits_of(0, tuple(x.shape))), format)
-    upper = x > 0.1  # below are the format's subnormal numbers, which are further apart
+    found = dequantize(quantize(x, format, bits_of(0, tuple(x.shape))), format)
+    upper = x > 0.1  # the rest are subnormal numbers, which are further apart
     assert abs((found / x - 1)[upper].double().mean().item()) < bound
 
 
@@ -121,12 +122,12 @@ def test_what_a_format_holds_is_not_rounded(name, signed, seed, exponent):
     x = torch.rand(64, 128, generator=generator) - (0.5 if signed else 0.0)
     x[:, 0] = 1.0
     if format.grouped:
-        x = decode(encode(x, format)._replace(scale=torch.ones(64)), format)
-        x[:, 0] = format.max  # so that the scale is what follows
+        x = dequantize(quantize(x, format)._replace(scale=torch.ones(64)), format)
+        x[:, 0] = format.max  # determines the scale
     else:
         x = x.bfloat16().float()
     x = x * 2.0**exponent
-    found = decode(encode(x, format, bits_of(seed, tuple(x.shape))), format)
+    found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format)
     assert torch.equal(found, x)
 
 
@@ -137,18 +138,18 @@ def test_what_is_not_finite_stays_and_nothing_becomes_it(name, signed, seed):
     format = moment_format(name, signed=signed)
     x = torch.rand(4, 128, generator=torch.Generator().manual_seed(seed)) * 1e38
     x[1, 5], x[2, 9] = torch.nan, torch.inf
-    found = decode(encode(x, format, bits_of(seed, tuple(x.shape))), format)
+    found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format)
     assert not found[1, 5].isfinite()
     assert not found[2, 9].isfinite()
     assert found[::3].isfinite().all()
     zeros = torch.zeros(1, 128)
-    assert torch.equal(decode(encode(zeros, format, bits_of(seed, (1, 128))), format), zeros)
+    assert torch.equal(dequantize(quantize(zeros, format, bits_of(seed, (1, 128))), format), zeros)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDED)
 def test_second_moments_follow_gradients_that_shrink(name):
-    """Rounded to nearest they would stay five times too large: 0.1% of them is no step."""
+    """Rounded to nearest they would stay five times too large, because a decay of 0.1% is lost."""
     p = nn.Parameter(torch.zeros(4096))
     optimizer = AdamW([p], lr=0.0, betas=(0.0, 0.999), first_moment="fp32", second_moment=name)
     exact = torch.zeros(4096)
@@ -165,8 +166,11 @@ def test_second_moments_follow_gradients_that_shrink(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDED)
 def test_first_moments_follow_gradients_that_shrink(name):
-    """A slow one decays by 0.1%, too; and with expansion what rounding to nearest makes too large
-    makes the range of its group larger, by which the next is rounded."""
+    """A slow first moment decays by 0.1%, too.
+
+    With expansion an error of rounding to nearest enlarges the range of the group, which enlarges
+    the next error.
+    """
     p = nn.Parameter(torch.zeros(4096))
     optimizer = AdamW([p], lr=0.0, betas=(0.999, 0.999), first_moment=name, second_moment="fp32")
     torch.manual_seed(0)
@@ -181,7 +185,7 @@ def test_first_moments_follow_gradients_that_shrink(name):
 
 
 def codes_of(format: StateFormat) -> torch.Tensor:
-    """The values of all codes that are numbers, fp64, ascending."""
+    """Return the values of all finite codes, fp64, ascending."""
     if format.values:
         return torch.tensor(format.values, dtype=torch.float64)
     bits = torch.arange(2 ** (8 * format.dtype.itemsize)).to(
@@ -195,14 +199,14 @@ def codes_of(format: StateFormat) -> torch.Tensor:
 @pytest.mark.parametrize("name", PLAIN_CODES)
 @given(st.integers(0, 2**31 - 1), st.integers(-20, 20))
 def test_nearest_is_within_half_a_step(name, signed, seed, exponent):
-    """No other code is nearer: the error is at most half the distance of its neighbours."""
+    """The error is at most half the distance between the neighbouring codes."""
     format = moment_format(name, signed=signed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(8, 128, generator=generator) - (0.5 if signed else 0.0)
     x = x * 2.0**exponent
-    stored = encode(x, format)
+    stored = quantize(x, format)
     scale = 1.0 if stored.scale is None else stored.scale.double().unsqueeze(-1)
-    exact, found = (y.double() / scale for y in (x, decode(stored, format)))
+    exact, found = (y.double() / scale for y in (x, dequantize(stored, format)))
     codes = codes_of(format)
     if not signed:
         codes = codes[codes > 0]  # no divisor becomes zero
@@ -220,9 +224,9 @@ def test_nearest_is_within_half_a_step_of_expanded_codes(name, signed, seed):
     x = 10 ** (-3 * torch.rand(8, 128, generator=torch.Generator().manual_seed(seed)))
     if signed:
         x[:, ::2] *= -1
-    stored = encode(x, format)
+    stored = quantize(x, format)
     scale, power = (y.double().unsqueeze(-1) for y in (stored.scale, stored.power))
-    found = decode(stored, format).double()
+    found = dequantize(stored, format).double()
     exact, found = ((y.abs() / scale) ** power * format.middle for y in (x.double(), found))
     codes = codes_of(format)
     codes = codes[codes > 0] if not signed else codes[codes >= 0]
@@ -245,7 +249,7 @@ def test_states_rounded_to_nearest_do_not_depend_on_the_seed():
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_states_rounded_to_nearest_are_what_encode_makes(name):
+def test_states_rounded_to_nearest_equal_quantize(name):
     """The moments after one step are (1 - β₁) g and (1 - β₂) g²."""
     (p,) = parameters(((4, 128),))
     optimizer = AdamW([p], first_moment=name, second_moment=name, state_rounding="nearest")
@@ -255,7 +259,7 @@ def test_states_rounded_to_nearest_are_what_encode_makes(name):
         ("exp_avg_sq", False, 0.001 * p.grad**2),
     ):
         format = moment_format(name, signed=signed)
-        want = decode(encode(exact, format), format).reshape(-1)
+        want = dequantize(quantize(exact, format), format).reshape(-1)
         found = values_of(optimizer, 0, state, signed)
         off = (found - want).abs() > 1e-5 * want.abs()
         assert off.sum() <= 0.01 * want.numel()  # values between two codes

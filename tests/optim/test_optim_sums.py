@@ -1,4 +1,4 @@
-"""Sums of gradients in groups: the kernels against the reference, and what they are for."""
+"""Quantized sums of gradients: the kernels compared with the reference, and values not finite."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8pass.optim import fused
-from fp8pass.optim.groups import Stored, decode
+from fp8pass.optim.formats import Quantized, dequantize, moment_format
 from fp8pass.optim.rounding import SumStamp
 from fp8pass.optim.slots import group_count
-from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GROUP_SIZE, add_from, add_to
 
 pytest.importorskip("triton")
@@ -24,14 +23,14 @@ DEVICES = [
 ]
 
 
-def room(size: int, format, device: str) -> Stored:
+def room(size: int, format, device: str) -> Quantized:
     groups = group_count(size, GROUP_SIZE)
-    codes = torch.full((groups, GROUP_SIZE), 7, dtype=format.stored, device=device)
-    return Stored(codes, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
+    codes = torch.full((groups, GROUP_SIZE), 7, dtype=format.storage_dtype, device=device)
+    return Quantized(codes, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
 
 
 def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
-    """A sum of all gradients but the last, and the last with that sum."""
+    """Return the sum of all gradients but the last, and the last gradient plus that sum."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
         sum_ = room(len(gradients[0]), format, gradients[0].device.type)
@@ -63,7 +62,7 @@ def test_the_kernels_equal_the_reference(device, name, size, dtype, seed, first,
             summed(patch, gradients, format, stamp, first, kernel=k) for k in (True, False)
         )
     assert torch.equal(ours[0].scale, theirs[0].scale)
-    assert torch.equal(ours[0].codes.view(torch.uint8), theirs[0].codes.view(torch.uint8))
+    assert torch.equal(ours[0].data.view(torch.uint8), theirs[0].data.view(torch.uint8))
     assert torch.equal(ours[1], theirs[1])
 
 
@@ -89,6 +88,6 @@ def test_pieces_are_rounded_as_the_whole():
     add_to(whole, gradient, format, stamp, 0)
     for first, size in ((0, 256), (256, 744)):
         rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))
-        piece = Stored(parts.codes[rows], parts.scale[rows])
+        piece = Quantized(parts.data[rows], parts.scale[rows])
         add_to(piece, gradient[first : first + size], format, stamp, first)
-    assert torch.equal(decode(whole, format), decode(parts, format))
+    assert torch.equal(dequantize(whole, format), dequantize(parts, format))

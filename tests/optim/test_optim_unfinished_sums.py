@@ -1,4 +1,4 @@
-"""Sums of gradients that `attach` has begun, when something else happens before the update."""
+"""Incomplete sums of gradients of `attach`, and events between two updates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_layer_frozen_in_the_middle_of_a_step_stays_as_it_is(ends_by):
 
 @pytest.mark.parametrize("steps", [True, False])
 def test_a_layer_that_is_unfrozen_again_begins_a_new_sum(steps):
-    """Gradients from before it was frozen do not belong to this step."""
+    """Gradients from before the layer was frozen do not belong to this step."""
     model, plain = model_of_three(), model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1, **EXACT_STATES)
     attach(model, optimizer, accumulate=2, buffer="fp16")
@@ -115,7 +115,7 @@ WAYS = [by_get_state_dict, by_flat_state_dict, by_full_state_dict, by_state_dict
 @pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("when", [1, 2, 4])
 def test_a_checkpoint_leaves_a_sum_as_it_is(way, when):
-    """In the first step, too, for which get_state_dict makes states by a step of its own."""
+    """This includes the first step, in which get_state_dict creates missing states by a step."""
     found = []
     for saves in (False, True):
         model = model_of_three()

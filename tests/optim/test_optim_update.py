@@ -40,7 +40,7 @@ def test_with_fp32_states_equals_torch_and_fp64(options, shapes, steps):
     run(theirs, torch.optim.AdamW(theirs, **options), range(steps))
     exact = torch.optim.AdamW(wide, **options)
     for step in range(steps):
-        set_gradients(theirs, step)  # rounded to fp32 before they are widened
+        set_gradients(theirs, step)  # the gradients are rounded to fp32 first
         for p, q in zip(wide, theirs, strict=True):
             p.grad = q.grad.double()
         exact.step()
@@ -51,14 +51,16 @@ def test_with_fp32_states_equals_torch_and_fp64(options, shapes, steps):
 
 @given(hyperparameters, st.integers(1, 9))
 def test_bf16_parameters_and_states_are_near_those_of_the_fused_torch(options, steps):
-    """Fused, it computes in fp32 and rounds what it stores, to nearest: the first step is equal,
-    the next ones are of moments that may be a code apart for each step."""
+    """PyTorch's fused optimizer computes in fp32 and rounds states to nearest.
+
+    The first step is equal; each further step may add a difference of one code in the moments.
+    """
     ours, theirs = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     storage = {"first_moment": "bf16", "second_moment": "bf16", "weights": "nearest"}
     run(ours, AdamW(ours, **options, **storage), range(steps))
     run(theirs, torch.optim.AdamW(theirs, **options, fused=True), range(steps))
     for p, q in zip(ours, theirs, strict=True):
-        # Values near the middle between two numbers may be rounded two ways.
+        # Values near the middle of two numbers may be rounded either way.
         atol = options["lr"] * 2**-6 * (1 if steps == 1 else 4 * steps)
         torch.testing.assert_close(p, q, rtol=2**-7 * steps, atol=atol)
         if p.numel() > 100 and steps == 1:
@@ -68,7 +70,7 @@ def test_bf16_parameters_and_states_are_near_those_of_the_fused_torch(options, s
 @pytest.mark.parametrize(("name", "distance"), [("e4m3+expand", 0.15), ("bf16", 2**-7)])
 @given(hyperparameters, some_shapes, st.integers(1, 9))
 def test_rounded_states_are_near_those_of_fp64(name, distance, options, shapes, steps):
-    """A step rounds by up to the distance of two codes, an eighth; roundings add up at random."""
+    """A step rounds by up to an eighth, the distance of two codes; the errors add up at random."""
     ours, wide = parameters(shapes), parameters(shapes)
     wide = [nn.Parameter(p.detach().double()) for p in wide]
     optimizer = AdamW(ours, first_moment=name, second_moment=name, **options)
@@ -79,7 +81,7 @@ def test_rounded_states_are_near_those_of_fp64(name, distance, options, shapes, 
             p.grad = q.grad.double()
         optimizer.step()
         exact.step()
-        if step == 0:  # states are rounded after they were used
+        if step == 0:  # the update uses states before they are rounded
             for p, q in zip(ours, wide, strict=True):
                 torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
     for number, q in enumerate(wide):
@@ -106,14 +108,15 @@ def test_weights_stay_near_those_of_fp32(dtype, weights):
         kept = {"fp32": 24, "fp16": 11}.get(weights, rounded - 1)
         if dtype == torch.float32:
             kept = rounded
-        # What is kept between steps is rounded in each of them, what is shown once.
+        # Each step rounds the stored copy; the parameter is rounded once.
         bound = q.abs() * (20 * 2.0**-kept + 2.0**-rounded)
         assert ((p - q).abs() <= bound + 1e-5).all()
 
 
 def test_a_master_copy_keeps_what_parameters_lose():
-    """Updates far below a weight's last bit add up, and those below the last bit of an FP16 copy,
-    which has three bits more."""
+    """Updates far below the last bit of a weight add up, also below the last bit of an FP16 copy,
+    which has three bits more.
+    """
     for weights, lr in (("fp32", 1e-4), ("stochastic", 1e-4), ("nearest", 1e-4), ("fp16", 5e-5)):
         p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         optimizer = AdamW([p], lr=lr, weight_decay=0.0, weights=weights)

@@ -1,4 +1,4 @@
-"""`offload_weights`: weights on the host, their codes on the device."""
+"""`offload_weights`: weights in host memory, with FP8 data on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8pass
 from fp8pass import hardware
 from fp8pass.config import ConfigError
-from fp8pass.optim import AdamW, attach, host, offload_weights, staging, weights
+from fp8pass.optim import AdamW, attach, offload_weights
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
@@ -27,9 +27,8 @@ BATCH, WIDTH = 32, 64
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 18)
-    for module in (host, weights):
-        monkeypatch.setattr(module, "SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 18)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
 
 
 class Model(nn.Module):
@@ -77,7 +76,7 @@ def test_what_is_in_codes(device):
 
 
 def train(model: nn.Module, device: str, backwards: int, *, offload, accumulate: int, recipe):
-    """The losses, and the model's optimizer."""
+    """Return the losses and the model's optimizer."""
     torch._dynamo.reset()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
     attach(model, optimizer, accumulate=accumulate)
@@ -95,7 +94,7 @@ def train(model: nn.Module, device: str, backwards: int, *, offload, accumulate:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
-    """Against sources, states and sums on the device, updated whole."""
+    """The reference has sources, states and sums on the device, and updates whole parameters."""
     offload = ("states", "gradients")
     model = new(device)
     backwards = 40 if device == "cuda" else 12
@@ -105,7 +104,7 @@ def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
         return torch.empty(shape, dtype=dtype, device=device)
 
     monkeypatch.setattr(Arena, "empty", on_device)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1 << 22)
+    monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 22)
     there = new(device)
     want, _ = train(there, device, backwards, offload=(), accumulate=2, recipe=recipe)
     assert got == want
@@ -121,7 +120,7 @@ def test_it_trains_as_with_weights_on_the_device(device):
     want, _ = train(plain, device, 20, offload=(), accumulate=1, recipe="coat")
     model = new(device)
     got, _ = train(model, device, 20, offload=("states",), accumulate=1, recipe="coat")
-    assert got[0] == want[0]  # the forward's codes are the same
+    assert got[0] == want[0]  # the forward uses the same FP8 data
     assert got[-1] < 0.5 * got[0]
     assert abs(got[-1] - want[-1]) < 0.1 * got[0]
 
@@ -129,7 +128,7 @@ def test_it_trains_as_with_weights_on_the_device(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_cpu_waits_for_no_gradient(accumulate):
-    """Or the GPU would have nothing to do until the next layer's backward is launched."""
+    """Otherwise the GPU would be idle until the backward of the next layer is launched."""
     model = new("cuda")
     optimizer = AdamW(model.parameters(), lr=0.01, offload=("states", "gradients"))
     attach(model, optimizer, accumulate=accumulate)
@@ -147,7 +146,7 @@ def test_the_cpu_waits_for_no_gradient(accumulate):
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_few_gradients_wait_for_their_turn(accumulate):
-    """Also if all of the backward is launched before the GPU begins with it."""
+    """This holds even if the whole backward is launched before the GPU begins it."""
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(32)]
     model = nn.Sequential(*layers).bfloat16().cuda()
     optimizer = AdamW(model.parameters(), offload=("states", "gradients"))
@@ -177,7 +176,7 @@ def test_codes_follow_their_weights(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_some_rows_are_coded_again(device, monkeypatch):
-    """By the kernel, whose interpreter runs on a CPU, in the place of those before."""
+    """The kernel, or its interpreter on a CPU, writes over the previous FP8 data."""
     pytest.importorskip("triton")
     weight = new(device).up.weight
     before, rows = weight.decoded(), torch.randn(64, WIDTH, device=device).bfloat16()
@@ -221,7 +220,7 @@ def test_what_cannot_be_in_codes():
 
 
 def check_exact(weight: CodedWeight, want: torch.Tensor) -> None:
-    """Check the source, what operators read, and the FP8 data of a weight."""
+    """Check the source of a weight, the values that operators read, and the FP8 data."""
     assert torch.equal(weight.source, want)
     assert torch.equal(weight + 0, want)
     ((codes, scales),) = coded([want], torch.bfloat16)
@@ -350,7 +349,7 @@ def test_compiled_code_sees_writes_to_a_state_dict():
 
 @torch.no_grad()
 def test_codes_that_are_all_of_a_weight_are_not_updated():
-    """Most updates are smaller than the distance of two codes, and would be lost in silence."""
+    """Most updates are smaller than the distance of two codes, and would be lost silently."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
     fp8pass.freeze(model, skip="1")
     model.requires_grad_()
@@ -358,7 +357,7 @@ def test_codes_that_are_all_of_a_weight_are_not_updated():
     before, other = model[0].weight.codes.clone(), model[1].weight.clone()
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape)
-    with pytest.raises(RuntimeError, match=r"64, 64\) is in codes.*skip= of freeze"):
+    with pytest.raises(RuntimeError, match=r"64, 64\) exists only in FP8.*skip= of freeze"):
         optimizer.step()
     assert torch.equal(model[0].weight.codes.view(torch.uint8), before.view(torch.uint8))
     assert torch.equal(model[1].weight, other)

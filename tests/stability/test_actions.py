@@ -10,7 +10,6 @@ from monitor_helpers import BATCHES, monitored
 
 import fp8pass
 from fp8pass import ConfigError, Guard, Monitor
-from fp8pass.optim import host, weights
 from fp8pass.stability.guard.actions import LowerRate
 from fp8pass.stability.guard.guard import MOST_ROLLBACKS
 from fp8pass.stability.guard.snapshots import Snapshot, Snapshots
@@ -55,8 +54,7 @@ def test_states_that_did_not_exist_are_dropped(name):
 
 
 def test_codes_follow_the_weights_that_are_restored(monkeypatch):
-    for module in (host, weights):
-        monkeypatch.setattr(module, "SMALLEST", 1 << 8)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 8)
     model = fp8pass.optim.offload_weights(MLP().bfloat16(), "cpu")
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=0.1)
     snapshot, want = Snapshot(), model.up.weight.codes.clone()

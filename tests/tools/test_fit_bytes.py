@@ -15,8 +15,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, compat, explain, fit
-from fp8pass.optim import AdamW, attach
-from fp8pass.optim.weights import offload_weights
+from fp8pass.optim import AdamW, attach, offload_weights
 from fp8pass.tools.fitting.candidates import PLACES
 from fp8pass.tools.fitting.deep import WHOLE, TracedLayers, find_layers, trace
 from fp8pass.tools.fitting.parameters import Parameters

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import WAITING
 from fp8pass.optim.backward import default_buffer
-from fp8pass.optim.host import is_offloaded
+from fp8pass.optim.formats import moment_format
+from fp8pass.optim.offload import DEPTH, STAGED_BYTES, is_offloaded, layers_to_code
 from fp8pass.optim.options import preset_options, state_bytes
-from fp8pass.optim.staging import DEPTH, STAGED_BYTES
-from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GROUP_SIZE
-from fp8pass.optim.weights import layers_to_code
 from fp8pass.tools.fitting.replay import Fate
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.weights.quantized_parameter import CodedWeight
@@ -132,4 +130,4 @@ def bytes_of_states(setup: Setup, parameter: Tensor) -> float:
 def bytes_of_sum(parameter: Tensor, accumulate: int) -> float:
     """Bytes of the sum of a parameter's gradients."""
     format = moment_format(default_buffer(accumulate), signed=True)
-    return parameter.numel() * (format.stored.itemsize + 2 / GROUP_SIZE)
+    return parameter.numel() * (format.storage_dtype.itemsize + 2 / GROUP_SIZE)

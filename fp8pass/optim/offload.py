@@ -1,0 +1,334 @@
+"""Weights, optimizer states and sums of gradients in host memory, and staging buffers.
+
+`offload_weights` leaves FP8 data of linear weights on the device, one byte an element instead of
+two, which graphs take as inputs (`weights/quantized_parameter.py`). `AdamW` requantizes them with
+each update, once a step, however many gradients it accumulates (LLMQ 3).
+
+Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is computed,
+the next is copied in and the previous is copied out, on separate streams, so that the link is used
+in both directions (LLMQ 3.1, double buffering). Kernels that read host memory directly (zero-copy)
+are not implemented: LLMQ measured them slower on an RTX 5060 Ti and an RTX 4090, but faster on an
+L40S.
+
+A computation gets a share of the GPU when a GEMM of the model ends, and the next computation on the
+same stream when the next GEMM ends. So computations have priority over the model, and the second
+kernel of a piece has its own stream, on which it overlaps the first kernel of the next piece.
+
+    copies in    | piece 0 | piece 1 | piece 2 |         |
+    computation            | piece 0 | piece 1 | piece 2 |
+    second kernel               | piece 0 | piece 1 | piece 2 |
+    copies out                       | piece 0 | piece 1 | piece 2 |
+
+The CPU never waits, so that it can launch the backward of the next layer: the GPU would be idle
+while pieces are copied. Where too many gradients wait for their update, the GPU waits until the
+first ones have been used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import graph
+from fp8pass.config import ConfigError, checked_patterns
+from fp8pass.graph.names import common_reasons
+from fp8pass.optim.kernel import CHUNK
+from fp8pass.optim.options import state_bytes
+from fp8pass.optim.shards import local
+from fp8pass.runtime.arena import Arena, available
+from fp8pass.weights.choice import choose
+from fp8pass.weights.quantized_parameter import CodedWeight, coded
+
+log = logging.getLogger("fp8pass")
+
+# States of smaller parameters stay on the GPU: norms and biases are many, but need little memory.
+SMALLEST = 1 << 16
+# Staging buffers: one is copied in, one is computed, one is copied out.
+DEPTH = 3
+# Bytes of a buffer: a square weight of hidden size 4096 with its states. The CPU needs as long to
+# launch a piece as the link for a fifth of it.
+STAGED_BYTES = 96 << 20
+ALIGNMENT = 512
+# Limit of the elements in the smallest piece that has whole rows and whole programs of the kernel.
+LARGEST_PIECE = STAGED_BYTES // 16
+# Priorities of the streams that copy in, compute, run the second kernel, and copy out. Smaller
+# numbers have priority.
+PRIORITIES = (0, -1, -1, 0)
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # pairs of source and target
+
+
+def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
+    """Return whether `name` ("states", "gradients") of a parameter is in host memory."""
+    if isinstance(parameter, CodedWeight):
+        if parameter.source is None:  # a frozen weight that exists only in FP8
+            return False
+        if name == "states":  # they are where the weight is
+            return True
+    elif not group["offload"]:
+        return False
+    values = local(parameter)
+    has_slices = name != "states" or values.is_contiguous()  # pieces are views of the weights
+    return name in group["offload"] and values.numel() >= SMALLEST and has_slices
+
+
+def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if the offloaded states of parameter groups do not fit into host memory."""
+    offloaded = [(g, p) for g in groups for p in g["params"] if is_offloaded(g, "states", p)]
+    needed, found = sum(state_bytes(g, local(p)) for g, p in offloaded), available()
+    if found is not None and needed > found:
+        raise ConfigError(
+            f"The optimizer's states take {needed / 2**30:.1f} GiB of host memory, of which "
+            f"{found / 2**30:.1f} GiB are available. Choose smaller states (preset, first_moment, "
+            "second_moment, weights), or offload the states of fewer parameter groups."
+        )
+
+
+@dataclass
+class InUse:
+    """Tensors that computations read, whose memory must not be reused before `used` happens."""
+
+    tensors: list[Tensor]
+    gradient_bytes: int
+    used: Any = None  # no event while more computations may be launched
+
+
+class Staging:
+    """The staging buffers of a device, and the streams that fill, use and empty them.
+
+    Args:
+        device: the device of the buffers.
+        most_waiting: bytes of gradients that may wait for their update: about two decoder layers.
+            With less than one layer the GPU would wait for the CPU.
+    """
+
+    def __init__(self, device: torch.device, most_waiting: int) -> None:
+        self.device, self.most_waiting = device, most_waiting
+        sizes = [STAGED_BYTES] * DEPTH
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        on_gpu = device.type == "cuda"
+        self._streams: list[Any] = [
+            torch.cuda.Stream(device, priority) if on_gpu else None for priority in PRIORITIES
+        ]
+        self._into, self._compute, self._finish, self._out = self._streams
+        for buffer in self.buffers if on_gpu else ():  # their work may outlive this object
+            for stream in self._streams:
+                buffer.record_stream(stream)
+        self._emptied: list[Any] = [None] * DEPTH
+        self._in_use: deque[InUse] = deque()
+
+    def allocate(self, buffer: int, like: Iterable[Tensor]) -> list[Tensor]:
+        """Return views of a buffer with the shapes and dtypes of other tensors."""
+        found, used = [], 0
+        for x in like:
+            size = x.numel() * x.itemsize
+            part = self.buffers[buffer][used : used + size]
+            found.append(part.view(x.dtype).view(x.shape))
+            used += -(-size // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
+        """Make computations wait for all work launched so far.
+
+        They read `values` and `gradients`. At most `most_waiting` bytes of gradients may wait; the
+        current stream waits for earlier computations if there are more.
+        """
+        if self._compute is None:
+            return
+        size = sum(x.numel() * x.itemsize for x in gradients)
+        stream = torch.cuda.current_stream(self.device)
+        if self._in_use:
+            self._in_use[-1].used = self._compute.record_event()
+        total = size + sum(each.gradient_bytes for each in self._in_use)
+        # After the wait the memory can be reused on this stream at once, however far the CPU is
+        # ahead. With record_stream the CPU would have to see that the computation has ended.
+        while total > self.most_waiting and self._in_use:
+            oldest = self._in_use.popleft()
+            stream.wait_event(oldest.used)
+            total -= oldest.gradient_bytes
+        self._compute.wait_stream(stream)
+        self._in_use.append(InUse([x for x in (*values, *gradients) if x.is_cuda], size))
+
+    def release(self) -> None:
+        """Drop the references to values and gradients; their memory is reused after its use."""
+        while self._in_use:
+            for x in self._in_use.popleft().tensors:
+                x.record_stream(self._compute)
+
+    def on_compute_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which launches go to the stream of computations."""
+        return _on(self._compute)
+
+    def run(
+        self,
+        buffer: int,
+        into: Copies,
+        compute: Callable[[], object],
+        out: Copies,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        """Launch copies into a buffer, a computation, and copies out of the buffer.
+
+        Args:
+            buffer: index of the buffer.
+            into: copies before the computation.
+            compute: launches the computation.
+            out: copies after it.
+            finish: launches a second kernel, which overlaps the computation of the next piece.
+        """
+        if self._emptied[buffer] is not None:
+            self._into.wait_event(self._emptied[buffer])
+        _copy(into, self._into)
+        last = self._into
+        for stream, launch in ((self._compute, compute), (self._finish, finish)):
+            if launch is not None:
+                _wait(stream, last)
+                with _on(stream):
+                    launch()
+                last = stream
+        _wait(self._out, last)
+        _copy(out, self._out)
+        self._emptied[buffer] = None if self._out is None else self._out.record_event()
+
+    def join(self) -> None:
+        """Make the current stream wait for all computations launched so far."""
+        if self._compute is not None:
+            for stream in (self._compute, self._finish):
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+            self.release()
+
+    def abandon(self) -> None:
+        """Wait on the CPU until all launched work has ended, and drop all references."""
+        for stream in self._streams:
+            if stream is not None:
+                stream.synchronize()
+        self._in_use.clear()
+
+    def synchronize(self) -> None:
+        """Wait on the CPU until all copies to the host have ended."""
+        if self._out is not None:
+            self._out.synchronize()
+
+
+def _copy(pairs: Copies, stream: Any) -> None:
+    with _on(stream):
+        for source, target in pairs:
+            target.copy_(source, non_blocking=stream is not None)
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _wait(later: Any, earlier: Any) -> None:
+    if later is not None:
+        later.wait_stream(earlier)
+
+
+def largest_piece(bytes_per_element: float, multiple: int) -> int:
+    """Return how many elements fit into a staging buffer, rounded down to a multiple."""
+    room = STAGED_BYTES - 16 * ALIGNMENT
+    return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
+
+
+def offload_weights(
+    model: nn.Module, device: torch.device | str, *, skip: str | Sequence[str] = ()
+) -> nn.Module:
+    """Move a model to a device, with the weights of its linear layers in host memory.
+
+        model = LlamaForCausalLM(config).bfloat16()         # in host memory
+        fp8pass.optim.offload_weights(model, "cuda")
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4, offload=("states",))
+        model.compile(backend="fp8pass")
+
+    The weights and their optimizer states stay in pinned host memory; the device has FP8 data of
+    the weights, which compiled code multiplies. All other operators read and write the exact
+    weights; the FP8 data are updated before their next use. Writes to a part or to a view of a
+    weight raise RuntimeError. `fully_shard` and `parallelize_module` shard the exact weights on the
+    device, which ends the offloading. Call this before making the optimizer, and before compiling
+    the model.
+
+    Args:
+        model: a module with BF16 weights, in host memory or on the device.
+        device: the device on which the model trains.
+        skip: paths of linear layers, or patterns with *, whose weights move to the device. Output
+            heads, layers that cannot run in FP8, and all other parameters do so as well.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: no weight can be offloaded, or the device does not exist.
+    """
+    try:
+        device = torch.empty(0, device=device).device  # with its index
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            "offload_weights takes the device that the model trains on, such as 'cuda', after the "
+            f"model, got {device!r}: {str(error).splitlines()[0]}"
+        ) from None
+    layers = layers_to_code(model, checked_patterns("skip", skip))
+    arena, moved = Arena(device), []
+    while layers:  # free each original weight before the next one is copied
+        weight, users = layers.popitem()
+        moved.append((users, _quantize_weight(weight, device, arena)))
+        for layer in users:
+            layer.weight = None  # type: ignore[assignment]
+    # Set the new weights after the move, which would also move them.
+    model.to(device)
+    for users, parameter in moved:
+        for layer in users:
+            layer.weight = parameter
+            layer.register_state_dict_post_hook(_save_exact_weight)
+    return model
+
+
+def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list[nn.Linear]]:
+    """Return the weights that can be offloaded, each with the layers that share it.
+
+    Raises:
+        ConfigError: no weight can be offloaded.
+    """
+    choice = choose(model, skip, _why_not_offloaded)
+    for path, why in choice.reasons.items():
+        log.info("offload_weights does not offload the weight of %s: %s.", path, why)
+    if not choice.layers:
+        listed = "; ".join(common_reasons(choice.reasons))
+        raise ConfigError(
+            "No weight of the model can be in host memory with FP8 data on the device: "
+            f"{listed or 'it has no linear layer'}."
+        )
+    return choice.layers
+
+
+def _why_not_offloaded(weight: Tensor) -> str:
+    if weight.dtype is not torch.bfloat16:
+        return f"it is in {graph.dtype_text(weight.dtype)}; model.bfloat16() comes first"
+    if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
+        return f"its rows of {weight.shape[-1]} elements do not fit into staging buffers"
+    return "it is small" if weight.numel() < SMALLEST else ""
+
+
+@torch.no_grad()
+def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
+    ((data, scales),) = coded([weight.to(device)], weight.dtype)
+    quantized = CodedWeight(data, scales, weight.dtype)
+    quantized.source = arena.take(weight.detach())
+    quantized.mark_quantized()
+    return nn.Parameter(quantized, requires_grad=weight.requires_grad)
+
+
+def _save_exact_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put the exact weight into a state dict instead of its FP8 data."""
+    weight = module.weight
+    if isinstance(weight, CodedWeight) and f"{prefix}weight" in state:
+        weight.wait_for_source()
+        state[f"{prefix}weight"] = weight.source
