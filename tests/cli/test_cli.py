@@ -33,7 +33,7 @@ def without_times(data):
 def test_explains_what_a_factory_returns(run, name):
     out = ok(run("explain", f"factories:{name}"))
     assert "2 of 2 linear layers in FP8" in out
-    assert "graph 0: kept for the backward" in out
+    assert "graph 0: saved for the backward" in out
 
 
 @pytest.mark.parametrize("name", ["model", "MLP", "ready"])

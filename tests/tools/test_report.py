@@ -25,7 +25,7 @@ from fp8pass.tools.report.folding import fold, layer_of
 from fp8pass.tools.report.page import FP8_LINEAR, operations, page_data, render
 from fp8pass.tools.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
 from fp8pass.tools.report.timeline import timeline
-from fp8pass.tools.tables import mib, short_name
+from fp8pass.tools.tables import format_mib, short_name
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_details(of_llama, picture):
     head = next(y for y in picture.operators if y.module == "lm_head" and y.kind == "linear")
     assert "quantize_lm_head" in head.details["in high precision because"]
     stored = [s.kept_as for s in of_llama.graphs[0].plan.saved if s.expected_error]
-    restored = [y.details["kept as"] for y in picture.operators if y.kind == "dequantize"]
+    restored = [y.details["saved as"] for y in picture.operators if y.kind == "dequantize"]
     assert Counter(restored) == Counter(stored)
     names = {y.details["in keep_exact"] for y in picture.operators if y.kind == "dequantize"}
     assert names == {s.value for s in of_llama.graphs[0].plan.saved if s.expected_error}
@@ -264,9 +264,9 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
     assert sum(drawn.values()) == sum(g.plan.flops for g in explanation.graphs)
     assert drawn.get(FP8_LINEAR, 0) == sum(g.plan.fp8_flops for g in explanation.graphs)
     assert max(m["bytes"] for m in data["timeline"]) == explanation.saved_bytes
-    assert f'id="kept">{html.escape(mib(explanation.saved_bytes))} MiB' in page
-    assert f"<b>{html.escape(mib(explanation.stock_bytes))} MiB</b>" in page
-    assert f"<b>{html.escape(mib(explanation.eager_bytes))} MiB</b>" in page
+    assert f'id="kept">{html.escape(format_mib(explanation.saved_bytes))} MiB' in page
+    assert f"<b>{html.escape(format_mib(explanation.stock_bytes))} MiB</b>" in page
+    assert f"<b>{html.escape(format_mib(explanation.eager_bytes))} MiB</b>" in page
     for graph in explanation.graphs:
         for linear in graph.plan.linears:
             assert linear.reason.replace("'", "&#39;").replace(">", "&gt;") in page

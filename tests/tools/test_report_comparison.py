@@ -8,8 +8,9 @@ from helpers import MLP, Residuals
 
 from fp8pass import Config, explain
 from fp8pass.activation_memory.costs import recompute_seconds
-from fp8pass.tools.report.comparison import compare, recipe_of
+from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.page import render
+from fp8pass.tools.running import recipe_of
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass import graph
 from fp8pass.config import Config
-from fp8pass.tools.bisection.search import Search
-from fp8pass.tools.bisection.trials import Trials
+from fp8pass.tools.bisection import Trials
+from fp8pass.tools.culprit_search import Search
 from fp8pass.tools.recording import record_step
 
 OPTIONS = {"compiler": "eager"}
@@ -156,7 +156,7 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
         ({"config": {"recipe": "agoq"}}, r"got dict.*Config.recipe\('coat'\)"),
         ({"loss_fn": lambda output: output.sum()}, "takes the model and the batch.*too many"),
         ({"loss_fn": (X,)}, "got tuple: it comes after the model"),
-        ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it gave \(4, 64\)"),
+        ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it returned \(4, 64\)"),
     ],
 )
 def test_wrong_arguments_say_what_to_give(tool, changes, says):
