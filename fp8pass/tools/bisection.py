@@ -22,17 +22,10 @@ from fp8pass.dynamo import Backend
 from fp8pass.optim.shards import whole
 from fp8pass.passes.runner import log
 from fp8pass.plan import Plan
+from fp8pass.tools import running
 from fp8pass.tools.culprit_search import Search
 from fp8pass.tools.folding import path_pattern
 from fp8pass.tools.output import Result, make_name, make_table
-from fp8pass.tools.running import (
-    checked_configuration,
-    checked_loss,
-    compiled_as,
-    compiled_parts,
-    fresh_gradients,
-    unchanged,
-)
 
 # The option that makes units of a kind exact.
 OPTIONS = {"linear": "skip", "saved": "keep_exact"}
@@ -163,10 +156,10 @@ def bisect(
 
     Compiles `model` about log2(n) times for each culprit, with groups of its n linear layers and
     saved tensors exact, and runs one forward and backward each time, op by op. If only parts of the
-    model are compiled, the others stay as they are. The error is that of the gradients in training;
-    `diagnose` measures the error that each layer adds to exact gradients. A `memory_budget` in
-    bytes must have room for the tensors that become exact. Parameters, gradients, buffers and
-    random number generators are restored.
+    model are compiled, only these run in low bits. `bisect` examines the error of the gradients in
+    training; `diagnose` measures the error that each layer adds to exact gradients. A
+    `memory_budget` in bytes must have room for the tensors that become exact. Parameters,
+    gradients, buffers and random number generators are restored.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
@@ -187,7 +180,7 @@ def bisect(
         raise ConfigError(
             f"most, the number of culprits to look for, must be at least 1, got {most!r}."
         )
-    config = checked_configuration("bisect", model, config)
+    config = running.checked_configuration("bisect", model, config)
     with _show_progress() as progress:
         trials = Trials(model, loss_fn, batch, replace(config, compiler="eager"), progress)
         search = Search(len(trials.units), trials.error)
@@ -204,7 +197,7 @@ def bisect(
         units=len(trials.units),
         probes=trials.compilations,
         spread=len(found) < most,
-        parts=tuple(map(graph.clean_path, compiled_parts(model))),
+        parts=tuple(map(graph.clean_path, running.compiled_parts(model))),
     )
 
 
@@ -262,7 +255,7 @@ class Trials:
 
     Raises:
         TypeError: `loss_fn` does not return a scalar tensor.
-        ValueError: there are no finite gradients to compare with.
+        ValueError: no parameter gets a gradient, or gradients in recipe `exact` are not finite.
     """
 
     def __init__(
@@ -280,9 +273,18 @@ class Trials:
         self.compilations = 0
         with _silence():
             self.exact = self._compute_gradients(Backend(Config.recipe("exact", compiler="eager")))
-        _check_gradients(self.exact)
+        found = [x for x in self.exact if x is not None]
+        if not found:
+            raise ValueError("There is nothing to compare: no parameter gets a gradient.")
+        if not all(bool(whole(x).isfinite().all()) for x in found):
+            raise ValueError(
+                "Gradients are not finite in recipe 'exact' either, so fp8pass is not the cause. "
+                "Check the model and the batch."
+            )
         graphs: list[CompiledGraph] = []
-        self._start = self._measure(Backend(config, graphs.append))
+        self._start = relative_error(
+            self._compute_gradients(Backend(config, graphs.append)), self.exact
+        )
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
@@ -291,35 +293,22 @@ class Trials:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
         with _silence():
-            return self._measure(Backend(replace(self.config, **options)))
-
-    def _measure(self, backend: Backend) -> float:
-        return relative_error(self._compute_gradients(backend), self.exact)
+            found = self._compute_gradients(Backend(replace(self.config, **options)))
+        return relative_error(found, self.exact)
 
     def _compute_gradients(self, backend: Backend) -> list[Tensor | None]:
         """Return the gradients of the parameters, and of the batch's tensors that require one."""
         self.compilations += 1
         with (
-            fresh_gradients(self.module, self.batch) as leaves,
-            unchanged(self.module),
-            compiled_as(self.model, backend) as program,
+            running.fresh_gradients(self.module, self.batch) as leaves,
+            running.unchanged(self.module),
+            running.compiled_as(self.model, backend) as program,
         ):
-            loss = checked_loss(self.loss_fn, program, self.batch)
+            loss = running.checked_loss(self.loss_fn, program, self.batch)
             if loss.requires_grad:
                 loss.backward()
             self.progress(4 + len(self.units).bit_length())
             return [x.grad for x in leaves]
-
-
-def _check_gradients(exact: list[Tensor | None]) -> None:
-    found = [x for x in exact if x is not None]
-    if not found:
-        raise ValueError("There is nothing to compare: no parameter gets a gradient.")
-    if not all(bool(whole(x).isfinite().all()) for x in found):
-        raise ValueError(
-            "Gradients are not finite in recipe 'exact' either, so fp8pass is not the cause. Check "
-            "the model and the batch."
-        )
 
 
 def relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:

@@ -168,14 +168,16 @@ def errors_of(record: Record) -> Iterable[LayerError]:
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
-    predicted = predictor.backward
-    interpreter = LocalErrorInterpreter(
-        record.rewritten, exact, _find_layer_outputs(rules), _number_regions(rules)
-    )
+    # Layers end at GEMMs and attention, and at the outputs of regions.
+    ends = {n for region in rules.regions for n in region.outputs}
+    ends |= {n for n in rules.backward if kind(n) in LAYERS}
+    names = {original_name(n) for n in ends & rules.backward}
+    regions = {original_name(n): i for i, r in enumerate(rules.regions) for n in r.nodes}
+    interpreter = LocalErrorInterpreter(record.rewritten, exact, names, regions)
     with hardware_accumulation(emulate=False):
         record.run(interpreter)
     for node, (mean_absolute, relative) in interpreter.errors.items():
-        expected = predicted.get(original_name(node), 0.0)
+        expected = predictor.backward.get(original_name(node), 0.0)
         if not relative and not expected:
             continue  # exact
         yield LayerError(
@@ -187,18 +189,6 @@ def errors_of(record: Record) -> Iterable[LayerError]:
             relative,
             expected,
         )
-
-
-def _find_layer_outputs(rules: Rules) -> set[str]:
-    """Return the names of gradients at the ends of layers: of GEMMs, attention and regions."""
-    ends = {n for region in rules.regions for n in region.outputs}
-    ends |= {n for n in rules.backward if kind(n) in LAYERS}
-    return {original_name(n) for n in ends & rules.backward}
-
-
-def _number_regions(rules: Rules) -> dict[str, int]:
-    """Return the number of the region of each node, by the node's name."""
-    return {original_name(n): i for i, region in enumerate(rules.regions) for n in region.nodes}
 
 
 def _describe(node: fx.Node, record: Record) -> str:

@@ -11,22 +11,13 @@ import torch
 from torch import nn
 
 from fp8pass import compat, graph, hardware
-from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.tools import running
 from fp8pass.tools.diagnosis import Diagnosis
 from fp8pass.tools.explanation_data import ExplanationData
 from fp8pass.tools.folding import path_pattern
 from fp8pass.tools.output import make_figure
-from fp8pass.tools.running import (
-    check_arguments,
-    checked_configuration,
-    compiled_as,
-    compiled_parts,
-    linears_that_run,
-    owners_of,
-    unchanged,
-)
 from fp8pass.tools.saved_bytes import saved_bytes
 from fp8pass.tools.tables import make_tables, sort_points, totals
 
@@ -96,16 +87,13 @@ class Explanation(ExplanationData):
 
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):
-            yield from make_tables(self._make_title(number, compiled), compiled.plan)
+            runs, plan = len(compiled.runs), compiled.plan
+            notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
+            notes += [f"runs {runs}×"] * (runs > 1)
+            of = f" of {path_pattern(modules)}" if any(modules := self.modules_of(compiled)) else ""
+            title = f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
+            yield from make_tables(title, plan)
         yield totals(self)
-
-    def _make_title(self, number: int, compiled: CompiledGraph) -> str:
-        """Return the number of a graph, the modules that it ran in, and notes."""
-        runs, plan = len(compiled.runs), compiled.plan
-        notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
-        notes += [f"runs {runs}×"] * (runs > 1)
-        of = f" of {path_pattern(modules)}" if any(modules := self.modules_of(compiled)) else ""
-        return f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
 
 
 def _measure_in_eager(
@@ -113,7 +101,7 @@ def _measure_in_eager(
 ) -> None:
     """Measure what a forward without a compiler saves, and record the linear layers that run."""
     try:  # parts may be compiled in functions
-        with torch.compiler.set_stance("force_eager"), linears_that_run(module) as linears:
+        with torch.compiler.set_stance("force_eager"), running.linears_that_run(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
         # Dynamo has to trace torch.cond, scan and map, and does not take hooks of modules in them.
@@ -135,7 +123,7 @@ def explain(
     """Explain what fp8pass would do to `model` called with these arguments.
 
     Runs one forward of the model in eager mode, and one through the rewritten graphs, op by op,
-    with gradients enabled. If only parts of the model are compiled, the others stay as they are.
+    with gradients enabled. If only parts of the model are compiled, only these are rewritten.
     Buffers and random number generators are restored; parameters and gradients do not change.
 
     Args:
@@ -156,18 +144,18 @@ def explain(
         An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
         `.plot_frontier()`.
     """
-    config = checked_configuration("explain", model, config)
-    check_arguments(explain, model, kwargs)
-    parts = compiled_parts(model)
+    config = running.checked_configuration("explain", model, config)
+    running.check_arguments(explain, model, kwargs)
+    parts = running.compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
-    explanation.owners = owners_of(module)
+    explanation.owners = running.owners_of(module)
     wanted = {"frontier": frontier, "rules": rules}
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
-    with unchanged(module):
+    with running.unchanged(module):
         with compat.uncompiled(module), torch.enable_grad():
             _measure_in_eager(explanation, module, args, kwargs)
-        with compiled_as(model, backend) as program:
+        with running.compiled_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

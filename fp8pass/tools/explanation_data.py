@@ -79,13 +79,12 @@ class ExplanationData(Result):
             "graphs": [
                 g.plan.to_dict()
                 | {"runs": len(g.runs), "modules": self.modules_of(g)}
-                | {"pass_seconds": {_pass_name(p): p.seconds for p in g.passes}}
+                | {"pass_seconds": {_name_pass(p): p.seconds for p in g.passes}}
                 for g in self.graphs
             ],
         }
 
 
-def _pass_name(record: PassRecord) -> str:
-    """Return the name of a pass, with a prefix for passes over the forward or backward graph."""
+def _name_pass(record: PassRecord) -> str:
     halves = ("forward", "backward")
     return f"{record.graph}.{record.name}" if record.graph in halves else record.name

@@ -65,7 +65,7 @@ def fold_collectives(sent: Iterable[Collective]) -> list[Row]:
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[Row]:
-    """Fold offloaded tensors of equal layers; times are those of the first layer."""
+    """Fold offloaded tensors of equal layers. The item has the times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Width of the text where there is no terminal, as in a file.
+# Width of the text without a terminal.
 DEFAULT_WIDTH = 100
 
 

@@ -19,15 +19,7 @@ from fp8pass.graph.tags import GATHERED_AS, STANDS_FOR, TURNED, original_name
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context, Pass
 from fp8pass.passes.joint.materialize_plan import materialize_plan
-from fp8pass.tools.running import (
-    checked_loss,
-    compiled_as,
-    fresh_gradients,
-    is_sharded,
-    module_of_run,
-    owners_of,
-    unchanged,
-)
+from fp8pass.tools import running
 
 
 def record_step(
@@ -42,11 +34,11 @@ def record_step(
     module = compat.original_of(model)
     backend = _make_backend(replace(config, compiler="eager"), records, module)
     with (
-        fresh_gradients(module, batch),
-        unchanged(module),
-        compiled_as(model, backend) as program,
+        running.fresh_gradients(module, batch),
+        running.unchanged(module),
+        running.compiled_as(model, backend) as program,
     ):
-        loss = checked_loss(loss_fn, program, batch)
+        loss = running.checked_loss(loss_fn, program, batch)
         if loss.requires_grad:
             loss.backward()
     return [r for r in records if r.complete]
@@ -99,9 +91,9 @@ class Record:
 
     def exact_values(self) -> dict[str, Any]:
         """Return the value of every node before the passes, by name."""
-        interpreter = ValueRecorder(self.exact)
+        interpreter = fx.Interpreter(self.exact, garbage_collect_values=False)
         self.run(interpreter)
-        return interpreter.values
+        return {node.name: value for node, value in interpreter.env.items()}
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
         """Return the exact values by node of `planned`, also of views and copies from passes."""
@@ -209,11 +201,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _make_backend(config: Config, records: list[Record], module: nn.Module) -> Callable[..., Any]:
-    """Return a backend that fills `records` with the runs of parts of `module`."""
-    owners = owners_of(module)
+    owners = running.owners_of(module)
     # FSDP2 replaces a module's parameters by gathered ones while the module runs, and frees their
     # memory afterwards.
-    copies = is_sharded(module)
+    copies = running.is_sharded(module)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         compat.rename_self(gm)
@@ -228,7 +219,7 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
 
             def record_run(arguments: list[Any]) -> Any:
                 given = zip(names, arguments, strict=True)
-                inputs = {name: x for name, x in given if _is_input(name)}
+                inputs = {n: x for n, x in given if "primals" in n or "tangents" in n}
                 if half == "backward":
                     runs.backward(inputs)
                 else:
@@ -247,7 +238,9 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
         weights = weights_by_path(gm)
 
         def run_located(*args: Any) -> Any:
-            runs.module = module_of_run(weights(args), owners_of(module) if copies else owners)
+            runs.module = running.module_of_run(
+                weights(args), running.owners_of(module) if copies else owners
+            )
             return program(*args)
 
         return run_located
@@ -255,23 +248,5 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
     return backend
 
 
-def _is_input(name: str) -> bool:
-    return "primals" in name or "tangents" in name
-
-
 def _input_names(gm: fx.GraphModule) -> list[str]:
     return [str(n.target) for n in gm.graph.nodes if n.op == "placeholder"]
-
-
-class ValueRecorder(fx.Interpreter):
-    """Runs a graph and records every value, by name."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm, garbage_collect_values=False)
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and record its value."""
-        value = super().run_node(n)
-        self.values[n.name] = value
-        return value

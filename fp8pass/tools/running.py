@@ -158,7 +158,7 @@ def owners_of(model: nn.Module) -> dict[int, str]:
 def linears_that_run(model: nn.Module) -> Iterator[dict[int, str]]:
     """Collect the paths of `nn.Linear`s that run, by the ids of the parameters that they run with.
 
-    With FSDP2 these are gathered parameters, not those of the model. Layers that compute their
+    With FSDP2 these are gathered parameters instead of the model's own. Layers that compute their
     weight are left out.
     """
     found: dict[int, str] = {}
@@ -183,7 +183,7 @@ def linears_that_run(model: nn.Module) -> Iterator[dict[int, str]]:
 def module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
     """Return the path of the module that a graph ran in; '' is the model itself.
 
-    The path is that of a weight's module in the model without the suffix that the graph has.
+    It is a weight's module path in the model without the module path in the graph, a suffix.
 
     Args:
         weights: parameters that the graph ran with, by the paths of their modules in the graph.
@@ -275,22 +275,18 @@ def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     values = {g: local(g.detach()).clone() for g in dense}
     for x in leaves:
         x.grad = None
+    reset_unreduced: AbstractContextManager[None] = nullcontext()
+    if is_sharded(module):
+        from fp8pass.compat.fsdp import reducing_anew
+
+        reset_unreduced = reducing_anew(module)
     try:
-        with compat.without_gradient_hooks(leaves), _reset_unreduced(module):
+        with compat.without_gradient_hooks(leaves), reset_unreduced:
             yield leaves
     finally:
         for x, gradient in zip(leaves, gradients, strict=True):
             x.grad = gradient
         _restore(values)
-
-
-def _reset_unreduced(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context without unreduced gradients, in which FSDP2 reduces all gradients."""
-    if not is_sharded(module):
-        return nullcontext()
-    from fp8pass.compat.fsdp import reducing_anew
-
-    return reducing_anew(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

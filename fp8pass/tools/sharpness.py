@@ -107,7 +107,9 @@ class Landscape:
             unchanged(model) if isinstance(model, nn.Module) else nullcontext(),
         ):
             self._loss()
-        self.logits = self._get_logits()
+        if self._current is None:
+            raise ConfigError(f"loss_fn did not call the model. {_HOW_TO}")
+        self.logits: Tensor = self._current
 
     def loss(self, logits: Tensor) -> float:
         """Return the loss at other logits."""
@@ -122,12 +124,6 @@ class Landscape:
                 raise ConfigError(f"The loss does not depend on the last token's logits. {_HOW_TO}")
             (gradient,) = torch.autograd.grad(loss, logits)
         return loss.item(), gradient
-
-    def _get_logits(self) -> Tensor:
-        """Return the logits that the stand-in returned last."""
-        if self._current is None:
-            raise ConfigError(f"loss_fn did not call the model. {_HOW_TO}")
-        return self._current
 
     def _compute(self, logits: Tensor) -> Tensor:
         self._current = logits
@@ -153,7 +149,7 @@ class Landscape:
             logits = find_logits(self._output)
             last = logits[:, -1:] if logits.ndim > 2 else logits
             self._current = last.detach().double()
-        return _replace_logits(self._output, self._get_logits())
+        return _replace_logits(self._output, self._current)
 
 
 def _search_box(landscape: Landscape, half_widths: Tensor) -> float:

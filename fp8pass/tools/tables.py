@@ -8,17 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from fp8pass import hardware
-from fp8pass.plan import Collective, FrontierPoint, Linear, Offload, Plan, RuleSummary
+from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
 from fp8pass.progress.gain import doubt
+from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import ExplanationData
-from fp8pass.tools.folding import (
-    fold_collectives,
-    fold_copies,
-    fold_linears,
-    fold_rules,
-    fold_saved,
-    path_pattern,
-)
 from fp8pass.tools.output import make_name, make_table
 
 
@@ -43,7 +36,7 @@ def make_linears_table(title: str, plan: Plan) -> Table:
     weights = ["FP8 weight from"] if any(y.codes for y in plan.linears) else []
     columns = "×", "rows", "in → out", f"{gemms} GEMMs", *weights
     table = make_table(f"{title}: linear layers", "module", *columns)
-    for path, count, y, _ in fold_linears(plan.linears):
+    for path, count, y, _ in folding.fold_linears(plan.linears):
         sizes = f"{y.in_features} → {y.out_features}"
         sizes = f"{y.experts} experts: {sizes}" if y.experts else sizes
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
@@ -57,7 +50,7 @@ def make_saved_table(title: str, plan: Plan) -> Table:
     """Make the table of saved tensors and their formats, the largest first."""
     columns = "×", "saved as", "MiB exact", "MiB saved"
     table = make_table(f"{title}: saved for the backward", "module, tensor and reason", *columns)
-    for path, count, s, _ in fold_saved(plan.saved):
+    for path, count, s, _ in folding.fold_saved(plan.saved):
         sizes = format_mib(count * s.bytes_exact), format_mib(count * s.bytes)
         error = f", grad error {s.expected_error:.1%}" if s.expected_error else ""
         format = s.kept_as + (", on host" if s.host_bytes else "")
@@ -73,7 +66,7 @@ def _make_host_table(title: str, offload: Offload) -> Table:
     """Make the table of offloaded tensors, with predicted times."""
     columns = "×", "MiB", "made at ms", "used ms later", "link ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
-    for path, count, c, _ in fold_copies(offload.copies):
+    for path, count, c, _ in folding.fold_copies(offload.copies):
         later = offload.forward_s - c.made_s + c.used_s
         seconds = c.made_s, later, 2 * count * c.bytes / offload.bandwidth
         name = make_name(path, f"{c.dtype} {c.shape}")
@@ -86,7 +79,7 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
     """Make the table of collectives, the most bytes first, with the reasons for high precision."""
     columns = "×", "half", "collective", "MiB"
     table = make_table(f"{title}: sent to other ranks", "module, tensor and reason", *columns)
-    for path, count, c, _ in fold_collectives(collectives):
+    for path, count, c, _ in folding.fold_collectives(collectives):
         name = make_name(path, f"{c.dtype} {c.shape}", c.reason and f"not quantized: {c.reason}")
         table.add_row(name, str(count), c.half, c.op, format_mib(count * c.bytes))
     return table
@@ -99,7 +92,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)
-    for path, count, r, _ in fold_rules(rules):
+    for path, count, r, _ in folding.fold_rules(rules):
         numbers = ("", "") if r.reason else (f"{r.case_1:.2f}", f"{r.case_2:.2f}")
         formula = f"no rule: {r.reason}" if r.reason else r.bound
         name = make_name(path, " ".join(r.operators), f"of {', '.join(r.inputs)}", formula)
@@ -139,7 +132,12 @@ def totals(explanation: ExplanationData) -> str:
     """Return sentences about the totals over all runs of all graphs of a model."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
-    rewritten = sum(1 for y in linears if y.fp8 or y.simulated)
+    rewritten = [y for y in linears if y.fp8 or y.simulated]
+    experts = ""
+    if of_experts := [y for y in linears if y.experts]:
+        counts = " or ".join(str(n) for n in sorted({y.experts for y in of_experts}))
+        done = sum(1 for y in rewritten if y.experts)
+        experts = f", including {done} of {len(of_experts)} with {counts} experts each"
     simulated = next((plan.simulated for plan in plans if plan.simulated), None)
     format = f"simulated {simulated}" if simulated else "FP8"
     saved, stock = explanation.saved_bytes, explanation.stock_bytes
@@ -149,34 +147,31 @@ def totals(explanation: ExplanationData) -> str:
     listed = ", ".join(f"{count} × {name}" for name, count in programs.items())
     kernels = f"{listed}, in {sum(u.launches for u in uses)} launches" if programs else "none"
     reasons = "; ".join(f"{count} ({reason})" for reason, count in generated.items())
+    merged = ""
+    if groups := [layers for plan in plans for layers in plan.merged]:
+        gemms = "one GEMM" if len(groups) == 1 else f"{len(groups)} GEMMs"
+        merged = f" Merged the input-gradient GEMMs of {sum(map(len, groups))} layers into {gemms}."
     return (
-        f"{rewritten} of {len(linears)} linear layers in {format}{_describe_experts(linears)}. "
+        f"{len(rewritten)} of {len(linears)} linear layers in {format}{experts}. "
         f"Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
         f"{format_mib(stock)} MiB{share}.{remarks(explanation)}\n"
         f"Kernels: {kernels}. Matrices quantized by generated code: {reasons or 'none'}."
-        f"{_describe_merged(plans)}{_describe_heads(plans)}{_describe_offload(plans)}"
+        f"{merged}{_describe_heads(plans)}{_describe_offload(plans)}"
     )
-
-
-def _describe_experts(linears: Sequence[Linear]) -> str:
-    layers = [y for y in linears if y.experts]
-    if not layers:
-        return ""
-    rewritten = sum(1 for y in layers if y.fp8 or y.simulated)
-    counts = " or ".join(str(n) for n in sorted({y.experts for y in layers}))
-    return f", including {rewritten} of {len(layers)} with {counts} experts each"
 
 
 def remarks(explanation: ExplanationData) -> str:
     """Return sentences about what is not compiled, not saved or recomputed, or may be slower."""
     text = ""
     if explanation.parts:
-        text += f"\nOnly parts of the model are compiled: {path_pattern(explanation.parts)}."
+        text += (
+            f"\nOnly parts of the model are compiled: {folding.path_pattern(explanation.parts)}."
+        )
     if outside_linears := explanation.outside_linears:
         count = len(outside_linears)
         text += (
             f"\n{count} linear {'layers run' if count > 1 else 'layer runs'} outside of compiled "
-            f"graphs, in high precision: {path_pattern(outside_linears)}."
+            f"graphs, in high precision: {folding.path_pattern(outside_linears)}."
         )
         if not explanation.parts:
             compiled = "only some" if explanation.graphs else "nothing"
@@ -222,14 +217,6 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
             "instead, which are not counted here. Without it a memory_budget limits saved tensors."
         )
     return text
-
-
-def _describe_merged(plans: Sequence[Plan]) -> str:
-    merged = [layers for plan in plans for layers in plan.merged]
-    if not merged:
-        return ""
-    gemms = "one GEMM" if len(merged) == 1 else f"{len(merged)} GEMMs"
-    return f" Merged the input-gradient GEMMs of {sum(map(len, merged))} layers into {gemms}."
 
 
 def _describe_heads(plans: Sequence[Plan]) -> str:

@@ -13,20 +13,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from fp8pass import __version__
 from fp8pass.config import unknown
 from fp8pass.tools.cli import commands, env
-from fp8pass.tools.cli.parsing import Command, Failure, Parser, UsageError, describe_error
+from fp8pass.tools.cli.parsing import Failure, Parser, UsageError, describe_error
 
-COMMANDS = {
-    command.name: command
-    for command in (
-        *(commands.EXPLAIN, commands.FIT, commands.DIAGNOSE, commands.BISECT, commands.DEMO),
-        env.COMMAND,
-    )
-}
+COMMANDS = {command.name: command for command in (*commands.COMMANDS, env.COMMAND)}
 
 EXIT_CODES = """\
 exit codes:
@@ -88,19 +81,18 @@ def _make_parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"fp8pass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    return parser, {name: _add_command(commands, command) for name, command in COMMANDS.items()}
-
-
-def _add_command(commands: Any, command: Command) -> Parser:
-    parser: Parser = commands.add_parser(
-        command.name,
-        help=command.summary,
-        description=command.description,
-        epilog=_format_epilog(command.examples),
-    )
-    command.add_options(parser)
-    parser.add_argument("--traceback", action="store_true", help="show where something failed")
-    return parser
+    parsers: dict[str, Parser] = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.description,
+            epilog=_format_epilog(command.examples),
+        )
+        command.add_options(parsers[name])
+        help = "show where something failed"
+        parsers[name].add_argument("--traceback", action="store_true", help=help)
+    return parser, parsers
 
 
 def _format_epilog(examples: Sequence[str]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fp8pass.config import Config, ConfigError
@@ -29,28 +27,17 @@ REPORT_FIT = (
 )
 
 
-def show(result: Any, options: argparse.Namespace) -> None:
-    """Print the result of a command, as tables or as JSON, and draw its plot."""
-    if getattr(options, "plot", None):
-        with task("drawing the plot", "Give another --plot FILE."):
-            result.plot(options.plot)
-    print(result.to_json() if options.json else str(result).rstrip())
-
-
-def _add_outputs(parser: argparse.ArgumentParser, plot: str = "") -> None:
-    """Add `--json`, and `--plot` if there is something to draw."""
+def _add_options(parser: argparse.ArgumentParser, plot: str = "", runs: bool = True) -> None:
+    """Add TARGET with its options, `--json`, and `--plot` if there is something to draw."""
+    target.add_options(parser, runs=runs)
     if plot:
         help = f"also draw {plot}, as PNG, SVG or PDF"
         parser.add_argument("--plot", type=output_file, metavar="FILE", help=help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-# --- explain -------------------------------------------------------------------------------------
-
-
-def add_explain_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fp8pass explain`."""
-    target.add_options(parser)
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    _add_options(parser)
     add = parser.add_argument
     frontier = "also show the recomputation time of smaller memory budgets"
     add("--frontier", action="store_true", help=frontier)
@@ -66,15 +53,24 @@ def add_explain_options(parser: argparse.ArgumentParser) -> None:
         help="compare with another recipe or other options in the report; repeatable: "
         "recipe=agoq, memory_budget=0.6",
     )
-    _add_outputs(parser)
 
 
-def run_explain(options: argparse.Namespace) -> None:
-    """Explain TARGET.
+def _add_fit_options(parser: argparse.ArgumentParser) -> None:
+    _add_options(parser, plot="memory over a step", runs=False)
+    add = parser.add_argument
+    gpu = "the GPU by name, memory or both: RTX4090, 16GiB, H200,16GiB (default: this machine's)"
+    add("--gpu", help=gpu)
+    add("--host", help="host memory: 64GiB (default: what is available here)")
+    sums = "micro-batches whose gradients are summed before an update (default: 1)"
+    add("--accumulate", type=int, default=1, metavar="N", help=sums)
+    blocks = (
+        "modules that are compiled one by one, such as model.layers; repeatable (default: the "
+        "model is compiled as a whole)"
+    )
+    add("--blocks", action="append", default=[], metavar="PATH", help=blocks)
 
-    Raises:
-        UsageError: `--beside` is given without `--html`, or an option is invalid.
-    """
+
+def _explain(options: argparse.Namespace) -> None:
     if options.beside and not options.html:
         raise UsageError("--beside is shown in the report: add --html report.html.")
     config = target.config_of(options)
@@ -94,82 +90,28 @@ def run_explain(options: argparse.Namespace) -> None:
     if options.html:
         with task("writing the report", "Give another --html FILE."):
             explanation.save(options.html, beside=beside)
-    show(explanation, options)
+    _show(explanation, options)
 
 
-EXPLAIN = Command(
-    "explain",
-    "what fp8pass would do to a model: formats, memory, and the reasons",
-    "Show which linear layers run in FP8, the formats of saved tensors, and why. Runs one forward\n"
-    "of the model and trains nothing.\n\n" + target.DESCRIPTION,
-    (
-        "fp8pass explain models:build",
-        "fp8pass explain model.py:MLP --input 32x64:bfloat16",
-        "fp8pass explain llama/config.json --recipe agoq --option memory_budget=0.6 --frontier",
-        "fp8pass explain gpt2/ --input input_ids=8x1024:int64:50257 --html report.html",
-        "fp8pass explain models:build --html report.html --beside recipe=agoq",
-    ),
-    add_explain_options,
-    run_explain,
-)
-
-
-# --- fit -----------------------------------------------------------------------------------------
-
-
-def add_fit_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fp8pass fit`."""
-    target.add_options(parser, runs=False)
-    add = parser.add_argument
-    gpu = "the GPU by name, memory or both: RTX4090, 16GiB, H200,16GiB (default: this machine's)"
-    add("--gpu", help=gpu)
-    add("--host", help="host memory: 64GiB (default: what is available here)")
-    add(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-batches whose gradients are summed before an update (default: 1)",
-    )
-    add(
-        "--blocks",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="modules that are compiled one by one, such as model.layers; repeatable (default: "
-        "the model is compiled as a whole)",
-    )
-    _add_outputs(parser, plot="memory over a step")
-
-
-def run_fit(options: argparse.Namespace) -> None:
-    """Fit TARGET.
-
-    Raises:
-        UsageError: an option has an invalid value.
-        Failure: no way to train fits, or matplotlib is missing for a plot.
-    """
-    if options.plot:
-        check_plot(options.plot)
+def _fit(options: argparse.Namespace) -> None:
+    check_plot(options)
     config = target.config_of(options)
     found = target.load(options)
-    result = _fit(options, config, found)
+    result = _call_fit(options, config, found)
     if found.note:
         result.notes.insert(0, found.note)
-    show(result, options)
+    _show(result, options)
     if not result.fits:
         raise Failure("no way to train the model fits; the output shows what is too large.")
 
 
-def _fit(options: argparse.Namespace, config: Config | None, found: target.Target) -> Any:
-    """Call `fp8pass.fit` on TARGET."""
+def _call_fit(options: argparse.Namespace, config: Config | None, found: target.Target) -> Any:
     import torch
 
     import fp8pass
 
     loss_fn = make_loss_fn(found)
-    # fit passes a batch of one tensor as a tuple.
-    unpacks = isinstance(found.batch, torch.Tensor)
+    unpacks = isinstance(found.batch, torch.Tensor)  # fit passes a batch of one tensor as a tuple
     wrong: ConfigError | None = None
     with task("fp8pass.fit", REPORT_FIT):
         try:
@@ -189,105 +131,99 @@ def _fit(options: argparse.Namespace, config: Config | None, found: target.Targe
     raise UsageError(str(wrong)) from wrong
 
 
-FIT = Command(
-    "fit",
-    "whether a model trains on a GPU of some GiB, and the options that make it fit",
-    "Show how much memory training takes on a GPU and its host, and the fastest options that fit,\n"
-    "as lines to paste. Runs nothing and allocates nothing: a Hugging Face config is built on\n"
-    "PyTorch's meta device, as a function may do, and the GPU need not be there\n"
-    "(docs/memory.md).\n\n" + target.DESCRIPTION,
-    (
-        "fp8pass fit llama/config.json --gpu RTX4090 --host 64GiB --blocks model.layers",
-        "fp8pass fit llama/ --gpu 16GiB --accumulate 8 --input input_ids=4x2048:int64:32000 "
-        "--input labels=4x2048:int64:32000",
-        "fp8pass fit models:build --gpu RTX4090 --plot memory.png",
-        "fp8pass fit model.py:MLP --input 32x64:bfloat16 --gpu H200,2GiB --json",
-    ),
-    add_fit_options,
-    run_fit,
-)
-
-
-# --- diagnose and bisect -------------------------------------------------------------------------
-
-
-def add_diagnose_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fp8pass diagnose`."""
-    target.add_options(parser)
-    _add_outputs(parser, plot="the errors")
-
-
-def add_bisect_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fp8pass bisect`."""
-    target.add_options(parser)
-    _add_outputs(parser)
-
-
-def run_tool(name: str, options: argparse.Namespace) -> None:
-    """Call `fp8pass.<name>(model, loss_fn, batch, config=...)` on TARGET.
-
-    Raises:
-        UsageError: an option has an invalid value, or the model has no loss.
-        Failure: matplotlib is missing for a plot.
-    """
-    plot: Path | None = getattr(options, "plot", None)
-    if plot:
-        check_plot(plot)
+def _run_tool(name: str, options: argparse.Namespace) -> None:
+    """Run `fp8pass.<name>(model, loss_fn, batch, config=...)` on TARGET."""
+    check_plot(options)
     config = target.config_of(options)
     found = target.load(options)
-    loss_fn: Callable[[Any, Any], Any] = make_loss_fn(found)
+    loss_fn = make_loss_fn(found)
     run_alone(found, partial(loss_fn, found.module, found.batch))
     import fp8pass
 
     with task(f"fp8pass.{name}", REPORT):
         result = getattr(fp8pass, name)(found.model, loss_fn, found.batch, config=config)
-    show(result, options)
+    _show(result, options)
 
 
-DIAGNOSE = Command(
-    "diagnose",
-    "the gradient error that each layer of a model adds, measured and predicted",
-    "Measure the gradient error that each layer adds on one batch, and compare it with the error\n"
-    "that the rules predict. Much larger errors are marked, with the option that avoids them.\n\n"
-    + target.DESCRIPTION,
-    (
-        "fp8pass diagnose models:build",
-        "fp8pass diagnose llama/config.json --recipe agoq --plot errors.png",
-        "fp8pass diagnose models:build --option skip=layers.0 --json",
-    ),
-    add_diagnose_options,
-    partial(run_tool, "diagnose"),
-)
-
-BISECT = Command(
-    "bisect",
-    "the layers and saved tensors that a large gradient error comes from",
-    "Find the linear layers and saved tensors that a large gradient error comes from, by running\n"
-    "one step of the model with groups of them exact.\n\n" + target.DESCRIPTION,
-    (
-        "fp8pass bisect models:build",
-        "fp8pass bisect model.py:build --recipe agoq --device cuda --json",
-    ),
-    add_bisect_options,
-    partial(run_tool, "bisect"),
-)
+def _show(result: Any, options: argparse.Namespace) -> None:
+    """Draw the plot of a result, and print it as tables or as JSON."""
+    if getattr(options, "plot", None):
+        with task("drawing the plot", "Give another --plot FILE."):
+            result.plot(options.plot)
+    print(result.to_json() if options.json else str(result).rstrip())
 
 
-# --- demo ----------------------------------------------------------------------------------------
-
-
-def run_demo(options: argparse.Namespace) -> None:
-    """Run the demo (`fp8pass/demo/`)."""
+def _run_demo(options: argparse.Namespace) -> None:
     from fp8pass.demo import compare
 
     compare.run_demo(options)
 
 
-DEMO = Command(
-    "demo",
-    "train a small language model with and without fp8pass, and compare",
-    demo.DESCRIPTION,
-    ("fp8pass demo", "fp8pass demo --steps 50 --recipe agoq", "fp8pass demo --data my/texts"),
-    demo.add_options,
-    run_demo,
+COMMANDS = (
+    Command(
+        "explain",
+        "what fp8pass would do to a model: formats, memory, and the reasons",
+        "Show which linear layers run in FP8, the formats of saved tensors, and why. Runs one\n"
+        "forward of the model and trains nothing.\n\n" + target.DESCRIPTION,
+        (
+            "fp8pass explain models:build",
+            "fp8pass explain model.py:MLP --input 32x64:bfloat16",
+            "fp8pass explain llama/config.json --recipe agoq --option memory_budget=0.6 --frontier",
+            "fp8pass explain gpt2/ --input input_ids=8x1024:int64:50257 --html report.html",
+            "fp8pass explain models:build --html report.html --beside recipe=agoq",
+        ),
+        _add_explain_options,
+        _explain,
+    ),
+    Command(
+        "fit",
+        "whether a model trains on a GPU of some GiB, and the options that make it fit",
+        "Show how much memory training takes on a GPU and its host, and the fastest options that\n"
+        "fit, as lines to paste. Runs nothing and allocates nothing: a Hugging Face model is\n"
+        "built on PyTorch's meta device, as a function may do, too, and the GPU need not be there\n"
+        "(docs/memory.md).\n\n" + target.DESCRIPTION,
+        (
+            "fp8pass fit llama/config.json --gpu RTX4090 --host 64GiB --blocks model.layers",
+            "fp8pass fit llama/ --gpu 16GiB --accumulate 8 --input input_ids=4x2048:int64:32000 "
+            "--input labels=4x2048:int64:32000",
+            "fp8pass fit models:build --gpu RTX4090 --plot memory.png",
+            "fp8pass fit model.py:MLP --input 32x64:bfloat16 --gpu H200,2GiB --json",
+        ),
+        _add_fit_options,
+        _fit,
+    ),
+    Command(
+        "diagnose",
+        "the gradient error that each layer of a model adds, measured and predicted",
+        "Measure the gradient error that each layer adds on one batch, and compare it with the\n"
+        "error that the rules predict. Much larger errors are marked, with the option that avoids\n"
+        "them.\n\n" + target.DESCRIPTION,
+        (
+            "fp8pass diagnose models:build",
+            "fp8pass diagnose llama/config.json --recipe agoq --plot errors.png",
+            "fp8pass diagnose models:build --option skip=layers.0 --json",
+        ),
+        partial(_add_options, plot="the errors"),
+        partial(_run_tool, "diagnose"),
+    ),
+    Command(
+        "bisect",
+        "the layers and saved tensors that a large gradient error comes from",
+        "Find the linear layers and saved tensors that a large gradient error comes from, by\n"
+        "running one step of the model with groups of them exact.\n\n" + target.DESCRIPTION,
+        (
+            "fp8pass bisect models:build",
+            "fp8pass bisect model.py:build --recipe agoq --device cuda --json",
+        ),
+        _add_options,
+        partial(_run_tool, "bisect"),
+    ),
+    Command(
+        "demo",
+        "train a small language model with and without fp8pass, and compare",
+        demo.DESCRIPTION,
+        ("fp8pass demo", "fp8pass demo --steps 50 --recipe agoq", "fp8pass demo --data my/texts"),
+        demo.add_options,
+        _run_demo,
+    ),
 )

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import fp8pass
@@ -34,16 +35,27 @@ def collect() -> dict[str, dict[str, Any]]:
 
 def _list_versions() -> dict[str, str]:
     """List the versions of the packages and tools that compiled code depends on."""
+
+    def find_driver() -> str:
+        collect_env = import_module("torch.utils.collect_env")
+        return collect_env.get_nvidia_driver_version(collect_env.run) or "none found"
+
+    def find_compiler() -> str:
+        path = import_module("fp8pass.compat").get_cpp_compiler()
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+        return f"{path}: {(done.stdout or done.stderr).splitlines()[0]}"
+
+    no_cuda = "none: PyTorch was built without CUDA"
     return {
         "fp8pass": fp8pass.__version__,
         "python": platform.python_version(),
         "torch": _find_version("torch"),
-        "torch_supported": _try(_find_supported),
-        "cuda_runtime": _try(_find_runtime),
-        "cuda_driver": _try(_find_driver),
+        "torch_supported": _try(lambda: import_module("fp8pass.compat").SUPPORTED),
+        "cuda_runtime": _try(lambda: import_module("torch").version.cuda or no_cuda),
+        "cuda_driver": _try(find_driver),
         **{name: _find_version(name) for name in ("triton", "transformers", "torchao")},
         "os": platform.platform(),
-        "cpp_compiler": _try(_find_compiler),
+        "cpp_compiler": _try(find_compiler),
     }
 
 
@@ -54,28 +66,24 @@ def _list_devices() -> dict[str, dict[str, str]]:
     except Exception as error:
         return {"cpu": {"name": platform.machine(), "fp8_product": describe_error(error)}}
     found = {"cpu": {"name": platform.machine(), **_list_paths(torch.device("cpu"))}}
+
+    def find_capability(device: torch.device) -> str:
+        return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+
+    def find_memory(device: torch.device) -> str:
+        return f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
+
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-
-        def find_capability(device: torch.device) -> str:
-            return "sm{}{}".format(*torch.cuda.get_device_capability(device))
-
-        def find_memory(device: torch.device) -> str:
-            return f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
-
         found[str(device)] = {
             "name": _try(torch.cuda.get_device_name, device),
             "capability": _try(find_capability, device),
             "memory": _try(find_memory, device),
             **_list_paths(device),
         }
-    if not torch.cuda.device_count():
-
-        def initialize() -> str:
-            torch.cuda.init()
-            return "no GPU"
-
-        found["cuda"] = {"name": _try(initialize) if torch.version.cuda else "no GPU"}
+    if len(found) == 1:
+        why = _try(lambda: torch.cuda.init() or "no GPU") if torch.version.cuda else "no GPU"
+        found["cuda"] = {"name": why}
     return found
 
 
@@ -94,44 +102,14 @@ def _find_version(package: str) -> str:
         return "not installed"
 
 
-def _find_supported() -> str:
-    from fp8pass import compat
-
-    return compat.SUPPORTED
-
-
-def _find_runtime() -> str:
-    import torch
-
-    return torch.version.cuda or "none: PyTorch was built without CUDA"
-
-
-def _find_driver() -> str:
-    from torch.utils import collect_env
-
-    return collect_env.get_nvidia_driver_version(collect_env.run) or "none found"
-
-
-def _find_compiler() -> str:
-    """Return the path and version of the compiler that Inductor uses for the CPU."""
-    from fp8pass import compat
-
-    path = compat.get_cpp_compiler()
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    return f"{path}: {(done.stdout or done.stderr).splitlines()[0]}"
-
-
 def _list_paths(device: torch.device) -> dict[str, str]:
     """List the paths of fp8pass on a device, each `yes` or why not, and the result of a product."""
     from fp8pass import hardware
 
-    def find_casts() -> str:
-        casts = hardware.has_fp8_casts(device)
-        return "yes" if casts else "no: by integer arithmetic, which is slower"
-
+    no_casts = "no: by integer arithmetic, which is slower"
     return {
         "fp8_gemms": _try(lambda: hardware.why_no_fp8_gemm(device) or "yes"),
-        "fp8_casts": _try(find_casts),
+        "fp8_casts": _try(lambda: "yes" if hardware.has_fp8_casts(device) else no_casts),
         "triton_kernels": _try(lambda: hardware.why_no_triton_kernels(device) or "yes"),
         "fp8_product": _try(_check_product, device),
     }

@@ -110,13 +110,16 @@ def output_file(text: str) -> Path:
     return path
 
 
-def check_plot(path: Path) -> None:
-    """Check that matplotlib can write a file, before the command runs.
+def check_plot(options: argparse.Namespace) -> None:
+    """Check that matplotlib can write the file of `--plot`, if any, before the command runs.
 
     Raises:
         Failure: matplotlib is not installed.
         UsageError: matplotlib does not support the file's extension.
     """
+    path: Path | None = getattr(options, "plot", None)
+    if path is None:
+        return
     if not importlib.util.find_spec("matplotlib"):
         raise Failure("--plot needs matplotlib: pip install 'fp8pass[demo]'.")
     from matplotlib.backend_bases import FigureCanvasBase

@@ -269,7 +269,7 @@ def load(options: argparse.Namespace) -> Target:
 
 
 def build(text: str) -> Any:
-    """Call the function that `text` names; return a module that it names as it is.
+    """Call the function that `text` names. If it names a module of PyTorch, return the module.
 
     Raises:
         UsageError: the function does not exist, or needs arguments.
@@ -355,7 +355,6 @@ def _replace_inputs(target: Target, inputs: list[Input]) -> Target:
 
 
 def _check_arguments(target: Target) -> None:
-    """Raise UsageError if the model's forward does not accept the inputs."""
     signature = inspect.signature(target.module.forward)
     try:
         signature.bind(*target.args, **target.kwargs)
@@ -384,7 +383,6 @@ def _is_config(text: str) -> bool:
 
 
 def _import(name: str) -> ModuleType:
-    """Import a module from the current directory or the installed packages."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"{name!r} is not a module. {_FORMS}.")
     try:

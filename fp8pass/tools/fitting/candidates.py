@@ -16,9 +16,9 @@ from fp8pass.activation_memory.planner import BudgetTooSmall
 from fp8pass.config import Config, ConfigError, bytes_text
 from fp8pass.hardware import Gpu, Work
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.planned import KINDS, Moment
+from fp8pass.tools.fitting.planned import KINDS
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.tools.fitting.traced import Fate, TracedLayers, TracedStep
+from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 
 MIB = 1 << 20
 # GPU memory of CUDA, its libraries and kernels.
@@ -33,7 +33,7 @@ HOST_SHARE = 0.05
 # 291 parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
 ATTACHED_SECONDS = 40e-6
 
-# Memory budgets, as shares of what the plan would save without one.
+# Memory budgets, as shares of the bytes saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
 # `attach`, and what lives in host memory.
@@ -94,7 +94,7 @@ def estimate_step(
         update += ATTACHED_SECONDS * len(parameters.trained)
     adding = (gradients + 2 * (here.sums + host.sums)) / gpu.bandwidth if accumulate > 1 else 0.0
     one_way, sums_one_way = (host.states + host.weights) / gpu.link, host.sums / gpu.link
-    # An attached optimizer overlaps copies with the backward, others with the updates alone.
+    # An attached optimizer overlaps copies with the backward; other optimizers with updates only.
     overlap = backward + adding if setup.attach else 0.0
     waits = (accumulate - 1) * max(0.0, sums_one_way - overlap)
     waits += max(0.0, one_way + sums_one_way - overlap - update)
@@ -179,10 +179,12 @@ class Candidates:
         self.accumulate, self.gpu = accumulate, gpu
         self.impossible: dict[Config, str] = {}
         self._too_small: set[Config] = set()
-        self._largest = cache(self._find_largest)
+        self._largest = cache(
+            lambda config, fate: max(traced.moments(config, fate), key=lambda m: m.total)
+        )
 
     def all(self) -> Iterator[Candidate]:
-        """Yield all candidates, those with 4-bit saved values last."""
+        """Yield all candidates. Candidates with 4-bit saved values come last."""
         yield from self._evaluate(self._list_configs(self.config))
         if self.config == replace(Config(), head_chunks=self.config.head_chunks):
             in_4_bits = replace(self.config, save_format="e2m1")
@@ -197,14 +199,6 @@ class Candidates:
         if base.memory_budget is None:
             found += [replace(c, memory_budget=share) for share in BUDGETS for c in list(found[:2])]
         return found
-
-    def _list_places(self) -> Iterator[tuple[bool, tuple[str, ...]]]:
-        for attach, offload in PLACES:
-            if "weights" in offload and not self.parameters.coded:
-                continue
-            if self.accumulate == 1:  # no sums of gradients exist
-                offload = tuple(name for name in offload if name != "gradients")
-            yield attach, offload
 
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
         """Yield candidates in the order of time.
@@ -234,7 +228,12 @@ class Candidates:
             if isinstance(error, BudgetTooSmall):
                 self._too_small.add(replace(config, memory_budget=None))
             return []
-        setups = [Setup(config, *place) for place in dict.fromkeys(self._list_places())]
+        setups: dict[Setup, None] = {}
+        for attach, offload in PLACES:
+            if self.accumulate == 1:  # no sums of gradients exist
+                offload = tuple(name for name in offload if name != "gradients")
+            if "weights" not in offload or self.parameters.coded:
+                setups[Setup(config, attach, offload)] = None
         times = [estimate_step(work, self.parameters, s, self.accumulate, self.gpu) for s in setups]
         keys = [round(math.log(t.total, SAME_TIME)) for t in times]
         return list(zip(keys, setups, times, strict=True))
@@ -261,6 +260,3 @@ class Candidates:
             alive, peak = {**dict.fromkeys(KINDS, 0.0), "gradients": gradients}, "update"
         on_host = {name: x for name, x in vars(host).items() if x}
         return Candidate(setup, {**vars(here), **alive}, on_host, peak, seconds)
-
-    def _find_largest(self, config: Config, fate: Fate) -> Moment:
-        return max(self.traced.moments(config, fate), key=lambda moment: moment.total)

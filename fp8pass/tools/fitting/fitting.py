@@ -16,17 +16,12 @@ from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
 from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, plain
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
+from fp8pass.tools import running
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidates
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.result import Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
-from fp8pass.tools.running import (
-    check_arguments,
-    checked_configuration,
-    checked_loss,
-    is_sharded,
-)
 
 # Exposed copies of a larger share of the step are noted.
 MUCH = 0.02
@@ -84,10 +79,10 @@ def fit(
         ValueError: the model is sharded, its loss does not depend on a trainable parameter, or its
             forward reads the values of tensors.
     """
-    base = checked_configuration("fit", model, config)
-    check_arguments(fit, model, kwargs)
+    base = running.checked_configuration("fit", model, config)
+    running.check_arguments(fit, model, kwargs)
     module = compat.original_of(model)
-    if is_sharded(module):
+    if running.is_sharded(module):
         raise ValueError("fit supports one GPU: pass the model before fully_shard.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
@@ -163,7 +158,8 @@ def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
                 f"blocks={pattern!r} names no module. {unknown('path', pattern, modules)}"
             )
         for path in matching:
-            found.update(dict.fromkeys(_list_members(path, modules[path]) or [path]))
+            members = modules[path] if isinstance(modules[path], nn.ModuleList) else ()
+            found.update(dict.fromkeys([f"{path}.{i}" for i in range(len(members))] or [path]))
     return tuple(found)
 
 
@@ -171,16 +167,10 @@ def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
     """Return paths with `list.*` instead of all members of a list."""
     found = dict.fromkeys(paths)
     for path, m in module.named_modules():
-        members = _list_members(path, m)
-        if members and set(members) <= set(paths):
+        members = {f"{path}.{i}" for i in range(len(m))} if isinstance(m, nn.ModuleList) else set()
+        if members and members <= set(paths):
             found = dict.fromkeys(f"{path}.*" if p in members else p for p in found)
     return tuple(found)
-
-
-def _list_members(path: str, module: nn.Module) -> list[str]:
-    """Return the paths of a ModuleList's members; an empty list for other modules."""
-    names = dict(module.named_children()) if isinstance(module, nn.ModuleList) else {}
-    return [f"{path}.{name}" for name in names]
 
 
 def _parse_host(host: str | int | None) -> float:
@@ -203,7 +193,9 @@ def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
         return compute_own_loss
 
     def compute_loss(run: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        return checked_loss(loss_fn, run, (args, kwargs) if args and kwargs else args or kwargs)
+        return running.checked_loss(
+            loss_fn, run, (args, kwargs) if args and kwargs else args or kwargs
+        )
 
     return compute_loss
 
@@ -234,18 +226,14 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
         raise ConfigError(
             f"gpu must be a name, a size or both, such as 'RTX 4090, 20GiB', got {wanted!r}."
         )
-    gpu = _look_up_gpu(names[0]) if names else _detect_gpu()
-    return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
-
-
-def _look_up_gpu(name: str) -> Gpu:
     same = {plain(known): known for known in GPUS}
-    if plain(name) not in same:
+    if names and plain(names[0]) not in same:
         raise ConfigError(
-            f"{unknown('gpu', name, GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
+            f"{unknown('gpu', names[0], GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
             "alone: '16GiB'."
         )
-    return GPUS[same[plain(name)]]
+    gpu = GPUS[same[plain(names[0])]] if names else _detect_gpu()
+    return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
 
 
 def _detect_gpu() -> Gpu:

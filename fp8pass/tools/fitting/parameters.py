@@ -76,6 +76,8 @@ class Parameters:
         """Return the bytes on the GPU and on the host."""
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
+        stored = moment_format(default_buffer(accumulate), signed=True).stored
+        bytes_per_sum = stored.itemsize + 2 / GROUP_SIZE
         for p in self.all:
             size = p.codes.nbytes + p.scales.nbytes if isinstance(p, CodedWeight) else p.nbytes
             if in_codes := "weights" in setup.offload and p in self.coded:
@@ -85,33 +87,25 @@ class Parameters:
                 gpu.weights += size
             if p.requires_grad:
                 on_host = in_codes or is_offloaded(group, "states", p)
-                (host if on_host else gpu).states += measure_states(setup, p)
-                if accumulate > 1:
-                    on_host = setup.attach and is_offloaded(group, "gradients", p)
-                    added = measure_sum(p, accumulate) if setup.attach else size
-                    (host if on_host else gpu).sums += added
+                if setup.preset is None:  # torch.optim.AdamW
+                    states = 2.0 * p.numel() * p.itemsize
+                else:
+                    states = state_bytes({**GROUP, **preset_options(setup.preset, {})}, p)
+                (host if on_host else gpu).states += states
+                if accumulate > 1 and setup.attach:
+                    on_host = is_offloaded(group, "gradients", p)
+                    (host if on_host else gpu).sums += p.numel() * bytes_per_sum
+                elif accumulate > 1:
+                    gpu.sums += size
         if setup.offload:
             gpu.staging = DEPTH * STAGED_BYTES
         return gpu, host
 
     def fate_of_gradients(self, setup: Setup, accumulate: int) -> Fate:
-        """Return what happens to gradients that are final."""
+        """Return how long final gradients stay alive."""
         if not setup.attach:
             # Gradients of later micro-batches are added to the existing ones.
             return Fate(stay=accumulate == 1)
         if not setup.offload:
             return Fate(stay=False)
         return Fate(False, waiting=sum(p.numel() * p.itemsize for p in self.all) // WAITING)
-
-
-def measure_states(setup: Setup, parameter: Tensor) -> float:
-    """Return the bytes of a parameter's optimizer states."""
-    if setup.preset is None:
-        return 2.0 * parameter.numel() * parameter.itemsize
-    return state_bytes({**GROUP, **preset_options(setup.preset, {})}, parameter)
-
-
-def measure_sum(parameter: Tensor, accumulate: int) -> float:
-    """Return the bytes of the sum of a parameter's gradients."""
-    format = moment_format(default_buffer(accumulate), signed=True)
-    return parameter.numel() * (format.stored.itemsize + 2 / GROUP_SIZE)

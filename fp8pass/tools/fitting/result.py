@@ -27,13 +27,13 @@ KINDS = {
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }
-# Kinds whose row is printed even if it is zero.
+# Kinds that have a row even without any bytes.
 ALWAYS = ("weights", "states", "gradients", "saved")
 
 
 @dataclass
 class Fit(Result):
-    """What training needs. Print it, or use `lines`, `best`, `to_json()` and `plot()`.
+    """The memory and time of training. Print it, or use `lines`, `best`, `to_json()` and `plot()`.
 
     Attributes:
         model: name of the model's class.
@@ -182,8 +182,8 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        Of the ways with the same places, only the smallest is listed, unless the places are those
-        of `shown`.
+        It lists all candidates with the same `attach` and `offload` as `shown`, and the smallest
+        candidate of each other combination.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:

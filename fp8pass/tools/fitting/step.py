@@ -1,9 +1,9 @@
 """Record one step of a model on fake tensors: which storages and compiled graphs live when.
 
-Compiled graphs are replaced by stand-ins. Each `Region` holds a joint graph as it was before the
-passes, and the record lists when the region runs forward and backward. Operators outside of
-compiled graphs are recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of any
-configuration into the record without tracing again.
+Compiled graphs are replaced by stand-ins. Each `Region` holds a joint graph before any pass, and
+the record lists when the region runs forward and backward. Operators outside of compiled graphs are
+recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of any configuration into
+the record without tracing again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -231,14 +232,13 @@ def _explain_missing_values(module: nn.Module) -> Iterator[None]:
 def _compile_parts(
     module: nn.Module, paths: Sequence[str], recorder: _Recorder
 ) -> Iterator[Callable[..., Any]]:
-    """Yield `module` with its parts compiled by the recorder's backend."""
     if list(paths) == [""]:
         yield torch.compile(module, backend=recorder.compile)
         return
     parts = {path: module.get_submodule(path) for path in paths}
     for path, part in parts.items():
         compiled = torch.compile(part.forward, backend=recorder.compile)
-        part.forward = recorder.note_path(path, compiled)
+        part.forward = partial(recorder.run_at, path, compiled)
     try:
         yield module
     finally:
@@ -256,7 +256,7 @@ class _Recorder(compat.OperatorObserver):
         self.path = ""
         self._storages = compat.WeakIdKeyDictionary()
         self._numbers = itertools.count()
-        self._calls = itertools.count()
+        self.calls = itertools.count()
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
@@ -264,8 +264,12 @@ class _Recorder(compat.OperatorObserver):
         self.events, self._storages = [], compat.WeakIdKeyDictionary()
         for x in (*module.parameters(), *module.buffers()):
             self._storages[x.untyped_storage()] = None
+
+        def record(parameter: Tensor) -> None:
+            self.events.append(Gradient(self.number(parameter.grad)))
+
         trained = [p for p in module.parameters() if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(self._record_gradient) for p in trained]
+        handles = [p.register_post_accumulate_grad_hook(record) for p in trained]
         try:
             with self:
                 yield
@@ -279,9 +283,9 @@ class _Recorder(compat.OperatorObserver):
         if new:
             self.events.append(Computed(_estimate_work(operator, arguments, result, new)))
         for x in new:
-            self._number(x)
+            self.number(x)
 
-    def _number(self, x: Any) -> int | None:
+    def number(self, x: Any) -> int | None:
         """Return the number of a tensor's storage, and record the storage if it is new.
 
         None stands for a storage that existed before the step, and for values without one.
@@ -296,28 +300,10 @@ class _Recorder(compat.OperatorObserver):
         found: int | None = self._storages[storage]
         return found
 
-    def _record_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.events.append(Gradient(self._number(parameter.grad)))
-
-    def begin(self, region: Region, inputs: Sequence[Any]) -> Forward:
-        """Record the start of a region's forward."""
-        event = Forward(region, next(self._calls), [self._number(x) for x in inputs])
-        self.events.append(event)
-        return event
-
-    def end(self, event: Forward, outputs: Sequence[Any]) -> None:
-        """Record the end of a region's forward."""
-        event.outputs.extend(self._number(x) for x in outputs)
-
-    def note_path(self, path: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function to set `path` whenever it runs."""
-
-        def run_at_path(*args: Any, **kwargs: Any) -> Any:
-            self.path = path
-            return run(*args, **kwargs)
-
-        return run_at_path
+    def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module at a path."""
+        self.path = path
+        return run(*args, **kwargs)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Backend of `torch.compile` that captures the joint graph and returns a stand-in."""
@@ -353,9 +339,10 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorder: _Recorder, region: Region, *inputs: Any) -> Any:
-        call = recorder.begin(region, inputs)
+        call = Forward(region, next(recorder.calls), [recorder.number(x) for x in inputs])
+        recorder.events.append(call)
         results = tuple(_allocate(x) for x, _ in region.outputs)
-        recorder.end(call, results)
+        call.outputs.extend(map(recorder.number, results))
         pairs = zip(results, region.outputs, strict=True)
         ctx.mark_non_differentiable(
             *(x for x, (_, has_gradient) in pairs if isinstance(x, Tensor) and not has_gradient)

@@ -94,7 +94,7 @@ def is_in_list(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to gradients that are final.
+    """How long final gradients stay alive.
 
     Attributes:
         stay: whether all gradients live until the end of the backward. Otherwise the optimizer
@@ -180,7 +180,7 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Add a moment: that of a region plus the bytes that are alive outside of it."""
+        """Add the bytes that are alive outside of a region to a moment of the region."""
         alive = {name: self._alive[name] + getattr(moment, name) for name in KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 
@@ -280,8 +280,8 @@ class TracedLayers:
 
     Raises:
         NotAlike: the two steps do not match.
-        ConfigError: a memory budget cannot be met (all methods). Bytes in the message are those of
-            the short models.
+        ConfigError: a memory budget cannot be met (all methods). The message gives bytes of the
+            short models.
     """
 
     def __init__(self, layers: Layers, few: TracedStep, more: TracedStep) -> None:
@@ -293,7 +293,7 @@ class TracedLayers:
         self.moments(Config(), Fate(stay=True))
 
     def _scale_budget(self, config: Config, depth: int) -> Config:
-        """Return a configuration that reduces each of `depth` layers like those of the model."""
+        """Return a configuration that saves as much per layer in a model of `depth` layers."""
         if config.memory_budget is None:
             return config
         unlimited = replace(config, memory_budget=None)

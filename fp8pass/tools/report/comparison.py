@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fp8pass import graph
 from fp8pass.activation_memory.costs import recompute_seconds
-from fp8pass.compilation import CompiledGraph
 from fp8pass.tools.explanation_data import ExplanationData
-from fp8pass.tools.folding import fold_rows, path_pattern
+from fp8pass.tools.folding import fold_rows
 
 
 @dataclass
@@ -92,27 +90,25 @@ def _sum_costs(explanation: ExplanationData) -> dict[str, ModuleCosts]:
     """Return the costs of each module over all runs of all graphs."""
     totals: dict[str, ModuleCosts] = {}
     for compiled in explanation.graphs:
-        above = path_pattern(explanation.modules_of(compiled))
-        prefix = "" if above == "the top level" else above
-        for path, own in _list_costs(compiled):
-            total = totals.setdefault(f"{prefix}.{path}".strip("."), ModuleCosts())
-            total.bytes += own.bytes
-            total.seconds += own.seconds
-            total.fp8 = own.fp8 or total.fp8
-            total.formats.update(own.formats)
+        modules = fold_rows((path, (), path) for path in explanation.modules_of(compiled))
+        prefix = ", ".join(row.module for row in modules)
+
+        def costs_of(path: str, prefix: str = prefix) -> ModuleCosts:
+            return totals.setdefault(f"{prefix}.{path}".strip("."), ModuleCosts())
+
+        for node in compiled.gm.graph.nodes:
+            if seconds := recompute_seconds(node):
+                costs_of(graph.module_path(node)).seconds += len(compiled.runs) * seconds
+        for s in compiled.plan.saved:
+            if size := compiled.runs_kept * s.bytes:
+                costs = costs_of(s.module)
+                costs.bytes += size
+                if not s.is_scalar:
+                    costs.formats[s.kept_as] += size
+        for linear in compiled.plan.linears:
+            costs = costs_of(linear.module)
+            costs.fp8 = linear.fp8 or costs.fp8
     return totals
-
-
-def _list_costs(compiled: CompiledGraph) -> Iterator[tuple[str, ModuleCosts]]:
-    """Yield the costs of each operator, saved tensor and linear layer, with its module."""
-    for node in compiled.gm.graph.nodes:
-        if seconds := recompute_seconds(node):
-            yield graph.module_path(node), ModuleCosts(seconds=len(compiled.runs) * seconds)
-    for s in compiled.plan.saved:
-        if size := compiled.runs_kept * s.bytes:
-            yield s.module, ModuleCosts(size, Counter({} if s.is_scalar else {s.kept_as: size}))
-    for linear in compiled.plan.linears:
-        yield linear.module, ModuleCosts(fp8=linear.fp8)
 
 
 def _list_linears(explanation: ExplanationData) -> set[tuple[str, int, int]]:

@@ -22,14 +22,7 @@ from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.plan import Plan
-from fp8pass.tools.folding import (
-    fold_linears,
-    fold_rows,
-    fold_rules,
-    fold_saved,
-    path_pattern,
-    sort_by_bytes,
-)
+from fp8pass.tools import folding
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import module_diffs
 from fp8pass.tools.report.folding import fold
@@ -95,14 +88,15 @@ def render(
     graphs = explanation.graphs
     sections = [_make_section(i, g, explanation.modules_of(g)) for i, g in enumerate(graphs)]
     saved = (row for s in sections for row in s["saved"] if row.item.bytes)
+    default = vars(Config(compiler=explanation.config.compiler))
     reasons = ((y.module, (y.reason,), y) for g in graphs for y in g.plan.high_precision)
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
         sections=sections,
-        expensive=sort_by_bytes(saved)[:_MOST_EXPENSIVE],
-        high_precision=fold_rows(reasons),
+        expensive=folding.sort_by_bytes(saved)[:_MOST_EXPENSIVE],
+        high_precision=folding.fold_rows(reasons),
         operations=operations(graphs),
-        options=_list_options(explanation.config),
+        options={k: x for k, x in vars(explanation.config).items() if x != default[k]},
         diagnosis=diagnosis,
         comparison=compare(explanation, beside) if beside else None,
         kinds=KINDS,
@@ -137,12 +131,12 @@ def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> d
     return {
         "number": number,
         "runs": len(compiled.runs),
-        "modules": path_pattern(modules) if any(modules) else "",
+        "modules": folding.path_pattern(modules) if any(modules) else "",
         "plan": plan,
-        "linears": fold_linears(plan.linears),
-        "saved": fold_saved(plan.saved, sources),
+        "linears": folding.fold_linears(plan.linears),
+        "saved": folding.fold_saved(plan.saved, sources),
         "scalars": [s for s in plan.saved if s.is_scalar],
-        "rules": fold_rules(plan.rules),
+        "rules": folding.fold_rules(plan.rules),
         "passes": [(record, module_diffs(record)) for record in compiled.passes],
         "choices": list(_list_choices(plan)),
     }
@@ -179,12 +173,6 @@ def _label_operation(node: fx.Node) -> str:
     if kind(node) is Kind.ATTENTION:
         return "attention, in high precision"
     return "other matrix products, in high precision"
-
-
-def _list_options(config: Config) -> dict[str, Any]:
-    """Return the options that differ from the defaults."""
-    default = vars(Config(compiler=config.compiler))
-    return {name: value for name, value in vars(config).items() if value != default[name]}
 
 
 def _format_flop(count: float) -> str:

@@ -54,7 +54,7 @@ def _find_changes(compiled: CompiledGraph) -> tuple[list[Change], list[Change]]:
     freed: Counter[fx.Node] = Counter()
     for node, size in saved.items():
         last = max(_find_uses(node, order), key=order.__getitem__, default=None)
-        freed[last or after[-1]] += size  # a backward may return a saved tensor as it is
+        freed[last or after[-1]] += size  # a backward may return a saved tensor unchanged
     adds: list[Change] = [(n, False, saved.get(n, 0)) for n in calls if n in forward]
     return adds, [(n, True, -freed[n]) for n in after]
 
