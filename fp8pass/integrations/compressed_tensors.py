@@ -22,7 +22,7 @@ from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import matching_pattern
-from fp8pass.tools.running import configuration_of
+from fp8pass.tools.running import find_configuration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
         ConfigError: the model is of another kind, sharded, has experts or no such layer.
         ValueError: a weight has a NaN or an infinity.
     """
-    config = config or configuration_of(model)
+    config = config or find_configuration(model)
     plain = _pretrained(model)
     linears = {name: m for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
     head = plain.get_output_embeddings()

@@ -24,7 +24,7 @@ from fp8pass.passes.runner import log
 from fp8pass.plan import Plan
 from fp8pass.tools import running
 from fp8pass.tools.culprit_search import Search
-from fp8pass.tools.folding import path_pattern
+from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import Result, make_name, make_table
 
 # The option that makes units of a kind exact.
@@ -138,7 +138,7 @@ class Bisection(Result):
         if self.culprits:
             if self.parts:
                 yield (
-                    f"Names are relative to the compiled parts {path_pattern(self.parts)}. "
+                    f"Names are relative to the compiled parts {format_paths(self.parts)}. "
                     "Identical parts share one entry."
                 )
             yield f"To make them exact, add to options: {self.suggested!r}"
@@ -180,7 +180,7 @@ def bisect(
         raise ConfigError(
             f"most, the number of culprits to look for, must be at least 1, got {most!r}."
         )
-    config = running.checked_configuration("bisect", model, config)
+    config = running.check_configuration("bisect", model, config)
     with _show_progress() as progress:
         trials = Trials(model, loss_fn, batch, replace(config, compiler="eager"), progress)
         search = Search(len(trials.units), trials.error)
@@ -197,7 +197,7 @@ def bisect(
         units=len(trials.units),
         probes=trials.compilations,
         spread=len(found) < most,
-        parts=tuple(map(graph.clean_path, running.compiled_parts(model))),
+        parts=tuple(map(graph.clean_path, running.find_compiled_parts(model))),
     )
 
 
@@ -282,7 +282,7 @@ class Trials:
                 "Check the model and the batch."
             )
         graphs: list[CompiledGraph] = []
-        self._start = relative_error(
+        self._start = measure_relative_error(
             self._compute_gradients(Backend(config, graphs.append)), self.exact
         )
         self.units = find_units(g.plan for g in graphs)
@@ -294,24 +294,24 @@ class Trials:
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
         with _silence():
             found = self._compute_gradients(Backend(replace(self.config, **options)))
-        return relative_error(found, self.exact)
+        return measure_relative_error(found, self.exact)
 
     def _compute_gradients(self, backend: Backend) -> list[Tensor | None]:
         """Return the gradients of the parameters, and of the batch's tensors that require one."""
         self.compilations += 1
         with (
-            running.fresh_gradients(self.module, self.batch) as leaves,
-            running.unchanged(self.module),
-            running.compiled_as(self.model, backend) as program,
+            running.isolate_gradients(self.module, self.batch) as leaves,
+            running.restore_state(self.module),
+            running.compile_as(self.model, backend) as program,
         ):
-            loss = running.checked_loss(self.loss_fn, program, self.batch)
+            loss = running.compute_loss(self.loss_fn, program, self.batch)
             if loss.requires_grad:
                 loss.backward()
             self.progress(4 + len(self.units).bit_length())
             return [x.grad for x in leaves]
 
 
-def relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
+def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
     """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinite if it is not finite."""
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):

@@ -13,7 +13,7 @@ from fp8pass import graph
 from fp8pass.config import Config, ValueMoments
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.tools.recording import Record, record_step
-from fp8pass.tools.running import checked_configuration
+from fp8pass.tools.running import check_configuration
 
 
 def calibrate(
@@ -47,7 +47,7 @@ def calibrate(
     Raises:
         TypeError: `model` is not a module, `config` not a `Config`, or the loss not a scalar.
     """
-    config = checked_configuration("calibrate", model, config)
+    config = check_configuration("calibrate", model, config)
     records = record_step(model, loss_fn, batch, config)
     found: dict[str, ValueMoments] = {}
     for record in records:

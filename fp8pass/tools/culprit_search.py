@@ -46,23 +46,23 @@ class Search:
             return found  # no unit makes a difference on its own
         for unit in reversed(found):
             others = frozenset(found) - {unit}
-            if self._decrease(others, others | {unit}) < self._threshold(others):
+            if self._compute_decrease(others, others | {unit}) < self._compute_threshold(others):
                 found = [u for u in found if u != unit]
         return found
 
-    def _threshold(self, exact: frozenset[int]) -> float:
+    def _compute_threshold(self, exact: frozenset[int]) -> float:
         """Return the least squared error that a culprit causes if the units in `exact` are."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
     def _find_next(self, exact: frozenset[int]) -> int | None:
         """Return the unit that causes most of the remaining error; None if none stands out."""
-        threshold = self._threshold(exact)
+        threshold = self._compute_threshold(exact)
         if not threshold:
             return None
 
         def caused(start: int, end: int) -> float:
-            return self._decrease(exact.union(range(start)), exact.union(range(end)))
+            return self._compute_decrease(exact.union(range(start)), exact.union(range(end)))
 
         ranges = [(-caused(0, self.units), 0, self.units)]  # a heap: the largest first
         while True:
@@ -75,7 +75,7 @@ class Search:
             for half in ((start, middle), (middle, end)):
                 heapq.heappush(ranges, (-caused(*half), *half))
 
-    def _decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
+    def _compute_decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
         """Return the decrease of the squared error; both errors may be infinite."""
         a, b = self.error(before), self.error(after)
         return 0.0 if a == b else a**2 - b**2

@@ -23,7 +23,7 @@ from fp8pass.graph.tags import ROLE, original_name
 from fp8pass.tools.output import Result, make_figure, make_name, make_table
 from fp8pass.tools.prediction import Predictor
 from fp8pass.tools.recording import Record, arrange_as, record_step
-from fp8pass.tools.running import checked_configuration
+from fp8pass.tools.running import check_configuration
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
@@ -157,12 +157,12 @@ def diagnose(
     Raises:
         TypeError: `model` is not a module, `config` not a `Config`, or the loss not a scalar.
     """
-    config = checked_configuration("diagnose", model, config)
+    config = check_configuration("diagnose", model, config)
     records = record_step(model, loss_fn, batch, config)
-    return Diagnosis(config, [error for record in records for error in errors_of(record)])
+    return Diagnosis(config, [error for record in records for error in measure_errors(record)])
 
 
-def errors_of(record: Record) -> Iterable[LayerError]:
+def measure_errors(record: Record) -> Iterable[LayerError]:
     """Yield measured and predicted errors of one graph's gradients that are not exact."""
     exact = record.exact_values()
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
@@ -223,9 +223,9 @@ class LocalErrorInterpreter(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         """Return the operands of a node, exact where another layer computed them."""
-        return fx.map_arg((n.args, n.kwargs), lambda operand: self._operand(operand, n))
+        return fx.map_arg((n.args, n.kwargs), lambda operand: self._find_operand(operand, n))
 
-    def _operand(self, operand: fx.Node, user: fx.Node) -> Any:
+    def _find_operand(self, operand: fx.Node, user: fx.Node) -> Any:
         name, region = original_name(operand), self.regions.get(original_name(operand))
         inside = region is not None and region == self.regions.get(original_name(user))
         given = self.env[operand]
@@ -242,11 +242,11 @@ class LocalErrorInterpreter(fx.Interpreter):
         if n not in self.backward:
             return arrange_as(n, self.exact[name])
         if name in self.ends and isinstance(value, Tensor) and value.is_floating_point():
-            self.errors[n] = _difference(value, arrange_as(n, self.exact[name]))
+            self.errors[n] = _measure_difference(value, arrange_as(n, self.exact[name]))
         return value
 
 
-def _difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
+def _measure_difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
     """Return the mean absolute error and the relative L2 error."""
     wrong, right = value.double(), exact.double()
     norm = float(right.norm())

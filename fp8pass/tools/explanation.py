@@ -16,10 +16,10 @@ from fp8pass.dynamo import Backend
 from fp8pass.tools import running
 from fp8pass.tools.diagnosis import Diagnosis
 from fp8pass.tools.explanation_data import ExplanationData
-from fp8pass.tools.folding import path_pattern
+from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import make_figure
 from fp8pass.tools.saved_bytes import saved_bytes
-from fp8pass.tools.tables import make_tables, sort_points, totals
+from fp8pass.tools.tables import format_totals, make_tables, sort_points
 
 
 class Explanation(ExplanationData):
@@ -90,10 +90,10 @@ class Explanation(ExplanationData):
             runs, plan = len(compiled.runs), compiled.plan
             notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
             notes += [f"runs {runs}×"] * (runs > 1)
-            of = f" of {path_pattern(modules)}" if any(modules := self.modules_of(compiled)) else ""
+            of = f" of {format_paths(modules)}" if any(modules := self.modules_of(compiled)) else ""
             title = f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
             yield from make_tables(title, plan)
-        yield totals(self)
+        yield format_totals(self)
 
 
 def _measure_in_eager(
@@ -101,7 +101,7 @@ def _measure_in_eager(
 ) -> None:
     """Measure what a forward without a compiler saves, and record the linear layers that run."""
     try:  # parts may be compiled in functions
-        with torch.compiler.set_stance("force_eager"), running.linears_that_run(module) as linears:
+        with torch.compiler.set_stance("force_eager"), running.record_linears(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
         # Dynamo has to trace torch.cond, scan and map, and does not take hooks of modules in them.
@@ -144,18 +144,18 @@ def explain(
         An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
         `.plot_frontier()`.
     """
-    config = running.checked_configuration("explain", model, config)
+    config = running.check_configuration("explain", model, config)
     running.check_arguments(explain, model, kwargs)
-    parts = running.compiled_parts(model)
+    parts = running.find_compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
-    explanation.owners = running.owners_of(module)
+    explanation.owners = running.find_owners(module)
     wanted = {"frontier": frontier, "rules": rules}
     extras = frozenset(name for name, asked in wanted.items() if asked)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, extras)
-    with running.unchanged(module):
+    with running.restore_state(module):
         with compat.uncompiled(module), torch.enable_grad():
             _measure_in_eager(explanation, module, args, kwargs)
-        with running.compiled_as(model, backend) as program:
+        with running.compile_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

@@ -11,7 +11,7 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.passes.runner import PassRecord
 from fp8pass.tools.output import Result
-from fp8pass.tools.running import module_of_run
+from fp8pass.tools.running import find_module_of_run
 
 
 @dataclass
@@ -41,7 +41,7 @@ class ExplanationData(Result):
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
         """Return the paths of the modules that a graph ran in; '' is the model itself."""
-        found = (module_of_run(run.weights, self.owners) for run in compiled.runs)
+        found = (find_module_of_run(run.weights, self.owners) for run in compiled.runs)
         return list(dict.fromkeys(found))
 
     @property

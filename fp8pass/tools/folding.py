@@ -25,7 +25,7 @@ class Row(NamedTuple):
     source: str = ""
 
 
-def path_pattern(paths: Iterable[str]) -> str:
+def format_paths(paths: Iterable[str]) -> str:
     """Return module paths as text, with `layers.*` for paths that differ only in a number."""
     rows = fold_rows((path, (), path) for path in paths)
     return ", ".join(row.module or "the top level" for row in rows)

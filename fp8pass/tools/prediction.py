@@ -120,7 +120,7 @@ class Predictor:
         """Return the error of a product, from errors of its operands and of FP8 rounding."""
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
-            matrix, error = self._operand(operand)  # type: ignore[arg-type]
+            matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
             count = min(len(matrix), LARGEST_SAMPLE)
             rows = torch.linspace(0, len(matrix) - 1, count, dtype=torch.float64)
             some = matrix[rows.long().to(matrix.device)].double()
@@ -128,7 +128,7 @@ class Predictor:
             rounded.append(some * rounding(some, error) if error else some)
         change = relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
         fast = gemm.args[6] and is_fp8(graph.tensor(gemm.args[0]).dtype)  # type: ignore[arg-type]
-        return math.hypot(change, accumulation_error(*exact) if fast else 0.0)
+        return math.hypot(change, estimate_accumulation_error(*exact) if fast else 0.0)
 
     def _predict_experts(self, gemm: fx.Node) -> float:
         """Return the error of a product of experts, as the independent errors of its operands.
@@ -142,12 +142,12 @@ class Predictor:
             for x, f in zip(operands, formats, strict=True)
         ]
         if gemm.args[6]:
-            a, b = map(self._matrix_of_experts, operands)
+            a, b = map(self._find_experts_matrix, operands)
             length = min(a.shape[1], b.shape[1])
-            errors.append(accumulation_error(a[:, :length], b[:, :length]))
+            errors.append(estimate_accumulation_error(a[:, :length], b[:, :length]))
         return math.hypot(*errors)
 
-    def _matrix_of_experts(self, node: fx.Node) -> Tensor:
+    def _find_experts_matrix(self, node: fx.Node) -> Tensor:
         """Return a matrix that was quantized, with the contracted dimension last.
 
         If tokens are contracted, the result has as many of them as an average expert.
@@ -158,10 +158,10 @@ class Predictor:
         experts = graph.tensor(node.args[2]).shape[0]  # type: ignore[arg-type]
         return matrix[: max(len(matrix) // experts, 1)].t()
 
-    def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
+    def _find_operand(self, node: fx.Node) -> tuple[Tensor, float]:
         """Return a matrix that was quantized, with the contracted dimension last, and its error."""
         if graph.is_call(node, fp8.transpose.default):
-            matrix, error = self._operand(node.args[0])  # type: ignore[arg-type]
+            matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
         if graph.is_call(node, fp8.as_codes.default):  # gathered from an exact shard
             return self.values[node], FORMATS[str(node.args[1])].relative_error
@@ -181,7 +181,7 @@ class Predictor:
             if reason := self.rules.reason_of(region):
                 raise Underivable(reason)
             with compat.real_tensors():
-                errors = self._region_errors(region, kept)
+                errors = self._compute_region_errors(region, kept)
         except Underivable:
             exact = not any(kept.values()) and not any(self.forward.get(n) for n in region.values)
             unknown = 0.0 if exact else None
@@ -194,7 +194,9 @@ class Predictor:
                 known = error if node in self.decisions else 0.0
                 self.forward[node] = kept.get(node, known)
 
-    def _region_errors(self, region: Region, kept: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+    def _compute_region_errors(
+        self, region: Region, kept: Mapping[fx.Node, float]
+    ) -> dict[fx.Node, float]:
         derivation = Derivation(region)
         symbols = derivation.expressions.symbols
         derivation.samples.use(
@@ -218,7 +220,7 @@ def _find_quantize(node: Any) -> fx.Node:
     return node
 
 
-def accumulation_error(a: Tensor, b: Tensor) -> float:
+def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
     """Return the relative error that fast accumulation adds to `a @ b.T`, on a sample."""
     operands = []
     for x in (a, b):

@@ -34,11 +34,11 @@ def record_step(
     module = compat.original_of(model)
     backend = _make_backend(replace(config, compiler="eager"), records, module)
     with (
-        running.fresh_gradients(module, batch),
-        running.unchanged(module),
-        running.compiled_as(model, backend) as program,
+        running.isolate_gradients(module, batch),
+        running.restore_state(module),
+        running.compile_as(model, backend) as program,
     ):
-        loss = running.checked_loss(loss_fn, program, batch)
+        loss = running.compute_loss(loss_fn, program, batch)
         if loss.requires_grad:
             loss.backward()
     return [r for r in records if r.complete]
@@ -69,7 +69,7 @@ class Record:
     @property
     def complete(self) -> bool:
         """Whether the backward ran."""
-        return all(name in self.inputs for name in _input_names(self.exact))
+        return all(name in self.inputs for name in _list_inputs(self.exact))
 
     def path(self, node: fx.Node) -> str:
         """Return the path of a node's module in the model."""
@@ -84,7 +84,7 @@ class Record:
             node.args[0].name
             for node in self.exact.graph.find_nodes(op="call_function", target=aten.copy_.default)
         }
-        names = _input_names(self.exact)
+        names = _list_inputs(self.exact)
         given = [self.inputs[n].clone() if n in written else self.inputs[n] for n in names]
         with torch.random.fork_rng():
             interpreter.run(*given)
@@ -183,7 +183,7 @@ class Runs:
         while self._waiting:
             run = self._waiting.pop()
             shared = run.inputs.keys() & inputs.keys()
-            if self.copies or all(_same(run.inputs[name], inputs[name]) for name in shared):
+            if self.copies or all(_is_same(run.inputs[name], inputs[name]) for name in shared):
                 run.inputs.update(self._detach(inputs))
                 return
 
@@ -193,7 +193,7 @@ class Runs:
         return inputs | copied
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     """Check whether two inputs are tensors in the same memory, or equal numbers."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.data_ptr() == b.data_ptr()
@@ -201,7 +201,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _make_backend(config: Config, records: list[Record], module: nn.Module) -> Callable[..., Any]:
-    owners = running.owners_of(module)
+    owners = running.find_owners(module)
     # FSDP2 replaces a module's parameters by gathered ones while the module runs, and frees their
     # memory afterwards.
     copies = running.is_sharded(module)
@@ -212,7 +212,7 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
         compilation = Compilation(config, Inputs.of(example_inputs))
 
         def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            names, half = _input_names(gm), compat.half_of(kwargs)
+            names, half = _list_inputs(gm), compat.half_of(kwargs)
             run = compat.interpret(gm)
             if half == "inference":
                 return run
@@ -238,8 +238,8 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
         weights = weights_by_path(gm)
 
         def run_located(*args: Any) -> Any:
-            runs.module = running.module_of_run(
-                weights(args), running.owners_of(module) if copies else owners
+            runs.module = running.find_module_of_run(
+                weights(args), running.find_owners(module) if copies else owners
             )
             return program(*args)
 
@@ -248,5 +248,5 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
     return backend
 
 
-def _input_names(gm: fx.GraphModule) -> list[str]:
+def _list_inputs(gm: fx.GraphModule) -> list[str]:
     return [str(n.target) for n in gm.graph.nodes if n.op == "placeholder"]

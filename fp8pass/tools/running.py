@@ -18,16 +18,16 @@ from fp8pass.dynamo import Backend, fp8pass
 from fp8pass.optim.shards import local
 
 
-def configuration_of(model: nn.Module) -> Config:
+def find_configuration(model: nn.Module) -> Config:
     """Return the configuration that a model or its parts were compiled with, or the default.
 
     Raises:
         ValueError: parts were compiled with different configurations.
     """
-    own = _own_configuration(model)
+    own = _read_configuration(model)
     if own is not None:
         return own
-    parts = {c for part in model.modules() if (c := _own_configuration(part)) is not None}
+    parts = {c for part in model.modules() if (c := _read_configuration(part)) is not None}
     if len(parts) > 1:
         raise ValueError(
             "Parts of the model were compiled with different configurations. Pass one of them, "
@@ -36,7 +36,7 @@ def configuration_of(model: nn.Module) -> Config:
     return parts.pop() if parts else Config()
 
 
-def checked_configuration(tool: str, model: Any, config: Any) -> Config:
+def check_configuration(tool: str, model: Any, config: Any) -> Config:
     """Return the given configuration of a tool, or the model's own.
 
     Raises:
@@ -45,10 +45,10 @@ def checked_configuration(tool: str, model: Any, config: Any) -> Config:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{tool} takes a torch.nn.Module, got {type(model).__name__}.")
-    return configuration_of(model) if config is None else checked_config(config)
+    return find_configuration(model) if config is None else checked_config(config)
 
 
-def recipe_of(config: Config) -> tuple[str, dict[str, Any]]:
+def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the recipe with the fewest different options, and these options of `config`.
 
     The option `compiler` is left out. Of equally near recipes `coat` comes first.
@@ -66,7 +66,7 @@ def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collectio
 
     A forward with `**kwargs`, as in transformers, would silently accept a misspelled argument.
     """
-    named = set().union(*(_named_arguments(m) for m in model.modules())) if given else set()
+    named = set().union(*(_list_arguments(m) for m in model.modules())) if given else set()
     own = [p.name for p in inspect.signature(tool).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in sorted(set(given) - named):
         if name in (*FIELDS, "recipe", "options"):
@@ -80,7 +80,7 @@ def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collectio
             )
 
 
-def _named_arguments(module: nn.Module) -> Collection[str]:
+def _list_arguments(module: nn.Module) -> Collection[str]:
     """Return the names of a forward's arguments; empty if unknown, as for code in C++."""
     try:
         return inspect.signature(module.forward).parameters
@@ -88,7 +88,7 @@ def _named_arguments(module: nn.Module) -> Collection[str]:
         return ()
 
 
-def checked_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
+def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
     """Return `loss_fn(program, batch)`.
 
     Raises:
@@ -117,14 +117,14 @@ def checked_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
     return loss
 
 
-def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
+def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost parts of a model that fp8pass compiles, by path.
 
     The result is empty if the model is compiled as a whole, or not at all.
     """
     parts: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
-        if compat.compiled_in_vain(part) or _own_configuration(part) is None:
+        if compat.compiled_in_vain(part) or _read_configuration(part) is None:
             continue
         if not name:
             return {}
@@ -134,12 +134,12 @@ def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def compiled_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
+def compile_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
     """Yield `model` compiled with `backend`, in the same parts or as a whole.
 
     Caches of compiled code are empty, and gradients enabled.
     """
-    parts = compiled_parts(model)
+    parts = find_compiled_parts(model)
     module = model if parts else compat.original_of(model)
     with compat.uncompiled(module), compat.fresh_compilation(), torch.enable_grad():
         program: Any = module if parts else torch.compile(module, backend=backend)
@@ -147,7 +147,7 @@ def compiled_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
             yield program
 
 
-def owners_of(model: nn.Module) -> dict[int, str]:
+def find_owners(model: nn.Module) -> dict[int, str]:
     """Return the path of each parameter's module, by the parameter's id."""
     return {
         id(p): graph.clean_path(name.rpartition(".")[0]) for name, p in model.named_parameters()
@@ -155,7 +155,7 @@ def owners_of(model: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def linears_that_run(model: nn.Module) -> Iterator[dict[int, str]]:
+def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
     """Collect the paths of `nn.Linear`s that run, by the ids of the parameters that they run with.
 
     With FSDP2 these are gathered parameters instead of the model's own. Layers that compute their
@@ -180,14 +180,14 @@ def linears_that_run(model: nn.Module) -> Iterator[dict[int, str]]:
             hook.remove()
 
 
-def module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
+def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
     """Return the path of the module that a graph ran in; '' is the model itself.
 
     It is a weight's module path in the model without the module path in the graph, a suffix.
 
     Args:
         weights: parameters that the graph ran with, by the paths of their modules in the graph.
-        owners: paths of their modules in the model (`owners_of`).
+        owners: paths of their modules in the model (`find_owners`).
     """
     named_first = sorted(weights.items(), key=lambda item: not item[0])
     pairs = ((owners.get(id(w), ""), path) for path, w in named_first)
@@ -199,7 +199,7 @@ def module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> s
     return next(above, "")
 
 
-def _own_configuration(module: nn.Module) -> Config | None:
+def _read_configuration(module: nn.Module) -> Config | None:
     """Return the configuration that fp8pass compiled a module with, or None."""
     compiled_with, options = compat.backend_of(module)
     if compiled_with is not fp8pass and not isinstance(compiled_with, Backend):
@@ -217,7 +217,7 @@ def _own_configuration(module: nn.Module) -> Config | None:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def restore_state(module: nn.Module) -> Iterator[None]:
     """Restore buffers and random number generators on exit.
 
     Raises:
@@ -254,7 +254,7 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 
 
 @contextmanager
-def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
+def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """Yield the leaf tensors with no gradients, and restore their gradients on exit.
 
     Restores also the values of gradients, because DistributedDataParallel writes to their memory,
@@ -269,7 +269,7 @@ def fresh_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
             "Gradients cannot be computed under torch.inference_mode(). Exit it first; "
             "torch.no_grad() is fine."
         )
-    leaves = [*module.parameters(), *leaves_of(batch)]
+    leaves = [*module.parameters(), *find_leaves(batch)]
     gradients = [x.grad for x in leaves]
     dense = [g for g in gradients if g is not None and g.layout is torch.strided]
     values = {g: local(g.detach()).clone() for g in dense}
@@ -298,7 +298,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def leaves_of(batch: Any) -> list[Tensor]:
+def find_leaves(batch: Any) -> list[Tensor]:
     """Return the leaf tensors of a batch that require a gradient."""
     tensors = compat.tree_leaves(batch)
     return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]

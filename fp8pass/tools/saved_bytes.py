@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat
-from fp8pass.tools.running import is_sharded, leaves_of
+from fp8pass.tools.running import find_leaves, is_sharded
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -21,7 +21,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     Raises:
         RuntimeError: the forward computes derivatives itself.
     """
-    held = (*model.parameters(), *model.buffers(), *leaves_of((args, kwargs)))
+    held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)

@@ -26,7 +26,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 from fp8pass.config import ConfigError
-from fp8pass.tools.running import unchanged
+from fp8pass.tools.running import restore_state
 
 EPSILON = 5e-4
 
@@ -104,7 +104,7 @@ class Landscape:
         self._current: Tensor | None = None
         with (
             _use_evaluation_mode(model),
-            unchanged(model) if isinstance(model, nn.Module) else nullcontext(),
+            restore_state(model) if isinstance(model, nn.Module) else nullcontext(),
         ):
             self._loss()
         if self._current is None:

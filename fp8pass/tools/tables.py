@@ -54,7 +54,7 @@ def make_saved_table(title: str, plan: Plan) -> Table:
         sizes = format_mib(count * s.bytes_exact), format_mib(count * s.bytes)
         error = f", grad error {s.expected_error:.1%}" if s.expected_error else ""
         format = s.kept_as + (", on host" if s.host_bytes else "")
-        tensor = f"{short_name(s.op)}, {s.dtype} {s.shape}{error}"
+        tensor = f"{shorten_operator(s.op)}, {s.dtype} {s.shape}{error}"
         table.add_row(make_name(path, tensor, s.reason), str(count), format, *sizes)
     if scalars := [s for s in plan.saved if s.is_scalar]:
         size = format_mib(sum(s.bytes for s in scalars))
@@ -128,7 +128,7 @@ def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 # --- sentences -----------------------------------------------------------------------------------
 
 
-def totals(explanation: ExplanationData) -> str:
+def format_totals(explanation: ExplanationData) -> str:
     """Return sentences about the totals over all runs of all graphs of a model."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
@@ -154,24 +154,24 @@ def totals(explanation: ExplanationData) -> str:
     return (
         f"{len(rewritten)} of {len(linears)} linear layers in {format}{experts}. "
         f"Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
-        f"{format_mib(stock)} MiB{share}.{remarks(explanation)}\n"
+        f"{format_mib(stock)} MiB{share}.{format_remarks(explanation)}\n"
         f"Kernels: {kernels}. Matrices quantized by generated code: {reasons or 'none'}."
         f"{merged}{_describe_heads(plans)}{_describe_offload(plans)}"
     )
 
 
-def remarks(explanation: ExplanationData) -> str:
+def format_remarks(explanation: ExplanationData) -> str:
     """Return sentences about what is not compiled, not saved or recomputed, or may be slower."""
     text = ""
     if explanation.parts:
         text += (
-            f"\nOnly parts of the model are compiled: {folding.path_pattern(explanation.parts)}."
+            f"\nOnly parts of the model are compiled: {folding.format_paths(explanation.parts)}."
         )
     if outside_linears := explanation.outside_linears:
         count = len(outside_linears)
         text += (
             f"\n{count} linear {'layers run' if count > 1 else 'layer runs'} outside of compiled "
-            f"graphs, in high precision: {folding.path_pattern(outside_linears)}."
+            f"graphs, in high precision: {folding.format_paths(outside_linears)}."
         )
         if not explanation.parts:
             compiled = "only some" if explanation.graphs else "nothing"
@@ -248,7 +248,7 @@ def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(sum((Counter(c) for c in counts), Counter()))
 
 
-def short_name(operator: str) -> str:
+def shorten_operator(operator: str) -> str:
     """Return an operator's name without library and overload: `add` for `aten.add.Tensor`."""
     if "_scaled_dot_product" in operator:
         return "attention"

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Bisection, Config, ConfigError
-from fp8pass.tools.bisection import Trials, relative_error
+from fp8pass.tools.bisection import Trials, measure_relative_error
 from fp8pass.tools.culprit_search import CULPRIT_SHARE, CULPRIT_TIMES, Search
 
 # --- the search, on made-up errors --------------------------------------------------------------
@@ -346,7 +346,9 @@ def test_errors_say_what_is_wrong(options, error, says):
 
 def test_relative_error():
     exact = [torch.tensor([3.0, 0.0]), None, torch.tensor([4.0])]
-    assert relative_error(exact, exact) == 0
-    assert relative_error([torch.tensor([3.0, 2.5]), None, torch.tensor([4.0])], exact) == 0.5
+    assert measure_relative_error(exact, exact) == 0
+    assert (
+        measure_relative_error([torch.tensor([3.0, 2.5]), None, torch.tensor([4.0])], exact) == 0.5
+    )
     for wrong in (math.nan, math.inf):
-        assert relative_error([exact[0], None, torch.tensor([wrong])], exact) == math.inf
+        assert measure_relative_error([exact[0], None, torch.tensor([wrong])], exact) == math.inf

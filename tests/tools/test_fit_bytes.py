@@ -247,7 +247,7 @@ def test_the_peak_is_as_predicted(place):
     step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), compute_own_loss)
     parameters, setup = Parameters(model), Setup(Config(), *place)
     here, _ = parameters.place(setup, 1)
-    moments = TracedStep(step).moments(Config(), parameters.fate_of_gradients(setup, 1))
+    moments = TracedStep(step).moments(Config(), parameters.decide_fate(setup, 1))
     predicted = here.total + max(m.total for m in moments)
 
     names = {"fp8pass": fp8pass, "torch": torch, "model": model.to_empty(device="cuda")}

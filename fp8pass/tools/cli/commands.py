@@ -13,8 +13,8 @@ from fp8pass.tools.cli.parsing import (
     Command,
     Failure,
     UsageError,
+    check_output_file,
     check_plot,
-    output_file,
     task,
 )
 from fp8pass.tools.cli.running import make_loss_fn, run_alone
@@ -32,7 +32,7 @@ def _add_options(parser: argparse.ArgumentParser, plot: str = "", runs: bool = T
     target.add_options(parser, runs=runs)
     if plot:
         help = f"also draw {plot}, as PNG, SVG or PDF"
-        parser.add_argument("--plot", type=output_file, metavar="FILE", help=help)
+        parser.add_argument("--plot", type=check_output_file, metavar="FILE", help=help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -43,7 +43,12 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--frontier", action="store_true", help=frontier)
     rules = "also show how much each part of the model amplifies rounding errors"
     add("--rules", action="store_true", help=rules)
-    add("--html", type=output_file, metavar="FILE", help="also write a report to open in a browser")
+    add(
+        "--html",
+        type=check_output_file,
+        metavar="FILE",
+        help="also write a report to open in a browser",
+    )
     add(
         "--beside",
         action="append",
@@ -73,7 +78,7 @@ def _add_fit_options(parser: argparse.ArgumentParser) -> None:
 def _explain(options: argparse.Namespace) -> None:
     if options.beside and not options.html:
         raise UsageError("--beside is shown in the report: add --html report.html.")
-    config = target.config_of(options)
+    config = target.parse_config(options)
     target.check_beside(options)
     found = target.load(options)
     run_alone(found)
@@ -85,7 +90,7 @@ def _explain(options: argparse.Namespace) -> None:
 
     with task("fp8pass.explain", REPORT):
         explanation = explain(config)
-        other = target.config_beside(options, explanation.config)
+        other = target.parse_beside(options, explanation.config)
         beside = explain(other) if other else None
     if options.html:
         with task("writing the report", "Give another --html FILE."):
@@ -95,7 +100,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _fit(options: argparse.Namespace) -> None:
     check_plot(options)
-    config = target.config_of(options)
+    config = target.parse_config(options)
     found = target.load(options)
     result = _call_fit(options, config, found)
     if found.note:
@@ -134,7 +139,7 @@ def _call_fit(options: argparse.Namespace, config: Config | None, found: target.
 def _run_tool(name: str, options: argparse.Namespace) -> None:
     """Run `fp8pass.<name>(model, loss_fn, batch, config=...)` on TARGET."""
     check_plot(options)
-    config = target.config_of(options)
+    config = target.parse_config(options)
     found = target.load(options)
     loss_fn = make_loss_fn(found)
     run_alone(found, partial(loss_fn, found.module, found.batch))

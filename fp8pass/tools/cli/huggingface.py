@@ -45,7 +45,7 @@ def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     make = _find_class(config)
     before = torch.get_default_dtype()
     # Unlike a cast, the default dtype leaves buffers in FP32 that the model creates in FP32.
-    torch.set_default_dtype(dtype or _dtype_of(config) or torch.float32)
+    torch.set_default_dtype(dtype or _find_dtype(config) or torch.float32)
     try:
         with torch.device(device):
             return make(config)
@@ -55,7 +55,7 @@ def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 def note_dtype(config: Any, dtype: torch.dtype | None) -> str:
     """Return a note if neither the user nor the config names a dtype; else ''."""
-    if dtype or _dtype_of(config):
+    if dtype or _find_dtype(config):
         return ""
     return "Weights are in float32: the config names no dtype. --dtype bfloat16 gives another."
 
@@ -118,7 +118,7 @@ def _make_labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _dtype_of(config: Any) -> torch.dtype | None:
+def _find_dtype(config: Any) -> torch.dtype | None:
     """Return the dtype that a config names: `dtype` in transformers 5, `torch_dtype` in 4."""
     named = config.to_dict()
     name = named.get("dtype") or named.get("torch_dtype")

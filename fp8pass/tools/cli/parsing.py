@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
 
-def device_name(text: str) -> str:
+def check_device(text: str) -> str:
     """Check the name of a CPU or CUDA device, which need not be available.
 
     Raises:
@@ -79,7 +79,7 @@ def device_name(text: str) -> str:
     return text
 
 
-def device_of(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
     """Return the device of that name; without a name a GPU if PyTorch sees one, else the CPU.
 
     Raises:
@@ -94,7 +94,7 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def output_file(text: str) -> Path:
+def check_output_file(text: str) -> Path:
     """Check the path of a file to write, before the command runs.
 
     Raises:

@@ -19,14 +19,14 @@ def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
     """
     import torch
 
-    from fp8pass.tools.running import unchanged
+    from fp8pass.tools.running import restore_state
 
     shapes = [_describe(x) for x in (*found.args, *found.kwargs.items())]
     fix = f"Its inputs are {', '.join(shapes) or 'none'}; --input gives others."
     with (
         task("running the model without fp8pass", fix),
         torch.compiler.set_stance("force_eager"),
-        unchanged(found.module),
+        restore_state(found.module),
         torch.no_grad(),
     ):
         (run or partial(found.module, *found.args, **found.kwargs))()

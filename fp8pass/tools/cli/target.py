@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fp8pass.config import LISTS, RECIPES, Config, ConfigError, configured, unknown
-from fp8pass.tools.cli.parsing import UsageError, device_name, device_of, task
+from fp8pass.tools.cli.parsing import UsageError, check_device, find_device, task
 
 if TYPE_CHECKING:
     import torch
@@ -108,12 +108,12 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         help="an option of fp8pass.Config; repeatable: memory_budget=0.6, skip=layers.0,lm_head",
     )
     if runs:
-        add("--device", type=device_name, help="cpu, cuda or cuda:N, for model and inputs")
-    floats = partial(dtype_name, among=FLOATS)
+        add("--device", type=check_device, help="cpu, cuda or cuda:N, for model and inputs")
+    floats = partial(check_dtype, among=FLOATS)
     add("--dtype", type=floats, help=f"{', '.join(FLOATS)}, for model and inputs")
 
 
-def config_of(options: argparse.Namespace) -> Config | None:
+def parse_config(options: argparse.Namespace) -> Config | None:
     """Return the configuration that the options give, or None without any.
 
     Raises:
@@ -125,7 +125,7 @@ def config_of(options: argparse.Namespace) -> Config | None:
     return _make_config({**recipe, **dict(options.option)})
 
 
-def config_beside(options: argparse.Namespace, config: Config) -> Config | None:
+def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
     """Return `config` with the options of `--beside`, or None without any.
 
     Another recipe replaces the recipe of `config`, but not the options of `--option`.
@@ -211,7 +211,7 @@ def parse_input(text: str) -> Input:
         )
     dtype, below = match["dtype"] or "", match["below"]
     if dtype:
-        dtype_name(dtype)
+        check_dtype(dtype)
     if (dtype in INTEGERS) != bool(below):
         need = "integers need a bound" if dtype in INTEGERS else "only integers have a bound"
         raise argparse.ArgumentTypeError(f"{text!r}: {need}, such as 4x128:int64:32000")
@@ -219,7 +219,7 @@ def parse_input(text: str) -> Input:
     return Input(match["name"] or "", shape, dtype, int(below or 0))
 
 
-def dtype_name(text: str, among: tuple[str, ...] = DTYPES) -> str:
+def check_dtype(text: str, among: tuple[str, ...] = DTYPES) -> str:
     """Check the name of a dtype.
 
     Raises:
@@ -248,13 +248,13 @@ def load(options: argparse.Namespace) -> Target:
 
     torch.manual_seed(0)
     runs = hasattr(options, "device")
-    device = device_of(options.device) if runs and options.device else None
+    device = find_device(options.device) if runs and options.device else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with task(f"building {options.target}", "--traceback shows where."):
         if _is_config(options.target):
             from fp8pass.tools.cli import huggingface
 
-            default = device_of(None) if runs else torch.device("meta")
+            default = find_device(None) if runs else torch.device("meta")
             config = huggingface.read(options.target)
             note = huggingface.note_dtype(config, dtype)  # before the model writes to the config
             model = huggingface.build(config, device or default, dtype)

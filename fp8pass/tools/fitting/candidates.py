@@ -250,7 +250,7 @@ class Candidates:
     def _measure(self, setup: Setup, seconds: Seconds) -> Candidate:
         """Add the memory of a setup to its time."""
         here, host = self.parameters.place(setup, self.accumulate)
-        fate = self.parameters.fate_of_gradients(setup, self.accumulate)
+        fate = self.parameters.decide_fate(setup, self.accumulate)
         moment = self._largest(setup.config, fate)
         alive = {kind: getattr(moment, kind) for kind in KINDS}
         half = "backward" if moment.backward else "forward"

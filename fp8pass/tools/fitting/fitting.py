@@ -79,7 +79,7 @@ def fit(
         ValueError: the model is sharded, its loss does not depend on a trainable parameter, or its
             forward reads the values of tensors.
     """
-    base = running.checked_configuration("fit", model, config)
+    base = running.check_configuration("fit", model, config)
     running.check_arguments(fit, model, kwargs)
     module = compat.original_of(model)
     if running.is_sharded(module):
@@ -108,7 +108,7 @@ def _search(candidates: Candidates, found: Fit) -> None:
     if not found.tried:
         raise ConfigError(next(iter(candidates.impossible.values())))
     setup = found.shown.setup
-    fate = candidates.parameters.fate_of_gradients(setup, found.accumulate)
+    fate = candidates.parameters.decide_fate(setup, found.accumulate)
     found.moments = candidates.traced.moments(setup.config, fate)
 
 
@@ -193,7 +193,7 @@ def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
         return compute_own_loss
 
     def compute_loss(run: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        return running.checked_loss(
+        return running.compute_loss(
             loss_fn, run, (args, kwargs) if args and kwargs else args or kwargs
         )
 

@@ -101,7 +101,7 @@ class Parameters:
             gpu.staging = DEPTH * STAGED_BYTES
         return gpu, host
 
-    def fate_of_gradients(self, setup: Setup, accumulate: int) -> Fate:
+    def decide_fate(self, setup: Setup, accumulate: int) -> Fate:
         """Return how long final gradients stay alive."""
         if not setup.attach:
             # Gradients of later micro-batches are added to the existing ones.

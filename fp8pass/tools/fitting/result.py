@@ -13,7 +13,7 @@ from fp8pass.config import ConfigError, bytes_text
 from fp8pass.hardware import GIB, Gpu
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidate
 from fp8pass.tools.fitting.planned import Moment
-from fp8pass.tools.fitting.setup import config_text
+from fp8pass.tools.fitting.setup import format_config
 from fp8pass.tools.output import Result, make_figure
 
 # The kinds of memory: description, color in the plot.
@@ -187,17 +187,17 @@ class Fit(Result):
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:
-            place = _place(candidate)
+            place = _find_place(candidate)
             least[place] = min(least.get(place, candidate), candidate, key=lambda c: c.gpu_bytes)
         table = Table(title="ways to train, the fastest first", title_justify="left")
         table.add_column("")
-        for column in ("GPU", "host", "s per step", "s of exposed copies"):
+        for column in ("GPU", "host", "s per step", "s exposed"):
             table.add_column(column, justify="right")
         table.add_column("")
         for candidate, why_not in self.tried:
             if (
-                _place(candidate) != _place(self.shown)
-                and candidate is not least[_place(candidate)]
+                _find_place(candidate) != _find_place(self.shown)
+                and candidate is not least[_find_place(candidate)]
             ):
                 continue
             seconds = candidate.seconds
@@ -212,7 +212,7 @@ class Fit(Result):
         return table
 
 
-def _place(candidate: Candidate) -> tuple[bool, tuple[str, ...]]:
+def _find_place(candidate: Candidate) -> tuple[bool, tuple[str, ...]]:
     return candidate.setup.attach, candidate.setup.offload
 
 
@@ -223,7 +223,7 @@ def _format_size(count: float) -> str:
 def _to_dict(candidate: Candidate, why_not: str) -> dict[str, Any]:
     setup, seconds = candidate.setup, candidate.seconds
     return {
-        "config": config_text(setup.config),
+        "config": format_config(setup.config),
         "attach": setup.attach,
         "offload": list(setup.offload),
         "optimizer": "torch" if setup.preset is None else setup.preset,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fp8pass.config import Config
 from fp8pass.tools.fitting.traced import is_in_list
-from fp8pass.tools.running import recipe_of
+from fp8pass.tools.running import find_recipe
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Setup:
             blocks: paths of modules that are compiled one by one, with `.*` for the members of a
                 list; empty for the model as a whole.
         """
-        found = [f"config = {config_text(self.config)}"]
+        found = [f"config = {format_config(self.config)}"]
         if "weights" in self.offload:
             found.append('fp8pass.optim.offload_weights(model, "cuda")')
         else:
@@ -52,7 +52,7 @@ class Setup:
     def _compile_text(self, path: str, blocks: Sequence[str]) -> str:
         is_list, has_lists = path.endswith(".*"), any(p.endswith(".*") for p in blocks)
         of_layers = is_list or not has_lists or is_in_list(path)
-        unlimited = config_text(replace(self.config, memory_budget=None))
+        unlimited = format_config(replace(self.config, memory_budget=None))
         compiled = f".compile(backend=fp8pass.backend({'config' if of_layers else unlimited}))"
         if is_list:
             return f"for block in model.{path.removesuffix('.*')}:\n    block{compiled}"
@@ -67,7 +67,7 @@ class Setup:
         return f"fp8pass.optim.AdamW(model.parameters(){preset}{offload})"
 
     def __str__(self) -> str:
-        recipe, changes = recipe_of(self.config)
+        recipe, changes = find_recipe(self.config)
         options = [f"{name}={value!r}" for name, value in changes.items()]
         optimizer = "AdamW" if self.preset in (None, "coat") else f"AdamW {self.preset}"
         words = [
@@ -79,9 +79,9 @@ class Setup:
         return " · ".join(words)
 
 
-def config_text(config: Config) -> str:
+def format_config(config: Config) -> str:
     """Return a configuration as Python code."""
-    recipe, changes = recipe_of(config)
+    recipe, changes = find_recipe(config)
     if config.compiler != Config().compiler:
         changes |= {"compiler": config.compiler}
     given = [f"{name}={value!r}" for name, value in changes.items()]

@@ -310,7 +310,7 @@ class TracedLayers:
         found = [(a, b) for a, b in pairs if a in few or b in more]
         if not found or any(a not in few or b not in more for a, b in found):
             raise NotAlike
-        found.sort(key=lambda pair: _order(pair[1]))
+        found.sort(key=lambda pair: _make_sort_key(pair[1]))
         return [self._extrapolate(few[a], more[b], b[1] != a[1]) for a, b in found]
 
     def _find_largest(self, moments: list[Moment]) -> dict[Slot, Moment]:
@@ -318,7 +318,7 @@ class TracedLayers:
         largest: dict[Slot, Moment] = {}
         begun = {False: False, True: False}
         for moment in moments:
-            layer = self._layer_of(moment.module)
+            layer = self._find_layer_number(moment.module)
             begun[moment.backward] |= layer is not None
             outside = "after" if begun[moment.backward] else "before"
             slot = moment.backward, outside if layer is None else layer
@@ -326,7 +326,7 @@ class TracedLayers:
                 largest[slot] = moment
         return largest
 
-    def _layer_of(self, module: str) -> int | None:
+    def _find_layer_number(self, module: str) -> int | None:
         prefix = f"{self.layers.path}."
         number = module.removeprefix(prefix).split(".")[0]
         return int(number) if module.startswith(prefix) else None
@@ -341,7 +341,7 @@ class TracedLayers:
         """
         values = {k: getattr(few, k) for k in KINDS}
         values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}
-        module, layer = few.module, self._layer_of(few.module)
+        module, layer = few.module, self._find_layer_number(few.module)
         if from_end and layer is not None:
             own, its = (f"{self.layers.path}.{i}" for i in (layer, layer + self._further))
             module = its + module.removeprefix(own)
@@ -364,7 +364,7 @@ class TracedLayers:
         return self.few.plans(self._config(config, FEW))
 
 
-def _order(slot: Slot) -> tuple[bool, float]:
+def _make_sort_key(slot: Slot) -> tuple[bool, float]:
     """Key that sorts slots by time. The backward runs the layers in reverse."""
     backward, place = slot
     if isinstance(place, str):

@@ -22,9 +22,9 @@ class ModuleDiff:
     text: str
 
 
-def module_diffs(record: PassRecord) -> list[ModuleDiff]:
+def diff_modules(record: PassRecord) -> list[ModuleDiff]:
     """Return the changes of one pass, in the order of the graph."""
-    before, after = code_by_module(record.before), code_by_module(record.after)
+    before, after = split_code(record.before), split_code(record.after)
     same: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for module in dict.fromkeys((*before, *after)):
         old, new = before.get(module, []), after.get(module, [])
@@ -36,7 +36,7 @@ def module_diffs(record: PassRecord) -> list[ModuleDiff]:
     return [ModuleDiff(found[0][0], len(found), found[0][1]) for found in same.values()]
 
 
-def code_by_module(code: str) -> dict[str, list[str]]:
+def split_code(code: str) -> dict[str, list[str]]:
     """Return the lines of a graph's code by module; '' for lines without a module."""
     modules: dict[str, list[str]] = {}
     lines = modules.setdefault("", [])

@@ -38,16 +38,16 @@ class Span:
 
     def signature(self) -> tuple[object, ...]:
         """Return a key that is equal for equal layers."""
-        return (self.pattern, *(self._signature(y) for y in self.operators))
+        return (self.pattern, *(self._make_signature(y) for y in self.operators))
 
-    def _signature(self, operator: DrawnOperator) -> tuple[object, ...]:
+    def _make_signature(self, operator: DrawnOperator) -> tuple[object, ...]:
         details = tuple(x for x in operator.details.items() if x[0] not in _OWN_DETAILS)
         module = operator.module.replace(self.path, self.pattern, 1)
         position = operator.column - self.columns.start
         return operator.label, operator.kind, module, position, operator.backward, details
 
 
-def layer_of(module: str) -> str:
+def find_layer(module: str) -> str:
     """Return the numbered layer that a module belongs to, `model.layers.3`; '' without a number."""
     match = _NUMBERED.match(module)
     return match[0] if match else ""
@@ -83,7 +83,7 @@ def find_spans(picture: Picture) -> list[Span]:
     """Return the numbered layers in order, with all columns between the first and the last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
-        if path := layer_of(module):
+        if path := find_layer(module):
             columns.setdefault(path, []).append(column)
     operators: dict[int, list[DrawnOperator]] = {}
     for operator in picture.operators:

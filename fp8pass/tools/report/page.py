@@ -24,12 +24,12 @@ from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
 from fp8pass.tools.report.comparison import compare
-from fp8pass.tools.report.diffs import module_diffs
+from fp8pass.tools.report.diffs import diff_modules
 from fp8pass.tools.report.folding import fold
-from fp8pass.tools.report.picture import KINDS, draw, source_line
-from fp8pass.tools.report.timeline import timeline
-from fp8pass.tools.running import recipe_of
-from fp8pass.tools.tables import format_mib, remarks, short_name, sort_points
+from fp8pass.tools.report.picture import KINDS, draw, find_source_line
+from fp8pass.tools.report.timeline import trace_timeline
+from fp8pass.tools.running import find_recipe
+from fp8pass.tools.tables import format_mib, format_remarks, shorten_operator, sort_points
 
 if TYPE_CHECKING:
     from fp8pass.tools.diagnosis import Diagnosis
@@ -80,7 +80,7 @@ def render(
         mib=format_mib,
         share=_format_share,
         seconds=_format_seconds,
-        short=short_name,
+        short=shorten_operator,
         flop=_format_flop,
         recipe=_format_recipe,
         ms=lambda seconds: f"{1e3 * seconds:.3g}",
@@ -95,14 +95,14 @@ def render(
         sections=sections,
         expensive=folding.sort_by_bytes(saved)[:_MOST_EXPENSIVE],
         high_precision=folding.fold_rows(reasons),
-        operations=operations(graphs),
+        operations=count_operations(graphs),
         options={k: x for k, x in vars(explanation.config).items() if x != default[k]},
         diagnosis=diagnosis,
         comparison=compare(explanation, beside) if beside else None,
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
-        remarks=remarks(explanation).split("\n"),
+        remarks=format_remarks(explanation).split("\n"),
         made={
             "fp8pass": __version__,
             "torch": torch.__version__,
@@ -118,7 +118,7 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
     return {
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
-        "timeline": [asdict(m) for m in timeline(explanation.graphs)],
+        "timeline": [asdict(m) for m in trace_timeline(explanation.graphs)],
         "choices": [list(_list_choices(g.plan)) for g in explanation.graphs],
         "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
     }
@@ -127,17 +127,17 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
     """Return the data of one graph, which ran in `modules`."""
     plan = compiled.plan
-    sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
+    sources = {n.name: find_source_line(n) for n in compiled.gm.graph.nodes}
     return {
         "number": number,
         "runs": len(compiled.runs),
-        "modules": folding.path_pattern(modules) if any(modules) else "",
+        "modules": folding.format_paths(modules) if any(modules) else "",
         "plan": plan,
         "linears": folding.fold_linears(plan.linears),
         "saved": folding.fold_saved(plan.saved, sources),
         "scalars": [s for s in plan.saved if s.is_scalar],
         "rules": folding.fold_rules(plan.rules),
-        "passes": [(record, module_diffs(record)) for record in compiled.passes],
+        "passes": [(record, diff_modules(record)) for record in compiled.passes],
         "choices": list(_list_choices(plan)),
     }
 
@@ -158,7 +158,7 @@ def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
         }
 
 
-def operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
+def count_operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
     """Return the floating point operations of a step by kind of operator, the most first."""
     total: Counter[str] = Counter()
     for compiled in graphs:
@@ -190,7 +190,7 @@ def _format_seconds(seconds: float) -> str:
 
 def _format_recipe(config: Config) -> str:
     """Format a configuration as its nearest recipe with changes: `coat, memory_budget=0.5`."""
-    name, changes = recipe_of(config)
+    name, changes = find_recipe(config)
     return ", ".join((name, *(f"{option}={value!r}" for option, value in changes.items())))
 
 

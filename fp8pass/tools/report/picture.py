@@ -109,14 +109,14 @@ def draw(compiled: CompiledGraph) -> Picture:
     return Picture(drawing.columns.modules, operators, list(drawing.edges()))
 
 
-def forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
+def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
     """Return the nodes that outputs of the forward and saved tensors are computed from."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
-    return graph.ancestors([*_forward_outputs(compiled), *compiled.ctx.saved])
+    return graph.ancestors([*_find_outputs(compiled), *compiled.ctx.saved])
 
 
-def _forward_outputs(compiled: CompiledGraph) -> list[fx.Node]:
+def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
     """Return the outputs of the forward; all outputs for a graph without a backward."""
     results = graph.outputs(compiled.gm.graph)[: compiled.ctx.facts.num_fwd_outputs or None]
     return [n for n in results if isinstance(n, fx.Node)]
@@ -152,9 +152,9 @@ class _Drawing:
     def __init__(self, compiled: CompiledGraph) -> None:
         self.ctx, plan = compiled.ctx, compiled.plan
         self.crossing = set(self.ctx.saved)
-        self.forward = forward_nodes(compiled)
+        self.forward = find_forward_nodes(compiled)
         self.drawn = [n for n in compiled.gm.graph.nodes if self._is_drawn(n)]
-        computed = graph.ancestors(_forward_outputs(compiled))
+        computed = graph.ancestors(_find_outputs(compiled))
         self.columns = _Columns([n for n in self.drawn if n in computed])
         self.decisions = {n.name: d for n, d in self.ctx.decisions.items()}
         self.saved = {s.name: s for s in plan.saved}
@@ -176,11 +176,11 @@ class _Drawing:
         return DrawnOperator(
             id=node.name,
             label=_make_label(node),
-            kind=self._kind(node),
+            kind=self._find_kind(node),
             module=graph.module_path(node),
             column=self.columns[node],
             backward=node not in self.forward,
-            details={name: text for name, text in self._details(node) if text},
+            details={name: text for name, text in self._list_details(node) if text},
         )
 
     def edges(self) -> Iterator[Edge]:
@@ -195,7 +195,7 @@ class _Drawing:
                     counted.add(source)
                 yield Edge(source.name, node.name, crosses, graph.nbytes(source) if first else 0)
 
-    def _kind(self, node: fx.Node) -> str:
+    def _find_kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             return "input"
         if node.target is fp8.dequantize_groups.default:
@@ -212,7 +212,7 @@ class _Drawing:
         }
         return named.get(kind(node), "nonlinear")
 
-    def _details(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+    def _list_details(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         value = graph.value(node)
         yield "operator", str(graph.operator_of(node).target)
         if value is not None:
@@ -220,13 +220,13 @@ class _Drawing:
             yield "dtype", graph.dtype_text(value.dtype)
         yield from _describe_quantization(node)
         yield "role", node.meta.get(ROLE, "")
-        yield from self._saving(node)
+        yield from self._describe_saving(node)
         linear = self.linears.get(graph.module_path(node))
         if linear is not None and kind(node) is Kind.GEMM:
             yield "in high precision because", linear.reason
-        yield "source", source_line(node)
+        yield "source", find_source_line(node)
 
-    def _saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+    def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         """Yield how a value reaches the backward, and the reason."""
         name = node.meta.get(CARRIES, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
@@ -288,7 +288,7 @@ def _describe_scales(scale: object) -> str:
     return "one for each row" if graph.tensor(scale).ndim else "one for the tensor"
 
 
-def source_line(node: fx.Node) -> str:
+def find_source_line(node: fx.Node) -> str:
     """Return the line of the user's model that a node comes from, `model.py:54  q = self.q(x)`.
 
     It is the innermost line outside of PyTorch: for `nn.RMSNorm` the line that calls it. The result

@@ -11,7 +11,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.tools.report.picture import forward_nodes
+from fp8pass.tools.report.picture import find_forward_nodes
 
 Change = tuple[fx.Node, bool, int]  # operator, whether in the backward, saved bytes it adds
 
@@ -26,7 +26,7 @@ class TimelinePoint:
     bytes: int
 
 
-def timeline(graphs: Iterable[CompiledGraph]) -> list[TimelinePoint]:
+def trace_timeline(graphs: Iterable[CompiledGraph]) -> list[TimelinePoint]:
     """Return the operators that change the saved bytes: forwards, then backwards in reverse."""
     points = [TimelinePoint(0, "", False, 0)]
     forwards: list[Change] = []
@@ -44,7 +44,7 @@ def timeline(graphs: Iterable[CompiledGraph]) -> list[TimelinePoint]:
 
 def _find_changes(compiled: CompiledGraph) -> tuple[list[Change], list[Change]]:
     """Return the operators of the forward and of the backward, with the bytes that each adds."""
-    forward = forward_nodes(compiled)
+    forward = find_forward_nodes(compiled)
     calls = [n for n in compiled.gm.graph.nodes if n.op != "output"]
     after = [n for n in calls if n not in forward]
     order = {node: i for i, node in enumerate(after)}
