@@ -87,7 +87,9 @@ def test_accumulation(longest, accumulation, tmp_path):
 def test_a_model_without_values():
     with torch.device("meta"):
         model = MLP((64, 128, 32))
-    with pytest.raises(ValueError, match=r"up.weight and 3 more .*to_empty\(device='cpu'\)"):
+    with pytest.raises(
+        ValueError, match=r"4 parameters, up.weight first, .*to_empty\(device='cpu'\)"
+    ):
         explain(model, torch.randn(16, 64))
 
 
@@ -408,7 +410,7 @@ def test_parts_that_were_compiled_in_different_ways():
     model = Broken()
     in_place(model.first)
     model.second.compile(backend="fp8pass")
-    with pytest.raises(ValueError, match=r"different configurations: give one of them, config="):
+    with pytest.raises(ValueError, match=r"different configurations. Pass one of them, config="):
         explain(model, torch.randn(16, 64))
     assert explain(model, torch.randn(16, 64), config=AGOQ).graphs
 
@@ -434,5 +436,8 @@ def test_derivatives_within_the_forward():
         def forward(self, x):
             return torch.func.grad(lambda z: self.energy(z).square().sum())(x)
 
-    with pytest.raises(RuntimeError, match=r"with torch\.func, which does not let explain count"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"cannot count the saved tensors of a model whose forward calls torch\.func",
+    ):
         explain(Field(), torch.randn(32, 64))
