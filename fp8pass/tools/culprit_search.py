@@ -4,7 +4,7 @@ Let u1 ... un be the units in low bits in the order in which they run, and E(i) 
 gradients if the first i units are exact. Independent errors add in squares, so the units from i + 1
 to j cause E²(i) - E²(j) together. Repeatedly halving the range that causes most leads to the
 largest single cause in log2(n) compilations. Ranges that cause less than the threshold of a culprit
-are not halved, so few measurements show that there is no culprit. A range that turns an infinite
+are not halved, so few measurements suffice if no unit is a culprit. A range that turns an infinite
 error into a finite one contains the unit that overflows.
 
 Large errors do not add: if all gradients are wrong anyway, the unit that becomes exact last seems

@@ -53,7 +53,7 @@ class ExplanationData(Result):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes saved outside of compiled graphs, minus those that several graphs share."""
+        """Bytes saved outside of compiled graphs, minus bytes that several graphs share."""
         return self.saved_bytes - sum(g.runs_kept * g.plan.saved_bytes for g in self.graphs)
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(ValueError):
-    """An argument is invalid; the message says how to fix it. Exit code 2."""
+    """An argument is invalid. The message contains the fix. Exit code 2."""
 
 
 class Failure(Exception):

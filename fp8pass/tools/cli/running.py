@@ -11,7 +11,7 @@ from fp8pass.tools.cli.target import Target
 
 
 def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
-    """Call the model, or `run`, without fp8pass, to tell the model's errors from those of fp8pass.
+    """Call the model, or `run`, without fp8pass, so that errors of the model are reported as such.
 
     Raises:
         Failure: the call fails.

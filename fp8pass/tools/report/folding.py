@@ -4,7 +4,7 @@
     after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
 
 Layers are equal if they have the same modules and operators with the same shapes, formats and
-reasons. The first and the last layer of a model usually differ from the others.
+reasons. The first and the last layer of a model usually differ.
 """
 
 from __future__ import annotations

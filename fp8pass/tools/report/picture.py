@@ -123,7 +123,7 @@ def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
 
 
 class _Columns:
-    """The column of each node. Nodes of the forward create columns; all others join one."""
+    """The column of each node. Nodes of the forward create columns; other nodes join one."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self.modules: list[str] = []
