@@ -7,9 +7,8 @@ from helpers import MLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8pass.tools.fitting.replay import Fate
-from fp8pass.tools.fitting.step import own_loss, record_step
-from fp8pass.tools.fitting.traced import TracedStep
+from fp8pass.tools.fitting.step import compute_own_loss, record_step
+from fp8pass.tools.fitting.traced import Fate, TracedStep
 
 VOCABULARY = 640
 STAY = Fate(stay=True)
@@ -52,7 +51,7 @@ def on_cpu(layers: int = 2) -> tuple[Layered, Tensor]:
 
 
 def recorded(model, paths, ids) -> TracedStep:
-    return TracedStep(record_step(model, paths, ((ids,), {}), own_loss))
+    return TracedStep(record_step(model, paths, ((ids,), {}), compute_own_loss))
 
 
 def nbytes(*tensors: Tensor) -> int:

@@ -15,7 +15,7 @@ from fp8pass.demo.model import Decoder, new_model
 from fp8pass.demo.show import make_notes, make_table, progress_bar, write_plot
 from fp8pass.demo.sizes import SIZES, Size
 from fp8pass.demo.train import Compile, Run, free_memory, run_variant
-from fp8pass.tools.cli.parsing import UsageError, device_of
+from fp8pass.tools.cli.parsing import UsageError, find_device
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:
@@ -24,7 +24,7 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
     Raises:
         UsageError: the recipe or device does not exist, or the text is too short.
     """
-    device = device_of(options.device)
+    device = find_device(options.device)
     size = SIZES[options.size or ("large" if device.type == "cuda" else "small")]
     size = replace(size, steps=options.steps or size.steps)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8pass.config import RECIPES, unknown
 from fp8pass.demo.sizes import SIZES
-from fp8pass.tools.cli.parsing import device_name
+from fp8pass.tools.cli.parsing import check_device
 
 DESCRIPTION = "Train the same small language model with and without fp8pass, and compare."
 
@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_steps, help="training steps of each variant")
     add("--seed", type=int, default=0, help="seed of weights and batches")
     add("--recipe", default="coat", help=f"recipe of fp8pass: {', '.join(RECIPES)}")
-    add("--device", type=device_name, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--device", type=check_device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add(
         "--size", type=_size, help=f"size of the model: {', '.join(SIZES)} (default: by the device)"
     )

@@ -21,7 +21,7 @@ from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.quantization import BY_ROW
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import matching_pattern
-from fp8pass.tools.running import configuration_of
+from fp8pass.tools.running import find_configuration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
             for FP8.
         ValueError: a weight has a NaN or an infinity.
     """
-    config = config or configuration_of(model)
+    config = config or find_configuration(model)
     plain = _pretrained(model)
     linears = {name: m for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
     head = plain.get_output_embeddings()

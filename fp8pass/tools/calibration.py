@@ -13,7 +13,7 @@ from fp8pass import graph
 from fp8pass.config import Config, ValueMoments
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.tools.recording import Record, record_step
-from fp8pass.tools.running import checked_configuration
+from fp8pass.tools.running import check_configuration
 
 
 def calibrate(
@@ -23,37 +23,35 @@ def calibrate(
     *,
     config: Config | None = None,
 ) -> tuple[ValueMoments, ...]:
-    """Mean and standard deviation of the values that the error rules bound, on a batch.
+    """Measure the mean and standard deviation of the values that the error rules bound.
 
-    The rules assume unit variance for values without moments. Pass the result on:
+    The rules assume unit variance for values without moments. Pass the result to the compiler:
 
         moments = fp8pass.calibrate(model, loss_fn, batch)
         model = torch.compile(model, backend="fp8pass", options={"moments": moments})
 
-    Values are named by module and operator, so compile the model that was calibrated, as a whole
-    or in the same parts: names start at what is compiled. If a module is in several graphs, or runs
-    several times, the moments of its largest values count.
-
-    Runs one forward and backward; parameters, their gradients, buffers and random number
-    generators are left as they were.
+    Names of values are relative to the compiled part, so compile the same model, as a whole or in
+    the same parts. If a module is in several graphs or runs several times, the moments with the
+    largest mean square are used. Runs one forward and backward; parameters, gradients, buffers and
+    random number generators are restored.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
-        loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
+        loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
         config: the configuration for compiling the model, instead of its own or the default recipe.
 
     Returns:
-        (name, mean, standard deviation) of each value: plain data that JSON can hold.
+        (name, mean, standard deviation) of each value, as JSON-ready data.
 
     Raises:
-        TypeError: `model` is no module, `config` no `Config`, or `loss_fn` gives no loss.
+        TypeError: `model` is not a module, `config` not a `Config`, or the loss not a scalar.
     """
-    config = checked_configuration("calibrate", model, config)
+    config = check_configuration("calibrate", model, config)
     records = record_step(model, loss_fn, batch, config)
     found: dict[str, ValueMoments] = {}
     for record in records:
-        for moments in _moments(record):
+        for moments in _measure_moments(record):
             found[moments[0]] = max(moments, found.get(moments[0], moments), key=_mean_square)
     return tuple(found.values())
 
@@ -63,7 +61,7 @@ def _mean_square(moments: ValueMoments) -> float:
     return mean**2 + std**2
 
 
-def _moments(record: Record) -> list[ValueMoments]:
+def _measure_moments(record: Record) -> list[ValueMoments]:
     names = graph.value_names(record.planned.graph)
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     exact = record.planned_values(record.exact_values())

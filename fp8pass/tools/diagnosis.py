@@ -1,15 +1,12 @@
 """`fp8pass.diagnose`: the gradient error of every layer, measured and predicted.
 
-The joint graph of a model is run twice on real data: as it is, and rewritten. In the second run
-every value of the forward and every gradient that enters a layer is replaced by the exact one. The
-error of a layer's gradients is then its own, without that of the layers behind it (as in AGoQ,
-Table 13).
+Runs the joint graph of a model twice on real data: before the passes, and rewritten. The second run
+replaces every value of the forward, and every gradient that enters a layer, by the exact one. So
+the error of a layer's gradients does not include errors of later layers (as in AGoQ, Table 13).
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,17 +20,17 @@ from fp8pass.dialect.accumulation import hardware_accumulation
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.tags import ROLE, original_name
+from fp8pass.tools.output import Result, make_figure, make_name, make_table
 from fp8pass.tools.prediction import Predictor
-from fp8pass.tools.recording import Record, arranged_as, record_step
-from fp8pass.tools.running import checked_configuration
-from fp8pass.tools.terminal import named, table, text_of
+from fp8pass.tools.recording import Record, arrange_as, record_step
+from fp8pass.tools.running import check_configuration
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
-# An error this many times the predicted one is worth a look.
+# An error this many times the predicted error is marked.
 FAR_ABOVE = 3.0
 
-# Below this, errors come from BF16's own rounding and from correlations of gradients with values.
+# Smaller errors come from BF16 rounding and from correlations of gradients with values.
 NEGLIGIBLE = 0.01
 
 
@@ -43,13 +40,14 @@ class LayerError:
 
     Attributes:
         module: path of the module in the model.
-        entry: the entry of `skip` for it: its path in the part that is compiled, which equal blocks
-            that are compiled one by one share.
-        gradient: the tensor whose gradient it is: `weight`, `input`, or `attention q`, `k`, `v`.
+        entry: entry of `skip` for the layer: its path in the compiled part. Identical parts share
+            entries.
+        gradient: the tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`,
+            `v`.
         shape: shape of the gradient, as text.
         mean_absolute: mean absolute error.
         relative: ‖wrong - exact‖₂ / ‖exact‖₂.
-        predicted: the relative error that the rules predict for the values of the batch; None if no
+        predicted: relative error that the rules predict for the values of the batch; None if no
             rule could be derived, which happens only with the rules off (`tolerance=inf`).
     """
 
@@ -63,38 +61,34 @@ class LayerError:
 
     @property
     def far_above(self) -> bool:
-        """Whether the error is too large for the rules to explain it; NaN is."""
+        """Whether the error is too large for the rules to explain it; true for NaN."""
         explained = FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE)
         return not self.relative <= explained
 
 
 @dataclass
-class Diagnosis:
-    """The gradient errors of a model's layers; print it, or look at `layers`."""
+class Diagnosis(Result):
+    """The gradient errors of a model's layers. Print it, or use `layers` and `to_json()`."""
 
     config: Config
     layers: list[LayerError] = field(default_factory=list)
 
     @property
     def suspicious(self) -> list[LayerError]:
-        """The errors far above those that the rules predict."""
+        """The errors far above the predicted ones."""
         return [y for y in self.layers if y.far_above]
 
     @property
     def suggested_skip(self) -> tuple[str, ...]:
-        """Entries for `skip` that would keep the suspicious layers in high precision."""
+        """Entries for `skip` that leave the suspicious layers in high precision."""
         return tuple(dict.fromkeys(y.entry for y in self.suspicious if y.entry))
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The errors as JSON text, also written to `path` if one is given."""
-        data = {
+    def to_dict(self) -> dict[str, Any]:
+        """Return the errors as JSON-ready data."""
+        return {
             "layers": [asdict(y) | {"far_above": y.far_above} for y in self.layers],
             "suggested_skip": self.suggested_skip,
         }
-        text = json.dumps(finite(data), indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n")
-        return text
 
     def plot(self, path: str | Path) -> None:
         """Draw measured and predicted errors into an image file.
@@ -103,9 +97,7 @@ class Diagnosis:
             ImportError: matplotlib is not installed.
             ValueError: matplotlib does not write files of this extension.
         """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 0.25 * len(self.layers) + 1.5), layout="constrained")
+        figure = make_figure("plot", figsize=(8, 0.25 * len(self.layers) + 1.5))
         axes = figure.subplots()
         names = [f"{y.module} {y.gradient}" for y in self.layers]
         axes.barh(names, [y.relative for y in self.layers], label="measured")
@@ -115,35 +107,25 @@ class Diagnosis:
         axes.legend()
         figure.savefig(path, dpi=120)
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterable[Any]:
         if not self.layers:
-            return (
-                "No gradient has an error: no linear layer runs in FP8, and nothing is kept in low "
-                "bits for one. fp8pass.explain(model, ...) says why.\n"
+            yield (
+                "No gradient has an error: no linear layer runs in FP8, and no saved tensor that a "
+                "gradient depends on is in low bits. fp8pass.explain(model, ...) shows why."
             )
+            return
         columns = "gradient of", "mean abs.", "relative", "predicted", ""
-        made = table("gradient error by layer", "module", *columns)
+        made = make_table("gradient error by layer", "module", *columns)
         for y in self.layers:
             predicted = "no rule" if y.predicted is None else f"{y.predicted:.4f}"
             numbers = f"{y.mean_absolute:.2e}", f"{y.relative:.4f}", predicted
             tensor = f"{y.gradient} {y.shape}"
-            made.add_row(named(y.module), tensor, *numbers, "!" if y.far_above else "")
-        return text_of([made, *self._conclusions()])
-
-    def _conclusions(self) -> Iterable[str]:
+            made.add_row(make_name(y.module), tensor, *numbers, "!" if y.far_above else "")
+        yield made
         if self.suspicious:
             yield "!: far above the predicted error."
         if self.suggested_skip:
-            yield f"To keep these layers in high precision: skip={self.suggested_skip!r}"
-
-
-def finite(data: Any) -> Any:
-    """`data` with None for NaN and infinities, which JSON cannot hold."""
-    if isinstance(data, dict):
-        return {key: finite(x) for key, x in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [finite(x) for x in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+            yield f"To leave these layers in high precision: skip={self.suggested_skip!r}"
 
 
 def diagnose(
@@ -155,17 +137,17 @@ def diagnose(
 ) -> Diagnosis:
     """Measure the gradient error that each layer of `model` adds on a batch of data.
 
-    A layer that runs several times has an error of each run. Where only parts of the model are
-    compiled, only those are here. Runs one forward and backward; parameters, their gradients,
-    buffers and random number generators are left as they were.
+    A layer that runs several times has one entry for each run. If only parts of the model are
+    compiled, only their layers are measured. Runs one forward and backward; parameters, gradients,
+    buffers and random number generators are restored.
 
-    On a GPU with FP8 tensor cores measured errors include that of accumulation. Elsewhere GEMMs sum
-    in FP32, unless within `fp8pass.testing.hardware_accumulation()`, and expected errors alone
-    include it.
+    On a GPU with FP8 tensor cores, measured errors include the error of FP8 accumulation. On other
+    devices GEMMs accumulate in FP32, unless within `fp8pass.testing.hardware_accumulation()`, and
+    only predicted errors include it.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
-        loss_fn: `loss_fn(model, batch)` gives the loss, as `lambda m, b: m(**b).loss`.
+        loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
         config: the configuration to diagnose, instead of the model's own or the default recipe.
 
@@ -173,27 +155,29 @@ def diagnose(
         A Diagnosis: `print` it, or use `.layers`, `.suspicious`, `.plot()`, `.to_json()`.
 
     Raises:
-        TypeError: `model` is no module, `config` no `Config`, or `loss_fn` gives no loss.
+        TypeError: `model` is not a module, `config` not a `Config`, or the loss not a scalar.
     """
-    config = checked_configuration("diagnose", model, config)
+    config = check_configuration("diagnose", model, config)
     records = record_step(model, loss_fn, batch, config)
-    return Diagnosis(config, [error for record in records for error in errors_of(record)])
+    return Diagnosis(config, [error for record in records for error in measure_errors(record)])
 
 
-def errors_of(record: Record) -> Iterable[LayerError]:
-    """Measured and predicted errors of one graph's gradients, without those that are exact."""
+def measure_errors(record: Record) -> Iterable[LayerError]:
+    """Yield measured and predicted errors of one graph's gradients that are not exact."""
     exact = record.exact_values()
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
-    predicted = predictor.backward
-    interpreter = LocalErrorInterpreter(
-        record.rewritten, exact, _layer_outputs(rules), _regions_by_name(rules)
-    )
+    # Layers end at GEMMs and attention, and at the outputs of regions.
+    ends = {n for region in rules.regions for n in region.outputs}
+    ends |= {n for n in rules.backward if kind(n) in LAYERS}
+    names = {original_name(n) for n in ends & rules.backward}
+    regions = {original_name(n): i for i, r in enumerate(rules.regions) for n in r.nodes}
+    interpreter = LocalErrorInterpreter(record.rewritten, exact, names, regions)
     with hardware_accumulation(emulate=False):
         record.run(interpreter)
     for node, (mean_absolute, relative) in interpreter.errors.items():
-        expected = predicted.get(original_name(node), 0.0)
+        expected = predictor.backward.get(original_name(node), 0.0)
         if not relative and not expected:
             continue  # exact
         yield LayerError(
@@ -207,35 +191,15 @@ def errors_of(record: Record) -> Iterable[LayerError]:
         )
 
 
-def _layer_outputs(rules: Rules) -> set[str]:
-    """Names of the gradients that one layer computes and the next one uses.
-
-    Those are the results of GEMMs and attention, and the outputs of regions.
-    """
-    ends = {n for region in rules.regions for n in region.outputs}
-    ends |= {n for n in rules.backward if kind(n) in LAYERS}
-    return {original_name(n) for n in ends & rules.backward}
-
-
-def _regions_by_name(rules: Rules) -> dict[str, int]:
-    """The number of the region of each node, by the node's name."""
-    return {original_name(n): i for i, region in enumerate(rules.regions) for n in region.nodes}
-
-
 def _describe(node: fx.Node, record: Record) -> str:
-    """The kind of tensor whose gradient this is: weight, layer input or operand of attention."""
-    if kind(node) is Kind.ATTENTION:
-        return f"attention {_attention_operand(node)}"
+    """Return the kind of tensor that a gradient belongs to."""
+    if kind(node) is Kind.ATTENTION:  # fused operators return all gradients as a tuple
+        position = int(node.args[1]) if graph.is_getitem(node) else 3  # type: ignore[arg-type]
+        return f"attention {'qkv'[position] if position < 3 else 'operand'}"
     if ROLE in node.meta:
         return "weight" if node.meta[ROLE] == "wgrad" else "input"
     shapes = {graph.shape_text(graph.tensor(n)) for n in record.ctx.facts.parameters}
     return "weight" if graph.shape_text(graph.tensor(node)) in shapes else "input"
-
-
-def _attention_operand(node: fx.Node) -> str:
-    """The operand whose gradient this is; fused operators give all gradients as a tuple."""
-    position = int(node.args[1]) if graph.is_getitem(node) else None  # type: ignore[arg-type]
-    return "operand" if position is None or position > 2 else "qkv"[position]
 
 
 class LocalErrorInterpreter(fx.Interpreter):
@@ -244,9 +208,9 @@ class LocalErrorInterpreter(fx.Interpreter):
     Args:
         gm: the rewritten graph.
         exact: the exact value of each node, by name.
-        ends: names of the gradients at which a layer ends.
-        regions: the region of each node, by name. Inside a region the inexact value is used, as in
-            the sum that is a bias's gradient.
+        ends: names of the gradients at the ends of layers.
+        regions: number of the region of each node, by name. Inside a region values stay inexact,
+            for example in the sum that computes a bias's gradient.
     """
 
     def __init__(
@@ -258,32 +222,32 @@ class LocalErrorInterpreter(fx.Interpreter):
         self.errors: dict[fx.Node, tuple[float, float]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """The operands of a node, exact where another layer computed them."""
-        return fx.map_arg((n.args, n.kwargs), lambda operand: self._operand(operand, n))
+        """Return the operands of a node, exact where another layer computed them."""
+        return fx.map_arg((n.args, n.kwargs), lambda operand: self._find_operand(operand, n))
 
-    def _operand(self, operand: fx.Node, user: fx.Node) -> Any:
+    def _find_operand(self, operand: fx.Node, user: fx.Node) -> Any:
         name, region = original_name(operand), self.regions.get(original_name(operand))
         inside = region is not None and region == self.regions.get(original_name(user))
         given = self.env[operand]
-        # The graph before the passes has no name for what a pass added.
+        # Nodes that a pass added have no exact value.
         measured = name in self.ends and name in self.exact and isinstance(given, Tensor)
         is_end = measured and operand in self.backward
-        return arranged_as(operand, self.exact[name]) if is_end and not inside else given
+        return arrange_as(operand, self.exact[name]) if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, the exact one in the forward."""
+        """Run a node; in the forward, return its exact value instead."""
         value, name = super().run_node(n), original_name(n)
         if n.op != "call_function" or name not in self.exact:
             return value
         if n not in self.backward:
-            return arranged_as(n, self.exact[name])
+            return arrange_as(n, self.exact[name])
         if name in self.ends and isinstance(value, Tensor) and value.is_floating_point():
-            self.errors[n] = _difference(value, arranged_as(n, self.exact[name]))
+            self.errors[n] = _measure_difference(value, arrange_as(n, self.exact[name]))
         return value
 
 
-def _difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Mean absolute and relative L2 error."""
+def _measure_difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return the mean absolute error and the relative L2 error."""
     wrong, right = value.double(), exact.double()
     norm = float(right.norm())
     error = float((wrong - right).norm())

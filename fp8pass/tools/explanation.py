@@ -1,4 +1,4 @@
-"""`fp8pass.explain`: the decisions about a model and their reasons, without training it."""
+"""`fp8pass.explain`: the decisions about a model and the reasons, without training it."""
 
 from __future__ import annotations
 
@@ -11,38 +11,20 @@ import torch
 from torch import nn
 
 from fp8pass import compat, graph, hardware
-from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.passes import Requests
+from fp8pass.tools import running
 from fp8pass.tools.diagnosis import Diagnosis
 from fp8pass.tools.explanation_data import ExplanationData
-from fp8pass.tools.folding import path_pattern
-from fp8pass.tools.running import (
-    check_arguments,
-    checked_configuration,
-    compiled_as,
-    compiled_parts,
-    linears_that_run,
-    owners_of,
-    unchanged,
-)
+from fp8pass.tools.folding import format_paths
+from fp8pass.tools.output import make_figure
 from fp8pass.tools.saved_bytes import saved_bytes
-from fp8pass.tools.tables import (
-    by_bytes,
-    collectives_table,
-    frontier_table,
-    host_table,
-    linears_table,
-    rules_table,
-    saved_table,
-    totals,
-)
-from fp8pass.tools.terminal import text_of
+from fp8pass.tools.tables import format_totals, make_tables, sort_points
 
 
 class Explanation(ExplanationData):
-    """The decisions of fp8pass about a model; print it, `save` it as a page, or use `graphs`."""
+    """The decisions of fp8pass about a model. Print it, `save` it as a page, or use `graphs`."""
 
     def save(
         self,
@@ -51,19 +33,19 @@ class Explanation(ExplanationData):
         *,
         beside: Explanation | None = None,
     ) -> None:
-        """Write everything as one HTML page that needs no network: see docs/report.md.
+        """Write everything as one HTML page that works offline: see docs/report.md.
 
         Args:
             path: the file to write.
-            diagnosis: the result of `fp8pass.diagnose`, to show measured beside predicted errors.
-            beside: the same model with another recipe or budget, to show what each module keeps
-                and how long it takes in both.
+            diagnosis: result of `fp8pass.diagnose`, to compare measured and predicted errors.
+            beside: explanation of the same model with another recipe or budget, to compare the
+                saved bytes and the time of each module.
 
         Raises:
-            TypeError: `diagnosis` or `beside` is something else.
-            ValueError: `beside` is of another model.
+            TypeError: `diagnosis` or `beside` has the wrong type.
+            ValueError: `beside` explains another model.
         """
-        # Here rather than above: jinja2 takes time to import, which `explain` itself does not need.
+        # `explain` itself does not need jinja2, which takes time to import.
         from fp8pass.tools.report import write_report
 
         if diagnosis is not None and not isinstance(diagnosis, Diagnosis):
@@ -79,29 +61,23 @@ class Explanation(ExplanationData):
         write_report(self, Path(path), diagnosis, beside)
 
     def plot_frontier(self, path: str | Path) -> None:
-        """Draw memory against added time into an image file, a line for each graph.
+        """Draw saved memory against added time into an image file, one line for each graph.
 
         Raises:
-            ValueError: there is no frontier to plot, or matplotlib does not write files of this
+            ValueError: the explanation has no frontier, or matplotlib does not support the file's
                 extension.
             ImportError: matplotlib is not installed.
         """
         plans = {n: g.plan for n, g in enumerate(self.graphs) if g.plan.frontier}
         if not plans:
             raise ValueError("No frontier to plot: call fp8pass.explain(..., frontier=True).")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "plot_frontier needs matplotlib: pip install matplotlib", name="matplotlib"
-            ) from error
-        figure = Figure(layout="constrained")
+        figure = make_figure("plot_frontier")
         axes = figure.add_subplot(
-            xlabel="kept for the backward, MiB",
-            ylabel=f"added by recomputation, ms a step, {hardware.RATES_OF}",
+            xlabel="saved for the backward, MiB",
+            ylabel=f"added by recomputation, ms per step, {hardware.RATES_OF}",
         )
         for number, plan in plans.items():
-            points = by_bytes(plan.frontier)
+            points = sort_points(plan.frontier)
             x, y = [p.bytes / 2**20 for p in points], [p.seconds * 1e3 for p in points]
             (line,) = axes.plot(x, y, marker=".", label=f"graph {number}")
             if plan.point:
@@ -110,40 +86,23 @@ class Explanation(ExplanationData):
         axes.legend(title="★ this plan")
         figure.savefig(path)
 
-    def __str__(self) -> str:
-        return text_of(self._parts())
-
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):
-            plan, title = compiled.plan, self._title(number, compiled)
-            yield linears_table(title, plan)
-            if plan.saved:
-                yield saved_table(title, plan)
-            if plan.offload:
-                yield host_table(title, plan.offload)
-            if plan.collectives:
-                yield collectives_table(title, plan.collectives)
-            if plan.frontier:
-                yield frontier_table(title, plan)
-            if plan.rules:
-                yield rules_table(title, plan.rules)
-        yield totals(self)
-
-    def _title(self, number: int, compiled: CompiledGraph) -> str:
-        """The graph's number, the modules that its paths start from, and what else there is."""
-        runs, plan = len(compiled.runs), compiled.plan
-        notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
-        notes += [f"runs {runs}×"] * (runs > 1)
-        of = f" of {path_pattern(modules)}" if any(modules := self.modules_of(compiled)) else ""
-        return f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
+            runs, plan = len(compiled.runs), compiled.plan
+            notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
+            notes += [f"runs {runs}×"] * (runs > 1)
+            of = f" of {format_paths(modules)}" if any(modules := self.modules_of(compiled)) else ""
+            title = f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"
+            yield from make_tables(title, plan)
+        yield format_totals(self)
 
 
 def _measure_in_eager(
     explanation: Explanation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Measure what a forward without a compiler saves, and note the linear layers that run."""
+    """Measure what a forward without a compiler saves, and record the linear layers that run."""
     try:  # parts may be compiled in functions
-        with torch.compiler.set_stance("force_eager"), linears_that_run(module) as linears:
+        with torch.compiler.set_stance("force_eager"), running.record_linears(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
         # Dynamo has to trace torch.cond, scan and map, and does not take hooks of modules in them.
@@ -164,39 +123,39 @@ def explain(
 ) -> Explanation:
     """Explain what fp8pass would do to `model` called with these arguments.
 
-    Runs one forward of the model as it is, and one through the rewritten graphs, op by op, with
-    gradients enabled. Where only parts of the model are compiled, only those are. Buffers and
-    random number generators are put back afterwards; parameters and gradients are not touched.
+    Runs one forward of the model in eager mode, and one through the rewritten graphs, op by op,
+    with gradients enabled. If only parts of the model are compiled, only these are rewritten.
+    Buffers and random number generators are restored; parameters and gradients do not change.
 
     Args:
         model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
         *args: arguments of the model.
         config: the configuration to explain, instead of the model's own or the default recipe.
-        frontier: also trace memory against time, the plans of other memory budgets. Solves about
-            ten more mixed-integer programs for each graph.
-        rules: also show the error rules: how much each non-linear region amplifies errors of stored
-            values, as a number and as a formula.
+        frontier: also compute the plans of other memory budgets. Solves about ten more
+            mixed-integer programs for each graph.
+        rules: also show how much each non-linear region amplifies errors of stored values, as a
+            number and as a formula.
         **kwargs: keyword arguments of the model, besides `config`, `frontier` and `rules`.
 
     Raises:
-        TypeError: `model` is no module or `config` no `Config`.
+        TypeError: `model` is not a module, or `config` not a `Config`.
         ValueError: the model is on the meta device.
 
     Returns:
         An Explanation: `print` it, `.save("report.html")` it, or use `.graphs`, `.to_json()` and
         `.plot_frontier()`.
     """
-    config = checked_configuration("explain", model, config)
-    check_arguments(explain, model, kwargs)
-    parts = compiled_parts(model)
+    config = running.check_configuration("explain", model, config)
+    running.check_arguments(explain, model, kwargs)
+    parts = running.find_compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
-    explanation.owners = owners_of(module)
+    explanation.owners = running.find_owners(module)
     requests = Requests(frontier=frontier, rules=rules)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, requests)
-    with unchanged(module):
+    with running.restore_state(module):
         with compat.run_uncompiled(module), torch.enable_grad():
             _measure_in_eager(explanation, module, args, kwargs)
-        with compiled_as(model, backend) as program:
+        with running.compile_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     return explanation

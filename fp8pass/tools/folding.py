@@ -1,68 +1,95 @@
-"""Rows of a plan that differ only in the layer's number, folded into one with a count."""
+"""Fold rows of a plan that differ only in the layer's number into one row with a count."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
-def path_pattern(paths: Iterable[str]) -> str:
-    """Module paths as text, those that differ only in the layer's number as one, `layers.*`."""
-    rows = folded((path, (), path) for path in paths)
-    return ", ".join(pattern or "the top level" for pattern, _, _ in rows)
+class Row(NamedTuple):
+    """An item of a plan that is equal in `count` modules.
+
+    Attributes:
+        module: pattern of the modules' paths.
+        count: number of modules.
+        item: the item of the first module.
+        source: the line of the model that it comes from, if known.
+    """
+
+    module: str
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    item: Any
+    source: str = ""
 
 
-def folded(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[tuple[str, int, Any]]:
-    """Rows (path, key, item) that differ only in the layer's number, as (path, count, item)."""
+def format_paths(paths: Iterable[str]) -> str:
+    """Return module paths as text, with `layers.*` for paths that differ only in a number."""
+    rows = fold_rows((path, (), path) for path in paths)
+    return ", ".join(row.module or "the top level" for row in rows)
+
+
+def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[Row]:
+    """Fold (path, key, item) with equal keys, and paths that differ only in numbers, into rows."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
     for path, key, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))
     return [
-        (pattern if len(members) > 1 else members[0][0], len(members), members[0][1])
+        Row(pattern if len(members) > 1 else members[0][0], len(members), members[0][1])
         for (pattern, _), members in groups.items()
     ]
 
 
-def folded_linears(linears: Iterable[Linear]) -> list[tuple[str, int, Linear]]:
-    """Linear layers, equal ones folded."""
+def sort_by_bytes(rows: Iterable[Row]) -> list[Row]:
+    """Sort rows by the bytes of all their modules, the most first."""
+    return sorted(rows, key=lambda row: row.count * row.item.bytes, reverse=True)
+
+
+def fold_linears(linears: Iterable[Linear]) -> list[Row]:
+    """Fold equal linear layers."""
 
     def key(y: Linear) -> tuple[Any, ...]:
         sizes = y.rows, y.experts, y.in_features, y.out_features
         return *sizes, y.fp8, y.fast, y.simulated, y.reason
 
-    return folded((y.module, key(y), y) for y in linears)
+    return fold_rows((y.module, key(y), y) for y in linears)
 
 
-def folded_collectives(sent: Iterable[Collective]) -> list[tuple[str, int, Collective]]:
-    """Collectives, equal ones folded."""
-    return folded((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
+def fold_collectives(sent: Iterable[Collective]) -> list[Row]:
+    """Fold equal collectives, the most bytes first."""
+    return sort_by_bytes(
+        fold_rows((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
+    )
 
 
-def folded_copies(copies: Iterable[HostCopy]) -> list[tuple[str, int, HostCopy]]:
-    """Tensors on the host, those of equal layers folded; the first one's times stand for all."""
-    return folded((c.module, (c.shape, c.dtype), c) for c in copies)
+def fold_copies(copies: Iterable[HostCopy]) -> list[Row]:
+    """Fold offloaded tensors of equal layers. The item has the times of the first layer."""
+    return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
-def folded_saved(
-    saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
-) -> list[tuple[str, int, SavedTensor]]:
-    """Kept tensors without scalars, equal ones folded; `sources`, by name, must be equal, too."""
-    sources = sources or {}
+def fold_saved(saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None) -> list[Row]:
+    """Fold equal saved tensors, the most bytes first. Scalars are left out.
+
+    Args:
+        saved: saved tensors.
+        sources: source line of each tensor, by name; equal tensors have equal lines, too.
+    """
+    lines = sources or {}
 
     def key(s: SavedTensor) -> tuple[Any, ...]:
         kept = s.kept_as, s.bytes, s.host_bytes, s.reason
-        return s.op, s.shape, s.dtype, *kept, sources.get(s.name)
+        return s.op, s.shape, s.dtype, *kept, lines.get(s.name)
 
-    return folded((s.module, key(s), s) for s in saved if not s.is_scalar)
+    rows = fold_rows((s.module, key(s), s) for s in saved if not s.is_scalar)
+    return sort_by_bytes(row._replace(source=lines.get(row.item.name, "")) for row in rows)
 
 
-def folded_rules(rules: Iterable[RuleSummary]) -> list[tuple[str, int, RuleSummary]]:
-    """Error rules, those of equal regions folded."""
+def fold_rules(rules: Iterable[RuleSummary]) -> list[Row]:
+    """Fold the error rules of equal regions."""
 
     def key(r: RuleSummary) -> tuple[Any, ...]:
         return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)
 
-    return folded((r.module, key(r), r) for r in rules)
+    return fold_rows((r.module, key(r), r) for r in rules)

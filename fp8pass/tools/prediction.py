@@ -1,8 +1,8 @@
-"""The error that the rules expect of every gradient in a planned backward.
+"""Predict the error of every gradient in a planned backward with the error rules.
 
-Errors are local, as `diagnose` measures them: each is the error that one region, GEMM or attention
-adds to exact incoming gradients. Values are those of a real batch; rounding is idealized
-(`samples.rounding`): it has the relative error of the format's normal range.
+Errors are local, as `diagnose` measures them: the error that one region, GEMM or attention adds to
+exact incoming gradients. Values come from a real batch. Rounding is idealized (`samples.rounding`):
+it has the relative error of the format's normal range.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ from fp8pass.graph.tags import original_name
 
 fp8 = torch.ops.fp8pass
 
-# The position of the format among the arguments.
 
-# Rows and columns of a GEMM's result that are computed to estimate its error.
+# Number of rows and columns of a GEMM's result in the sample that estimates its error.
 LARGEST_SAMPLE = 512
-# The same for the error of fast accumulation, whose emulation takes longer.
+# The same for the error of fast accumulation, which is slow to emulate.
 LARGEST_EMULATED = 32
 
 
 @dataclass
 class Predictor:
-    """Expected relative RMS errors on a joint graph that is planned but not yet rewritten.
+    """Predicted relative RMS errors on a joint graph that is planned but not yet rewritten.
 
     Attributes:
-        rules: the error rules of the graph.
+        rules: error rules of the graph.
         decisions: how each forward value reaches the backward.
-        values: the values of the nodes on a batch.
-        forward: errors of forward values, as the backward gets them.
+        values: values of the nodes on a batch.
+        forward: errors of forward values as the backward reads them.
         backward: errors of gradients, by the node's name in the graph before any pass; None if
             no rule could be derived.
     """
@@ -61,7 +60,7 @@ class Predictor:
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Fill in the errors of all nodes; those of a region once its inputs are known."""
+        """Fill in the errors of all nodes; of a region after its last input."""
         members = {n for region in self.rules.regions for n in region.nodes}
         ready = self.rules.by_last_input()
         for node in g.nodes:
@@ -71,18 +70,19 @@ class Predictor:
                 self._predict_region(region)
 
     def _predict_node(self, node: fx.Node) -> None:
-        """An operator outside of regions; junctions and movement add no error to gradients."""
+        """Predict the error of an operator outside of regions."""
         if node not in self.rules.backward:
-            self.forward[node] = self._of_value(node)
+            self.forward[node] = self._predict_value(node)
         elif node.target is fp8.scaled_mm.default:
-            self.backward[original_name(node)] = self._of_scaled_mm(node)
+            self.backward[original_name(node)] = self._predict_scaled_mm(node)
         elif node.target in OPERATORS and OPERATORS[node.target].multiplies:
-            self.backward[original_name(node)] = self._of_experts(node)
+            self.backward[original_name(node)] = self._predict_experts(node)
         elif kind(graph.operator_of(node)) in (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION):
-            self._run_again(node)
+            self._rerun(node)
+        # All other operators only add or move gradients, without an error.
 
-    def _of_value(self, node: fx.Node) -> float:
-        """The error with which a value is stored, or recomputed from its operands."""
+    def _predict_value(self, node: fx.Node) -> float:
+        """Return the error of a value that is stored, or recomputed from its operands."""
         decision = self.decisions.get(node)
         if decision is None:
             return 0.0
@@ -92,11 +92,11 @@ class Predictor:
 
     # --- operators ------------------------------------------------------------------------------
 
-    def _run_again(self, node: fx.Node) -> None:
-        """Run an operator on rounded operands."""
+    def _rerun(self, node: fx.Node) -> None:
+        """Run an operator on rounded operands, and compare the results."""
         if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
             return
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._rounded)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._round)
         with compat.real_tensors():
             results = node.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(results, Tensor):
@@ -106,7 +106,7 @@ class Predictor:
             if graph.is_getitem(user) and isinstance(result := results[user.args[1]], Tensor):
                 self.backward[original_name(user)] = relative_change(self.values[user], result)
 
-    def _rounded(self, node: fx.Node) -> Any:
+    def _round(self, node: fx.Node) -> Any:
         value, error = self.values[node], self.forward.get(node, 0.0)
         if not error:
             return value
@@ -115,11 +115,11 @@ class Predictor:
         rounded = (value - mean) * rounding(value - mean, error)
         return (rounded + mean).to(value.dtype)
 
-    def _of_scaled_mm(self, gemm: fx.Node) -> float:
-        """The error of a product, from those of its operands and of rounding them to FP8."""
+    def _predict_scaled_mm(self, gemm: fx.Node) -> float:
+        """Return the error of a product, from errors of its operands and of FP8 rounding."""
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
-            matrix, error = self._operand(operand)  # type: ignore[arg-type]
+            matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
             count = min(len(matrix), LARGEST_SAMPLE)
             rows = torch.linspace(0, len(matrix) - 1, count, dtype=torch.float64)
             some = matrix[rows.long().to(matrix.device)].double()
@@ -127,29 +127,29 @@ class Predictor:
             rounded.append(some * rounding(some, error) if error else some)
         change = relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
         fast = gemm.args[6] and is_fp8(graph.tensor(gemm.args[0]).dtype)  # type: ignore[arg-type]
-        return math.hypot(change, accumulation_error(*exact) if fast else 0.0)
+        return math.hypot(change, estimate_accumulation_error(*exact) if fast else 0.0)
 
-    def _of_experts(self, gemm: fx.Node) -> float:
-        """The error of a product of experts, to which those of its operands add independently.
+    def _predict_experts(self, gemm: fx.Node) -> float:
+        """Return the error of a product of experts, as the independent errors of its operands.
 
-        Such GEMMs have no sizes that are known before they run, to draw a sample from.
+        The sizes of its groups are dynamic, so no sample can be drawn.
         """
-        operands = [_quantized(gemm.args[0]), _quantized(gemm.args[2])]
-        formats = map(_format_of, operands)
+        operands = [_find_quantize(gemm.args[0]), _find_quantize(gemm.args[2])]
+        formats = map(_find_format, operands)
         errors = [
             math.hypot(self.forward.get(x.args[0], 0.0), f.relative_error)  # type: ignore[arg-type]
             for x, f in zip(operands, formats, strict=True)
         ]
         if gemm.args[6]:
-            a, b = map(self._matrix_of_experts, operands)
+            a, b = map(self._find_experts_matrix, operands)
             length = min(a.shape[1], b.shape[1])
-            errors.append(accumulation_error(a[:, :length], b[:, :length]))
+            errors.append(estimate_accumulation_error(a[:, :length], b[:, :length]))
         return math.hypot(*errors)
 
-    def _matrix_of_experts(self, node: fx.Node) -> Tensor:
-        """A matrix that was quantized, contracted over its last dimension.
+    def _find_experts_matrix(self, node: fx.Node) -> Tensor:
+        """Return a matrix that was quantized, with the contracted dimension last.
 
-        Of one that is contracted over the tokens of each expert: as many as an average expert has.
+        If tokens are contracted, the result has as many of them as an average expert.
         """
         matrix = self.values[node.args[0]]  # type: ignore[index]
         if node.target is fp8.quantize.default:
@@ -157,14 +157,14 @@ class Predictor:
         experts = graph.tensor(node.args[2]).shape[0]  # type: ignore[arg-type]
         return matrix[: max(len(matrix) // experts, 1)].t()
 
-    def _operand(self, node: fx.Node) -> tuple[Tensor, float]:
-        """The matrix that was quantized, contracted over its last dimension, and its error."""
+    def _find_operand(self, node: fx.Node) -> tuple[Tensor, float]:
+        """Return a matrix that was quantized, with the contracted dimension last, and its error."""
         if graph.is_call(node, fp8.transpose.default):
-            matrix, error = self._operand(node.args[0])  # type: ignore[arg-type]
+            matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
-        if graph.is_call(node, fp8.as_codes.default):  # gathered from what is kept exactly
+        if graph.is_call(node, fp8.as_codes.default):  # gathered from an exact shard
             return self.values[node], FORMATS[str(node.args[1])].relative_error
-        source, format = node.args[0], _format_of(node)
+        source, format = node.args[0], _find_format(node)
         inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
         return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
 
@@ -180,7 +180,7 @@ class Predictor:
             if reason := self.rules.reason_of(region):
                 raise Underivable(reason)
             with compat.real_tensors():
-                errors = self._region_errors(region, kept)
+                errors = self._compute_region_errors(region, kept)
         except Underivable:
             exact = not any(kept.values()) and not any(self.forward.get(n) for n in region.values)
             unknown = 0.0 if exact else None
@@ -193,7 +193,9 @@ class Predictor:
                 known = error if node in self.decisions else 0.0
                 self.forward[node] = kept.get(node, known)
 
-    def _region_errors(self, region: Region, kept: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+    def _compute_region_errors(
+        self, region: Region, kept: Mapping[fx.Node, float]
+    ) -> dict[fx.Node, float]:
         derivation = Derivation(region)
         symbols = derivation.expressions.symbols
         derivation.samples.use(
@@ -210,15 +212,15 @@ class Predictor:
         return {n: errors[symbols[n]] for n in region.nodes if n in symbols}
 
 
-def _quantized(node: Any) -> fx.Node:
-    """The operator that quantizes an operand of experts."""
+def _find_quantize(node: Any) -> fx.Node:
+    """Return the operator that quantizes an operand of experts."""
     while node.target not in (fp8.quantize.default, fp8.transpose_segments.default):
         node = node.args[0]
     return node
 
 
-def accumulation_error(a: Tensor, b: Tensor) -> float:
-    """The relative error that fast accumulation adds to `a @ b.T`, on a sample of the result."""
+def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
+    """Return the relative error that fast accumulation adds to `a @ b.T`, on a sample."""
     operands = []
     for x in (a, b):
         rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)
@@ -228,8 +230,8 @@ def accumulation_error(a: Tensor, b: Tensor) -> float:
     return relative_change(exact, accumulate(*operands, fast=True).double())
 
 
-def _format_of(quantized: fx.Node) -> Format:
-    """The format of an operand that `quantize` or `transpose_segments` gives."""
+def _find_format(quantized: fx.Node) -> Format:
+    """Return the format of an operand that `quantize` or `transpose_segments` gives."""
     if quantized.target is fp8.quantize.default:
         return quantization_of(quantized).format
     return FORMATS[str(quantized.args[3])]

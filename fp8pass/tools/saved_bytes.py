@@ -1,59 +1,51 @@
-"""The bytes that a model saves for its backward, measured."""
+"""Measure the bytes that a model saves for its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8pass import compat
-from fp8pass.tools.running import is_sharded, leaves_of
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise RuntimeError(
-            "The model takes derivatives within its forward with torch.func, which does not let "
-            "explain count what is saved. It trains all the same, and the line that fp8pass logs "
-            "at the second step says what its graphs keep."
-        ) from error
+from fp8pass.tools.running import find_leaves, is_sharded
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Bytes that one forward of `model`, compiled or not, saves for its backward.
+    """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters and leaves that require a gradient are not counted, which live on in any case;
-    tensors that share a storage count once. Tensors are counted and dropped, so that a model whose
-    activations would not fit can be measured; the backward of such a forward cannot run.
+    Parameters, buffers and leaves that require a gradient are not counted, because they are alive
+    anyway. Tensors that share a storage count once. Saved tensors are freed at once, so that models
+    whose activations do not fit can be measured; the backward of this forward cannot run.
 
     Raises:
-        RuntimeError: the forward takes derivatives itself.
+        RuntimeError: the forward computes derivatives itself.
     """
-    held = (*model.parameters(), *model.buffers(), *leaves_of((args, kwargs)))
+    held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
-    @torch.compiler.disable  # hooks of FSDP2 have it traced, where keys of memory are but shells
+    @torch.compiler.disable  # hooks of FSDP2 trace this function, but fake tensors have no storage
     def pack(tensor: Tensor) -> None:
-        if sharded:  # what FSDP2 gathers takes the parameters' places for a while
+        if sharded:  # FSDP2 replaces parameters by gathered ones while their module runs
             own.update(map(compat.weak_storage, model.parameters()))
         saved[compat.weak_storage(tensor)] = tensor.untyped_storage().nbytes()
 
     def unpack(_: None) -> Tensor:
         raise RuntimeError(
-            "The model runs a backward within its forward. explain counts what a forward saves and "
-            "keeps none of it: give it a forward without one."
+            "The model runs a backward within its forward. explain counts saved tensors without "
+            "saving them: pass it a forward without a backward."
         )
 
-    with _explained(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        model(*args, **kwargs)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            model(*args, **kwargs)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            "explain cannot count the saved tensors of a model whose forward calls torch.func. The "
+            "model trains anyway, and fp8pass logs the saved bytes at the second step."
+        ) from error
     return sum(count for storage, count in saved.items() if storage not in own)

@@ -12,7 +12,7 @@ from cli_helpers import ok
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.tools.cli.target import config_beside
+from fp8pass.tools.cli.target import parse_beside
 
 ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")  # of fit
 
@@ -33,7 +33,7 @@ def without_times(data):
 def test_explains_what_a_factory_returns(run, name):
     out = ok(run("explain", f"factories:{name}"))
     assert "2 of 2 linear layers in FP8" in out
-    assert "graph 0: kept for the backward" in out
+    assert "graph 0: saved for the backward" in out
 
 
 @pytest.mark.parametrize("name", ["model", "MLP", "ready"])
@@ -140,12 +140,10 @@ def test_another_recipe_beside(run, here, given, first, second):
 def test_what_is_beside_keeps_the_other_options():
     given = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
     own = fp8pass.Config.recipe("agoq", skip=("a",))
-    assert config_beside(given, own) == fp8pass.Config.recipe(
-        "agoq", skip=("a",), memory_budget=0.5
-    )
+    assert parse_beside(given, own) == fp8pass.Config.recipe("agoq", skip=("a",), memory_budget=0.5)
     given.beside.append(("recipe", "linear"))
     want = fp8pass.Config.recipe("linear", skip=("a",), memory_budget=0.5)
-    assert config_beside(given, own) == want
+    assert parse_beside(given, own) == want
 
 
 # --- Hugging Face -------------------------------------------------------------------------------

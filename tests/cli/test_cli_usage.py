@@ -53,7 +53,7 @@ from fp8pass.tools.cli import COMMANDS
         (["explain", "no.py:build"], "No file 'no.py'"),
         (["explain", "factories.py"], "Give factories.py:NAME"),
         (["explain", "factory:model"], "Unknown module 'factory'. Did you mean 'factories'?"),
-        (["explain", "not/a.module:model"], "is no module"),
+        (["explain", "not/a.module:model"], "is not a module"),
         (["explain", "factories:modle"], "Did you mean 'model'? factories has "),
         (["explain", "factories:constant"], "is a int; it should be a function"),
         (["explain", "factories:with_argument"], "missing a required argument: 'size'"),
@@ -155,11 +155,11 @@ def test_help_has_examples_and_exit_codes(run, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_can_be_parsed(name):
-    from fp8pass.tools.cli import _parsers
+    from fp8pass.tools.cli import _make_parsers
 
     for example in COMMANDS[name].examples:
         _, *words = example.split()
-        assert _parsers()[0].parse_args(words).command == name
+        assert _make_parsers()[0].parse_args(words).command == name
 
 
 def test_help_without_a_command(run):

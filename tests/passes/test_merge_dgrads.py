@@ -156,7 +156,7 @@ def test_explain_counts_them():
     explanation = fp8pass.explain(Parallel(), inputs())
     (merged,) = explanation.graphs[0].plan.merged
     assert sorted(merged) == ["layers.0", "layers.1", "layers.2"]
-    assert "Input gradients of 3 layers come from one GEMM." in str(explanation)
+    assert "Merged the input-gradient GEMMs of 3 layers into one GEMM." in str(explanation)
 
 
 @given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))

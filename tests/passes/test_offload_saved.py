@@ -385,7 +385,7 @@ def test_explain_says_what_is_where(tmp_path):
     explanation = explain(model, *args, config=config(), frontier=True)
     text, data = str(explanation), explanation.to_dict()
     plan = data["graphs"][0]
-    assert "kept on the host" in text
+    assert "saved in host memory" in text
     assert "MiB on host" in text
     assert "On the host:" in text
     assert plan["host_bytes"] == sum(c["bytes"] for c in plan["offload"]["copies"]) > 0

@@ -465,6 +465,6 @@ def test_diagnose_expects_what_it_measures():
 
 def test_explain_counts_experts():
     text = " ".join(str(explain(Routed(), rows(48, 64))).split())  # lines end where they may
-    assert "4 of 5 linear layers in FP8, 3 of 3 of 16 experts among them" in text
+    assert "4 of 5 linear layers in FP8, including 3 of 3 with 16 experts each" in text
     assert "16 experts: 64 → 64" in text
     assert "router: a small error" in text

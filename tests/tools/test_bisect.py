@@ -15,7 +15,8 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Bisection, Config, ConfigError
-from fp8pass.tools.bisection import CULPRIT_SHARE, CULPRIT_TIMES, Search, Trials, relative_error
+from fp8pass.tools.bisection import Trials, measure_relative_error
+from fp8pass.tools.culprit_search import CULPRIT_SHARE, CULPRIT_TIMES, Search
 
 # --- the search, on made-up errors --------------------------------------------------------------
 
@@ -203,7 +204,7 @@ def test_an_evenly_spread_error_has_no_culprit():
     assert 0.02 < found.error == found.remaining < 0.2
     assert not found.culprits
     assert not found.suggested
-    assert "No single one stands out: the error is spread." in str(found)
+    assert "No single unit stands out: many units cause the error." in str(found)
 
 
 class Exponential(nn.Module):
@@ -297,7 +298,7 @@ def test_what_it_prints(tmp_path, capfd):
     found = fp8pass.bisect(model, loss, X)
     assert capfd.readouterr() == ("", "")  # no terminal, no progress
     *_, last = str(found).strip().splitlines()
-    assert last == "To keep them exact, add to options: {'skip': ('1.up',)}"
+    assert last == "To make them exact, add to options: {'skip': ('1.up',)}"
     data = json.loads(found.to_json(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text()) == data
     (culprit,) = data["culprits"]
@@ -331,8 +332,8 @@ def test_units_of_a_llama():
         ({"most": True}, ConfigError, "must be at least 1, got True"),
         ({"config": "coat"}, TypeError, "Config.recipe"),
         ({"model": loss}, TypeError, "takes a torch.nn.Module, got function"),
-        ({"loss_fn": lambda m, x: m(x)}, TypeError, r"it gave \(32, 32\)"),
-        ({"loss_fn": lambda m, x: {"loss": m(x).sum()}}, TypeError, "it gave dict"),
+        ({"loss_fn": lambda m, x: m(x)}, TypeError, r"it returned \(32, 32\)"),
+        ({"loss_fn": lambda m, x: {"loss": m(x).sum()}}, TypeError, "it returned dict"),
         ({"batch": X * math.nan}, ValueError, "not finite in recipe 'exact' either"),
         ({"model": MLP((32, 32, 32)).requires_grad_(False)}, ValueError, "nothing to compare"),
     ],
@@ -345,7 +346,9 @@ def test_errors_say_what_is_wrong(options, error, says):
 
 def test_relative_error():
     exact = [torch.tensor([3.0, 0.0]), None, torch.tensor([4.0])]
-    assert relative_error(exact, exact) == 0
-    assert relative_error([torch.tensor([3.0, 2.5]), None, torch.tensor([4.0])], exact) == 0.5
+    assert measure_relative_error(exact, exact) == 0
+    assert (
+        measure_relative_error([torch.tensor([3.0, 2.5]), None, torch.tensor([4.0])], exact) == 0.5
+    )
     for wrong in (math.nan, math.inf):
-        assert relative_error([exact[0], None, torch.tensor([wrong])], exact) == math.inf
+        assert measure_relative_error([exact[0], None, torch.tensor([wrong])], exact) == math.inf

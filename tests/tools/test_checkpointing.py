@@ -85,7 +85,7 @@ def test_explain_says_what_there_would_be_without_it(caplog):
     checkpointing = graph.plan.checkpointing
     assert checkpointing.products == 4
     assert checkpointing.bytes_without == want.saved_bytes > got.saved_bytes
-    assert "has the backward compute 4 matrix products again" in str(got)
+    assert "makes the backward recompute 4 matrix products" in str(got)
     least = checkpointing.least_without
     assert least < 0.5 * want.saved_bytes
     budget = Config(memory_budget=least)  # can be met
@@ -97,7 +97,7 @@ def test_explain_says_what_regions_around_graphs_drop():
     for layer in model.layers:
         layer.compile(backend="fp8pass", options={"compiler": "eager"})
     text = str(explain(model, X))
-    assert "torch.utils.checkpoint runs 2 compiled graphs again in the backward" in text
+    assert "torch.utils.checkpoint reruns 2 compiled graphs in the backward" in text
 
 
 def test_inputs_of_regions_are_kept_in_low_bits_where_the_rules_allow_it():

@@ -171,7 +171,7 @@ def test_layers_that_pytorch_left_out_are_named():
     text = " ".join(str(explanation).split())
     assert (
         "2 linear layers run outside of compiled graphs, in high precision: first, lm_head. "
-        "PyTorch compiled only some of the model; TORCH_LOGS=graph_breaks says why." in text
+        "PyTorch compiled only some of the model; TORCH_LOGS=graph_breaks shows why." in text
     )
 
 
@@ -180,7 +180,7 @@ def test_paths_of_blocks_are_said_once():
     text, data = str(explanation), explanation.to_dict()
     assert "graph 0 of model.layers.* (runs 2×): linear layers" in text
     assert "Only parts of the model are compiled: model.layers.*." in text
-    assert "MiB are kept outside of compiled graphs" in text
+    assert "MiB are saved outside of compiled graphs" in text
     assert data["parts"] == data["graphs"][0]["modules"] == ["model.layers.0", "model.layers.1"]
 
 

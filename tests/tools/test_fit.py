@@ -19,13 +19,11 @@ from fp8pass.activation_memory.budget import BudgetProblem
 from fp8pass.activation_memory.planner import BudgetTooSmall
 from fp8pass.hardware import GPUS, Work
 from fp8pass.plan import Head
-from fp8pass.tools.fitting.candidates import Candidates
-from fp8pass.tools.fitting.fitting import _notes_on_heads
-from fp8pass.tools.fitting.gpu import find_gpu
+from fp8pass.tools.fitting.candidates import Candidates, estimate_step
+from fp8pass.tools.fitting.fitting import _describe_heads, find_gpu
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.replay import KINDS
+from fp8pass.tools.fitting.planned import KINDS
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.tools.fitting.timing import step_seconds
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +111,8 @@ def test_what_cannot_help_is_left_out(kind, chunks):
     """Budgets below one that is too small, each of which takes a while, and chunks of no head."""
     traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
     candidates = Candidates(traced, Parameters(on_meta()[0]), Config(), 1, GPUS["H200"])
-    for config in candidates._configs(Config()):
-        candidates._timed(config)
+    for config in candidates._list_configs(Config()):
+        candidates._time(config)
     assert {config.head_chunks for config in traced.asked} == chunks
     assert {config.memory_budget for config in traced.asked} == {None, 0.8, 0.6}
     assert {config.memory_budget for config in candidates.impossible} == {0.6}
@@ -136,7 +134,7 @@ def heads_of(module: str, size: int) -> list[SimpleNamespace]:
 
 def test_logits_of_all_tokens_are_spoken_of_once_if_they_are_large(fitted):
     plans = heads_of("small", 100) + heads_of("head", 8 * MIB)
-    (note,) = set(_notes_on_heads(plans, fitted))
+    (note,) = set(_describe_heads(plans, fitted))
     assert note.startswith("Logits of head, 8192×32000, 8 MiB, exist for all tokens at once")
 
 
@@ -161,12 +159,12 @@ def test_a_link_that_hides_nothing():
     setup = Setup(attach=True, offload=("states", "gradients"))
     slow = fp8pass.Gpu("slow", 1e12, 1e15, 1e15, 1e15, 1e12, link=1e6)
     work = Work(bf16_flops=1e9), Work(bf16_flops=2e9)
-    found = step_seconds(work, parameters, setup, 4, slow)
+    found = estimate_step(work, parameters, setup, 4, slow)
     _, host = parameters.place(setup, 4)
     assert found.link == pytest.approx((host.states + 4 * host.sums) / 1e6)
     assert found.waiting == pytest.approx(found.link, rel=0.01)
     fast = fp8pass.Gpu("fast", 1e12, 1e9, 1e9, 1e9, 1e12, link=1e12)
-    assert step_seconds(work, parameters, setup, 4, fast).waiting == 0
+    assert estimate_step(work, parameters, setup, 4, fast).waiting == 0
 
 
 def test_the_time_for_the_link_is_said():
@@ -214,7 +212,7 @@ def test_configuration_and_loss_of_the_model():
     [
         ({"gpu": "RTX 409"}, r"Unknown gpu 'RTX 409'. Did you mean 'RTX 4090'"),
         ({"gpu": "16GiB, 8GiB"}, "a name, a size or both"),
-        ({"gpu": 16}, "would be bytes: say how many GiB"),
+        ({"gpu": 16}, "would be bytes: write '16GiB'"),
         ({"host": "much"}, r"host must be a size such as '24GiB'"),
         ({"accumulate": 0}, "accumulate must be a positive int"),
         ({"blocks": "block"}, r"blocks='block' names no module. .*Did you mean 'blocks'"),
@@ -229,15 +227,15 @@ def test_wrong_options(changes, message):
 def test_no_loss():
     with torch.device("meta"):
         model, x = MLP((64, 128, 64)), torch.empty(32, 64)
-    with pytest.raises(ValueError, match=r"no loss: give fit a function of it and the batch"):
+    with pytest.raises(ValueError, match=r"instead of a loss. Pass fit a loss function"):
         fit(model, x, gpu="16GiB", host="8GiB")
 
 
 def test_a_loss_function_that_gives_no_loss():
     model, ids = on_meta()
-    with pytest.raises(TypeError, match=r"must give the loss.* it gave NoneType"):
+    with pytest.raises(TypeError, match=r"must return a tensor.* it returned NoneType"):
         fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=lambda model, batch: None)
-    with pytest.raises(ValueError, match="depends on nothing that is trained"):
+    with pytest.raises(ValueError, match="does not depend on a trainable parameter"):
         fit(model.requires_grad_(False), ids, gpu="16GiB", host="8GiB")
 
 
@@ -263,10 +261,10 @@ class Positives(MLP):
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ([nn.Identity(), Positive()], r"which aten.nonzero.default in parts.1 needs"),
+        ([nn.Identity(), Positive()], r"but aten.nonzero.default in parts.1 reads them"),
         (
             [],
-            r"which aten._local_scalar_dense.default in Positives or its loss needs, as do .item\(",
+            r"but aten._local_scalar_dense.default in Positives or its loss reads them, as .item\(",
         ),
     ],
 )

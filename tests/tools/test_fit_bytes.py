@@ -17,12 +17,10 @@ import fp8pass
 from fp8pass import Config, compat, explain, fit
 from fp8pass.optim import AdamW, attach, offload_weights
 from fp8pass.tools.fitting.candidates import PLACES
-from fp8pass.tools.fitting.deep import WHOLE, TracedLayers, find_layers, trace
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.replay import Fate
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.tools.fitting.step import own_loss, record_step
-from fp8pass.tools.fitting.traced import TracedStep
+from fp8pass.tools.fitting.step import compute_own_loss, record_step
+from fp8pass.tools.fitting.traced import WHOLE, Fate, TracedLayers, TracedStep, find_layers, trace
 from fp8pass.tools.saved_bytes import saved_bytes
 
 
@@ -43,7 +41,7 @@ def test_saved_bytes_are_those_of_explain_and_of_autograd(config):
     eager = Config(**{**vars(config), "compiler": "eager"})
     program = torch.compile(model, backend=fp8pass.backend(eager))
     assert planned.kept + nbytes(ids) == saved_bytes(program, ids)
-    assert planned.backward.saved[0] == planned.kept
+    assert planned.backward[0].saved == planned.kept
 
 
 def test_what_is_not_compiled_is_recorded_as_pytorch_keeps_it():
@@ -140,7 +138,7 @@ def test_hugging_face_layers_get_no_mask():
         model, ids = llama(num_hidden_layers=2), torch.empty(2, 16, dtype=torch.long)
     values = ((), {"input_ids": ids, "labels": ids, "use_cache": False})
     paths = ("model.layers.0", "model.layers.1")
-    (region,) = record_step(model, paths, values, own_loss).regions
+    (region,) = record_step(model, paths, values, compute_own_loss).regions
     nodes = [n for n in region.gm.graph.nodes if "attention" in str(n.target)]
     forward = next(n for n in nodes if "backward" not in str(n.target))
     assert True in forward.args  # is_causal
@@ -190,8 +188,8 @@ def test_autocast_of_other_threads_is_theirs():
 def test_layers_are_continued_from_few(monkeypatch):
     model, ids = on_meta(layers=5)
     full = recorded(model, WHOLE, ids)
-    monkeypatch.setattr("fp8pass.tools.fitting.deep.WORTHWHILE", 5)
-    deep = trace(model, (), ((ids,), {}), own_loss)
+    monkeypatch.setattr("fp8pass.tools.fitting.traced.WORTHWHILE", 5)
+    deep = trace(model, (), ((ids,), {}), compute_own_loss)
     assert isinstance(deep, TracedLayers)
     assert len(model.blocks) == 5
     for fate in (STAY, Fate(stay=False)):
@@ -225,7 +223,7 @@ def test_a_model_that_does_not_run_with_fewer_layers():
     with torch.device("meta"):
         model, ids = ByNumber(8), torch.empty(4, 64, dtype=torch.long)
     before = list(model.named_modules())
-    assert isinstance(trace(model, (), ((ids,), {}), own_loss), TracedStep)
+    assert isinstance(trace(model, (), ((ids,), {}), compute_own_loss), TracedStep)
     assert list(model.named_modules()) == before
 
 
@@ -245,10 +243,10 @@ def test_the_peak_is_as_predicted(place):
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model, ids = Layered(4, hidden=2048).bfloat16(), torch.empty(8, 1024, dtype=torch.long)
-    step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), own_loss)
+    step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), compute_own_loss)
     parameters, setup = Parameters(model), Setup(Config(), *place)
     here, _ = parameters.place(setup, 1)
-    moments = TracedStep(step).moments(Config(), parameters.fate_of_gradients(setup, 1))
+    moments = TracedStep(step).moments(Config(), parameters.decide_fate(setup, 1))
     predicted = here.total + max(m.total for m in moments)
 
     names = {"fp8pass": fp8pass, "torch": torch, "model": model.to_empty(device="cuda")}

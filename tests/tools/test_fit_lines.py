@@ -9,7 +9,7 @@ from fit_helpers import on_cpu
 import fp8pass
 from fp8pass import Config
 from fp8pass.tools.fitting.candidates import PLACES
-from fp8pass.tools.fitting.setup import Setup, config_text
+from fp8pass.tools.fitting.setup import Setup, format_config
 
 
 def run_lines(text: str, accumulate: int) -> None:
@@ -55,7 +55,7 @@ def test_lines_of_pytorchs_optimizer():
         Config.recipe("linear", skip=("a", "b")),
         Config(tolerance=2),
     ],
-    ids=config_text,
+    ids=format_config,
 )
 def test_a_configuration_as_python(config):
-    assert eval(config_text(config), {"fp8pass": fp8pass}) == config
+    assert eval(format_config(config), {"fp8pass": fp8pass}) == config

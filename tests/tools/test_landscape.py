@@ -191,8 +191,8 @@ def test_a_loss_that_is_not_finite_is_the_result():
     [
         (lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[0].flatten()), "failed on logits"),
         (lambda m, b: (m(b[0]), torch.tensor(1.0))[1], "does not depend on"),
-        (lambda m, b: torch.tensor(1.0), "has not called the model"),
-        (lambda m, b: m(b[0]), "no single number"),
+        (lambda m, b: torch.tensor(1.0), "did not call the model"),
+        (lambda m, b: m(b[0]), "not a scalar"),
     ],
 )
 def test_another_loss_says_what_to_write(loss_fn, message):
@@ -206,9 +206,9 @@ def test_other_wrong_arguments():
         sharpness(Tiny(), last_loss, batch_of(), epsilon=0)
     with pytest.raises(ConfigError, match="search must be True or False, got 'no'"):
         sharpness(Tiny(), last_loss, batch_of(), search="no")
-    with pytest.raises(ConfigError, match="a rise over 1 \\+ loss, and loss_fn gave -1"):
+    with pytest.raises(ConfigError, match="divides by 1 \\+ loss, but loss_fn returned -1"):
         sharpness(Tiny(), lambda m, b: last_loss(m, b) * 0 - 1, batch_of())
-    with pytest.raises(ConfigError, match="no logits"):
+    with pytest.raises(ConfigError, match="instead of logits"):
         sharpness(lambda ids: torch.tensor(1.0), last_loss, batch_of())
     with pytest.raises(ZeroDivisionError):  # of the model's own
         sharpness(lambda ids: 1 / 0, last_loss, batch_of())

@@ -20,12 +20,12 @@ import fp8pass
 from fp8pass import Config, explain
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
-from fp8pass.tools.report.diffs import code_by_module, module_diffs
-from fp8pass.tools.report.folding import fold, layer_of
-from fp8pass.tools.report.page import FP8_LINEAR, operations, page_data, render
+from fp8pass.tools.report.diffs import diff_modules, split_code
+from fp8pass.tools.report.folding import find_layer, fold
+from fp8pass.tools.report.page import FP8_LINEAR, count_operations, page_data, render
 from fp8pass.tools.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
-from fp8pass.tools.report.timeline import timeline
-from fp8pass.tools.tables import mib, short_name
+from fp8pass.tools.report.timeline import trace_timeline
+from fp8pass.tools.tables import format_mib, shorten_operator
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_details(of_llama, picture):
     head = next(y for y in picture.operators if y.module == "lm_head" and y.kind == "linear")
     assert "quantize_lm_head" in head.details["in high precision because"]
     stored = [s.kept_as for s in of_llama.graphs[0].plan.saved if s.expected_error]
-    restored = [y.details["kept as"] for y in picture.operators if y.kind == "dequantize"]
+    restored = [y.details["saved as"] for y in picture.operators if y.kind == "dequantize"]
     assert Counter(restored) == Counter(stored)
     names = {y.details["in keep_exact"] for y in picture.operators if y.kind == "dequantize"}
     assert names == {s.value for s in of_llama.graphs[0].plan.saved if s.expected_error}
@@ -118,7 +118,7 @@ def test_equal_layers_are_drawn_once(picture):
         ("model.layers.1", "model.layers.2", 2),
         ("model.layers.3", "model.layers.3", 1),  # its sum is wanted exactly by the last norm
     ]
-    layers = {layer_of(m) for m in folded.columns} - {""}
+    layers = {find_layer(m) for m in folded.columns} - {""}
     assert layers == {"model.layers.0", "model.layers.1", "model.layers.3"}
 
 
@@ -150,7 +150,7 @@ def test_what_the_next_equal_layer_reads_is_drawn():
     ],
 )
 def test_layer_of(module, layer):
-    assert layer_of(module) == layer
+    assert find_layer(module) == layer
 
 
 def chain(layers: list[int]) -> Picture:
@@ -189,7 +189,7 @@ def test_different_layers_are_not_folded(skip, counts):
 
 
 def test_the_timeline_rises_to_what_is_kept_and_falls_to_nothing(of_llama):
-    moments = timeline(of_llama.graphs)
+    moments = trace_timeline(of_llama.graphs)
     forward = [m.bytes for m in moments if not m.backward]
     backward = [m.bytes for m in moments if m.backward]
     assert forward == sorted(forward)
@@ -201,7 +201,7 @@ def test_the_timeline_rises_to_what_is_kept_and_falls_to_nothing(of_llama):
 def test_the_timeline_of_several_graphs_frees_the_last_one_first():
     explanation = explain(Broken(), torch.randn(32, 64))
     assert len(explanation.graphs) == 2
-    moments = timeline(explanation.graphs)
+    moments = trace_timeline(explanation.graphs)
     assert max(m.bytes for m in moments) == explanation.saved_bytes
     assert moments[-1].bytes == 0
     assert next(m.module.split(".")[0] for m in moments if m.backward) == "second"
@@ -226,7 +226,7 @@ class Broken(nn.Module):
 def test_diffs_say_what_a_pass_did(of_llama):
     passes = of_llama.graphs[0].passes
     record = next(record for record in passes if record.name == "quantize_linears")
-    (gate,) = [d for d in module_diffs(record) if d.module.endswith("gate_proj")]
+    (gate,) = [d for d in diff_modules(record) if d.module.endswith("gate_proj")]
     assert gate.count == 4
     removed, added = (
         [line for line in gate.text.splitlines() if line.startswith(sign)] for sign in "-+"
@@ -239,18 +239,18 @@ def test_code_by_module_is_all_of_the_code(of_llama):
     for record in of_llama.graphs[0].passes:
         lines = [x.strip() for x in record.after.splitlines()]
         wanted = [x for x in lines if x and not x.startswith("# module")]
-        got = [x for module in code_by_module(record.after).values() for x in module]
+        got = [x for module in split_code(record.after).values() for x in module]
         assert Counter(got) == Counter(wanted)
 
 
 def test_what_a_graph_returns_is_of_no_module(of_llama):
-    after = code_by_module(of_llama.graphs[0].passes[0].after)
+    after = split_code(of_llama.graphs[0].passes[0].after)
     assert [m for m, lines in after.items() if any(x.startswith("return") for x in lines)] == [""]
 
 
 def test_a_pass_that_changed_nothing_has_no_diff(of_llama):
     record = of_llama.graphs[0].passes[0]
-    assert module_diffs(dataclasses.replace(record, after=record.before)) == []
+    assert diff_modules(dataclasses.replace(record, after=record.before)) == []
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -260,13 +260,13 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
     data = numbers_on_page(page)
     assert data == json.loads(json.dumps(page_data(explanation, None)))
     assert len(data["pictures"]) == len(explanation.graphs)
-    drawn = operations(explanation.graphs)
+    drawn = count_operations(explanation.graphs)
     assert sum(drawn.values()) == sum(g.plan.flops for g in explanation.graphs)
     assert drawn.get(FP8_LINEAR, 0) == sum(g.plan.fp8_flops for g in explanation.graphs)
     assert max(m["bytes"] for m in data["timeline"]) == explanation.saved_bytes
-    assert f'id="kept">{html.escape(mib(explanation.saved_bytes))} MiB' in page
-    assert f"<b>{html.escape(mib(explanation.stock_bytes))} MiB</b>" in page
-    assert f"<b>{html.escape(mib(explanation.eager_bytes))} MiB</b>" in page
+    assert f'id="kept">{html.escape(format_mib(explanation.saved_bytes))} MiB' in page
+    assert f"<b>{html.escape(format_mib(explanation.stock_bytes))} MiB</b>" in page
+    assert f"<b>{html.escape(format_mib(explanation.eager_bytes))} MiB</b>" in page
     for graph in explanation.graphs:
         for linear in graph.plan.linears:
             assert linear.reason.replace("'", "&#39;").replace(">", "&gt;") in page
@@ -312,7 +312,7 @@ def test_graph_breaks_and_dynamic_shapes():
     ],
 )
 def test_short_names(operator, name):
-    assert short_name(operator) == name
+    assert shorten_operator(operator) == name
 
 
 def test_two_operators():

@@ -8,8 +8,9 @@ from helpers import MLP, Residuals
 
 from fp8pass import Config, explain
 from fp8pass.activation_memory.costs import recompute_seconds
-from fp8pass.tools.report.comparison import compare, recipe_of
+from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.page import render
+from fp8pass.tools.running import find_recipe
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_other_arguments_are_refused(in_8_bits, tmp_path, given, message):
     ],
 )
 def test_recipe_of(config, said):
-    assert recipe_of(config) == said
+    assert find_recipe(config) == said
 
 
 def test_the_page_shows_both(in_8_bits, exact):

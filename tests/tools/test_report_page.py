@@ -21,7 +21,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, explain
 from fp8pass.tools.explanation import Explanation
-from fp8pass.tools.tables import mib
+from fp8pass.tools.tables import format_mib
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -99,7 +99,7 @@ def opened(browser, report) -> Iterator[Opened]:
 
 def test_it_renders(opened, decoder):
     page = opened.page
-    assert page.inner_text("#kept") == f"{mib(decoder.saved_bytes)} MiB"
+    assert page.inner_text("#kept") == f"{format_mib(decoder.saved_bytes)} MiB"
     labels = page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
     assert len([x for x in labels if x.startswith("2 equal layers\nlayers.1 – 2")]) == 2  # sides
     kept = page.evaluate("canvas.$('.kept').map((e) => e.data('bytes'))")
@@ -141,7 +141,7 @@ def test_click_unfold_fold(opened):
     page.evaluate("setAllFolded(true)")
     for label in ("4 layers", "layers.0", "mlp.gate_proj"):
         opened.click_in_picture(f".folded[label ^= '{label}']")
-        assert "keeps for the backward" in page.inner_text("#details")
+        assert "saves for the backward" in page.inner_text("#details")
         page.click("#details button:text-is('unfold')")
     assert opened.drawn(".operator[label = 'scaled_mm']") > 0
     opened.click_in_picture(".operator[label = 'scaled_mm']")
@@ -264,7 +264,7 @@ def test_a_line_says_what_is_kept_and_why(opened):
         "void canvas.edges('.kept').max((e) => e.data('bytes')).ele.emit('tap')"
     )
     details = opened.page.inner_text("#details")
-    assert " kept" in details
+    assert " saved" in details
     assert "amplif" in details
 
 
@@ -305,7 +305,7 @@ def test_sort(opened):
         return [float(cell.get_attribute("data-sort")) for cell in cells]
 
     unsorted = column()
-    header = opened.page.locator("table.saved th", has_text="MiB kept")
+    header = opened.page.locator("table.saved th", has_text="MiB saved")
     for ascending in (False, True):
         header.click()
         wanted = sorted(unsorted, reverse=not ascending)
@@ -390,6 +390,6 @@ def test_thirty_two_layers_open_fast(browser, tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 2e6
     opened = [Opened(browser, tmp_path / "report.html") for _ in range(3)]
     assert min(x.seconds for x in opened) < 2
-    assert opened[0].page.inner_text("#kept") == f"{mib(explanation.saved_bytes)} MiB"
+    assert opened[0].page.inner_text("#kept") == f"{format_mib(explanation.saved_bytes)} MiB"
     labels = opened[0].page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
     assert any(label.startswith("32 layers\nlayers.0 – 31\n") for label in labels)

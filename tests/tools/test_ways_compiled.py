@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass import graph
 from fp8pass.config import Config
-from fp8pass.tools.bisection.search import Search
-from fp8pass.tools.bisection.trials import Trials
+from fp8pass.tools.bisection import Trials
+from fp8pass.tools.culprit_search import Search
 from fp8pass.tools.recording import record_step
 
 OPTIONS = {"compiler": "eager"}
@@ -134,7 +134,7 @@ def test_bisect_says_where_names_start(monkeypatch):
     monkeypatch.setattr(Search, "culprits", lambda self, most: [0])
     found = fp8pass.bisect(WAYS["blocks"](), loss, X)
     assert found.suggested.keys() <= {"skip", "keep_exact"}
-    assert "names start there: in blocks.*. Equal parts share them." in str(found)
+    assert "relative to the compiled parts blocks.*. Identical parts share one entry." in str(found)
     assert found.remaining < found.error
 
 
@@ -154,9 +154,9 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
         ({"model": len}, "takes a torch.nn.Module, got builtin_function_or_method"),
         ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
         ({"config": {"recipe": "agoq"}}, r"got dict.*Config.recipe\('coat'\)"),
-        ({"loss_fn": lambda output: output.sum()}, "takes the model and the batch.*too many"),
-        ({"loss_fn": (X,)}, "got tuple: it comes after the model"),
-        ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it gave \(4, 64\)"),
+        ({"loss_fn": lambda output: output.sum()}, "take the model and the batch.*too many"),
+        ({"loss_fn": (X,)}, "got tuple. Pass it before the batch"),
+        ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it returned \(4, 64\)"),
     ],
 )
 def test_wrong_arguments_say_what_to_give(tool, changes, says):
@@ -188,7 +188,7 @@ class Skipping(MLP):
     [
         ({"recipe": "agoq"}, "takes options as config="),
         ({"memory_budget": 0.5}, "takes options as config="),
-        ({"cnfig": Config()}, "did you mean 'config'"),
+        ({"cnfig": Config()}, "Did you mean 'config'"),
     ],
 )
 def test_a_model_does_not_swallow_what_is_meant_for_a_tool(given, says):

@@ -22,8 +22,8 @@ from fp8pass.plan import Plan
 from fp8pass.progress import gain
 from fp8pass.progress import log as compile_log
 from fp8pass.tools import tables
-from fp8pass.tools.fitting.planned import planned
-from fp8pass.tools.fitting.step import own_loss, record_step
+from fp8pass.tools.fitting.planned import plan_region
+from fp8pass.tools.fitting.step import compute_own_loss, record_step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -44,10 +44,10 @@ def models(monkeypatch):
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def plans(model, *args, loss_of=own_loss, config=None) -> list[Plan]:
+def plans(model, *args, loss_of=compute_own_loss, config=None) -> list[Plan]:
     """The plans of a model without memory, as of one on a GPU."""
     step = record_step(model, ("",), (args, {}), loss_of)
-    return [planned(r, config or Config()).plan for r in step.regions if r.gm is not None]
+    return [plan_region(r, config or Config()).plan for r in step.regions if r.gm is not None]
 
 
 def autocast(run, args, kwargs):

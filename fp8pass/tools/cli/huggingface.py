@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ BATCH, SEQUENCE = 2, 128
 
 
 def read(path: str) -> Any:
-    """The configuration in a config.json, or in the folder it is in, for training.
+    """Read a config.json, or the one in a folder, for training.
 
     Raises:
         Failure: transformers is not installed.
@@ -34,23 +32,36 @@ def read(path: str) -> Any:
 
 
 def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The model of a configuration, in training mode.
+    """Build the model of a configuration, in training mode.
 
-    Without `dtype` it has the dtype that the configuration names, else float32.
+    Args:
+        config: a configuration of transformers.
+        device: device of the model.
+        dtype: dtype of the parameters. Default: the dtype that the configuration names, else FP32.
+
+    Raises:
+        UsageError: transformers has no model for the configuration.
     """
-    with torch.device(device), _default_dtype(dtype or _dtype_of(config) or torch.float32):
-        return _class_of(config)(config)
+    make = _find_class(config)
+    before = torch.get_default_dtype()
+    # Unlike a cast, the default dtype leaves buffers in FP32 that the model creates in FP32.
+    torch.set_default_dtype(dtype or _find_dtype(config) or torch.float32)
+    try:
+        with torch.device(device):
+            return make(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
-def note_on_dtype(config: Any, dtype: torch.dtype | None) -> str:
-    """What to know of the dtype of weights where nobody named one; '' where somebody did."""
-    if dtype or _dtype_of(config):
+def note_dtype(config: Any, dtype: torch.dtype | None) -> str:
+    """Return a note if neither the user nor the config names a dtype; else ''."""
+    if dtype or _find_dtype(config):
         return ""
     return "Weights are in float32: the config names no dtype. --dtype bfloat16 gives another."
 
 
-def _class_of(config: Any) -> Any:
-    """The class that a configuration names; if it names none, a language model or a base model."""
+def _find_class(config: Any) -> Any:
+    """Return the class that a config names; by default a causal language model or a base model."""
     import transformers
 
     for name in config.architectures or ():
@@ -65,8 +76,8 @@ def _class_of(config: Any) -> Any:
     )
 
 
-def example_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Random inputs of a batch of 2, with labels if the model's loss takes them.
+def make_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Make a random batch of 2 inputs, with labels if the model's loss needs them.
 
     Raises:
         UsageError: the model takes neither tokens nor images.
@@ -83,13 +94,13 @@ def example_inputs(model: Any) -> dict[str, torch.Tensor]:
         x = torch.randn(shape, device=device, dtype=model.dtype)
     else:
         raise UsageError(
-            f"No default inputs for {type(model).__name__}, whose main one is {name}: describe "
+            f"No default inputs for {type(model).__name__}, whose main input is {name}: describe "
             f"them, such as --input {name}=2x80x3000:bfloat16."
         )
-    return {name: x, **_labels(model, x)}
+    return {name: x, **_make_labels(model, x)}
 
 
-def _labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _make_labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     from transformers.models.auto import modeling_auto as auto
 
     kind = type(model).__name__
@@ -107,19 +118,8 @@ def _labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _dtype_of(config: Any) -> torch.dtype | None:
-    """The dtype that a configuration names: `dtype` in transformers 5, `torch_dtype` in 4."""
+def _find_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype that a config names: `dtype` in transformers 5, `torch_dtype` in 4."""
     named = config.to_dict()
     name = named.get("dtype") or named.get("torch_dtype")
     return getattr(torch, name) if name else None
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create parameters in `dtype`; unlike a cast, this leaves buffers in fp32 that are made so."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -1,27 +1,29 @@
-"""Parsing of arguments, for all commands; PyTorch is imported only where it is needed."""
+"""Arguments, tasks and errors of all commands. PyTorch is imported only where it is needed."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fp8pass.config import unknown
+from fp8pass.config import ConfigError, unknown
 
 if TYPE_CHECKING:
     import torch
 
 
 class UsageError(ValueError):
-    """The arguments are wrong; the message says what to do instead. Exit code 2."""
+    """An argument is invalid. The message contains the fix. Exit code 2."""
 
 
 class Failure(Exception):
-    """A model or fp8pass failed; the message is one line with the cause. Exit code 1."""
+    """The model or fp8pass failed; the message is one line with the cause. Exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,10 @@ class Command:
     """One command of `fp8pass`.
 
     Attributes:
-        name: its name on the command line.
+        name: name on the command line.
         summary: one line for `fp8pass --help`.
-        description: a paragraph for the help of the command.
-        examples: command lines for the help of the command.
-        add_options: adds the command's arguments to a parser.
+        description, examples: a paragraph and command lines for the help of the command.
+        add_options: adds the arguments of the command to a parser.
         run: runs the command, and prints the result to stdout.
     """
 
@@ -46,7 +47,7 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that keeps line breaks in help, and suggests the nearest valid option."""
+    """Argument parser that preserves line breaks in help, and suggests the nearest valid option."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -54,11 +55,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and a message that is not hidden behind all of the usage."""
+        """Exit with code 2 and a message, without printing the usage."""
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments as attributes, and an empty list: unknown ones are an error."""
+        """Parse arguments. Unknown arguments are an error, so the returned list is empty."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             kind = "option" if rest[0].startswith("-") else "argument"
@@ -66,11 +67,11 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
 
-def device_name(text: str) -> str:
-    """The name of a device, whether or not it is available.
+def check_device(text: str) -> str:
+    """Check the name of a CPU or CUDA device, which need not be available.
 
     Raises:
-        argparse.ArgumentTypeError: it is no name of a CPU or CUDA device.
+        argparse.ArgumentTypeError: the name is invalid.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         message = f"{unknown('device', text, ('cpu', 'cuda'))} device is one of cpu, cuda, cuda:N."
@@ -78,11 +79,11 @@ def device_name(text: str) -> str:
     return text
 
 
-def device_of(name: str | None) -> torch.device:
-    """The device of that name; without a name a GPU if PyTorch sees one, otherwise the CPU.
+def find_device(name: str | None) -> torch.device:
+    """Return the device of that name; without a name a GPU if PyTorch sees one, else the CPU.
 
     Raises:
-        UsageError: there is no such GPU.
+        UsageError: the GPU does not exist.
     """
     import torch
 
@@ -93,29 +94,32 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def output_file(text: str) -> Path:
-    """The path of a file to write, checked before hours of work.
+def check_output_file(text: str) -> Path:
+    """Check the path of a file to write, before the command runs.
 
     Raises:
-        argparse.ArgumentTypeError: its folder does not exist, or it is a folder.
+        argparse.ArgumentTypeError: the folder does not exist, or the path is a folder.
     """
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"the folder {str(path.parent)!r} does not exist: make it, or name another"
+            f"the folder {str(path.parent)!r} does not exist: create it, or name another"
         )
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
     return path
 
 
-def check_plot(path: Path) -> None:
-    """Check that matplotlib can write a file, before hours of work.
+def check_plot(options: argparse.Namespace) -> None:
+    """Check that matplotlib can write the file of `--plot`, if any, before the command runs.
 
     Raises:
-        Failure: it is missing.
-        UsageError: it writes no files of this extension.
+        Failure: matplotlib is not installed.
+        UsageError: matplotlib does not support the file's extension.
     """
+    path: Path | None = getattr(options, "plot", None)
+    if path is None:
+        return
     if not importlib.util.find_spec("matplotlib"):
         raise Failure("--plot needs matplotlib: pip install 'fp8pass[demo]'.")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -123,3 +127,39 @@ def check_plot(path: Path) -> None:
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise UsageError(f"--plot {path}: matplotlib writes files that end in {', '.join(known)}.")
+
+
+@contextmanager
+def task(doing: str, fix: str) -> Iterator[None]:
+    """Show a task on stderr if that is a terminal, and redirect its stdout to stderr.
+
+    Args:
+        doing: the task, such as "building models:build".
+        fix: a sentence on how to fix a failure. It ends the message of the error.
+
+    Raises:
+        UsageError: the task raised a ConfigError.
+        Failure: the task raised another error.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    status = console.status(Text(f"{doing} …")) if console.is_terminal else nullcontext()
+    try:
+        with redirect_stdout(sys.stderr), status:
+            yield
+    except (UsageError, Failure):
+        raise
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)  # Dynamo wraps errors of backends
+        if isinstance(inner, ConfigError):
+            raise UsageError(str(inner)) from error
+        raise Failure(f"{doing} failed: {describe_error(inner)} {fix}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, as a sentence."""
+    error = getattr(error, "inner_exception", error)
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]]).rstrip(".") + "."

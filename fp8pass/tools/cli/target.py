@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,13 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8pass.config import LISTS, RECIPES, Config, ConfigError, configured, unknown
-from fp8pass.tools.cli.inputs import FLOATS, Input, dtype_name, parse_input
-from fp8pass.tools.cli.parsing import UsageError, device_name, device_of
-from fp8pass.tools.cli.tasks import task
+from fp8pass.tools.cli.parsing import UsageError, check_device, find_device, task
+
+if TYPE_CHECKING:
+    import torch
 
 DESCRIPTION = """\
 TARGET is one of
@@ -33,15 +35,23 @@ returned: what fp8pass.diagnose, bisect and calibrate take."""
 _FORMS = "TARGET is module:function, file.py:function or a Hugging Face config.json"
 _RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), and loss_fn last"
 
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool")
+
+_INPUT = re.compile(
+    r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?(?::(?P<below>\d+))?"
+)
+
 
 @dataclass(frozen=True)
 class Target:
-    """A model, the arguments to call it with, and what its loss is computed by.
+    """A model, the arguments to call it with, and its loss function.
 
     Attributes:
-        loss_fn: gives the loss of model and batch; None for models that return it.
+        loss_fn: returns the loss of model and batch; None for models that return their loss.
         batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or both.
-        note: what to know of the model, as a sentence; '' if there is nothing.
+        note: a remark about the model, as a sentence; '' if there is none.
     """
 
     model: Any
@@ -59,7 +69,7 @@ class Target:
         return compat.original_of(self.model)
 
     def call(self, model: Any, batch: Any) -> Any:
-        """What a model returns for a batch that is made up as that of TARGET is."""
+        """Call a model with a batch of the same structure as TARGET's batch."""
         from torch import Tensor
 
         if self.args and self.kwargs:
@@ -69,122 +79,200 @@ class Target:
         return model(*((args,) if isinstance(args, Tensor) else args), **kwargs)
 
 
+# --- options -------------------------------------------------------------------------------------
+
+
 def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
-    """Add TARGET to a parser, and the options for its inputs and its configuration.
+    """Add TARGET and the options for its inputs and configuration.
 
     Args:
-        parser: of a command.
-        runs: whether the command runs the model, on a device.
+        parser: parser of a command.
+        runs: whether the command runs the model, and so has `--device`.
     """
     add = parser.add_argument
+    repeatable = partial(add, action="append", default=[])
     add("target", metavar="TARGET", help="the model, see above")
-    add(
+    repeatable(
         "--input",
-        action="append",
-        default=[],
         type=parse_input,
         metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
-        help="a random input in place of TARGET's own, once for each: 4x128:int64:32000 (integers "
+        help="a random input that replaces TARGET's own; repeatable: 4x128:int64:32000 (integers "
         "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument)",
     )
     recipes = ", ".join(RECIPES)
     add("--recipe", help=f"one of {recipes} (default: that of a compiled TARGET, or coat)")
-    add(
+    repeatable(
         "--option",
-        action="append",
-        default=[],
         type=option,
         metavar="KEY=VALUE",
-        help="an option of fp8pass.Config, once for each: memory_budget=0.6, skip=layers.0,lm_head",
+        help="an option of fp8pass.Config; repeatable: memory_budget=0.6, skip=layers.0,lm_head",
     )
     if runs:
-        add("--device", type=device_name, help="cpu, cuda or cuda:N, for model and inputs")
-    add(
-        "--dtype",
-        type=partial(dtype_name, among=FLOATS),
-        help=f"{', '.join(FLOATS)}, for model and inputs",
-    )
+        add("--device", type=check_device, help="cpu, cuda or cuda:N, for model and inputs")
+    floats = partial(check_dtype, among=FLOATS)
+    add("--dtype", type=floats, help=f"{', '.join(FLOATS)}, for model and inputs")
 
 
-def config_of(options: argparse.Namespace) -> Config | None:
-    """The configuration given by options; None if there are none.
+def parse_config(options: argparse.Namespace) -> Config | None:
+    """Return the configuration that the options give, or None without any.
 
     Raises:
-        UsageError: there is no such recipe, option or value.
+        UsageError: the recipe, an option or a value is invalid.
     """
     if not options.recipe and not options.option:
         return None
     recipe = {"recipe": options.recipe} if options.recipe else {}
-    return _configured({**recipe, **dict(options.option)})
+    return _make_config({**recipe, **dict(options.option)})
 
 
-def config_beside(options: argparse.Namespace, config: Config) -> Config | None:
-    """`config` with the options `--beside`; None if there are none.
+def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
+    """Return `config` with the options of `--beside`, or None without any.
 
-    Another recipe takes the place of the first one, with the options that were given to that.
+    Another recipe replaces the recipe of `config`, but not the options of `--option`.
     """
     given = dict(options.beside)
     if not given:
         return None
     if "recipe" in given:
-        return _configured({**dict(options.option), **given})
+        return _make_config({**dict(options.option), **given})
     return replace(config, **given)
 
 
 def check_beside(options: argparse.Namespace) -> None:
-    """Check the options `--beside` before anything runs.
-
-    Raises:
-        UsageError: there is no such recipe, option or value.
-    """
-    _configured(dict(options.option) | dict(options.beside))
+    """Raise UsageError if an option of `--beside` is invalid, before the model runs."""
+    _make_config(dict(options.option) | dict(options.beside))
 
 
-def _configured(options: dict[str, Any]) -> Config:
+def _make_config(options: dict[str, Any]) -> Config:
     try:
         return configured(options)
     except ConfigError as error:
         raise UsageError(str(error)) from error
 
 
-def load(options: argparse.Namespace) -> Target:
-    """Build the model and its inputs, and check that they fit.
-
-    For a command that does not run it, the model is on the meta device.
+def option(text: str) -> tuple[str, Any]:
+    """Parse `KEY=VALUE`, an option of `fp8pass.Config`.
 
     Raises:
-        UsageError: TARGET or its inputs are not of the required form.
+        argparse.ArgumentTypeError: the text has another form.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
+    if key in LISTS:
+        return key, tuple(filter(None, value.split(",")))
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, math.inf if value == "inf" else value
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Input:
+    """A random tensor to create.
+
+    Attributes:
+        name: name of a keyword argument; empty for a positional one.
+        shape: sizes of the tensor.
+        dtype: name of a dtype; empty for the dtype of the model's parameters.
+        below: exclusive upper bound of integers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    below: int
+
+    def tensor(self, device: torch.device, default_dtype: torch.dtype) -> torch.Tensor:
+        """Create the tensor: normal floats, or uniform integers or booleans."""
+        import torch
+
+        dtype = getattr(torch, self.dtype) if self.dtype else default_dtype
+        if dtype.is_floating_point:
+            return torch.randn(self.shape, dtype=dtype, device=device)
+        below = 2 if dtype == torch.bool else self.below
+        return torch.randint(below, self.shape, device=device).to(dtype)
+
+
+def parse_input(text: str) -> Input:
+    """Parse `[NAME=]SHAPE[:DTYPE[:BELOW]]`, such as `x=4x128x256:bfloat16`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has another form.
+    """
+    match = _INPUT.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not [NAME=]SHAPE[:DTYPE[:BELOW]], such as 4x128:int64:32000 or "
+            "x=4x128x256:bfloat16"
+        )
+    dtype, below = match["dtype"] or "", match["below"]
+    if dtype:
+        check_dtype(dtype)
+    if (dtype in INTEGERS) != bool(below):
+        need = "integers need a bound" if dtype in INTEGERS else "only integers have a bound"
+        raise argparse.ArgumentTypeError(f"{text!r}: {need}, such as 4x128:int64:32000")
+    shape = tuple(int(size) for size in match["shape"].split("x"))
+    return Input(match["name"] or "", shape, dtype, int(below or 0))
+
+
+def check_dtype(text: str, among: tuple[str, ...] = DTYPES) -> str:
+    """Check the name of a dtype.
+
+    Raises:
+        argparse.ArgumentTypeError: the name is not in `among`.
+    """
+    if text not in among:
+        message = f"{unknown('dtype', text, among)} dtype is one of {', '.join(among)}"
+        raise argparse.ArgumentTypeError(message)
+    return text
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def load(options: argparse.Namespace) -> Target:
+    """Build the model and its inputs, and check that the model accepts them.
+
+    Commands without `--device` do not run the model: a Hugging Face model is then on the meta
+    device.
+
+    Raises:
+        UsageError: TARGET or its inputs have the wrong form.
         Failure: the code of TARGET failed.
     """
     import torch
 
     torch.manual_seed(0)
     runs = hasattr(options, "device")
-    device = device_of(options.device) if runs and options.device else None
+    device = find_device(options.device) if runs and options.device else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with task(f"building {options.target}", "--traceback shows where."):
         if _is_config(options.target):
             from fp8pass.tools.cli import huggingface
 
-            default = device_of(None) if runs else torch.device("meta")
+            default = find_device(None) if runs else torch.device("meta")
             config = huggingface.read(options.target)
-            note = huggingface.note_on_dtype(config, dtype)  # before the model writes one there
+            note = huggingface.note_dtype(config, dtype)  # before the model writes to the config
             model = huggingface.build(config, device or default, dtype)
-            inputs = {} if options.input else huggingface.example_inputs(model)
+            inputs = {} if options.input else huggingface.make_inputs(model)
             target = Target(model, kwargs=inputs, batch=inputs, note=note)
         else:
-            target = moved(unpacked(build(options.target)), device, dtype)
+            target = _move(_unpack(build(options.target)), device, dtype)
         if options.input:
-            target = with_inputs(target, options.input)
-    check_arguments(target)
+            target = _replace_inputs(target, options.input)
+    _check_arguments(target)
     return target
 
 
 def build(text: str) -> Any:
-    """The return value of the function that `text` names.
+    """Call the function that `text` names. If it names a module of PyTorch, return the module.
 
     Raises:
-        UsageError: there is no such function, or it needs arguments.
+        UsageError: the function does not exist, or needs arguments.
     """
     from torch import nn
 
@@ -192,7 +280,7 @@ def build(text: str) -> Any:
     if not where or not name:
         raise UsageError(f"No target {text!r}: {_FORMS}.")
     _make_importable(Path.cwd())
-    module = _loaded(Path(where)) if where.endswith(".py") else _imported(where)
+    module = _load_file(Path(where)) if where.endswith(".py") else _import(where)
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:
@@ -211,12 +299,8 @@ def build(text: str) -> Any:
     return found()
 
 
-def unpacked(made: Any) -> Target:
-    """The target in the return value of a function.
-
-    Raises:
-        UsageError: the value is not of the required form.
-    """
+def _unpack(made: Any) -> Target:
+    """Unpack the return value of a function; raise UsageError if it has the wrong form."""
     from torch import Tensor, nn
 
     model, *rest = made if isinstance(made, tuple) and made else (made,)
@@ -227,27 +311,22 @@ def unpacked(made: Any) -> Target:
     if rest or not isinstance(model, nn.Module):
         types = ", ".join(type(x).__name__ for x in (made if isinstance(made, tuple) else (made,)))
         raise UsageError(f"TARGET returned ({types}); it should return {_RETURNS}.")
-    if loss_fn and not _takes_model_and_batch(loss_fn):
-        raise UsageError(
-            "loss_fn of TARGET takes the model and the batch, as that of fp8pass.diagnose does: "
-            "lambda model, batch: model(*batch).square().mean()."
-        )
+    if loss_fn:
+        try:
+            inspect.signature(loss_fn).bind(None, None)
+        except TypeError:
+            raise UsageError(
+                "loss_fn of TARGET takes the model and the batch, like the loss_fn of "
+                "fp8pass.diagnose: lambda model, batch: model(*batch).square().mean()."
+            ) from None
+        except ValueError:  # functions written in C have no signature
+            pass
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     return Target(model, args, dict(kwargs), loss_fn, batch)
 
 
-def _takes_model_and_batch(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # written in C: nothing is known
-        return True
-    return True
-
-
-def moved(target: Target, device: Any, dtype: Any) -> Target:
-    """The target on `device`, with floating point numbers in `dtype`; None changes nothing."""
+def _move(target: Target, device: Any, dtype: Any) -> Target:
+    """Move a target to `device`, and convert floats to `dtype`; None changes nothing."""
     import torch
 
     from fp8pass import compat
@@ -261,8 +340,7 @@ def moved(target: Target, device: Any, dtype: Any) -> Target:
     return replace(target, model=model, args=args, kwargs=kwargs, batch=batch)
 
 
-def with_inputs(target: Target, inputs: list[Input]) -> Target:
-    """The target with these inputs in place of its own."""
+def _replace_inputs(target: Target, inputs: list[Input]) -> Target:
     import torch
 
     parameters = list(target.model.parameters())
@@ -276,12 +354,7 @@ def with_inputs(target: Target, inputs: list[Input]) -> Target:
     return replace(target, args=args, kwargs=kwargs, batch=batch)
 
 
-def check_arguments(target: Target) -> None:
-    """Check that the model's forward takes the inputs.
-
-    Raises:
-        UsageError: it does not take them.
-    """
+def _check_arguments(target: Target) -> None:
     signature = inspect.signature(target.module.forward)
     try:
         signature.bind(*target.args, **target.kwargs)
@@ -293,31 +366,11 @@ def check_arguments(target: Target) -> None:
         ) from error
 
 
-def option(text: str) -> tuple[str, Any]:
-    """An option of `fp8pass.Config` and its value.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not of the form KEY=VALUE.
-    """
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
-    return key, tuple(filter(None, value.split(","))) if key in LISTS else _literal(value)
-
-
-def _literal(text: str) -> Any:
-    """A Python literal or infinity; other text as it is."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return math.inf if text == "inf" else text
-
-
 def _is_config(text: str) -> bool:
-    """Whether TARGET is a configuration: a file or folder, and no Python code.
+    """Check whether TARGET is a Hugging Face config, rather than Python code.
 
     Raises:
-        UsageError: it looks like a file, but does not exist or names no function.
+        UsageError: TARGET is a path that does not exist, or a file without a function.
     """
     path = Path(text)
     if path.suffix == ".py":
@@ -329,10 +382,9 @@ def _is_config(text: str) -> bool:
     return path.exists()
 
 
-def _imported(name: str) -> ModuleType:
-    """The module of that name, from the current directory or installed."""
+def _import(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{name!r} is no module. {_FORMS}.")
+        raise UsageError(f"{name!r} is not a module. {_FORMS}.")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -343,8 +395,8 @@ def _imported(name: str) -> ModuleType:
         raise UsageError(f"{message} Looked in {Path.cwd()} and in installed packages.") from error
 
 
-def _loaded(path: Path) -> ModuleType:
-    """The module in a file, whose folder is made importable."""
+def _load_file(path: Path) -> ModuleType:
+    """Import a file, and make the other modules of its folder importable."""
     if not path.is_file():
         raise UsageError(f"No file {str(path)!r}.")
     _make_importable(path.parent.resolve())

@@ -1,7 +1,7 @@
-"""Ways to train, each with its memory and its time; the fastest that fits.
+"""The ways to train, each with its memory and its step time, in the order of time.
 
-The lattice is small and fixed: configurations of the backend, times what is where. Those that
-change no number but by rounding come first; 4-bit saved values only where nothing else fits.
+The lattice is small and fixed: configurations of the backend, times what lives in host memory.
+Setups that change results only by rounding come first. 4-bit saved values come last.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from functools import cache
 
 from fp8pass.activation_memory.planner import BudgetTooSmall
 from fp8pass.config import Config, ConfigError, bytes_text
-from fp8pass.hardware import Gpu
+from fp8pass.hardware import Gpu, Work
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.replay import KINDS, Fate, Moment
+from fp8pass.tools.fitting.planned import KINDS
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.tools.fitting.timing import Seconds, step_seconds
-from fp8pass.tools.fitting.traced import Traced
+from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 
 MIB = 1 << 20
-# What CUDA, its libraries and the kernels take of a GPU besides tensors.
+# GPU memory of CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# PyTorch's allocator reserves more than is allocated: with expandable segments by some 2%.
+# Share that PyTorch's allocator reserves beyond allocated bytes, with expandable segments.
 UNUSED_SHARE = 0.02
-# Python, PyTorch and the driver take of the host besides what is offloaded.
+# Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Pages are locked in powers of two, the last of which is partly used.
+# Pages are pinned in powers of two, so the last one is partly unused.
 HOST_SHARE = 0.05
+# CPU time that launching the update of one parameter in the backward takes: 12 ms per step for the
+# 291 parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
+ATTACHED_SECONDS = 40e-6
 
-# Shares of what the plan would keep, for graphs that keep too much.
+# Memory budgets, as shares of the bytes saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
-# Whether the optimizer steps in the backward, and what is on the host.
+# `attach`, and what lives in host memory.
 PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
@@ -43,21 +45,79 @@ PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("states", "gradients")),
     (True, ("states", "gradients", "weights")),
 )
-# Of two ways whose times differ by less the one that comes first is taken.
+# Step times within 1% count as equal; the first candidate comes first.
 SAME_TIME = 1.01
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """The time of an optimizer step.
+
+    Attributes:
+        forward, backward: seconds of all micro-batches.
+        update: seconds of the optimizer, and of adding up gradients.
+        waiting: seconds of copies to and from the host that nothing overlaps.
+        link: seconds that the link to the host is busy in one direction.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    waiting: float
+    link: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return self.forward + self.backward + self.update + self.waiting
+
+
+def estimate_step(
+    work: tuple[Work, Work], parameters: Parameters, setup: Setup, accumulate: int, gpu: Gpu
+) -> Seconds:
+    """Estimate the time of a step by a roofline of the GPU and the bandwidth of the link.
+
+    Args:
+        work: work of the forward and the backward of a micro-batch.
+        parameters: parameters of the model.
+        setup: the way to train.
+        accumulate: number of micro-batches of a step.
+        gpu: rates of the GPU.
+    """
+    forward, backward = map(gpu.seconds, work)
+    here, host = parameters.place(setup, accumulate)
+    gradients = parameters.gradient_bytes
+    # The update moves three times the gradients' bytes (weights, gradients), and reads and writes
+    # the states.
+    update = (3 * gradients + 2 * (here.states + host.states)) / gpu.bandwidth
+    if setup.attach:
+        update += ATTACHED_SECONDS * len(parameters.trained)
+    adding = (gradients + 2 * (here.sums + host.sums)) / gpu.bandwidth if accumulate > 1 else 0.0
+    one_way, sums_one_way = (host.states + host.weights) / gpu.link, host.sums / gpu.link
+    # An attached optimizer overlaps copies with the backward; other optimizers with updates only.
+    overlap = backward + adding if setup.attach else 0.0
+    waits = (accumulate - 1) * max(0.0, sums_one_way - overlap)
+    waits += max(0.0, one_way + sums_one_way - overlap - update)
+    return Seconds(
+        accumulate * forward,
+        accumulate * backward,
+        (accumulate - 1) * adding + update,
+        waits,
+        one_way + accumulate * sums_one_way,
+    )
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A way to train, and what it takes.
+    """A way to train, with its memory and time.
 
     Attributes:
         setup: the options.
-        gpu: bytes there at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
+        gpu: bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
             `activations`, `gradients`, `workspace`.
-        host: bytes there, by kind.
+        host: bytes on the host, by kind.
         peak: where the peak is: a module of the `forward` or `backward`, or the `update`.
-        seconds: of an optimizer step.
+        seconds: time of an optimizer step.
     """
 
     setup: Setup
@@ -73,24 +133,23 @@ class Candidate:
 
     @property
     def gpu_bytes(self) -> float:
-        """Bytes of the GPU in all."""
+        """GPU memory, with CUDA's context and the allocator's unused part."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of the host in all."""
+        """Host memory, with the process."""
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
-        """Why it does not fit; '' if it does."""
-        over = self.gpu_bytes - gpu, self.host_bytes - host
+        """Return why the candidate does not fit that many bytes; '' if it fits."""
         reasons = []
-        if over[0] > 0:
+        if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]
             named = ", ".join(f"{name} {bytes_text(self.gpu[name])}" for name in largest)
-            reasons.append(f"{bytes_text(over[0])} too much for the GPU ({named})")
-        if over[1] > 0:
-            reasons.append(f"{bytes_text(over[1])} too much for the host")
+            reasons.append(f"{bytes_text(over)} too much for the GPU ({named})")
+        if (over := self.host_bytes - host) > 0:
+            reasons.append(f"{bytes_text(over)} too much for the host")
         return "; ".join(reasons)
 
 
@@ -98,19 +157,19 @@ class Candidates:
     """The ways to train one model.
 
     Args:
-        traced: its step.
-        parameters: its parameters.
-        config: of the backend, where the lattice begins.
-        accumulate: micro-batches of a step.
+        traced: a step of the model.
+        parameters: parameters of the model.
+        config: the configuration where the search begins.
+        accumulate: number of micro-batches of a step.
         gpu: rates of the GPU.
 
     Attributes:
-        impossible: configurations that cannot be planned so far, each with why.
+        impossible: configurations that could not be planned so far, each with the reason.
     """
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedStep | TracedLayers,
         parameters: Parameters,
         config: Config,
         accumulate: int,
@@ -120,16 +179,19 @@ class Candidates:
         self.accumulate, self.gpu = accumulate, gpu
         self.impossible: dict[Config, str] = {}
         self._too_small: set[Config] = set()
-        self._largest = cache(self._largest_moment)
+        self._largest = cache(
+            lambda config, fate: max(traced.moments(config, fate), key=lambda m: m.total)
+        )
 
     def all(self) -> Iterator[Candidate]:
-        """All ways to train; those of fewer bits, which round more, after all others."""
-        yield from self.evaluated(self._configs(self.config))
+        """Yield all candidates. Candidates with 4-bit saved values come last."""
+        yield from self._evaluate(self._list_configs(self.config))
         if self.config == replace(Config(), head_chunks=self.config.head_chunks):
-            yield from self.evaluated(self._configs(replace(self.config, save_format="e2m1")))
+            in_4_bits = replace(self.config, save_format="e2m1")
+            yield from self._evaluate(self._list_configs(in_4_bits))
 
-    def _configs(self, base: Config) -> list[Config]:
-        """Configurations, each of which takes more time than those before it."""
+    def _list_configs(self, base: Config) -> list[Config]:
+        """List configurations by step time, the fastest first."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
         if base.head_chunks is None and any(head.chunks == 1 and head.can_chunk for head in heads):
@@ -138,48 +200,46 @@ class Candidates:
             found += [replace(c, memory_budget=share) for share in BUDGETS for c in list(found[:2])]
         return found
 
-    def _places(self) -> Iterator[tuple[bool, tuple[str, ...]]]:
-        for attach, offload in PLACES:
-            if "weights" in offload and not self.parameters.coded:
-                continue
-            if self.accumulate == 1:  # there are no sums
-                offload = tuple(name for name in offload if name != "gradients")
-            yield attach, offload
+    def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
+        """Yield candidates in the order of time.
 
-    def evaluated(self, configs: Iterable[Config]) -> Iterator[Candidate]:
-        """Ways to train from the fastest on; those that cannot be planned are left out.
-
-        A configuration is planned when its turn comes, which takes time.
+        Planning takes time, so a configuration is planned only when the next candidate may have it.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
-        begun = -math.inf  # no configuration that waits has a faster way
+        begun = -math.inf  # a lower bound of the times of the configurations that wait
         while waiting or timed:
             while waiting and not (timed and timed[0][0] <= begun):
-                new = self._timed(waiting.popleft())
+                new = self._time(waiting.popleft())
                 begun = max(begun, min((t for t, *_ in new), default=begun))
                 timed = sorted((*timed, *new), key=lambda each: each[0])
             if timed:
                 _, setup, seconds = timed.pop(0)
-                yield self.candidate(setup, seconds)
+                yield self._measure(setup, seconds)
 
-    def _timed(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
-        """The ways to train with a configuration, with what they are sorted by."""
+    def _time(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
+        """Return the setups of a configuration, each with a sort key and its time."""
         if not self._may_help(config):
             return []
         try:
-            self.traced.work(config)
+            work = self.traced.work(config)
         except ConfigError as error:
             self.impossible[config] = str(error)
             if isinstance(error, BudgetTooSmall):
                 self._too_small.add(replace(config, memory_budget=None))
             return []
-        setups = [Setup(config, *place) for place in dict.fromkeys(self._places())]
-        timed = [(setup, self.seconds(setup)) for setup in setups]
-        return [(round(math.log(t.total, SAME_TIME)), setup, t) for setup, t in timed]
+        setups: dict[Setup, None] = {}
+        for attach, offload in PLACES:
+            if self.accumulate == 1:  # no sums of gradients exist
+                offload = tuple(name for name in offload if name != "gradients")
+            if "weights" not in offload or self.parameters.coded:
+                setups[Setup(config, attach, offload)] = None
+        times = [estimate_step(work, self.parameters, s, self.accumulate, self.gpu) for s in setups]
+        keys = [round(math.log(t.total, SAME_TIME)) for t in times]
+        return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Whether a configuration may differ from those before it, and be possible."""
+        """Check whether a configuration may be possible and differ from the earlier ones."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False
@@ -187,15 +247,10 @@ class Candidates:
             return True
         return any(head.chunks > 1 for plan in self.traced.plans(unlimited) for head in plan.heads)
 
-    def seconds(self, setup: Setup) -> Seconds:
-        """The time of a step."""
-        work = self.traced.work(setup.config)
-        return step_seconds(work, self.parameters, setup, self.accumulate, self.gpu)
-
-    def candidate(self, setup: Setup, seconds: Seconds | None = None) -> Candidate:
-        """A way to train, with its memory."""
+    def _measure(self, setup: Setup, seconds: Seconds) -> Candidate:
+        """Add the memory of a setup to its time."""
         here, host = self.parameters.place(setup, self.accumulate)
-        fate = self.parameters.fate_of_gradients(setup, self.accumulate)
+        fate = self.parameters.decide_fate(setup, self.accumulate)
         moment = self._largest(setup.config, fate)
         alive = {kind: getattr(moment, kind) for kind in KINDS}
         half = "backward" if moment.backward else "forward"
@@ -203,13 +258,5 @@ class Candidates:
         gradients = self.parameters.gradient_bytes
         if not setup.attach and self.accumulate == 1 and gradients > sum(alive.values()):
             alive, peak = {**dict.fromkeys(KINDS, 0.0), "gradients": gradients}, "update"
-        return Candidate(
-            setup,
-            {**vars(here), **alive},
-            {name: x for name, x in vars(host).items() if x},
-            peak,
-            seconds or self.seconds(setup),
-        )
-
-    def _largest_moment(self, config: Config, fate: Fate) -> Moment:
-        return max(self.traced.moments(config, fate), key=lambda moment: moment.total)
+        on_host = {name: x for name, x in vars(host).items() if x}
+        return Candidate(setup, {**vars(here), **alive}, on_host, peak, seconds)

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fp8pass import compat
+from fp8pass import compat, hardware
 from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
-from fp8pass.hardware import Gpu
+from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, plain
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
+from fp8pass.tools import running
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidates
-from fp8pass.tools.fitting.deep import trace
-from fp8pass.tools.fitting.gpu import find_gpu
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.result import Fit
-from fp8pass.tools.fitting.step import LossFunction, own_loss
-from fp8pass.tools.running import (
-    check_arguments,
-    checked_configuration,
-    checked_loss,
-    is_sharded,
-)
+from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
+from fp8pass.tools.fitting.traced import trace
 
-# A step that waits for the link for a larger share of its time is told so.
+# Exposed copies of a larger share of the step are noted.
 MUCH = 0.02
-# Logits of a smaller share of the GPU's bytes are not worth a word.
+# Logits of a smaller share of the GPU's memory are not noted.
 FEW = 0.001
+# An integer below this number of bytes was probably meant to be GiB.
+LEAST = 1 << 20
 
 
 def fit(
@@ -43,10 +42,10 @@ def fit(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    """Find the fastest way to train a model that fits a GPU and its host; allocates nothing.
+    """Find the fastest way to train a model that fits a GPU and its host, without allocating.
 
-    Traces one forward and backward without memory and plans them for several configurations. The
-    GPU need not be there. Parameters and inputs may be on any device, on the meta device, too:
+    Traces one forward and backward on fake tensors, and plans them for several configurations. The
+    GPU need not be there. Parameters and inputs may be on any device, the meta device included:
 
         with torch.device("meta"):
             model = LlamaForCausalLM(config).bfloat16()
@@ -55,51 +54,51 @@ def fit(
                           accumulate=8, blocks="model.layers"))
 
     Args:
-        model: the module to train, in the dtype that it is to have.
+        model: the module to train, in the dtype to train it in.
         *args: arguments of the model for one micro-batch.
-        gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; bytes; by default
-            the GPU of this machine. Rates are those of the named one, else of this machine's, else
-            of an H200.
-        host: memory for what is offloaded and the process, by default what this machine has left.
-        config: where to begin, in place of the model's own configuration or the default recipe. A
-            `memory_budget` or `head_chunks` that it gives is not changed.
-        accumulate: micro-batches whose gradients are added up before an update.
-        blocks: paths of modules that are compiled one by one, with * for parts of them; of a list
-            of modules all that are in it. By default the model is compiled as a whole.
-        loss_fn: gives the loss of the model and the batch, `args`, `kwargs`, or both as a tuple; by
-            default that is the `loss` in the model's output, or the output.
+        gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
+            the GPU of this machine. A size alone uses the rates of this machine's GPU, or of an
+            H200 if there is no GPU.
+        host: memory for offloaded data and the process, as a size or bytes. Default: the available
+            memory of this machine.
+        config: the configuration where the search begins, instead of the model's own or the default
+            recipe. The search does not change its `memory_budget` and `head_chunks`.
+        accumulate: number of micro-batches whose gradients are summed before an update.
+        blocks: paths of modules that are compiled one by one, as shell-style patterns. A list of
+            modules stands for its members. Default: the model is compiled as a whole.
+        loss_fn: returns the loss, given the model and the batch: `args`, `kwargs`, or both as a
+            tuple. Default: the model's output, or the output's `loss`.
         **kwargs: keyword arguments of the model, besides those named here.
 
     Returns:
         A Fit: `print` it, use `.lines`, `.best`, `.to_json()` or `.plot("memory.png")`.
 
     Raises:
-        ConfigError: an option has an invalid value, or names nothing.
-        TypeError: the model, its configuration, an argument or the loss is something else.
-        ValueError: the model is sharded, gives no loss that depends on what is trained, or looks at
-            the values of tensors.
+        ConfigError: an option has an invalid value, or a pattern matches nothing.
+        TypeError: the model, its configuration, an argument or the loss has the wrong type.
+        ValueError: the model is sharded, its loss does not depend on a trainable parameter, or its
+            forward reads the values of tensors.
     """
-    base = checked_configuration("fit", model, config)
-    check_arguments(fit, model, kwargs)
+    base = running.check_configuration("fit", model, config)
+    running.check_arguments(fit, model, kwargs)
     module = compat.original_of(model)
-    if is_sharded(module):
-        raise ValueError("fit looks at one GPU: give the model before fully_shard.")
+    if running.is_sharded(module):
+        raise ValueError("fit supports one GPU: pass the model before fully_shard.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
-    target, room = find_gpu(gpu), _host_bytes(host)
-    paths = _matching(module, (blocks,) if isinstance(blocks, str) else tuple(blocks))
-    traced = trace(module, paths, (args, kwargs), _loss_of(loss_fn))
-    parameters = Parameters(module)
-    candidates = Candidates(traced, parameters, base, accumulate, target)
-    blocks = _as_lists(module, paths)
-    found = Fit(type(module).__name__, target, room, accumulate, blocks)
+    target, host_bytes = find_gpu(gpu), _parse_host(host)
+    paths = _match_paths(module, (blocks,) if isinstance(blocks, str) else tuple(blocks))
+    traced = trace(module, paths, (args, kwargs), _make_loss(loss_fn))
+    candidates = Candidates(traced, Parameters(module), base, accumulate, target)
+    patterns = _fold_lists(module, paths)
+    found = Fit(type(module).__name__, target, host_bytes, accumulate, patterns)
     _search(candidates, found)
     _add_notes(candidates, found)
     return found
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try ways to train until one fits; one alone where none can."""
+    """Try candidates until one fits; a single one if the host cannot fit any."""
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -109,34 +108,33 @@ def _search(candidates: Candidates, found: Fit) -> None:
     if not found.tried:
         raise ConfigError(next(iter(candidates.impossible.values())))
     setup = found.shown.setup
-    fate = candidates.parameters.fate_of_gradients(setup, found.accumulate)
+    fate = candidates.parameters.decide_fate(setup, found.accumulate)
     found.moments = candidates.traced.moments(setup.config, fate)
 
 
 def _add_notes(candidates: Candidates, found: Fit) -> None:
-    """What there is to know of the way that is shown."""
     setup, seconds = found.shown.setup, found.shown.seconds
     if seconds.waiting > MUCH * seconds.total:
         found.notes.append(
-            f"The link of {found.gpu.link / 1e9:.0f} GB/s each way is busy for "
-            f"{seconds.link:.3g} s a step, of which {seconds.waiting:.3g} s cannot be hidden "
-            f"behind {seconds.total - seconds.waiting:.3g} s of compute: accumulate more "
-            "micro-batches, or larger ones."
+            f"Copies over the link of {found.gpu.link / 1e9:.0f} GB/s each way take "
+            f"{seconds.link:.3g} s per step; {seconds.waiting:.3g} s cannot be hidden "
+            f"(compute: {seconds.total - seconds.waiting:.3g} s). Accumulate more micro-batches, "
+            "or use larger ones."
         )
-    found.notes += dict.fromkeys(_notes_on_heads(candidates.traced.plans(setup.config), found))
+    found.notes += dict.fromkeys(_describe_heads(candidates.traced.plans(setup.config), found))
     for config, why in list(candidates.impossible.items())[:1]:
         found.notes.append(f"Some memory budgets are left out, {config.memory_budget} first: {why}")
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
     if setup.attach:
         found.notes.append(
-            "attach (fp8pass.optim) updates each weight within the backward: gradients cannot be "
-            "clipped by their common norm there, nor scaled by a GradScaler."
+            "attach (fp8pass.optim) updates each weight within the backward, so gradients cannot "
+            "be clipped by their common norm or scaled by a GradScaler."
         )
 
 
-def _notes_on_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
-    """Why output heads are whole whose logits matter."""
+def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
+    """Yield a sentence about each output head with large logits that is not chunked."""
     for head in (head for plan in plans for head in plan.heads if head.reason):
         if head.bytes > FEW * found.shown.gpu_bytes:
             yield (
@@ -145,8 +143,8 @@ def _notes_on_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
             )
 
 
-def _matching(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The paths of modules that patterns name; of a list those of its members.
+def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of modules that match patterns, with the members instead of a list.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -160,48 +158,94 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
                 f"blocks={pattern!r} names no module. {unknown('path', pattern, modules)}"
             )
         for path in matching:
-            members = [f"{path}.{name}" for name, _ in _members(modules[path])]
-            found.update(dict.fromkeys(members or [path]))
+            members = modules[path] if isinstance(modules[path], nn.ModuleList) else ()
+            found.update(dict.fromkeys([f"{path}.{i}" for i in range(len(members))] or [path]))
     return tuple(found)
 
 
-def _members(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules in a list of modules; none of any other."""
-    return list(module.named_children()) if isinstance(module, nn.ModuleList) else []
-
-
-def _as_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Paths with `list.*` in the place of all that are in a list."""
+def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
+    """Return paths with `list.*` instead of all members of a list."""
     found = dict.fromkeys(paths)
     for path, m in module.named_modules():
-        members = [f"{path}.{name}" for name, _ in _members(m)]
-        if members and set(members) <= set(paths):
+        members = {f"{path}.{i}" for i in range(len(m))} if isinstance(m, nn.ModuleList) else set()
+        if members and members <= set(paths):
             found = dict.fromkeys(f"{path}.*" if p in members else p for p in found)
     return tuple(found)
 
 
-def _host_bytes(host: str | int | None) -> float:
-    """Bytes of the host.
+def _parse_host(host: str | int | None) -> float:
+    """Return the bytes of host memory, by default those available here.
 
     Raises:
-        ConfigError: it is no size, or this machine does not say how much it has left.
+        ConfigError: `host` is not a size, or the available memory is unknown.
     """
     if host is None:
         left = arena.available()
         if left is None:
-            raise ConfigError(
-                "This machine does not say how much memory it has: give it, as host='64GiB'."
-            )
+            raise ConfigError("Could not detect the available CPU memory; pass host='64GiB'.")
         return float(left)
     return parse_bytes(host, "host must be") if isinstance(host, str) else float(host)
 
 
-def _loss_of(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
-    """How the loss of a model and its arguments is computed."""
+def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
+    """Return a function of a model and its arguments that returns the loss."""
     if loss_fn is None:
-        return own_loss
+        return compute_own_loss
 
-    def loss_of(run: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        return checked_loss(loss_fn, run, (args, kwargs) if args and kwargs else args or kwargs)
+    def compute_loss(run: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        return running.compute_loss(
+            loss_fn, run, (args, kwargs) if args and kwargs else args or kwargs
+        )
 
-    return loss_of
+    return compute_loss
+
+
+def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
+    """Return the GPU that the argument `gpu` of `fit` stands for.
+
+    Raises:
+        ConfigError: the GPU is unknown, or has no FP8 tensor cores.
+    """
+    if isinstance(wanted, Gpu):
+        return wanted
+    if wanted is None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "This machine has no GPU. Name one, gpu='RTX 4090', or give its memory, "
+                "gpu='16GiB'."
+            )
+        return _detect_gpu()
+    if not isinstance(wanted, str):
+        if isinstance(wanted, bool) or wanted < LEAST:
+            raise ConfigError(f"gpu={wanted!r} would be bytes: write '16GiB' for GiB.")
+        return replace(_detect_gpu(), memory=float(wanted))
+    parts = [part.strip() for part in wanted.split(",")]
+    sizes = [part for part in parts if re.match(r"[\d.]+\s*[KMGT]?i?B$", part, re.IGNORECASE)]
+    names = [part for part in parts if part not in sizes]
+    if len(sizes) > 1 or len(names) > 1:
+        raise ConfigError(
+            f"gpu must be a name, a size or both, such as 'RTX 4090, 20GiB', got {wanted!r}."
+        )
+    same = {plain(known): known for known in GPUS}
+    if names and plain(names[0]) not in same:
+        raise ConfigError(
+            f"{unknown('gpu', names[0], GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
+            "alone: '16GiB'."
+        )
+    gpu = GPUS[same[plain(names[0])]] if names else _detect_gpu()
+    return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
+
+
+def _detect_gpu() -> Gpu:
+    """Return this machine's GPU, with the rates of the known GPU of its name, or the reference."""
+    if not torch.cuda.is_available():
+        return GPUS[REFERENCE]
+    device = torch.device("cuda", torch.cuda.current_device())
+    if why := hardware.why_no_fp8_gemm(device):
+        raise ConfigError(
+            f"fit plans FP8 linear layers, which this GPU does not support: {why}. Name the GPU to "
+            "train on, such as gpu='RTX 4090'."
+        )
+    properties = torch.cuda.get_device_properties(device)
+    rates = known_gpu(properties.name) or GPUS[REFERENCE]
+    return replace(rates, name=properties.name, memory=float(properties.total_memory))

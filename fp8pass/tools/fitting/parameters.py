@@ -1,4 +1,4 @@
-"""The parameters of a model: their bytes, those of their states, and which may be on the host."""
+"""Bytes of a model's parameters, gradients and optimizer states, on the GPU and on the host."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fp8pass.optim.formats import moment_format
 from fp8pass.optim.offload import DEPTH, STAGED_BYTES, is_offloaded, layers_to_code
 from fp8pass.optim.options import preset_options, state_bytes
 from fp8pass.optim.sums import GROUP_SIZE
-from fp8pass.tools.fitting.replay import Fate
 from fp8pass.tools.fitting.setup import Setup
+from fp8pass.tools.fitting.traced import Fate
 from fp8pass.weights.quantized_parameter import CodedWeight
 
 GROUP: Mapping[str, Any] = {"group_size": 128}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Standing:
-    """Bytes that are there from the first step on, on the GPU or on the host.
+    """Bytes that live for the whole step, on the GPU or on the host.
 
     Attributes:
-        weights: parameters and buffers, or their codes.
-        states: of the optimizer.
-        sums: of gradients, from the first to the last backward that is added up.
-        staging: buffers through which values of the host are computed with.
+        weights: parameters (quantized, where the originals are offloaded) and buffers.
+        states: states of the optimizer.
+        sums: sums of gradients over micro-batches.
+        staging: staging buffers of offloaded values.
     """
 
     weights: float = 0.0
@@ -50,84 +50,60 @@ class Parameters:
     Args:
         module: the model, on any device.
 
+    Attributes:
+        coded: the weights that `offload_weights` moves to the host.
+        why_not_coded: why there are no such weights; '' otherwise.
+        gradient_bytes: bytes of all gradients.
+
     Raises:
-        ConfigError: a parameter is sharded, or of a dtype that the optimizer does not take.
+        ConfigError: a parameter is sharded, or the optimizer does not support its dtype.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.all = list(dict.fromkeys(module.parameters()))
         self.trained = [p for p in self.all if p.requires_grad]
-        self.buffers = sum(x.numel() * x.itemsize for x in dict.fromkeys(module.buffers()))
-        self.coded, self.why_not_coded = _coded(module)
+        self.buffer_bytes = sum(x.numel() * x.itemsize for x in dict.fromkeys(module.buffers()))
+        self.gradient_bytes = float(sum(p.numel() * p.itemsize for p in self.trained))
+        self.coded, self.why_not_coded = frozenset[Tensor](), ""
+        try:
+            self.coded = frozenset(layers_to_code(module, ()))
+        except ConfigError as error:
+            self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """What of a way to train is on the GPU, and what on the host."""
-        gpu, host = {"weights": float(self.buffers)}, dict[str, float]()
+        """Return the bytes on the GPU and on the host."""
+        gpu, host = Standing(weights=self.buffer_bytes), Standing()
+        group = {"offload": setup.offload}
+        stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype
+        bytes_per_sum = stored.itemsize + 2 / GROUP_SIZE
         for p in self.all:
-            size, in_codes = bytes_of(p), "weights" in setup.offload and p in self.coded
-            if in_codes:
-                _add(gpu, "weights", p.numel() + 4 * p.shape[0])  # E4M3, scales of rows in FP32
-                _add(host, "weights", size)
+            size = p.codes.nbytes + p.scales.nbytes if isinstance(p, CodedWeight) else p.nbytes
+            if in_codes := "weights" in setup.offload and p in self.coded:
+                gpu.weights += p.numel() + 4 * p.shape[0]  # E4M3 and one FP32 scale per row
+                host.weights += size
             else:
-                _add(gpu, "weights", size)
+                gpu.weights += size
             if p.requires_grad:
-                moved = in_codes or self._is_moved(setup, "states", p)
-                _add(host if moved else gpu, "states", bytes_of_states(setup, p))
-                if accumulate > 1:
-                    moved = setup.attach and self._is_moved(setup, "gradients", p)
-                    added = bytes_of_sum(p, accumulate) if setup.attach else size
-                    _add(host if moved else gpu, "sums", added)
+                on_host = in_codes or is_offloaded(group, "states", p)
+                if setup.preset is None:  # torch.optim.AdamW
+                    states = 2.0 * p.numel() * p.itemsize
+                else:
+                    states = state_bytes({**GROUP, **preset_options(setup.preset, {})}, p)
+                (host if on_host else gpu).states += states
+                if accumulate > 1 and setup.attach:
+                    on_host = is_offloaded(group, "gradients", p)
+                    (host if on_host else gpu).sums += p.numel() * bytes_per_sum
+                elif accumulate > 1:
+                    gpu.sums += size
         if setup.offload:
-            _add(gpu, "staging", DEPTH * STAGED_BYTES)
-        return Standing(**gpu), Standing(**host)
+            gpu.staging = DEPTH * STAGED_BYTES
+        return gpu, host
 
-    def fate_of_gradients(self, setup: Setup, accumulate: int) -> Fate:
-        """What becomes of gradients that are final."""
+    def decide_fate(self, setup: Setup, accumulate: int) -> Fate:
+        """Return how long final gradients stay alive."""
         if not setup.attach:
-            # Those of later micro-batches are added to what there is.
+            # Gradients of later micro-batches are added to the existing ones.
             return Fate(stay=accumulate == 1)
         if not setup.offload:
             return Fate(stay=False)
-        everything = sum(p.numel() * p.itemsize for p in self.all)
-        return Fate(stay=False, waiting=everything // WAITING)
-
-    @staticmethod
-    def _is_moved(setup: Setup, name: str, parameter: Tensor) -> bool:
-        return is_offloaded({"offload": setup.offload}, name, parameter)
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes of all gradients."""
-        return float(sum(p.numel() * p.itemsize for p in self.trained))
-
-
-def _add(found: dict[str, float], name: str, size: float) -> None:
-    found[name] = found.get(name, 0.0) + size
-
-
-def _coded(module: nn.Module) -> tuple[frozenset[Tensor], str]:
-    """The weights that `offload_weights` puts on the host; why there is none."""
-    try:
-        return frozenset(layers_to_code(module, ())), ""
-    except ConfigError as error:
-        return frozenset(), str(error)
-
-
-def bytes_of(parameter: Tensor) -> int:
-    """Bytes of a parameter, or of its codes where it is frozen in these."""
-    if isinstance(parameter, CodedWeight):
-        return parameter.codes.nbytes + parameter.scales.nbytes
-    return parameter.nbytes
-
-
-def bytes_of_states(setup: Setup, parameter: Tensor) -> float:
-    """Bytes of a parameter's states."""
-    if setup.preset is None:
-        return 2.0 * parameter.numel() * parameter.itemsize
-    return state_bytes({**GROUP, **preset_options(setup.preset, {})}, parameter)
-
-
-def bytes_of_sum(parameter: Tensor, accumulate: int) -> float:
-    """Bytes of the sum of a parameter's gradients."""
-    format = moment_format(default_buffer(accumulate), signed=True)
-    return parameter.numel() * (format.storage_dtype.itemsize + 2 / GROUP_SIZE)
+        return Fate(False, waiting=sum(p.numel() * p.itemsize for p in self.all) // WAITING)

@@ -1,23 +1,69 @@
-"""What a configuration makes of a region: the plan, and memory and work of both halves."""
+"""Plan a region for a configuration, and estimate memory and work of its forward and backward.
+
+Memory: `activation_memory/backward_memory.py` decides which nodes have a buffer and when it is last
+used. Those are results of GEMMs and attention, FP8 data and sums of the residual stream. Pointwise
+operators are fused into the operators that read them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import torch
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.activation_memory.backward_memory import is_buffered, reads_memory
 from fp8pass.config import Config
 from fp8pass.dialect import ops as ops  # defines the dialect
+from fp8pass.graph.chunks import Chunks, chunks_of, in_chunks
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.hardware import Work
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import Plan
-from fp8pass.tools.fitting.events import Region
-from fp8pass.tools.fitting.liveness import HalfMemory, backward_memory, forward_memory
-from fp8pass.tools.fitting.work import work_of
+from fp8pass.tools.fitting.step import Region
+
+fp8 = torch.ops.fp8pass
+
+# Generated code dequantizes where it reads, so these results need no buffer.
+DEQUANTIZERS = {fp8.dequantize.default}
+# CUDA kernels of attention's backward accumulate the gradient of queries in FP32.
+BYTES_PER_QUERY = 4
+# Share of attention's operations that remain under a causal mask.
+CAUSAL_SHARE = 0.5
+
+KINDS = ("saved", "activations", "gradients", "workspace")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes alive at one time of a step, by kind (`KINDS`).
+
+    Attributes:
+        module: path of the module whose operator runs, '' outside of compiled graphs.
+        backward: whether the backward has begun.
+        saved: bytes that compiled graphs save for the backward.
+        activations: bytes that PyTorch saves outside of compiled graphs, and results.
+        gradients: bytes of parameters' gradients.
+        workspace: all other bytes.
+    """
+
+    module: str = ""
+    backward: bool = False
+    saved: float = 0.0
+    activations: float = 0.0
+    gradients: float = 0.0
+    workspace: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes of all kinds."""
+        return self.saved + self.activations + self.gradients + self.workspace
 
 
 @dataclass(frozen=True)
@@ -26,15 +72,15 @@ class Planned:
 
     Attributes:
         plan: the decisions.
-        forward, backward: bytes alive while it runs.
-        kept: bytes that it keeps from forward to backward, apart from inputs and results.
-        held_inputs, held_outputs: positions of the inputs and results that it keeps alive.
-        work: of both halves.
+        forward, backward: bytes alive after each operator.
+        kept: bytes saved for the backward, apart from inputs and results.
+        held_inputs, held_outputs: positions of the inputs and results that the backward reads.
+        forward_work, backward_work: work of both graphs.
     """
 
     plan: Plan
-    forward: HalfMemory
-    backward: HalfMemory
+    forward: list[Moment]
+    backward: list[Moment]
     kept: float
     held_inputs: list[int]
     held_outputs: list[int]
@@ -42,8 +88,8 @@ class Planned:
     backward_work: Work
 
 
-def planned(region: Region, config: Config) -> Planned:
-    """Run the passes on a region.
+def plan_region(region: Region, config: Config) -> Planned:
+    """Run the joint passes on a copy of a region, and measure the result.
 
     Raises:
         ConfigError: the configuration's memory budget cannot be met.
@@ -55,43 +101,150 @@ def planned(region: Region, config: Config) -> Planned:
     facts = region.ctx.facts.of_copy(copies)
     ctx = Context(replace(config, compiler="inductor"), facts)
     run_passes(JOINT_PASSES, gm, ctx)
-    forward, backward = cut(gm, ctx)
-    results = graph.outputs(gm.graph)
-    own = results[: facts.num_fwd_outputs]
+    forward, backward = (half.graph for half in cut(gm, ctx))
+    own = graph.outputs(gm.graph)[: facts.num_fwd_outputs]
     mutated = len(own) - len(region.outputs)
     crossing = [n for n in ctx.saved if not graph.is_no_tensor(n) and not facts.is_free(n)]
     outputs = {graph.root(n): i - mutated for i, n in enumerate(own) if isinstance(n, fx.Node)}
-    kept = [n for n in crossing if not is_input(n) and graph.root(n) not in outputs]
-    inputs = (compat.input_index(graph.root(n)) for n in crossing if is_input(n))
+    of_inputs = [n for n in crossing if graph.root(n).op == "placeholder"]
+    kept = [n for n in crossing if n not in of_inputs and graph.root(n) not in outputs]
+    inputs = (compat.input_index(graph.root(n)) for n in of_inputs)
     names = {n.name for n in kept}
+    saved, saved_inputs = (
+        {n: "saved" for n in g.nodes if n.name in names} for g in (forward, backward)
+    )
+    gradients = _find_gradients(backward, gm.graph, ctx)
     return Planned(
         ctx.plan,
-        forward_memory(forward.graph, _named(forward.graph, names)),
-        backward_memory(
-            backward.graph, _named(backward.graph, names), _gradients(backward.graph, gm.graph, ctx)
-        ),
+        measure_memory(forward, saved),
+        measure_memory(backward, saved_inputs | gradients, saved_inputs),
         sum(map(graph.nbytes, kept)),
         [i for i in inputs if i is not None],
         [outputs[graph.root(n)] for n in crossing if graph.root(n) in outputs],
-        work_of(forward.graph),
-        work_of(backward.graph),
+        estimate_work(forward),
+        estimate_work(backward),
     )
 
 
-def is_input(node: fx.Node) -> bool:
-    """Whether a value has the memory of an input."""
-    return graph.root(node).op == "placeholder"
-
-
-def _named(g: fx.Graph, names: set[str]) -> set[fx.Node]:
-    return {n for n in g.nodes if n.name in names}
-
-
-def _gradients(backward: fx.Graph, joint: fx.Graph, ctx: Context) -> set[fx.Node]:
-    """The gradients of parameters, as nodes of the backward."""
+def _find_gradients(backward: fx.Graph, joint: fx.Graph, ctx: Context) -> dict[fx.Node, str]:
+    """Return the parameters' gradients, as nodes of the backward, each with its kind of memory."""
     primals = [n for n in joint.nodes if compat.is_primal(n)]
     results = zip(primals, graph.outputs(backward), strict=False)
-    found: Iterable[fx.Node] = (
-        graph.root(g) for p, g in results if p in ctx.facts.parameters and isinstance(g, fx.Node)
-    )
-    return set(found)
+    found = (g for p, g in results if p in ctx.facts.parameters and isinstance(g, fx.Node))
+    return {graph.root(g): "gradients" for g in found}
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def measure_memory(
+    g: fx.Graph, kinds: Mapping[fx.Node, str], inputs: Iterable[fx.Node] = ()
+) -> list[Moment]:
+    """Return the bytes alive after each operator of a graph.
+
+    Args:
+        g: a forward, whose results stay alive until its end, or a backward.
+        kinds: kinds of memory of nodes; all other nodes are workspace.
+        inputs: placeholders that the graph owns: they are freed after their last use.
+    """
+    nodes = [n for n in g.nodes if n.op != "output"]
+    position = {n: i for i, n in enumerate(nodes)}
+    last = _find_last_uses(nodes, position)
+    changes = {name: [0.0] * (len(nodes) + 1) for name in KINDS}
+
+    def add(name: str, size: float, start: int, end: int) -> None:
+        changes[name][start] += size
+        changes[name][end + 1] -= size
+
+    owned = set(inputs)
+    for node in nodes:
+        # The kernel that quantizes also allocates the transposed FP8 data.
+        source = node.args[0] if graph.is_call(node, fp8.transpose.default) else node
+        at = position.get(source, position[node])
+        if node in owned or (node.op == "call_function" and has_buffer(node)):
+            end = min(last[node], len(nodes) - 1)
+            start = 0 if node in owned else at
+            add(kinds.get(node, "workspace"), graph.nbytes(node), start, end)
+        add("workspace", _measure_workspace(node), at, at)
+    alive = {name: list(accumulate(x)) for name, x in changes.items()}
+    return [
+        Moment(graph.module_path(n), False, *(alive[name][i] for name in KINDS))
+        for i, n in enumerate(nodes)
+    ]
+
+
+def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Return the last position at which a buffer is computed from each node."""
+    found: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        ends = [position[node]]
+        for user in node.users:
+            if user.op == "output":
+                ends.append(len(nodes))
+            else:
+                ends.append(position[user] if has_buffer(user) else found[user])
+        found[node] = max(ends)
+    return found
+
+
+def has_buffer(node: fx.Node) -> bool:
+    """Check whether a node's result is written to memory of its own."""
+    if node.target in DEQUANTIZERS:
+        return any(reads_memory(user) for user in node.users)
+    if graph.is_getitem(node) and graph.is_call(node.args[0], in_chunks):  # type: ignore[arg-type]
+        return True
+    return is_buffered(node)
+
+
+def _measure_workspace(node: fx.Node) -> float:
+    """Return the bytes that an operator allocates while it runs, besides its results."""
+    if graph.is_call(node, in_chunks):
+        moments = measure_memory(Chunks(node).body.graph, {})
+        return max((m.total for m in moments), default=0.0)
+    is_attention = kind(node) is Kind.ATTENTION and not graph.is_getitem(node)
+    if is_attention and "backward" in str(node.target):
+        return BYTES_PER_QUERY * graph.numel(graph.tensor(node.args[1]))  # type: ignore[arg-type]
+    return 0.0
+
+
+# --- work ----------------------------------------------------------------------------------------
+
+
+def estimate_work(g: fx.Graph) -> Work:
+    """Return the work of a graph. Generated code reads each operand once per buffer it writes."""
+    total = Work()
+    for node in g.nodes:
+        if node.op == "call_function" and is_expensive(node):
+            total += _count_flops(node)
+        elif node.op == "call_function" and has_buffer(node) and not graph.is_getitem(node):
+            total += Work(bytes=graph.nbytes(node) + sum(map(graph.nbytes, _find_reads(node))))
+    for chunks in chunks_of(g):
+        total += estimate_work(chunks.body.graph).times(chunks.count)
+    return total
+
+
+def _count_flops(node: fx.Node) -> Work:
+    if kind(node) is not Kind.ATTENTION:
+        return Work(fp8_flops=flops(node)) if is_fp8_gemm(node) else Work(bf16_flops=flops(node))
+    causal = False
+    if compat.is_operator(node.target):
+        names = [argument.name for argument in compat.schema_of(node.target).arguments]
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        causal = given.get("is_causal") is True
+    return Work(attention_flops=flops(node) * (CAUSAL_SHARE if causal else 1.0))
+
+
+def _find_reads(node: fx.Node) -> set[fx.Node]:
+    """Return the buffers that the kernel of a node reads, through fused operators."""
+    found: set[fx.Node] = set()
+    pending, seen = list(node.all_input_nodes), set[fx.Node]()
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "placeholder" or has_buffer(current):
+            found.add(current)
+        else:
+            pending += current.all_input_nodes
+    return found

@@ -1,38 +1,51 @@
-"""`Fit`: what training takes of a GPU and its host, and the fastest way that fits."""
+"""`Fit`: what training needs of a GPU and its host, and the fastest way that fits."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from fp8pass.config import ConfigError, bytes_text
-from fp8pass.hardware import Gpu
+from fp8pass.hardware import GIB, Gpu
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidate
-from fp8pass.tools.fitting.replay import Moment
-from fp8pass.tools.fitting.setup import config_text
-from fp8pass.tools.fitting.tables import memory_table, ways_table
-from fp8pass.tools.fitting.timeline import plot_timeline
-from fp8pass.tools.terminal import text_of
+from fp8pass.tools.fitting.planned import Moment
+from fp8pass.tools.fitting.setup import format_config
+from fp8pass.tools.output import Result, make_figure
+
+# The kinds of memory: description, color in the plot.
+KINDS = {
+    "weights": ("weights and buffers", "#4c78a8"),
+    "states": ("states of the optimizer", "#9ecae9"),
+    "sums": ("sums of gradients", "#bab0ac"),
+    "staging": ("staging buffers of the host", "#79706e"),
+    "saved": ("saved by compiled graphs", "#f58518"),
+    "activations": ("saved by PyTorch, and results", "#ffbf79"),
+    "gradients": ("gradients", "#54a24b"),
+    "workspace": ("workspace of operators", "#e45756"),
+}
+# Kinds that have a row even without any bytes.
+ALWAYS = ("weights", "states", "gradients", "saved")
 
 
 @dataclass
-class Fit:
-    """What training takes; print it, or use `lines`, `best`, `to_json()` and `plot()`.
+class Fit(Result):
+    """The memory and time of training. Print it, or use `lines`, `best`, `to_json()` and `plot()`.
 
     Attributes:
         model: name of the model's class.
-        gpu: the GPU, with the memory that there is.
-        host: bytes of the host that there are.
-        accumulate: micro-batches of a step.
-        blocks: paths of the modules that are compiled one by one; none if the model is as a whole.
-        tried: the ways to train that were looked at, from the fastest on, each with why it does not
-            fit.
-        best: the one that fits; None if none does.
-        notes: what there is to know besides, as sentences.
-        moments: bytes alive over a forward and backward of the best way, or of the smallest.
+        gpu: the GPU, with its available memory.
+        host: available bytes of host memory.
+        accumulate: number of micro-batches of a step.
+        blocks: paths of the modules that are compiled one by one; empty for the whole model.
+        tried: the ways to train that were evaluated, the fastest first, each with the reason why it
+            does not fit ('' if it fits).
+        best: the way that fits; None if none does.
+        notes: further remarks, as sentences.
+        moments: bytes alive over a forward and backward of `shown`.
     """
 
     model: str
@@ -47,12 +60,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a way to train."""
+        """Whether a way to train fits."""
         return self.best is not None
 
     @property
     def shown(self) -> Candidate:
-        """The best way, or else the one that takes least of the GPU."""
+        """The best way; if none fits, the one with the smallest GPU memory."""
         return self.best or min((c for c, _ in self.tried), key=lambda c: c.gpu_bytes)
 
     @property
@@ -60,7 +73,7 @@ class Fit:
         """The best way as Python to paste.
 
         Raises:
-            ConfigError: none fits; the message says what is least and what is in the way.
+            ConfigError: none fits; the message is `why_not`.
         """
         if self.best is None:
             raise ConfigError(self.why_not)
@@ -68,38 +81,38 @@ class Fit:
 
     @property
     def why_not(self) -> str:
-        """Why nothing fits; '' if something does."""
+        """Why nothing fits, with the least that training needs; '' if something fits."""
         if self.fits:
             return ""
         if self.host < PROCESS_BYTES:
             return (
                 f"{self.model} does not fit a host of {bytes_text(self.host)}: Python, PyTorch and "
-                f"the driver take {bytes_text(PROCESS_BYTES)} of it, whatever else is there. Take "
-                "a larger host; no other way to train was tried."
+                f"the driver take {bytes_text(PROCESS_BYTES)} of it. Use a host with more memory; "
+                "no other way to train was tried."
             )
         least, gpu = self.shown, bytes_text(self.gpu.memory)
         why = least.why_not(self.gpu.memory, self.host)
         return (
             f"{self.model} does not fit a GPU of {gpu} and a host of {bytes_text(self.host)}. The "
             f"least is {bytes_text(least.gpu_bytes)} of the GPU and {bytes_text(least.host_bytes)} "
-            f"of the host ({least.setup}): {why}. {self._advice(least)}"
+            f"of the host ({least.setup}): {why}. {self._advise(least)}"
         )
 
-    def _advice(self, least: Candidate) -> str:
+    def _advise(self, least: Candidate) -> str:
         if least.gpu_bytes <= self.gpu.memory:
-            return "Take states of fewer bytes, or leave more on the GPU."
+            return "Use optimizer states of fewer bytes, or offload less."
         kinds = {k: least.gpu[k] for k in ("weights", "saved", "activations", "workspace")}
         largest = max(kinds, key=kinds.__getitem__)
         if largest == "weights":
-            return "The weights alone are in the way: shard the model over several GPUs."
+            return "The weights alone are too large: shard the model over several GPUs."
         return (
-            f"Its {largest}, {bytes_text(kinds[largest])} in the {least.peak}, grow with the "
-            "micro-batch: take a smaller one and accumulate more of them"
-            + (", or compile the layers one by one (blocks=)." if not self.blocks else ".")
+            f"The largest part is {largest}, {bytes_text(kinds[largest])} in the {least.peak}. It "
+            "grows with the micro-batch: use a smaller one and accumulate more of them"
+            + ("." if self.blocks else ", or compile the layers one by one (blocks=).")
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-ready data; sizes in bytes, times in seconds."""
+        """Return everything as JSON-ready data; sizes in bytes, times in seconds."""
         return {
             "model": self.model,
             "gpu": asdict(self.gpu),
@@ -108,18 +121,11 @@ class Fit:
             "blocks": list(self.blocks),
             "fits": self.fits,
             "lines": self.lines if self.fits else None,
-            "best": _data(self.best, "") if self.best else None,
-            "tried": [_data(candidate, why) for candidate, why in self.tried],
+            "best": _to_dict(self.best, "") if self.best else None,
+            "tried": [_to_dict(candidate, why) for candidate, why in self.tried],
             "notes": self.notes,
             "why_not": self.why_not,
         }
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The same as JSON text, also written to `path` if one is given."""
-        text = json.dumps(self.to_dict(), indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n")
-        return text
 
     def plot(self, path: str | Path) -> None:
         """Draw the GPU's memory by kind over a forward and backward into an image file.
@@ -128,47 +134,96 @@ class Fit:
             ImportError: matplotlib is not installed.
             ValueError: matplotlib does not write files of this extension.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "plot needs matplotlib: pip install matplotlib", name="matplotlib"
-            ) from error
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.add_subplot()
-        plot_timeline(axes, self.shown.gpu, self.moments, self.gpu.memory)
+        figure = make_figure("plot", figsize=(8, 4))
+        axes = figure.add_subplot(ylabel="GiB", xlabel="forward, backward", xticks=[])
+        standing, count = self.shown.gpu, len(self.moments)
+        heights = {
+            kind: [getattr(m, kind, standing[kind]) / GIB for m in self.moments] for kind in KINDS
+        }  # what a moment lacks lives all the time
+        shown = {kind: values for kind, values in heights.items() if max(values, default=0) > 0}
+        colors = [KINDS[kind][1] for kind in shown]
+        axes.stackplot(
+            range(count), *shown.values(), labels=list(shown), colors=colors, step="post"
+        )
+        begins = next((i for i, m in enumerate(self.moments) if m.backward), count)
+        axes.axvline(begins, color="black", linewidth=0.8, linestyle=":")
+        axes.axhline(self.gpu.memory / GIB, color="black", linewidth=0.8)
+        axes.set(xlim=(0, max(count - 1, 1)))
         axes.legend(loc="upper left", fontsize="small", ncols=2)
         figure.savefig(path)
-
-    def __str__(self) -> str:
-        return text_of(self._parts())
-
-    def _telling(self) -> list[tuple[Candidate, str]]:
-        """The ways to train that have as much in the same places as what is shown, or least."""
-        least: dict[object, Candidate] = {}
-        for candidate, _ in self.tried:
-            place = _place(candidate)
-            least[place] = min(least.get(place, candidate), candidate, key=lambda c: c.gpu_bytes)
-        own = _place(self.shown)
-        return [(c, why) for c, why in self.tried if _place(c) == own or c is least[_place(c)]]
 
     def _parts(self) -> Iterator[Any]:
         shown = self.shown
         yield f"{self.model} on {self.gpu.name}: {shown.setup}. At the peak, in the {shown.peak}:"
-        yield memory_table(shown, self.gpu, self.host)
-        yield ways_table(self._telling(), self.best)
+        yield self._make_memory_table()
+        yield self._make_candidates_table()
         yield from self.notes
         yield f"\n{self.lines}" if self.fits else f"\n{self.why_not}"
 
+    def _make_memory_table(self) -> Table:
+        """Make the table of the memory at the peak of a step."""
+        shown, table = self.shown, Table(show_footer=True)
+        table.add_column("", footer="in all")
+        sizes = {"GPU": (shown.gpu_bytes, self.gpu.memory), "host": (shown.host_bytes, self.host)}
+        for title, (used, available) in sizes.items():
+            footer = f"{bytes_text(used)} of {bytes_text(available)}"
+            table.add_column(title, justify="right", footer=footer)
+        for kind, (name, _) in KINDS.items():
+            here, there = shown.gpu.get(kind, 0.0), shown.host.get(kind, 0.0)
+            if kind in ALWAYS or here or there:
+                table.add_row(name, _format_size(here), _format_size(there))
+        table.add_row(
+            f"CUDA, Python, unused (process {bytes_text(PROCESS_BYTES)})",
+            _format_size(shown.gpu_bytes - shown.allocated),
+            _format_size(shown.host_bytes - sum(shown.host.values())),
+        )
+        return table
 
-def _place(candidate: Candidate) -> tuple[bool, tuple[str, ...]]:
+    def _make_candidates_table(self) -> Table:
+        """Make the table of ways to train, the fastest first.
+
+        It lists all candidates with the same `attach` and `offload` as `shown`, and the smallest
+        candidate of each other combination.
+        """
+        least: dict[object, Candidate] = {}
+        for candidate, _ in self.tried:
+            place = _find_place(candidate)
+            least[place] = min(least.get(place, candidate), candidate, key=lambda c: c.gpu_bytes)
+        table = Table(title="ways to train, the fastest first", title_justify="left")
+        table.add_column("")
+        for column in ("GPU", "host", "s per step", "s exposed"):
+            table.add_column(column, justify="right")
+        table.add_column("")
+        for candidate, why_not in self.tried:
+            if (
+                _find_place(candidate) != _find_place(self.shown)
+                and candidate is not least[_find_place(candidate)]
+            ):
+                continue
+            seconds = candidate.seconds
+            table.add_row(
+                str(candidate.setup),
+                _format_size(candidate.gpu_bytes),
+                _format_size(candidate.host_bytes),
+                f"{seconds.total:.3g}",
+                f"{seconds.waiting:.3g}" if seconds.waiting else "",
+                "◀ fits" if candidate is self.best else why_not,
+            )
+        return table
+
+
+def _find_place(candidate: Candidate) -> tuple[bool, tuple[str, ...]]:
     return candidate.setup.attach, candidate.setup.offload
 
 
-def _data(candidate: Candidate, why_not: str) -> dict[str, Any]:
-    setup = candidate.setup
+def _format_size(count: float) -> str:
+    return bytes_text(count) if count else ""
+
+
+def _to_dict(candidate: Candidate, why_not: str) -> dict[str, Any]:
+    setup, seconds = candidate.setup, candidate.seconds
     return {
-        "config": config_text(setup.config),
+        "config": format_config(setup.config),
         "attach": setup.attach,
         "offload": list(setup.offload),
         "optimizer": "torch" if setup.preset is None else setup.preset,
@@ -178,6 +233,6 @@ def _data(candidate: Candidate, why_not: str) -> dict[str, Any]:
         "gpu_bytes": candidate.gpu_bytes,
         "host_bytes": candidate.host_bytes,
         "peak": candidate.peak,
-        "seconds": {**asdict(candidate.seconds), "total": candidate.seconds.total},
+        "seconds": {**asdict(seconds), "total": seconds.total},
         "why_not": why_not,
     }

@@ -1,4 +1,4 @@
-"""A way to train: the options of the backend and of the optimizer, as lines to paste."""
+"""One way to train: the options of the backend and of the optimizer, as Python to paste."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fp8pass.config import RECIPES, Config
-
-
-def in_list(path: str) -> bool:
-    """Whether a module is one of several in a list: a memory budget is for these, if there are."""
-    return any(part.isdigit() for part in path.split("."))
-
-
-# What may be on the host, in the words of `AdamW` and `offload_weights`.
-OFFLOAD = ("states", "gradients", "weights")
+from fp8pass.config import Config
+from fp8pass.tools.fitting.traced import is_in_list
+from fp8pass.tools.running import find_recipe
 
 
 @dataclass(frozen=True)
@@ -23,10 +16,10 @@ class Setup:
     """The options of one way to train.
 
     Attributes:
-        config: of the backend.
-        attach: whether each parameter is updated within the backward.
-        offload: what is on the host, of `OFFLOAD`.
-        preset: of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
+        config: options of the backend.
+        attach: whether each parameter is updated within the backward (`fp8pass.optim.attach`).
+        offload: what lives in host memory: `states`, `gradients`, `weights`.
+        preset: preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
     """
 
     config: Config = dataclasses.field(default_factory=Config)
@@ -35,83 +28,63 @@ class Setup:
     preset: str | None = "coat"
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
-        """Python that trains a `model` so.
+        """Return Python code that trains a `model` with this setup.
 
         Args:
-            accumulate: backwards whose gradients are added up.
-            blocks: paths of modules that are compiled one by one, of lists with `.*` behind; none
-                if the model is as a whole.
+            accumulate: number of backwards whose gradients are summed.
+            blocks: paths of modules that are compiled one by one, with `.*` for the members of a
+                list; empty for the model as a whole.
         """
-        found = [f"config = {config_text(self.config)}"]
+        found = [f"config = {format_config(self.config)}"]
         if "weights" in self.offload:
             found.append('fp8pass.optim.offload_weights(model, "cuda")')
         else:
             found.append('model.to("cuda")')
-        found.append(f"optimizer = {self._optimizer()}")
+        found.append(f"optimizer = {self._optimizer_text()}")
         if self.attach:
             also = f", accumulate={accumulate}" if accumulate > 1 else ""
             found.append(f"fp8pass.optim.attach(model, optimizer{also})")
-        found += [self._compiled(path, blocks) for path in blocks]
+        found += [self._compile_text(path, blocks) for path in blocks]
         if not blocks:
             found.append("model = torch.compile(model, backend=fp8pass.backend(config))")
         return "\n".join(found)
 
-    def _compiled(self, path: str, blocks: Sequence[str]) -> str:
-        """The line that compiles a block, or the members of a list."""
+    def _compile_text(self, path: str, blocks: Sequence[str]) -> str:
         is_list, has_lists = path.endswith(".*"), any(p.endswith(".*") for p in blocks)
-        of_layers = is_list or not has_lists or in_list(path)
-        unlimited = config_text(replace(self.config, memory_budget=None))
+        of_layers = is_list or not has_lists or is_in_list(path)
+        unlimited = format_config(replace(self.config, memory_budget=None))
         compiled = f".compile(backend=fp8pass.backend({'config' if of_layers else unlimited}))"
         if is_list:
             return f"for block in model.{path.removesuffix('.*')}:\n    block{compiled}"
         return f'model.get_submodule("{path}"){compiled}'
 
-    def _optimizer(self) -> str:
+    def _optimizer_text(self) -> str:
         if self.preset is None:
             return "torch.optim.AdamW(model.parameters(), fused=True)"
         moved = tuple(name for name in self.offload if name != "weights")
-        options = [
-            "model.parameters()",
-            *([f"preset={self.preset!r}"] if self.preset != "coat" else []),
-            *([f"offload={moved!r}"] if moved else []),
-        ]
-        return f"fp8pass.optim.AdamW({', '.join(options)})"
+        preset = f", preset={self.preset!r}" if self.preset != "coat" else ""
+        offload = f", offload={moved!r}" if moved else ""
+        return f"fp8pass.optim.AdamW(model.parameters(){preset}{offload})"
 
     def __str__(self) -> str:
-        """In a few words."""
+        recipe, changes = find_recipe(self.config)
+        options = [f"{name}={value!r}" for name, value in changes.items()]
         optimizer = "AdamW" if self.preset in (None, "coat") else f"AdamW {self.preset}"
         words = [
-            changes_text(self.config) or "default",
-            ("torch " if self.preset is None else "") + optimizer,
+            ", ".join([recipe] * (recipe != "coat") + options) or "default",
+            "torch " * (self.preset is None) + optimizer,
             *(["attach"] if self.attach else []),
             *([f"{', '.join(self.offload)} on the host"] if self.offload else []),
         ]
         return " · ".join(words)
 
 
-def config_text(config: Config) -> str:
-    """A configuration as Python."""
-    recipe, changes = _nearest_recipe(config)
+def format_config(config: Config) -> str:
+    """Return a configuration as Python code."""
+    recipe, changes = find_recipe(config)
+    if config.compiler != Config().compiler:
+        changes |= {"compiler": config.compiler}
     given = [f"{name}={value!r}" for name, value in changes.items()]
     if recipe == "coat":
         return f"fp8pass.Config({', '.join(given)})"
     return f"fp8pass.Config.recipe({', '.join([repr(recipe), *given])})"
-
-
-def changes_text(config: Config) -> str:
-    """What of a configuration is not the default, in a few words."""
-    recipe, changes = _nearest_recipe(config)
-    words = [recipe] if recipe != "coat" else []
-    return ", ".join([*words, *(f"{name}={value!r}" for name, value in changes.items())])
-
-
-def _nearest_recipe(config: Config) -> tuple[str, dict[str, object]]:
-    """The recipe from which fewest options differ, and those."""
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-
-    def changes(recipe: str) -> dict[str, object]:
-        of_recipe = Config.recipe(recipe)
-        return {n: x for n, x in options.items() if x != getattr(of_recipe, n)}
-
-    recipe = min(("coat", *RECIPES), key=lambda name: len(changes(name)))
-    return recipe, changes(recipe)

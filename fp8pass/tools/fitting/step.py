@@ -1,9 +1,9 @@
-"""One step of a model, run without memory: who allocates what, until when.
+"""Record one step of a model on fake tensors: which storages and compiled graphs live when.
 
-Compiled graphs are stood in for: `Region` has the joint graph as it was before the passes, and the
-record says when which of them runs forward and backward. What the model does outside of them is
-recorded operator by operator, as PyTorch runs it. Any plan of the graphs can be put into the record
-(`replay.py`) without tracing again.
+Compiled graphs are replaced by stand-ins. Each `Region` holds a joint graph before any pass, and
+the record lists when the region runs forward and backward. Operators outside of compiled graphs are
+recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of any configuration into
+the record without tracing again.
 """
 
 from __future__ import annotations
@@ -13,87 +13,161 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, Inputs
 from fp8pass.config import Config
+from fp8pass.graph.classify import CREATIONS
+from fp8pass.hardware import Work
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
-from fp8pass.tools.fitting.events import (
-    Allocated,
-    Backward,
-    BackwardBegins,
-    Computed,
-    Event,
-    Forward,
-    Freed,
-    Gradient,
-    Region,
-    Step,
-)
-from fp8pass.tools.fitting.fakes import without_memory
-from fp8pass.tools.fitting.work import work_of_call
 
-# Of a model to run, its arguments and its keyword arguments.
+# Called with a model to run, its arguments and its keyword arguments.
 LossFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Tensor]
 
 
-def own_loss(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The loss that a model returns.
+@dataclass(eq=False)
+class Region:
+    """A part of the model that is compiled as one graph.
+
+    Attributes:
+        path: path of the module that ran it first.
+        outputs: layout of each result of the forward, and whether it has a gradient.
+        gm: the joint graph before any pass; None if the region has no backward.
+        ctx: context of the joint graph.
+    """
+
+    path: str
+    outputs: list[tuple[Any, bool]]
+    gm: fx.GraphModule | None = None
+    ctx: Context | None = None
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """A storage of `bytes` bytes was allocated."""
+
+    storage: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Freed:
+    """The model and autograd no longer reference a storage."""
+
+    storage: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A region runs forward.
+
+    Attributes:
+        call: number of the call.
+        inputs, outputs: storages by position; None for storages that existed before the step.
+    """
+
+    region: Region
+    call: int
+    inputs: list[int | None]
+    outputs: list[int | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The region of a forward call runs backward."""
+
+    region: Region
+    call: int
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a parameter is final; `storage` holds it."""
+
+    storage: int | None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An operator ran outside of all regions."""
+
+    work: Work
+
+
+@dataclass(frozen=True)
+class BackwardBegins:
+    """The forward is complete."""
+
+
+Event = Allocated | Freed | Forward | Backward | Gradient | Computed | BackwardBegins
+
+
+@dataclass
+class Step:
+    """One forward and backward: its events in order, and the compiled regions."""
+
+    events: list[Event] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+
+
+def compute_own_loss(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Return the loss that a model computes itself: its output, or the output's `loss`.
 
     Raises:
-        ValueError: it returns none.
+        ValueError: the model returns no loss.
     """
     output = run(*args, **kwargs)
     value = getattr(output, "loss", output)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
     raise ValueError(
-        f"The model returns {type(output).__name__}, no loss: give fit a function of it and the "
-        "batch, loss_fn=lambda model, batch: model(*batch).square().mean(), or the model labels."
+        f"The model returns {type(output).__name__} instead of a loss. Pass fit a loss function, "
+        "loss_fn=lambda model, batch: model(*batch).square().mean(), or pass labels to the model."
     )
 
 
 def record_step(
-    module: nn.Module,
-    paths: Sequence[str],
-    values: tuple[tuple[Any, ...], dict[str, Any]],
-    loss_of: LossFunction,
+    module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
 ) -> Step:
-    """Run one step of a module whose parts at `paths` are compiled, which are stood in for.
+    """Record a forward and backward without allocating memory.
 
     Args:
         module: the model, on any device.
-        paths: of parts; `('',)` for the model as a whole.
+        paths: paths of the parts that are compiled; `('',)` for the model as a whole.
         values: arguments and keyword arguments of the model.
-        loss_of: runs it and gives its loss.
+        loss_of: runs the model and returns its loss.
 
     Raises:
-        ValueError: the loss has no gradient, or something needs the values of tensors.
+        ValueError: the loss has no gradient, or an operator needs the values of tensors.
     """
     step = Step()
     recorder = _Recorder(step)
     with (
-        _values_explained(module),
+        _explain_missing_values(module),
         compat.run_uncompiled(module),
-        without_memory(module, values) as (args, kwargs),
+        use_fake_tensors(module, values) as (args, kwargs),
         compat.fresh_compilation(),
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
-        _compiled(module, paths, recorder) as run,
+        _compile_parts(module, paths, recorder) as run,
     ):
-        loss_of(run, args, kwargs)  # to compile: no operator is to be observed meanwhile
-        with recorder.watching(module):
+        loss_of(run, args, kwargs)  # compiles; operators of the compilation are not recorded
+        with recorder.watch(module):
             loss = loss_of(run, args, kwargs)
             if not loss.requires_grad:
                 raise ValueError(
-                    "The loss depends on nothing that is trained: no parameter requires a "
-                    "gradient, or the loss is computed from values that were detached."
+                    "The loss does not depend on a trainable parameter. Set requires_grad on a "
+                    "parameter, and do not detach the values that the loss is computed from."
                 )
             recorder.events.append(BackwardBegins())
             loss.backward()
@@ -102,42 +176,69 @@ def record_step(
 
 
 @contextmanager
-def _values_explained(module: nn.Module) -> Iterator[None]:
-    """Say of an operator that needs values, which nothing has here, where it is and what to do.
+def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
+    """Replace a module's tensors by fake CPU tensors, and yield `values` with fake tensors, too.
 
-    Raises:
-        ValueError: there is one.
+    Parameters and buffers may be on any device, the meta device included. They are restored on
+    exit. The CPU stands for the GPU, so that `torch.autocast("cuda")` applies to it.
     """
-    try:
-        yield
-    except compat.NEEDS_VALUES as error:
-        raise ValueError(
-            f"fit runs a model on tensors without values, which {error.func} in "
-            f"{_running(module, error)} needs, as do .item(), branches on values and masks as "
-            "indices. Compute that without (experts of Hugging Face: experts_implementation="
-            "'grouped_mm'), or give fit a part of the model that has none."
-        ) from error
+    # Not by setattr: modules may override it, and PyTorch has hooks on it.
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    mode = compat.use_fake_tensors()
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that ids stay unique
 
+    def replace(x: Tensor | None) -> Any:
+        if x is not None and id(x) not in fakes:
+            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+            if isinstance(x, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=x.requires_grad)
+            elif x.requires_grad:
+                fake.requires_grad_()
+            fakes[id(x)] = x, fake
+        return None if x is None else fakes[id(x)][1]
 
-def _running(module: nn.Module, error: Exception) -> str:
-    """The innermost module that ran when an error was raised, in words."""
-    paths = {id(m): path for path, m in module.named_modules() if path}
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    owners = [paths[i] for f in frames if (i := id(f.f_locals.get("self"))) in paths]
-    return owners[-1] if owners else f"{type(module).__name__} or its loss"
+    with mode:
+        for m, parameters, buffers in before:
+            m._parameters.update({name: replace(p) for name, p in parameters.items()})
+            m._buffers.update({name: replace(b) for name, b in buffers.items()})
+        given = compat.tree_map_only(Tensor, replace, values)
+        try:
+            with compat.RealPositions(), compat.autocast_for_cpu():
+                yield given
+        finally:
+            for m, parameters, buffers in before:
+                m._parameters.update(parameters)
+                m._buffers.update(buffers)
 
 
 @contextmanager
-def _compiled(
+def _explain_missing_values(module: nn.Module) -> Iterator[None]:
+    """Turn the error of an operator that reads values into a ValueError that names its module."""
+    try:
+        yield
+    except compat.NEEDS_VALUES as error:
+        paths = {id(m): path for path, m in module.named_modules() if path}
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        running = [paths[i] for f in frames if (i := id(f.f_locals.get("self"))) in paths]
+        where = running[-1] if running else f"{type(module).__name__} or its loss"
+        raise ValueError(
+            f"fit runs a model on tensors without values, but {error.func} in {where} reads them, "
+            "as .item(), branches on values and boolean masks do. Replace it (experts of Hugging "
+            "Face: experts_implementation='grouped_mm'), or pass fit a part of the model."
+        ) from error
+
+
+@contextmanager
+def _compile_parts(
     module: nn.Module, paths: Sequence[str], recorder: _Recorder
 ) -> Iterator[Callable[..., Any]]:
-    """`module` as it runs with parts of it compiled, which the recorder stands in for."""
     if list(paths) == [""]:
-        yield torch.compile(module, backend=recorder.backend)
+        yield torch.compile(module, backend=recorder.compile)
         return
     parts = {path: module.get_submodule(path) for path in paths}
     for path, part in parts.items():
-        part.forward = recorder.at(path, torch.compile(part.forward, backend=recorder.backend))
+        compiled = torch.compile(part.forward, backend=recorder.compile)
+        part.forward = partial(recorder.run_at, path, compiled)
     try:
         yield module
     finally:
@@ -149,22 +250,26 @@ class _Recorder(compat.OperatorObserver):
     """Writes the record of a step."""
 
     def __init__(self, step: Step) -> None:
-        super().__init__(self._see)
+        super().__init__(self._record_operator)
         self.step = step
         self.events: list[Event] = []
         self.path = ""
         self._storages = compat.WeakIdKeyDictionary()
         self._numbers = itertools.count()
-        self._calls = itertools.count()
+        self.calls = itertools.count()
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Record what runs in this context, anew; parameters and buffers were there before."""
+    def watch(self, module: nn.Module) -> Iterator[None]:
+        """Start an empty record. Parameters and buffers count as allocated before."""
         self.events, self._storages = [], compat.WeakIdKeyDictionary()
         for x in (*module.parameters(), *module.buffers()):
             self._storages[x.untyped_storage()] = None
+
+        def record(parameter: Tensor) -> None:
+            self.events.append(Gradient(self.number(parameter.grad)))
+
         trained = [p for p in module.parameters() if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in trained]
+        handles = [p.register_post_accumulate_grad_hook(record) for p in trained]
         try:
             with self:
                 yield
@@ -172,16 +277,19 @@ class _Recorder(compat.OperatorObserver):
             for handle in handles:
                 handle.remove()
 
-    def _see(self, operator: Any, arguments: Any, result: Any) -> None:
-        given = {id(x.untyped_storage()) for x in _tensors(arguments)}
-        new = [x for x in _tensors(result) if id(x.untyped_storage()) not in given]
+    def _record_operator(self, operator: Any, arguments: Any, result: Any) -> None:
+        given = {id(x.untyped_storage()) for x in _find_tensors(arguments)}
+        new = [x for x in _find_tensors(result) if id(x.untyped_storage()) not in given]
         if new:
-            self.events.append(Computed(work_of_call(operator, arguments, result, new)))
+            self.events.append(Computed(_estimate_work(operator, arguments, result, new)))
         for x in new:
-            self._number(x)
+            self.number(x)
 
-    def _number(self, x: Any) -> int | None:
-        """The number of a tensor's storage, recorded if it is new; None if it was there before."""
+    def number(self, x: Any) -> int | None:
+        """Return the number of a tensor's storage, and record the storage if it is new.
+
+        None stands for a storage that existed before the step, and for values without one.
+        """
         if not isinstance(x, Tensor):
             return None
         storage = x.untyped_storage()
@@ -192,91 +300,86 @@ class _Recorder(compat.OperatorObserver):
         found: int | None = self._storages[storage]
         return found
 
-    def _gradient(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        self.events.append(Gradient(self._number(gradient)))
+    def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module at a path."""
+        self.path = path
+        return run(*args, **kwargs)
 
-    def begin(self, region: Region, inputs: Sequence[Any]) -> Forward:
-        """A region begins to run forward."""
-        event = Forward(region, next(self._calls), [self._number(x) for x in inputs])
-        self.events.append(event)
-        return event
-
-    def end(self, event: Forward, outputs: Sequence[Any]) -> None:
-        """It has run."""
-        event.outputs.extend(self._number(x) for x in outputs)
-
-    def backward(self, event: Forward) -> None:
-        """It runs backward."""
-        self.events.append(Backward(event.region, event.call))
-
-    def at(self, path: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that notes the path of the module that runs."""
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self.path = path
-            return run(*args, **kwargs)
-
-        return noted
-
-    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A backend of `torch.compile` that captures graphs, and has stand-ins run."""
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Backend of `torch.compile` that captures the joint graph and returns a stand-in."""
         region = _capture(gm, example_inputs, self.path)
         self.step.regions.append(region)
         return lambda *inputs: _StandIn.apply(self, region, *inputs)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _find_tensors(values: Any) -> list[Tensor]:
     return [x for x in compat.tree_leaves(values) if isinstance(x, Tensor)]
 
 
+def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Tensor]) -> Work:
+    """Estimate the work of an operator that runs outside of compiled graphs.
+
+    Args:
+        operator: the operator, as PyTorch dispatches it.
+        arguments: `(args, kwargs)`.
+        result: the return value.
+        new: the returned tensors that are not views of arguments.
+    """
+    args, kwargs = arguments
+    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    if formula is not None:
+        return Work(bf16_flops=float(formula(*args, **kwargs, out_val=result)))
+    if operator in CREATIONS:
+        return Work()
+    return Work(bytes=float(sum(map(graph.bytes_of, (*_find_tensors(arguments), *new)))))
+
+
 class _StandIn(torch.autograd.Function):
-    """Has the results of a compiled graph, and its gradients, and does nothing."""
+    """Stand-in for a compiled graph: results and gradients of its layouts, no computation."""
 
     @staticmethod
     def forward(ctx: Any, recorder: _Recorder, region: Region, *inputs: Any) -> Any:
-        call = recorder.begin(region, inputs)
-        results = tuple(_new(x) for x, _ in region.outputs)
-        recorder.end(call, results)
+        call = Forward(region, next(recorder.calls), [recorder.number(x) for x in inputs])
+        recorder.events.append(call)
+        results = tuple(_allocate(x) for x, _ in region.outputs)
+        call.outputs.extend(map(recorder.number, results))
         pairs = zip(results, region.outputs, strict=True)
         ctx.mark_non_differentiable(
-            *(x for x, (_, has) in pairs if isinstance(x, Tensor) and not has)
+            *(x for x, (_, has_gradient) in pairs if isinstance(x, Tensor) and not has_gradient)
         )
         ctx.recorder, ctx.call = recorder, call
-        ctx.like = [_described(x) for x in inputs]
+        ctx.layouts = [_describe_layout(x) for x in inputs]
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.recorder.backward(ctx.call)
-        wanted = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *(_new(like) if needs else None for like, needs in wanted))
+        ctx.recorder.events.append(Backward(ctx.call.region, ctx.call.call))
+        wanted = zip(ctx.layouts, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *(_allocate(x) if needed else None for x, needed in wanted))
 
 
-@dataclass(frozen=True)
-class _Description:
+class _Layout(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _described(x: Any) -> Any:
-    return _Description(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+def _describe_layout(x: Any) -> Any:
+    return _Layout(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
-def _new(like: Any) -> Any:
-    """A tensor like the described one; other values as they are."""
-    if not isinstance(like, _Description):
-        return like
-    return torch.empty_strided(like.shape, like.stride, dtype=like.dtype)
+def _allocate(x: Any) -> Any:
+    """Allocate a tensor of a `_Layout`; return other values unchanged."""
+    if not isinstance(x, _Layout):
+        return x
+    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype)
 
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Region:
-    """The joint graph of what Dynamo captured."""
+    """Trace the joint graph of a graph that Dynamo captured."""
     compat.rename_self(gm)
     results = compat.tree_leaves(gm(*example_inputs))
-    outputs = [(_described(x), isinstance(x, Tensor) and x.requires_grad) for x in results]
+    outputs = [(_describe_layout(x), isinstance(x, Tensor) and x.requires_grad) for x in results]
     region = Region(path, outputs)
     compilation = Compilation(Config(compiler="eager"), Inputs.of(example_inputs), is_main=False)
     compat.compile_fx(
@@ -289,7 +392,7 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Re
 
 
 class _Capture(Partitioner):
-    """Copies a joint graph, and lets PyTorch cut it, without any of our passes."""
+    """Partitioner that copies the joint graph, and runs PyTorch's partitioner and no passes."""
 
     def __init__(self, compilation: Compilation, region: Region) -> None:
         super().__init__(compilation)

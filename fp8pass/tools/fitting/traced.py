@@ -1,72 +1,139 @@
-"""A model's step, whose graphs any configuration can be planned for."""
+"""A traced step under any configuration: bytes alive, work, and plans.
+
+`TracedStep` inserts planned regions into the record of a step. `TracedLayers` extrapolates from two
+short models, because tracing and planning many equal layers takes long. Each additional layer adds
+the same saved bytes, gradients and work; only the place of the peak may change. So the moments of a
+step with three and with four layers are matched, from both ends, and extrapolated linearly.
+
+    three layers   before  0  1  2  after
+    four layers    before  0  1  2  3  after       0-0, 1-1 from the start; 1-2, 2-3 from the end
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
+from typing import Any
 
-from fp8pass.config import Config
+from torch import nn
+
+from fp8pass.config import Config, ConfigError
 from fp8pass.hardware import Work
 from fp8pass.plan import Plan
-from fp8pass.tools.fitting.events import (
+from fp8pass.tools.fitting.planned import KINDS, Moment, Planned, plan_region
+from fp8pass.tools.fitting.step import (
+    Allocated,
     Backward,
     BackwardBegins,
     Computed,
     Forward,
+    Freed,
+    Gradient,
+    LossFunction,
     Region,
     Step,
+    record_step,
 )
-from fp8pass.tools.fitting.planned import Planned, planned
-from fp8pass.tools.fitting.replay import Fate, Moment, replay
-from fp8pass.tools.fitting.setup import in_list
+
+log = logging.getLogger("fp8pass")
+
+WHOLE = ("",)  # the path of the model itself
+
+FEW, MORE = 3, 4
+# From this number of layers on, tracing two short models is faster than tracing the whole model.
+WORTHWHILE = 8
+
+# Position of a layer, or "before" and "after" all layers: in the short and in the longer model.
+Place = int | str
+PAIRS: tuple[tuple[Place, Place], ...] = (
+    *(("before", "before"), ("after", "after")),
+    *((0, 0), (1, 1), (1, 2), (2, 3)),
+)
+Slot = tuple[bool, Place]  # whether in the backward, and the position
 
 
-class Traced(Protocol):
-    """A forward and backward under any configuration."""
+def trace(
+    module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
+) -> TracedStep | TracedLayers:
+    """Trace a step of a model; of few layers if it has many equal ones in one graph.
 
-    def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        """Bytes alive, in order."""
+    Args:
+        module: the model, on any device.
+        paths: paths of the parts that are compiled one by one; empty for the model as a whole.
+        values: arguments and keyword arguments of the model.
+        loss_of: runs the model and returns its loss.
+    """
+    if not paths and (layers := find_layers(module)):
+        try:
+            steps = []
+            for count in (FEW, MORE):
+                with shorten(module, layers, count):
+                    steps.append(TracedStep(record_step(module, WHOLE, values, loss_of)))
+            return TracedLayers(layers, *steps)
+        except Exception:  # the model may need all of its layers
+            log.info(
+                "fit traces all %d layers of %s, which takes longer: the model does not run with "
+                "fewer layers, or runs differently.",
+                *(layers.count, layers.path),
+                exc_info=True,
+            )
+    return TracedStep(record_step(module, tuple(paths) or WHOLE, values, loss_of))
 
-    def work(self, config: Config) -> tuple[Work, Work]:
-        """The work of the forward and of the backward."""
 
-    def plans(self, config: Config) -> list[Plan]:
-        """The decisions, of each graph that is compiled."""
+def is_in_list(path: str) -> bool:
+    """Check whether a module is in a list. If a model has lists, budgets apply to their members."""
+    return any(part.isdigit() for part in path.split("."))
+
+
+# --- a recorded step -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How long final gradients stay alive.
+
+    Attributes:
+        stay: whether all gradients live until the end of the backward. Otherwise the optimizer
+            consumes each of them.
+        waiting: bytes of gradients that may wait for the optimizer; if positive, at least one
+            gradient waits.
+    """
+
+    stay: bool
+    waiting: float = 0.0
 
 
 class TracedStep:
-    """A step as it was recorded.
+    """A recorded step. Its regions are planned when a configuration is first needed.
 
-    Attributes:
-        step: the record.
+    Raises:
+        ConfigError: a memory budget cannot be met (all methods).
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.planned = cache(self._planned)
+        self.planned = cache(self._plan_regions)
 
-    def _planned(self, config: Config) -> dict[Region, Planned]:
-        """The regions that have a backward, planned.
-
-        Raises:
-            ConfigError: a memory budget cannot be met.
-        """
+    def _plan_regions(self, config: Config) -> dict[Region, Planned]:
         regions = [r for r in self.step.regions if r.gm is not None]
-        layers = [r for r in regions if in_list(r.path)]
-        unlimited = replace(config, memory_budget=None)
-        return {r: planned(r, config if r in (layers or regions) else unlimited) for r in regions}
+        layers = [r for r in regions if is_in_list(r.path)] or regions
+        rest = replace(config, memory_budget=None)
+        return {r: plan_region(r, config if r in layers else rest) for r in regions}
 
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        """Bytes alive, in order."""
-        return replay(self.step, self.planned(config), fate)
+        """Return the bytes alive, in order."""
+        return _Replay(self.step, self.planned(config), fate).moments
 
     def plans(self, config: Config) -> list[Plan]:
-        """The decisions, of each graph that is compiled."""
+        """Return the plan of each graph."""
         return [p.plan for p in self.planned(config).values()]
 
     def work(self, config: Config) -> tuple[Work, Work]:
-        """The work of the forward and of the backward."""
+        """Return the work of the forward and of the backward."""
         regions, begun = self.planned(config), False
         totals = {False: Work(), True: Work()}
         for event in self.step.events:
@@ -80,3 +147,226 @@ class TracedStep:
                 case Backward(region) if region in regions:
                     totals[True] += regions[region].backward_work
         return totals[False], totals[True]
+
+
+class _Replay:
+    """Replays the record of a step with planned regions, and collects the bytes alive."""
+
+    def __init__(self, step: Step, plans: Mapping[Region, Planned], fate: Fate) -> None:
+        self.plans, self.fate = plans, fate
+        self.moments: list[Moment] = []
+        self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
+        self._held: Counter[int] = Counter()  # references by regions that have not run backward
+        self._freed: set[int] = set()  # freed by the model while regions hold them
+        self._calls: dict[int, Forward] = {}
+        self._backward = False
+        self._waiting: deque[tuple[int, int]] = deque()  # gradients and their bytes
+        self._gradients = {e.storage for e in step.events if isinstance(e, Gradient)}
+        for event in step.events:
+            match event:
+                case Allocated(storage, bytes_):
+                    self._allocate(storage, bytes_)
+                case Freed(storage):
+                    self._free(storage)
+                case Forward():
+                    self._run_forward(event)
+                case Backward(region, call):
+                    self._run_backward(region, self._calls[call])
+                case Gradient(storage) if storage in self._storages and not fate.stay:
+                    self._consume(storage)
+                case BackwardBegins():
+                    self._backward = True
+                    self._note(Moment())
+
+    def _note(self, moment: Moment) -> None:
+        """Add the bytes that are alive outside of a region to a moment of the region."""
+        alive = {name: self._alive[name] + getattr(moment, name) for name in KINDS}
+        self.moments.append(Moment(moment.module, self._backward, **alive))
+
+    def _allocate(self, storage: int, bytes_: int) -> None:
+        name = "workspace" if self._backward else "activations"
+        name = "gradients" if storage in self._gradients else name
+        self._storages[storage] = name, bytes_
+        self._alive[name] += bytes_
+        self._note(Moment())
+
+    def _free(self, storage: int) -> None:
+        if self._held[storage]:
+            self._freed.add(storage)
+        elif storage in self._storages:
+            name, bytes_ = self._storages.pop(storage)
+            self._alive[name] -= bytes_
+
+    def _consume(self, gradient: int) -> None:
+        """Let the optimizer use a gradient, now or after the gradients that wait before it."""
+        waiting = self._waiting
+        waiting.append((gradient, self._storages[gradient][1]))
+        least = 1 if self.fate.waiting else 0
+        while len(waiting) > least and sum(size for _, size in waiting) > self.fate.waiting:
+            self._free(waiting.popleft()[0])
+
+    def _run_forward(self, call: Forward) -> None:
+        if call.region not in self.plans:
+            return
+        plan = self.plans[call.region]
+        self._calls[call.call] = call
+        for moment in plan.forward:
+            self._note(moment)
+        self._alive["saved"] += plan.kept
+        self._note(Moment())
+        self._held.update(self._find_held(call))
+
+    def _run_backward(self, region: Region, call: Forward) -> None:
+        self._alive["saved"] -= self.plans[region].kept  # part of the moments below
+        for moment in self.plans[region].backward:
+            self._note(moment)
+        for storage in self._find_held(call):
+            self._held[storage] -= 1
+            if not self._held[storage] and storage in self._freed:
+                self._free(storage)
+
+    def _find_held(self, call: Forward) -> set[int]:
+        """Return the storages of inputs and results that the backward of a call reads."""
+        plan = self.plans[call.region]
+        found = {call.inputs[i] for i in plan.held_inputs}
+        found |= {call.outputs[i] for i in plan.held_outputs}
+        return {storage for storage in found if storage is not None}
+
+
+# --- many equal layers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A list of equal layers: the list's path and length."""
+
+    path: str
+    count: int
+
+
+def find_layers(module: nn.Module) -> Layers | None:
+    """Return the longest list of equal modules, or None if it is shorter than `WORTHWHILE`."""
+    lists = {p: m for p, m in module.named_modules() if isinstance(m, nn.ModuleList)}
+    alike = [Layers(p, len(m)) for p, m in lists.items() if len(set(map(_describe, m))) == 1]
+    longest = max(alike, key=lambda layers: layers.count, default=None)
+    return longest if longest and longest.count >= WORTHWHILE else None
+
+
+def _describe(module: nn.Module) -> tuple[object, ...]:
+    shapes = ((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters())
+    return type(module), repr(module), tuple(shapes)
+
+
+@contextmanager
+def shorten(module: nn.Module, layers: Layers, count: int) -> Iterator[None]:
+    """Remove all but the first `count` modules of a list, and restore them on exit."""
+    shown = module.get_submodule(layers.path)
+    assert isinstance(shown, nn.ModuleList)
+    hidden = list(shown)[count:]
+    del shown[count:]
+    try:
+        yield
+    finally:
+        shown.extend(hidden)
+
+
+class NotAlike(Exception):
+    """The steps of the two short models do not match."""
+
+
+class TracedLayers:
+    """A step of a model that is compiled as a whole, extrapolated from two with fewer layers.
+
+    Raises:
+        NotAlike: the two steps do not match.
+        ConfigError: a memory budget cannot be met (all methods). The message gives bytes of the
+            short models.
+    """
+
+    def __init__(self, layers: Layers, few: TracedStep, more: TracedStep) -> None:
+        self.layers, self.few, self.more = layers, few, more
+        if any(len(traced.step.regions) != 1 for traced in (few, more)):
+            raise NotAlike
+        self._further = layers.count - FEW
+        self._config = cache(self._scale_budget)
+        self.moments(Config(), Fate(stay=True))
+
+    def _scale_budget(self, config: Config, depth: int) -> Config:
+        """Return a configuration that saves as much per layer in a model of `depth` layers."""
+        if config.memory_budget is None:
+            return config
+        unlimited = replace(config, memory_budget=None)
+        few, more = (x.plans(unlimited)[0].saved_bytes for x in (self.few, self.more))
+        own, all_layers = (few + (n - FEW) * (more - few) for n in (depth, self.layers.count))
+        less = (all_layers - config.budget_bytes(all_layers)) / self.layers.count
+        return replace(config, memory_budget=max(1, int(own - depth * less)))
+
+    def moments(self, config: Config, fate: Fate) -> list[Moment]:
+        """Return the largest moments outside of the layers, in the first two and the last two."""
+        few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
+        more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
+        pairs = [((half, a), (half, b)) for half in (False, True) for a, b in PAIRS]
+        found = [(a, b) for a, b in pairs if a in few or b in more]
+        if not found or any(a not in few or b not in more for a, b in found):
+            raise NotAlike
+        found.sort(key=lambda pair: _make_sort_key(pair[1]))
+        return [self._extrapolate(few[a], more[b], b[1] != a[1]) for a, b in found]
+
+    def _find_largest(self, moments: list[Moment]) -> dict[Slot, Moment]:
+        """Return the largest moment of each slot."""
+        largest: dict[Slot, Moment] = {}
+        begun = {False: False, True: False}
+        for moment in moments:
+            layer = self._find_layer_number(moment.module)
+            begun[moment.backward] |= layer is not None
+            outside = "after" if begun[moment.backward] else "before"
+            slot = moment.backward, outside if layer is None else layer
+            if slot not in largest or moment.total > largest[slot].total:
+                largest[slot] = moment
+        return largest
+
+    def _find_layer_number(self, module: str) -> int | None:
+        prefix = f"{self.layers.path}."
+        number = module.removeprefix(prefix).split(".")[0]
+        return int(number) if module.startswith(prefix) else None
+
+    def _extrapolate(self, few: Moment, more: Moment, from_end: bool) -> Moment:
+        """Extrapolate a moment from `FEW` and `MORE` layers to the number of layers of the model.
+
+        Args:
+            few: the moment with few layers.
+            more: the same moment with one more layer.
+            from_end: whether its layer is counted from the last one.
+        """
+        values = {k: getattr(few, k) for k in KINDS}
+        values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}
+        module, layer = few.module, self._find_layer_number(few.module)
+        if from_end and layer is not None:
+            own, its = (f"{self.layers.path}.{i}" for i in (layer, layer + self._further))
+            module = its + module.removeprefix(own)
+        return replace(few, module=module, **values)
+
+    def work(self, config: Config) -> tuple[Work, Work]:
+        """Return the work of the forward and of the backward."""
+        try:
+            few = self.few.work(self._config(config, FEW))
+            more = self.more.work(self._config(config, MORE))
+        except ConfigError as error:
+            short = f"With few of the {self.layers.count} layers of {self.layers.path}, "
+            raise type(error)(short + str(error)) from None
+        pairs = zip(few, more, strict=True)
+        forward, backward = (a + (b + a.times(-1)).times(self._further) for a, b in pairs)
+        return forward, backward
+
+    def plans(self, config: Config) -> list[Plan]:
+        """Return the plan of the model with few layers."""
+        return self.few.plans(self._config(config, FEW))
+
+
+def _make_sort_key(slot: Slot) -> tuple[bool, float]:
+    """Key that sorts slots by time. The backward runs the layers in reverse."""
+    backward, place = slot
+    if isinstance(place, str):
+        return backward, -1.0 if place == "before" else MORE + 1.0
+    return backward, float(MORE - place if backward else place)

@@ -1,4 +1,4 @@
-"""The changes of a pass, module by module; equal changes of repeated layers are shown once."""
+"""The changes of a pass by module. Equal changes of repeated layers are shown once."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _CONTEXT = 1  # unchanged lines around a change
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code, equal up to numbers in `count` modules."""
+    """The change of one module's code, which is equal up to numbers in `count` modules."""
 
     module: str
     count: int
     text: str
 
 
-def module_diffs(record: PassRecord) -> list[ModuleDiff]:
-    """The changes of one pass, in the order of the graph."""
-    before, after = code_by_module(record.before), code_by_module(record.after)
+def diff_modules(record: PassRecord) -> list[ModuleDiff]:
+    """Return the changes of one pass, in the order of the graph."""
+    before, after = split_code(record.before), split_code(record.after)
     same: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for module in dict.fromkeys((*before, *after)):
         old, new = before.get(module, []), after.get(module, [])
         if old != new:
-            text = "\n".join(_unified(old, new))
-            same.setdefault((_NUMBERS.sub("", module), _NUMBERS.sub("", text)), []).append(
-                (module, text)
-            )
+            _, _, *changes = difflib.unified_diff(old, new, lineterm="", n=_CONTEXT)
+            text = "\n".join(changes)
+            key = _NUMBERS.sub("", module), _NUMBERS.sub("", text)
+            same.setdefault(key, []).append((module, text))
     return [ModuleDiff(found[0][0], len(found), found[0][1]) for found in same.values()]
 
 
-def code_by_module(code: str) -> dict[str, list[str]]:
-    """The lines of a graph's code by the module that they come from, '' for none."""
+def split_code(code: str) -> dict[str, list[str]]:
+    """Return the lines of a graph's code by module; '' for lines without a module."""
     modules: dict[str, list[str]] = {}
     lines = modules.setdefault("", [])
     for line in code.splitlines():
@@ -47,8 +47,3 @@ def code_by_module(code: str) -> dict[str, list[str]]:
         elif comment:
             lines.append(comment)
     return modules
-
-
-def _unified(old: list[str], new: list[str]) -> list[str]:
-    _, _, *lines = difflib.unified_diff(old, new, lineterm="", n=_CONTEXT)
-    return lines

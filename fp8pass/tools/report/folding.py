@@ -1,10 +1,10 @@
-"""Draw repeated layers once: consecutive equal layers become the first one, with a count.
+"""Draw repeated layers once: consecutive equal layers become the first layer, with a count.
 
     before   layers.0   layers.1   layers.2   …   layers.31
     after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
 
-Layers are equal if they have the same modules and operators, of the same shapes, kept in the same
-way for the same reason. The first and the last layer of a model mostly differ from the rest.
+Layers are equal if they have the same modules and operators with the same shapes, formats and
+reasons. The first and the last layer of a model usually differ.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 
 from fp8pass.tools.report.picture import DrawnLayer, DrawnOperator, Edge, Picture
 
-# The path up to its first number.
+# A path up to its first number.
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 # Details that may differ between equal layers.
-_OWN_DETAILS = ("source", "keeps", "in keep_exact")
+_OWN_DETAILS = ("source", "saves", "in keep_exact")
 
 
 @dataclass(frozen=True)
 class Span:
-    """The columns of a numbered layer, from the first to the last."""
+    """A numbered layer: its columns and operators."""
 
     path: str
     columns: range
@@ -37,25 +37,25 @@ class Span:
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
-        """A key that is the same for equal layers."""
-        return (self.pattern, *(self._signature(y) for y in self.operators))
+        """Return a key that is equal for equal layers."""
+        return (self.pattern, *(self._make_signature(y) for y in self.operators))
 
-    def _signature(self, operator: DrawnOperator) -> tuple[object, ...]:
+    def _make_signature(self, operator: DrawnOperator) -> tuple[object, ...]:
         details = tuple(x for x in operator.details.items() if x[0] not in _OWN_DETAILS)
         module = operator.module.replace(self.path, self.pattern, 1)
         position = operator.column - self.columns.start
         return operator.label, operator.kind, module, position, operator.backward, details
 
 
-def layer_of(module: str) -> str:
-    """The numbered layer that a module belongs to, `model.layers.3`; '' for none."""
+def find_layer(module: str) -> str:
+    """Return the numbered layer that a module belongs to, `model.layers.3`; '' without a number."""
     match = _NUMBERED.match(module)
     return match[0] if match else ""
 
 
 def fold(picture: Picture) -> Picture:
-    """The picture with repeated layers drawn once."""
-    groups = [list(g) for _, g in itertools.groupby(spans(picture), key=Span.signature)]
+    """Return the picture with repeated layers drawn once."""
+    groups = [list(g) for _, g in itertools.groupby(find_spans(picture), key=Span.signature)]
     stands_for: dict[str, str] = {}
     instance: dict[str, tuple[str, str]] = {}
     for first, *others in groups:
@@ -63,14 +63,15 @@ def fold(picture: Picture) -> Picture:
             for operator, drawn in zip(span.operators, first.operators, strict=True):
                 stands_for[operator.id] = drawn.id
                 instance[operator.id] = first.path, span.path
-    kept = _kept_columns(len(picture.columns), groups)
+    folded = {c for _, *others in groups for span in others for c in span.columns}
+    kept = [c for c in range(len(picture.columns)) if c not in folded]
     number = {column: i for i, column in enumerate(kept)}
     return Picture(
         columns=[picture.columns[c] for c in kept],
         operators=[
             replace(y, column=number[y.column]) for y in picture.operators if y.column in number
         ],
-        edges=_merged(picture.edges, stands_for, instance),
+        edges=_merge_edges(picture.edges, stands_for, instance),
         layers=[
             DrawnLayer(g[0].path, g[-1].path, len(g), tuple(number[c] for c in g[0].columns))
             for g in groups
@@ -78,18 +79,18 @@ def fold(picture: Picture) -> Picture:
     )
 
 
-def spans(picture: Picture) -> list[Span]:
-    """The numbered layers, in order; a layer includes all columns between its first and last."""
+def find_spans(picture: Picture) -> list[Span]:
+    """Return the numbered layers in order, with all columns between the first and the last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
-        if path := layer_of(module):
+        if path := find_layer(module):
             columns.setdefault(path, []).append(column)
     operators: dict[int, list[DrawnOperator]] = {}
     for operator in picture.operators:
         operators.setdefault(operator.column, []).append(operator)
     found, end = [], 0
     for path, own in columns.items():
-        if own[0] < end:  # layers that alternate have no columns of their own
+        if own[0] < end:  # layers that alternate share columns
             continue
         end = own[-1] + 1
         span = range(own[0], end)
@@ -97,15 +98,10 @@ def spans(picture: Picture) -> list[Span]:
     return found
 
 
-def _kept_columns(count: int, groups: Iterable[list[Span]]) -> list[int]:
-    folded = {c for _, *others in groups for span in others for c in span.columns}
-    return [c for c in range(count) if c not in folded]
-
-
-def _merged(
+def _merge_edges(
     edges: Iterable[Edge], stands_for: dict[str, str], instance: dict[str, tuple[str, str]]
 ) -> list[Edge]:
-    """Edges between drawn operators; those between folded layers only if they cost bytes."""
+    """Replace the ends of edges by drawn operators, and drop free edges between folded layers."""
     merged: dict[tuple[str, str], Edge] = {}
     for edge in edges:
         tail, head = instance.get(edge.source), instance.get(edge.target)

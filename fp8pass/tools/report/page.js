@@ -141,17 +141,17 @@ function showDetails(shown) {
   canvas.panBy({ x: Math.min(0, canvas.width() - MARGIN - x2), y: Math.min(0, canvas.height() - MARGIN - y2) });
 }
 
-// What is known of a tensor that is kept: by how much, in which form, why, and from which line.
+// Entries about a saved tensor: its size, format, reason and source line.
 function tensorEntries(id) {
   const y = picture.operators.get(id);
-  const known = ["kept as", "expected gradient error", "in the backward", "source"].map((name) => y.details[name]);
+  const known = ["saved as", "expected gradient error", "in the backward", "source"].map((name) => y.details[name]);
   return [`${y.label} (${id})`, [size(picture.bytes.get(id) ?? 0), ...known].filter(Boolean).join("; ")];
 }
 
 function describeEdge(edge) {
   const [from, to] = [edge.source(), edge.target()].map((box) => picture.place(box.id()).title);
   const tensors = edge.data("tensors").map(tensorEntries);
-  describe(`${size(edge.data("bytes"))} kept`, [["of the forward of", from], ["for the backward of", to], ...tensors]);
+  describe(`${size(edge.data("bytes"))} saved`, [["of the forward of", from], ["for the backward of", to], ...tensors]);
 }
 
 function describeOperator(y) {
@@ -169,7 +169,7 @@ function describePlace(id) {
   if (place.level === "module") entries.push(["operators", own.map((y) => y.label).join(", ")]);
   if (side !== "backward") {
     const kept = own.filter((y) => !y.backward && picture.bytes.has(y.id));
-    entries.push(["keeps for the backward", size(picture.kept(own))], ...kept.map((y) => tensorEntries(y.id)));
+    entries.push(["saves for the backward", size(picture.kept(own))], ...kept.map((y) => tensorEntries(y.id)));
   }
   const button = text("button", picture.unfolded.has(place.id) ? "fold" : "unfold");
   button.addEventListener("click", () => { toggle(place); describePlace(place.id); });
@@ -257,7 +257,7 @@ function drawTimeline() {
     data: { datasets: [line("forward", forward, "fp8"), line("backward", [...forward.slice(-1), ...side(true)], "kept")] },
     options: {
       parsing: false,
-      scales: { x: axis("operators of the step", { type: "linear", max: data.timeline.at(-1).operator }), y: axis("kept, MiB", { beginAtZero: true }) },
+      scales: { x: axis("operators of the step", { type: "linear", max: data.timeline.at(-1).operator }), y: axis("saved, MiB", { beginAtZero: true }) },
       plugins: { legend: { labels: { color: color("text") } }, tooltip: { callbacks: { label: ({ raw }) => `${raw.y.toFixed(2)} MiB after ${raw.module || "the inputs"}` } } },
     },
   });
@@ -275,7 +275,7 @@ function drawFrontier() {
     type: "scatter",
     data: { datasets: sets },
     options: {
-      scales: { x: axis("kept for the backward, MiB", { beginAtZero: true }), y: axis("added to this plan, ms a step") },
+      scales: { x: axis("saved for the backward, MiB", { beginAtZero: true }), y: axis("added to this plan, ms per step") },
       plugins: { legend: { labels: { color: color("text"), usePointStyle: true } }, tooltip: { callbacks: { label } } },
     },
   });

@@ -1,12 +1,13 @@
-"""The data of the page, from an explanation."""
+"""The data of the page, from an explanation, and the page's HTML."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +21,15 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
-from fp8pass.passes.runner import PassRecord
-from fp8pass.plan import FrontierPoint, Plan, SavedTensor
-from fp8pass.tools.folding import (
-    folded,
-    folded_linears,
-    folded_rules,
-    folded_saved,
-    path_pattern,
-)
-from fp8pass.tools.report.comparison import compare, recipe_of
-from fp8pass.tools.report.diffs import ModuleDiff, module_diffs
+from fp8pass.plan import Plan
+from fp8pass.tools import folding
+from fp8pass.tools.report.comparison import compare
+from fp8pass.tools.report.diffs import diff_modules
 from fp8pass.tools.report.folding import fold
-from fp8pass.tools.report.picture import KINDS, draw
-from fp8pass.tools.report.sources import source_line
-from fp8pass.tools.report.timeline import timeline
-from fp8pass.tools.tables import by_bytes, mib, remarks, short_name
+from fp8pass.tools.report.picture import KINDS, draw, find_source_line
+from fp8pass.tools.report.timeline import trace_timeline
+from fp8pass.tools.running import find_recipe
+from fp8pass.tools.tables import format_mib, format_remarks, shorten_operator, sort_points
 
 if TYPE_CHECKING:
     from fp8pass.tools.diagnosis import Diagnosis
@@ -46,52 +40,8 @@ FP8_LINEAR = "linear layers in FP8"
 _FOLDER = Path(__file__).parent
 _MOST_EXPENSIVE = 8  # rows
 
-# Plans whose memory differs by less than this share are shown once.
+# Plans whose memory differs by a smaller share are listed once.
 _SAME_MEMORY = 0.005
-
-
-@dataclass(frozen=True)
-class FoldedRow:
-    """An item of a plan that is the same in `count` modules.
-
-    Attributes:
-        module: pattern of the modules' paths.
-        count: number of modules.
-        item: the item of the first of them.
-        source: the line of the model that it comes from.
-    """
-
-    module: str
-    count: int
-    item: Any
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class BudgetChoice:
-    """The plan of another memory budget, compared with the chosen one."""
-
-    point: FrontierPoint
-    saves_bytes: int
-    lowers_peak: int
-    adds_seconds: float
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class GraphSection:
-    """One graph of the page."""
-
-    number: int
-    runs: int
-    modules: str
-    plan: Plan
-    linears: list[FoldedRow]
-    saved: list[FoldedRow]
-    scalars: list[SavedTensor]
-    rules: list[FoldedRow]
-    passes: list[tuple[PassRecord, list[ModuleDiff]]]
-    choices: list[BudgetChoice]
 
 
 def write_report(
@@ -109,10 +59,15 @@ def render(
     diagnosis: Diagnosis | None = None,
     beside: ExplanationData | None = None,
 ) -> str:
-    """The page's HTML, with everything it needs in it; `beside` is what it is compared with.
+    """Return the page's HTML, which contains everything that it needs.
+
+    Args:
+        explanation: the explanation to show.
+        diagnosis: measured errors to show.
+        beside: explanation of the same model to compare with.
 
     Raises:
-        ValueError: `beside` is of another model.
+        ValueError: `beside` explains another model.
     """
     environment = Environment(
         loader=PackageLoader("fp8pass.tools.report", "."),
@@ -120,103 +75,99 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {}  # keys in their order, not sorted
+    environment.policies["json.dumps_kwargs"] = {}  # does not sort keys
     environment.filters.update(
-        mib=mib, share=_share, seconds=_seconds, short=short_name, flop=_flop
+        mib=format_mib,
+        share=_format_share,
+        seconds=_format_seconds,
+        short=shorten_operator,
+        flop=_format_flop,
+        recipe=_format_recipe,
+        ms=lambda seconds: f"{1e3 * seconds:.3g}",
     )
-    environment.filters.update(recipe=_recipe, ms=_milliseconds)
-    sections = [section(i, g, explanation.modules_of(g)) for i, g in enumerate(explanation.graphs)]
+    graphs = explanation.graphs
+    sections = [_make_section(i, g, explanation.modules_of(g)) for i, g in enumerate(graphs)]
+    saved = (row for s in sections for row in s["saved"] if row.item.bytes)
+    default = vars(Config(compiler=explanation.config.compiler))
+    reasons = ((y.module, (y.reason,), y) for g in graphs for y in g.plan.high_precision)
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
         sections=sections,
-        expensive=most_expensive(sections),
-        high_precision=reasons(explanation.graphs),
-        operations=operations(explanation.graphs),
-        options=options(explanation.config),
+        expensive=folding.sort_by_bytes(saved)[:_MOST_EXPENSIVE],
+        high_precision=folding.fold_rows(reasons),
+        operations=count_operations(graphs),
+        options={k: x for k, x in vars(explanation.config).items() if x != default[k]},
         diagnosis=diagnosis,
         comparison=compare(explanation, beside) if beside else None,
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
-        remarks=remarks(explanation).split("\n"),
+        remarks=format_remarks(explanation).split("\n"),
         made={
             "fp8pass": __version__,
             "torch": torch.__version__,
             "date": datetime.date.today().isoformat(),
         },
         data=page_data(explanation, diagnosis),
-        asset=asset,
+        asset=lambda name: Markup((_FOLDER / name).read_text(encoding="utf-8")),
     )
 
 
-def asset(name: str) -> Markup:
-    """A file that is put into the page as it is."""
-    return Markup((_FOLDER / name).read_text(encoding="utf-8"))
+def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """Return the data of the drawings: pictures, timeline, memory against time, errors."""
+    return {
+        "kinds": KINDS,
+        "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
+        "timeline": [asdict(m) for m in trace_timeline(explanation.graphs)],
+        "choices": [list(_list_choices(g.plan)) for g in explanation.graphs],
+        "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
+    }
 
 
-def section(number: int, compiled: CompiledGraph, modules: list[str]) -> GraphSection:
-    """The data of one graph, whose paths start from `modules`."""
+def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
+    """Return the data of one graph, which ran in `modules`."""
     plan = compiled.plan
-    sources = {n.name: source_line(n) for n in compiled.gm.graph.nodes}
-    return GraphSection(
-        number=number,
-        runs=len(compiled.runs),
-        modules=path_pattern(modules) if any(modules) else "",
-        plan=plan,
-        linears=[FoldedRow(*row) for row in folded_linears(plan.linears)],
-        saved=_saved_rows(plan.saved, sources),
-        scalars=[s for s in plan.saved if s.is_scalar],
-        rules=[FoldedRow(*row) for row in folded_rules(plan.rules)],
-        passes=[(record, module_diffs(record)) for record in compiled.passes],
-        choices=list(_choices(plan)),
-    )
+    sources = {n.name: find_source_line(n) for n in compiled.gm.graph.nodes}
+    return {
+        "number": number,
+        "runs": len(compiled.runs),
+        "modules": folding.format_paths(modules) if any(modules) else "",
+        "plan": plan,
+        "linears": folding.fold_linears(plan.linears),
+        "saved": folding.fold_saved(plan.saved, sources),
+        "scalars": [s for s in plan.saved if s.is_scalar],
+        "rules": folding.fold_rules(plan.rules),
+        "passes": [(record, diff_modules(record)) for record in compiled.passes],
+        "choices": list(_list_choices(plan)),
+    }
 
 
-def _saved_rows(saved: Iterable[SavedTensor], sources: dict[str, str]) -> list[FoldedRow]:
-    """The kept tensors, the largest first; `sources` has lines of the model by node name."""
-    rows = [FoldedRow(*row, source=sources[row[2].name]) for row in folded_saved(saved, sources)]
-    return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)
-
-
-def _choices(plan: Plan) -> Iterator[BudgetChoice]:
-    """This plan, and those of the frontier that keep less, from the most to the least memory."""
+def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield this plan, and the plans of the frontier that save less, the most memory first."""
     here = plan.point
     if here is None:
         return
     less = [p for p in plan.frontier if p.bytes < (1 - _SAME_MEMORY) * here.bytes]
-    for point in (here, *reversed(by_bytes(less))):
-        yield BudgetChoice(
-            point,
-            saves_bytes=here.bytes - point.bytes,
-            lowers_peak=here.peak_bytes - point.peak_bytes,
-            adds_seconds=point.seconds - here.seconds,
-            chosen=point is here,
-        )
+    for point in (here, *reversed(sort_points(less))):
+        yield {
+            "point": asdict(point),
+            "saves_bytes": here.bytes - point.bytes,
+            "lowers_peak": here.peak_bytes - point.peak_bytes,
+            "adds_seconds": point.seconds - here.seconds,
+            "chosen": point is here,
+        }
 
 
-def most_expensive(sections: Iterable[GraphSection]) -> list[FoldedRow]:
-    """The tensors that take most of the kept bytes, over all graphs."""
-    rows = [row for s in sections for row in s.saved if row.item.bytes]
-    return sorted(rows, key=lambda r: r.count * r.item.bytes, reverse=True)[:_MOST_EXPENSIVE]
-
-
-def reasons(graphs: Iterable[CompiledGraph]) -> list[FoldedRow]:
-    """The linear layers in high precision, those of one reason folded."""
-    keyed = ((y.module, (y.reason,), y) for g in graphs for y in g.plan.high_precision)
-    return [FoldedRow(*row) for row in folded(keyed)]
-
-
-def operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
-    """Floating point operations of a step by kind of operator, the largest number first."""
-    total: dict[str, float] = {}
+def count_operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
+    """Return the floating point operations of a step by kind of operator, the most first."""
+    total: Counter[str] = Counter()
     for compiled in graphs:
         for node in filter(is_expensive, compiled.gm.graph.nodes):
-            label = _operation_label(node)
-            total[label] = total.get(label, 0.0) + flops(node)
-    return dict(sorted(total.items(), key=lambda x: x[1], reverse=True))
+            total[_label_operation(node)] += flops(node)  # type: ignore[assignment]
+    return dict(total.most_common())
 
 
-def _operation_label(node: fx.Node) -> str:
+def _label_operation(node: fx.Node) -> str:
     if is_fp8_gemm(node):
         return FP8_LINEAR
     if kind(node) is Kind.ATTENTION:
@@ -224,26 +175,8 @@ def _operation_label(node: fx.Node) -> str:
     return "other matrix products, in high precision"
 
 
-def options(config: Config) -> dict[str, Any]:
-    """The options that differ from the defaults."""
-    default = Config()
-    given = {f.name: getattr(config, f.name) for f in fields(Config) if f.name != "compiler"}
-    return {name: value for name, value in given.items() if value != getattr(default, name)}
-
-
-def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """The data of drawings: pictures, the timeline, memory against time, errors."""
-    return {
-        "kinds": KINDS,
-        "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
-        "timeline": [asdict(m) for m in timeline(explanation.graphs)],
-        "choices": [[asdict(c) for c in _choices(g.plan)] for g in explanation.graphs],
-        "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
-    }
-
-
-def _flop(count: float) -> str:
-    """A number of operations, `868 MFLOP`."""
+def _format_flop(count: float) -> str:
+    """Format a number of operations, `868 MFLOP`."""
     for unit in ("", "k", "M", "G"):
         if count < 1000:
             return f"{count:.3g} {unit}FLOP"
@@ -251,20 +184,16 @@ def _flop(count: float) -> str:
     return f"{count:.3g} TFLOP"
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}"
-
-
-def _recipe(config: Config) -> str:
-    """A configuration as its recipe, and what differs from that: `coat, memory_budget=0.5`."""
-    name, changes = recipe_of(config)
+def _format_recipe(config: Config) -> str:
+    """Format a configuration as its nearest recipe with changes: `coat, memory_budget=0.5`."""
+    name, changes = find_recipe(config)
     return ", ".join((name, *(f"{option}={value!r}" for option, value in changes.items())))
 
 
-def _share(part: float, whole: float) -> str:
-    """A part as a percentage; `n/a` if the whole is zero or infinite."""
+def _format_share(part: float, whole: float) -> str:
+    """Format a part as a percentage; `n/a` if the whole is zero or infinite."""
     return f"{part / whole:.0%}" if whole and math.isfinite(whole) else "n/a"

@@ -187,7 +187,7 @@ class Picture {
 
   matching(text) {
     const wanted = this.drawnPath(text.toLowerCase());
-    const words = (y) => [y.module, y.label, y.id, y.details.keeps ?? ""];
+    const words = (y) => [y.module, y.label, y.id, y.details.saves ?? ""];
     return [...this.operators.values()].filter((y) => words(y).some((x) => x.toLowerCase().includes(wanted)));
   }
 

@@ -1,16 +1,18 @@
-"""A compiled graph as a picture: operators in columns by module, with the tensors between them.
+"""Draw a compiled graph: operators in columns by module, with the tensors between them.
 
-Modules go from left to right in the order in which the forward runs them, with a column for each
-run. Operators of the backward are in the column of the forward operator that they belong to.
+Columns are in the order in which the forward runs the modules, with one column for each run.
+Operators of the backward are in the column of the forward operator that they belong to.
 
-Views, casts, constants, sizes and parameters are half of a graph and compute nothing of interest:
-they are not drawn, edges pass through them. Values that the backward uses are always drawn.
+Views, casts, constants, sizes and parameters, half of the nodes of a graph, are not drawn; edges
+pass through them. Tensors saved for the backward are always drawn.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -23,9 +25,11 @@ from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_dequantized_saved_value
 from fp8pass.graph.tags import CARRIES, ROLE
-from fp8pass.tools.report.sources import source_line
 
 fp8 = torch.ops.fp8pass
+
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in \S+\n\s*(?P<code>[^\n]*)')
+_TORCH = str(Path(torch.__file__).parent)
 
 HIDDEN = (Kind.VIEW, Kind.CREATION, Kind.SYMBOL)
 
@@ -43,16 +47,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class DrawnOperator:
-    """One operator that is drawn.
+    """An operator in the picture.
 
     Attributes:
-        id: name of its node.
-        label: the text on it.
+        id: name of the node.
+        label: text on the operator.
         kind: a key of `KINDS`.
-        module: path of the module it comes from.
-        column: number of its column.
-        backward: whether it runs in the backward.
-        details: further facts, each with its name.
+        module: path of the module that the operator comes from.
+        column: number of the column.
+        backward: whether the operator runs in the backward.
+        details: further facts by name.
     """
 
     id: str
@@ -66,12 +70,12 @@ class DrawnOperator:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that one operator computes and another one uses.
+    """A tensor that one operator computes and another operator uses.
 
     Attributes:
         source, target: ids of the operators.
-        crosses: whether it goes from the forward to the backward.
-        bytes: bytes kept for that, counted at the first edge of the tensor only.
+        crosses: whether the tensor is saved by the forward and used by the backward.
+        bytes: saved bytes; 0 except at the first edge of a tensor.
     """
 
     source: str
@@ -82,7 +86,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class DrawnLayer:
-    """`count` equal numbered layers of a model, of which the first is drawn."""
+    """`count` equal numbered layers of a model; only the first is drawn."""
 
     first: str
     last: str
@@ -92,7 +96,7 @@ class DrawnLayer:
 
 @dataclass
 class Picture:
-    """Operators in columns, each column with the path of its module, and edges between them."""
+    """Operators and edges; `columns` are the paths of the columns' modules."""
 
     columns: list[str]
     operators: list[DrawnOperator]
@@ -101,31 +105,27 @@ class Picture:
 
 
 def draw(compiled: CompiledGraph) -> Picture:
-    """The picture of one graph, with every layer."""
+    """Draw one graph, with every layer."""
     drawing = _Drawing(compiled)
     operators = [drawing.operator(n) for n in drawing.drawn]
     return Picture(drawing.columns.modules, operators, list(drawing.edges()))
 
 
-def forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
-    """The nodes that run in the forward: all that outputs and kept tensors are computed from."""
+def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
+    """Return the nodes that outputs of the forward and saved tensors are computed from."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
-    return graph.ancestors([*_forward_outputs(compiled), *compiled.ctx.saved])
+    return graph.ancestors([*_find_outputs(compiled), *compiled.ctx.saved])
 
 
-def _forward_outputs(compiled: CompiledGraph) -> list[fx.Node]:
-    """The outputs of the forward; all outputs for a graph without a backward."""
+def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
+    """Return the outputs of the forward; all outputs for a graph without a backward."""
     results = graph.outputs(compiled.gm.graph)[: compiled.ctx.facts.num_fwd_outputs or None]
     return [n for n in results if isinstance(n, fx.Node)]
 
 
 class _Columns:
-    """The column of each node.
-
-    The nodes of the forward make the columns. Those of the backward, and those computed for it
-    alone, go into the column that they belong to.
-    """
+    """The column of each node. Nodes of the forward create columns; other nodes join one."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self.modules: list[str] = []
@@ -139,7 +139,7 @@ class _Columns:
                 self._by_origin[origin] = column
 
     def __getitem__(self, node: fx.Node) -> int:
-        """The column of the same node, the same step of autograd, or the same module."""
+        """Return the column of the same node, the same step of autograd, or the same module."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
         carried = node.meta.get(CARRIES)
         for origin in (node.name, carried, (path, sequence), path or None, ("", sequence)):
@@ -149,14 +149,14 @@ class _Columns:
 
 
 class _Drawing:
-    """The nodes of a graph that are drawn, and the details shown of each."""
+    """The drawn nodes of a graph, with their details."""
 
     def __init__(self, compiled: CompiledGraph) -> None:
         self.ctx, plan = compiled.ctx, compiled.plan
         self.crossing = set(self.ctx.saved)
-        self.forward = forward_nodes(compiled)
+        self.forward = find_forward_nodes(compiled)
         self.drawn = [n for n in compiled.gm.graph.nodes if self._is_drawn(n)]
-        computed = graph.ancestors(_forward_outputs(compiled))
+        computed = graph.ancestors(_find_outputs(compiled))
         self.columns = _Columns([n for n in self.drawn if n in computed])
         self.decisions = {n.name: d for n, d in self.ctx.decisions.items()}
         self.saved = {s.name: s for s in plan.saved}
@@ -174,22 +174,22 @@ class _Drawing:
         return not hidden
 
     def operator(self, node: fx.Node) -> DrawnOperator:
-        """The drawn operator of a node."""
+        """Draw a node."""
         return DrawnOperator(
             id=node.name,
-            label=_label(node),
-            kind=self._kind(node),
+            label=_make_label(node),
+            kind=self._find_kind(node),
             module=graph.module_path(node),
             column=self.columns[node],
             backward=node not in self.forward,
-            details={name: text for name, text in self._details(node) if text},
+            details={name: text for name, text in self._list_details(node) if text},
         )
 
     def edges(self) -> Iterator[Edge]:
-        """The edges between drawn operators, each once."""
+        """Yield the edges between drawn operators, each once."""
         drawn, counted = set(self.drawn), set()
         for node in self.drawn:
-            for source in dict.fromkeys(_drawn_operands(node, drawn)):
+            for source in dict.fromkeys(_find_operands(node, drawn)):
                 crosses = source in self.crossing and node not in self.forward
                 saved = self.kept.get(source.name)
                 first = crosses and source not in counted and saved is not None and saved.bytes
@@ -197,7 +197,7 @@ class _Drawing:
                     counted.add(source)
                 yield Edge(source.name, node.name, crosses, graph.nbytes(source) if first else 0)
 
-    def _kind(self, node: fx.Node) -> str:
+    def _find_kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             return "input"
         if is_dequantized_saved_value(node):
@@ -214,29 +214,29 @@ class _Drawing:
         }
         return named.get(kind(node), "nonlinear")
 
-    def _details(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+    def _list_details(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         value = graph.value(node)
         yield "operator", str(graph.operator_of(node).target)
         if value is not None:
             yield "shape", graph.shape_text(value)
             yield "dtype", graph.dtype_text(value.dtype)
-        yield from _quantization(node)
+        yield from _describe_quantization(node)
         yield "role", node.meta.get(ROLE, "")
-        yield from self._saving(node)
+        yield from self._describe_saving(node)
         linear = self.linears.get(graph.module_path(node))
         if linear is not None and kind(node) is Kind.GEMM:
             yield "in high precision because", linear.reason
-        yield "source", source_line(node)
+        yield "source", find_source_line(node)
 
-    def _saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
-        """How a value reaches the backward, and why so."""
+    def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+        """Yield how a value reaches the backward, and the reason."""
         name = node.meta.get(CARRIES, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
-            yield "keeps", saved.name if saved.name != node.name else ""
+            yield "saves", saved.name if saved.name != node.name else ""
             yield "in keep_exact", saved.value
-            yield "kept as", saved.kept_as
-            yield "kept bytes", f"{saved.bytes:,}"
+            yield "saved as", saved.kept_as
+            yield "saved bytes", f"{saved.bytes:,}"
             if saved.expected_error:
                 yield "expected gradient error", f"{saved.expected_error:.2%}"
         decision = self.decisions.get(saved.name if saved else name)
@@ -245,8 +245,8 @@ class _Drawing:
             yield "in the backward", f"recomputed: {reason}" if decision.recomputed else reason
 
 
-def _drawn_operands(node: fx.Node, drawn: set[fx.Node]) -> Iterator[fx.Node]:
-    """The drawn operators whose results `node` uses, also through nodes that are not drawn."""
+def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the drawn operators whose results `node` uses, also through hidden nodes."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         operand = pending.pop()
@@ -257,7 +257,7 @@ def _drawn_operands(node: fx.Node, drawn: set[fx.Node]) -> Iterator[fx.Node]:
             pending.extend(operand.all_input_nodes)
 
 
-def _label(node: fx.Node) -> str:
+def _make_label(node: fx.Node) -> str:
     if node.op == "placeholder":
         return str(node.target)
     if kind(node) is Kind.ATTENTION:
@@ -266,20 +266,38 @@ def _label(node: fx.Node) -> str:
     return name.split(".")[0] or str(getattr(node.target, "__name__", node.target))
 
 
-def _quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Formats and scales of the data that an operator of the dialect reads or computes."""
-    of_operator = {
+def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """Yield formats and scales of the data that a dialect operator reads or computes."""
+    texts = {
         fp8.quantize.default: slice(2, 3),
         fp8.dequantize.default: slice(2, 3),
         fp8.scale.default: slice(1, 2),
         fp8.scaled_mm.default: slice(7, 9),
     }
-    if node.target in of_operator:
-        found = [parse(str(text)) for text in node.args[of_operator[node.target]]]
+    if node.target in texts:
+        found = [parse(str(text)) for text in node.args[texts[node.target]]]
         yield "format", " × ".join(how.format.name for how in found)
-        yield "scales", " × ".join(_scales_text(how.block) for how in found)
+        yield "scales", " × ".join(_describe_scales(how.block) for how in found)
 
 
-def _scales_text(block: Block) -> str:
+def _describe_scales(block: Block) -> str:
     names = {TENSOR: "one for the tensor", ROW: "one for each row"}
     return names.get(block) or f"one for {block_text(block)}"
+
+
+def find_source_line(node: fx.Node) -> str:
+    """Return the line of the user's model that a node comes from, `model.py:54  q = self.q(x)`.
+
+    It is the innermost line outside of PyTorch: for `nn.RMSNorm` the line that calls it. The result
+    is '' if the line is unknown.
+    """
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return ""
+    frame = ([f for f in frames if not f["file"].startswith(_TORCH)] or frames)[-1]
+    file = Path(frame["file"])
+    if "site-packages" in file.parts:
+        name = frame["file"].rsplit("site-packages/", 1)[-1]
+    else:
+        name = str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+    return f"{name}:{frame['line']}  {frame['code'].strip()}"

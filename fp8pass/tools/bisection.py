@@ -1,0 +1,335 @@
+"""`fp8pass.bisect`: the linear layers and saved tensors that a large gradient error comes from."""
+
+from __future__ import annotations
+
+import glob
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from fp8pass import compat, graph
+from fp8pass.compilation import CompiledGraph
+from fp8pass.config import Config, ConfigError
+from fp8pass.dynamo import Backend
+from fp8pass.optim.shards import whole
+from fp8pass.passes.runner import log
+from fp8pass.plan import Plan
+from fp8pass.tools import running
+from fp8pass.tools.culprit_search import Search
+from fp8pass.tools.folding import format_paths
+from fp8pass.tools.output import Result, make_name, make_table
+
+# The option that makes units of a kind exact.
+OPTIONS = {"linear": "skip", "saved": "keep_exact"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that can be made exact on its own.
+
+    Attributes:
+        kind: `linear` for all uses of a layer, `saved` for a tensor saved for the backward.
+        name: path of the layer, or name of the value.
+        module: path of the module.
+    """
+
+    kind: str
+    name: str
+    module: str
+
+    @property
+    def fix(self) -> str:
+        """The entry of `skip` or `keep_exact` that makes the unit exact."""
+        return glob.escape(self.name)
+
+
+@dataclass(frozen=True)
+class Culprit(Unit):
+    """A linear layer or saved tensor that causes much of the error by itself.
+
+    Attributes:
+        error_before: error of the gradients if only the culprits found earlier are exact.
+        error_after: error of the gradients if this one is exact, too.
+    """
+
+    error_before: float
+    error_after: float
+
+
+@dataclass
+class Bisection(Result):
+    """The causes of a gradient error. Print it, or use `culprits`, `suggested` and `to_json()`.
+
+    Errors are ‖wrong - exact‖₂ / ‖exact‖₂ over all gradients, where `exact` are the gradients of
+    recipe `exact`; infinite for gradients that are not finite.
+
+    Attributes:
+        config: the configuration that was examined.
+        error: error of the gradients.
+        culprits: the units that cause most of it, in the order found.
+        units: number of linear layers and saved tensors that are not exact.
+        probes: number of compilations.
+        spread: whether no other unit stands out, because many units cause the remaining error.
+        parts: paths of the compiled parts, which names are relative to; () for the whole model.
+    """
+
+    config: Config
+    error: float
+    culprits: list[Culprit] = field(default_factory=list)
+    units: int = 0
+    probes: int = 0
+    spread: bool = True
+    parts: tuple[str, ...] = ()
+
+    @property
+    def remaining(self) -> float:
+        """The error if all culprits are exact."""
+        return self.culprits[-1].error_after if self.culprits else self.error
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Options that make the culprits exact, with those entries that `config` already has."""
+        return make_options(self.culprits, self.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data."""
+        return {
+            "error": self.error,
+            "remaining": self.remaining,
+            "culprits": [asdict(c) | {"fix": c.fix} for c in self.culprits],
+            "suggested": self.suggested,
+            "units": self.units,
+            "probes": self.probes,
+            "spread": self.spread,
+            "parts": self.parts,
+        }
+
+    def _parts(self) -> Iterator[Any]:
+        if self.culprits:
+            columns = "kind", "error before", "with it exact"
+            table = make_table("what the gradient error comes from", "name", *columns)
+            for c in self.culprits:
+                errors = f"{c.error_before:.3g}", f"{c.error_after:.3g}"
+                table.add_row(make_name(c.name), c.kind, *errors)
+            yield table
+        if not self.units:
+            yield (
+                "Nothing to bisect: no linear layer runs in FP8, and no saved tensor is in low "
+                "bits. fp8pass.explain(model, ...) shows why."
+            )
+            return
+        yield (
+            f"Relative error of the gradients: {self.error:.3g}, with {self.units} linear layers "
+            f"and saved tensors in low bits. Took {self.probes} compilations."
+        )
+        if self.remaining and self.spread:
+            other = "other single unit" if self.culprits else "single unit"
+            yield f"No {other} stands out: many units cause the error."
+        elif self.remaining:
+            yield "There may be more culprits: raise most."
+        if self.culprits:
+            if self.parts:
+                yield (
+                    f"Names are relative to the compiled parts {format_paths(self.parts)}. "
+                    "Identical parts share one entry."
+                )
+            yield f"To make them exact, add to options: {self.suggested!r}"
+
+
+def bisect(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    *,
+    config: Config | None = None,
+    most: int = 4,
+) -> Bisection:
+    """Find the linear layers and saved tensors that a large gradient error comes from.
+
+    Compiles `model` about log2(n) times for each culprit, with groups of its n linear layers and
+    saved tensors exact, and runs one forward and backward each time, op by op. If only parts of the
+    model are compiled, only these run in low bits. `bisect` examines the error of the gradients in
+    training; `diagnose` measures the error that each layer adds to exact gradients. A
+    `memory_budget` in bytes must have room for the tensors that become exact. Parameters,
+    gradients, buffers and random number generators are restored.
+
+    Args:
+        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
+        batch: passed to `loss_fn`. Gradients of its tensors are compared, too, if they require one.
+        config: the configuration to examine, instead of the model's own or the default recipe.
+        most: the largest number of culprits to look for.
+
+    Returns:
+        A Bisection: `print` it, or use `.culprits`, `.suggested`, `.to_json()`.
+
+    Raises:
+        ConfigError: `most` is not a positive integer.
+        TypeError: `model` is not a module, `config` not a `Config`, or the loss not a scalar.
+        ValueError: no parameter gets a gradient, or gradients in recipe `exact` are not finite.
+    """
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise ConfigError(
+            f"most, the number of culprits to look for, must be at least 1, got {most!r}."
+        )
+    config = running.check_configuration("bisect", model, config)
+    with _show_progress() as progress:
+        trials = Trials(model, loss_fn, batch, replace(config, compiler="eager"), progress)
+        search = Search(len(trials.units), trials.error)
+        found = search.culprits(most)
+        steps = [search.error(frozenset(found[:n])) for n in range(len(found) + 1)]
+    culprits = [
+        Culprit(**asdict(trials.units[index]), error_before=before, error_after=after)
+        for index, (before, after) in zip(found, pairwise(steps), strict=True)
+    ]
+    return Bisection(
+        config,
+        steps[0],
+        culprits,
+        units=len(trials.units),
+        probes=trials.compilations,
+        spread=len(found) < most,
+        parts=tuple(map(graph.clean_path, running.find_compiled_parts(model))),
+    )
+
+
+@contextmanager
+def _show_progress() -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal. Yields a function that takes the expected number of steps."""
+    console = Console(stderr=True)
+    columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
+    disable = not console.is_terminal
+    elapsed = TimeElapsedColumn()
+    with Progress(*columns, elapsed, console=console, transient=True, disable=disable) as bar:
+        task = bar.add_task("", total=None)
+
+        def advance(total: int) -> None:
+            done = int(bar.tasks[0].completed)
+            bar.update(task, advance=1, total=max(total, done + 2))
+
+        yield advance
+
+
+def find_units(plans: Iterable[Plan]) -> list[Unit]:
+    """Return the linear layers and saved tensors in low bits, in the order in which they run."""
+    found: dict[Unit, None] = {}
+    for plan in plans:
+        placed: list[tuple[int, Unit]] = [
+            (place, Unit("linear", y.module, y.module))
+            for place, y in enumerate(plan.linears, start=1)
+            if y.fp8 or y.simulated
+        ]
+        # Plans list saved tensors in the order of the backward, which reverses the forward.
+        placed += [
+            (s.place, Unit("saved", s.value, s.module))
+            for s in reversed(plan.saved)
+            if not s.kept_as.startswith("exact")
+        ]
+        found.update((unit, None) for _, unit in sorted(placed, key=lambda x: x[0]))
+    return list(found)
+
+
+def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
+    """Return options that make units exact, with the entries that `config` already has."""
+    options: dict[str, Any] = {}
+    for unit in units:
+        name = OPTIONS[unit.kind]
+        options[name] = (*options.get(name, getattr(config, name)), unit.fix)
+    return options
+
+
+class Trials:
+    """Runs one step of a model with some of its units exact, always from the same state.
+
+    Attributes:
+        units: the units in low bits, in the order in which they run.
+        compilations: number of compilations so far.
+
+    Raises:
+        TypeError: `loss_fn` does not return a scalar tensor.
+        ValueError: no parameter gets a gradient, or gradients in recipe `exact` are not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        batch: Any,
+        config: Config,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.model, self.module = model, compat.original_of(model)
+        self.loss_fn, self.batch = loss_fn, batch
+        self.config, self.progress = config, progress
+        self.units: list[Unit] = []
+        self.compilations = 0
+        with _silence():
+            self.exact = self._compute_gradients(Backend(Config.recipe("exact", compiler="eager")))
+        found = [x for x in self.exact if x is not None]
+        if not found:
+            raise ValueError("There is nothing to compare: no parameter gets a gradient.")
+        if not all(bool(whole(x).isfinite().all()) for x in found):
+            raise ValueError(
+                "Gradients are not finite in recipe 'exact' either, so fp8pass is not the cause. "
+                "Check the model and the batch."
+            )
+        graphs: list[CompiledGraph] = []
+        self._start = measure_relative_error(
+            self._compute_gradients(Backend(config, graphs.append)), self.exact
+        )
+        self.units = find_units(g.plan for g in graphs)
+
+    def error(self, exact: frozenset[int]) -> float:
+        """Measure the relative error of the gradients with the numbered units exact."""
+        if not exact:
+            return self._start
+        options = make_options((self.units[i] for i in sorted(exact)), self.config)
+        with _silence():
+            found = self._compute_gradients(Backend(replace(self.config, **options)))
+        return measure_relative_error(found, self.exact)
+
+    def _compute_gradients(self, backend: Backend) -> list[Tensor | None]:
+        """Return the gradients of the parameters, and of the batch's tensors that require one."""
+        self.compilations += 1
+        with (
+            running.isolate_gradients(self.module, self.batch) as leaves,
+            running.restore_state(self.module),
+            running.compile_as(self.model, backend) as program,
+        ):
+            loss = running.compute_loss(self.loss_fn, program, self.batch)
+            if loss.requires_grad:
+                loss.backward()
+            self.progress(4 + len(self.units).bit_length())
+            return [x.grad for x in leaves]
+
+
+def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
+    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinite if it is not finite."""
+    difference = norm = 0.0
+    for w, e in zip(wrong, exact, strict=True):
+        if w is not None and e is not None:
+            right = whole(e).double()  # gathers shards, because all ranks must decide alike
+            difference += float((whole(w).double() - right).square().sum())
+            norm += float(right.square().sum())
+    error = math.sqrt(difference / norm if norm else difference)
+    return error if math.isfinite(error) else math.inf
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Suppress the logs and warnings of a compilation that repeats the first one."""
+    log.disabled, before = True, log.disabled
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,96 @@
+"""Output of results: tables as text as wide as the terminal, JSON, and matplotlib figures.
+
+Long facts about a row go below its name instead of into columns, so that tables stay narrow.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+# Width of the text without a terminal.
+DEFAULT_WIDTH = 100
+
+
+class Result:
+    """Result of a tool: printed as tables and sentences, or written as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready data."""
+        raise NotImplementedError
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return everything as JSON text, and write it to `path` if one is given.
+
+        NaN and infinities, which JSON does not have, become null.
+        """
+        text = json.dumps(replace_nonfinite(self.to_dict()), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def _parts(self) -> Iterable[Any]:
+        """Yield the tables and sentences to print."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return render_text(self._parts())
+
+
+def replace_nonfinite(data: Any) -> Any:
+    """Return `data` with None for NaN and infinities."""
+    if isinstance(data, dict):
+        return {key: replace_nonfinite(x) for key, x in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [replace_nonfinite(x) for x in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def render_text(parts: Iterable[Any]) -> str:
+    """Render tables and sentences as text. Sentences are not wrapped."""
+    text = io.StringIO()
+    width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+    console = Console(width=max(width, 40), file=text)
+    for part in parts:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    return text.getvalue()
+
+
+def make_table(title: str, first: str, *numbers: str) -> Table:
+    """Make a table. The first column takes the width that the other columns leave."""
+    made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    made.add_column(first, overflow="fold")
+    for column in numbers:
+        made.add_column(column, justify="right", no_wrap=True)
+    return made
+
+
+def make_name(name: str, *facts: str) -> Group:
+    """Make the first cell of a row: its name, and facts in lines below."""
+    lines = (Padding(Text(line), (0, 0, 0, 2)) for line in facts if line)
+    return Group(Text(name or "(top level)"), *lines)
+
+
+def make_figure(function: str, **options: Any) -> Any:
+    """Make a matplotlib figure for a plotting function.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        message = f"{function} needs matplotlib: pip install matplotlib"
+        raise ImportError(message, name="matplotlib") from error
+    return Figure(layout="constrained", **options)
