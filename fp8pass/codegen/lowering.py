@@ -73,7 +73,7 @@ def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
 
 
 @_lowers(fp8.amax.default)
-def _amax(emit: Emitter, x: fx.Node, block: str = "tensor") -> fx.Node:
+def _amax(emit: Emitter, x: fx.Node, block: str) -> fx.Node:
     rows, columns = parse_block(block)
     if columns:
         return _amax_of_blocks(emit, x, (rows, columns))

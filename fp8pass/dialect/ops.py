@@ -72,7 +72,7 @@ def _fake_mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tenso
     return torch.empty_like(x)
 
 
-def _fake_amax(x: Tensor, block: str = "tensor") -> Tensor:
+def _fake_amax(x: Tensor, block: str) -> Tensor:
     return x.new_empty(_of_block(block).scale_shape(x.shape), dtype=torch.float32)
 
 
@@ -179,8 +179,8 @@ def _of_block(text: str) -> Quantization:
     return Quantization(EXACT, parse_block(text))
 
 
-@_dialect("amax(Tensor x, str block='tensor') -> Tensor", _fake_amax, reduces=True)
-def amax(x: Tensor, block: str = "tensor") -> Tensor:
+@_dialect("amax(Tensor x, str block) -> Tensor", _fake_amax, reduces=True)
+def amax(x: Tensor, block: str) -> Tensor:
     """The largest magnitude in each block of `x`, fp32 (COAT 5.2, Group Scaling).
 
     `block` is `tensor`, which gives [], `row`, [M, 1] of a matrix [M, K], or `1×G`, [..., K / G].

@@ -86,7 +86,12 @@ def poisoned(x: Tensor) -> Tensor:
 def test_amax(dtype, tracing):
     for columns in (256, 48, 7):
         x, y = (torch.randn(rows, columns).to(dtype) for rows in (17, 40))
-        check(lambda x: fp8.amax(x), x, tracing=tracing, others=((y,), (x * 1000,), (poisoned(y),)))
+        check(
+            lambda x: fp8.amax(x, "tensor"),
+            x,
+            tracing=tracing,
+            others=((y,), (x * 1000,), (poisoned(y),)),
+        )
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)

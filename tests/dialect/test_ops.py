@@ -45,7 +45,7 @@ def assert_rounded(data: Tensor, x: Tensor, scale: Tensor, fmt) -> None:
 
 @given(matrices())
 def test_amax(x):
-    got = fp8.amax(x)
+    got = fp8.amax(x, "tensor")
     assert got.dtype == torch.float32
     assert got.shape == ()
     assert got.double() == x.double().abs().max()
@@ -85,7 +85,7 @@ def test_scale_of_what_is_not_finite(format):
 @given(x=matrices())
 def test_quantize(format, x):
     fmt = FORMATS[format]
-    scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+    scale = fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor")
     data = fp8.quantize(x, scale, f"{format} tensor")
     assert data.dtype == fmt.dtype
     assert data.shape == x.shape
@@ -98,7 +98,7 @@ def test_quantize(format, x):
 def test_quantize_at_the_edges(format, drawn):
     fmt = FORMATS[format]
     x = drawn.draw(edges(fmt))
-    scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+    scale = fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor")
     assert_rounded(fp8.quantize(x, scale, f"{format} tensor"), x, scale, fmt)
 
 
@@ -106,7 +106,9 @@ def test_quantize_at_the_edges(format, drawn):
 def test_quantize_uses_the_whole_range(format):
     largest = FORMATS[format].max
     x = torch.tensor([[1.0, -1.0, 0.5, 0.0]]) * largest / 64
-    data = values(fp8.quantize(x, fp8.scale(fp8.amax(x), f"{format} tensor"), f"{format} tensor"))
+    data = values(
+        fp8.quantize(x, fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor"), f"{format} tensor")
+    )
     assert data.tolist() == [[largest, -largest, largest / 2, 0]]
 
 
@@ -125,7 +127,7 @@ def test_beyond_the_range_is_the_largest_value(format):
 def test_quantize_keeps_what_is_not_finite(format, poison, dtype):
     x = torch.randn(4, 16).to(dtype)
     x[1, 3] = poison
-    scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+    scale = fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor")
     back = values(fp8.quantize(x, scale, f"{format} tensor")) * scale.double()
     assert not back[1, 3].isfinite()
 
@@ -133,7 +135,7 @@ def test_quantize_keeps_what_is_not_finite(format, poison, dtype):
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @given(x=matrices())
 def test_transpose_is_the_padded_transpose(format, x):
-    data = fp8.quantize(x, fp8.scale(fp8.amax(x), f"{format} tensor"), f"{format} tensor")
+    data = fp8.quantize(x, fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor"), f"{format} tensor")
     got = fp8.transpose(data)
     rows, columns = x.shape
     want = torch.zeros(columns, -(-rows // 16) * 16)
@@ -145,7 +147,7 @@ def test_transpose_is_the_padded_transpose(format, x):
 
 @given(matrices())
 def test_exact_quantize_and_transpose_are_the_matrix_itself(x):
-    scale = fp8.scale(fp8.amax(x), "exact tensor")
+    scale = fp8.scale(fp8.amax(x, "tensor"), "exact tensor")
     data = fp8.quantize(x, scale, "exact tensor")
     assert scale == 1
     assert torch.equal(data, x)
@@ -171,7 +173,7 @@ def test_scaled_mm(formats, sizes, exponents, with_bias, dtype, seed):
     operands, codes = [], []
     for rows, exponent, format in zip((m, n), exponents, formats, strict=True):
         x = torch.randn(rows, k) * 10.0**exponent
-        scale = fp8.scale(fp8.amax(x), f"{format} tensor")
+        scale = fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor")
         data = fp8.quantize(x, scale, f"{format} tensor")
         operands += [data, scale]
         codes.append(values(data) * scale.double())
@@ -208,7 +210,7 @@ def test_scaled_mm_spreads_what_is_not_finite(poison, place):
     operands[place][3, 4] = poison
     args = []
     for x in operands:
-        scale = fp8.scale(fp8.amax(x), "e4m3 tensor")
+        scale = fp8.scale(fp8.amax(x, "tensor"), "e4m3 tensor")
         args += [fp8.quantize(x, scale, "e4m3 tensor"), scale]
     got = fp8.scaled_mm(*args, None, torch.float32, False, "e4m3 tensor", "e4m3 tensor")
     line = got[3] if place == 0 else got[:, 3]
@@ -426,9 +428,9 @@ def calls(x: Tensor, format: str) -> list[tuple]:
     ]
     if not FORMATS[format].emulated:
         how = f"{format} tensor"
-        scale = fp8.scale(fp8.amax(x), how)
+        scale = fp8.scale(fp8.amax(x, "tensor"), how)
         data = fp8.quantize(x, scale, how)
-        found.append((fp8.scale.default, (fp8.amax(x), how)))
+        found.append((fp8.scale.default, (fp8.amax(x, "tensor"), how)))
         found.append((fp8.quantize.default, (x, scale, how)))
         found.append((fp8.transpose.default, (data,)))
         args = data, scale, data, scale, None, x.dtype, False, how, how

@@ -20,11 +20,11 @@ fp8 = torch.ops.fp8pass
 def test_scales_are_taken_together(monkeypatch):
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
-        total = fp8.amax(of_y)
+        total = fp8.amax(of_y, "tensor")
         return (
             a,
             b,
-            fp8.scale(fp8.amax(of_x), "e4m3 tensor"),
+            fp8.scale(fp8.amax(of_x, "tensor"), "e4m3 tensor"),
             fp8.scale(total, "e5m2 tensor"),
             total,
         )
@@ -36,7 +36,9 @@ def test_scales_are_taken_together(monkeypatch):
 
 def test_amaxes_of_inputs_are_taken_together(monkeypatch):
     def function(x, y):
-        return fp8.scale(fp8.amax(x), "e4m3 tensor"), fp8.scale(fp8.amax(y), "e4m3 tensor")
+        return fp8.scale(fp8.amax(x, "tensor"), "e4m3 tensor"), fp8.scale(
+            fp8.amax(y, "tensor"), "e4m3 tensor"
+        )
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
     assert (programs_of(gm, tiles), programs_of(gm, rows)) == ([2], [2])
@@ -44,8 +46,8 @@ def test_amaxes_of_inputs_are_taken_together(monkeypatch):
 
 def test_scales_of_rows_that_are_inputs_are_taken_first(monkeypatch):
     def function(x, of_y, of_z):
-        a, of_x = by_rows(x * fp8.amax(of_y))
-        return a, fp8.scale(fp8.amax(of_x), "e4m3 tensor"), fp8.amax(of_z)
+        a, of_x = by_rows(x * fp8.amax(of_y, "tensor"))
+        return a, fp8.scale(fp8.amax(of_x, "tensor"), "e4m3 tensor"), fp8.amax(of_z, "tensor")
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 1), random(32, 1))
     first = next(n for n in gm.graph.nodes if n.target is rows)
@@ -56,9 +58,9 @@ def test_scales_of_rows_that_are_inputs_are_taken_first(monkeypatch):
 def test_scales_that_something_waits_for_are_taken_apart(monkeypatch):
     def function(x, y):
         a, of_x = by_rows(x)
-        scale = fp8.scale(fp8.amax(of_x), "e4m3 tensor")
+        scale = fp8.scale(fp8.amax(of_x, "tensor"), "e4m3 tensor")
         b, of_y = by_rows(y * scale)
-        return a, b, fp8.amax(of_y)
+        return a, b, fp8.amax(of_y, "tensor")
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 2
@@ -70,8 +72,8 @@ def test_each_scale_right_after_its_amax(monkeypatch):
         return (
             a,
             b,
-            fp8.scale(fp8.amax(of_x), "e4m3 tensor"),
-            fp8.scale(fp8.amax(of_y), "e4m3 tensor"),
+            fp8.scale(fp8.amax(of_x, "tensor"), "e4m3 tensor"),
+            fp8.scale(fp8.amax(of_y, "tensor"), "e4m3 tensor"),
         )
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32))
@@ -87,7 +89,7 @@ def test_amaxes_of_matrices_stay(monkeypatch):
         half, rest = z.split(2)
         normed = [value * torch.rsqrt((value * value).mean(-1, keepdim=True)) for value in (x, y)]
         codes = [by_rows(value)[0] for value in normed]
-        return *codes, *normed, *(fp8.amax(value) for value in (*normed, half, rest))
+        return *codes, *normed, *(fp8.amax(value, "tensor") for value in (*normed, half, rest))
 
     gm = fused(monkeypatch, function, random(40, 64), random(24, 32), random(4, 1))
     assert programs_of(gm, rows) == [2]
@@ -116,7 +118,13 @@ def test_each_device_has_launches_of_its_own(monkeypatch):
 
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
-        return a, b, fp8.amax(of_x), fp8.amax(of_x * 2), fp8.amax(of_y)
+        return (
+            a,
+            b,
+            fp8.amax(of_x, "tensor"),
+            fp8.amax(of_x * 2, "tensor"),
+            fp8.amax(of_y, "tensor"),
+        )
 
     with FakeTensorMode():
         args = [torch.empty(32, 64, device=f"cuda:{i}") for i in range(2)]
@@ -131,7 +139,7 @@ def test_each_device_has_launches_of_its_own(monkeypatch):
 def test_long_amaxes_stay_with_generated_code(monkeypatch):
     def function(x, y):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
-        return a, b, fp8.amax(of_x), fp8.amax(of_y)
+        return a, b, fp8.amax(of_x, "tensor"), fp8.amax(of_y, "tensor")
 
     gm = fused(monkeypatch, function, random(LONGEST_HELD + 1, 16), random(24, 32))
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 2

@@ -143,14 +143,15 @@ def quantization_of(operand: str, gemm: fx.Node, config: Config) -> Quantization
 def _takes_rows(gemm: fx.Node) -> bool:
     """Whether operands of a GEMM can have a scale for each row.
 
-    Not if it reads transposed data, or pads a contraction to a length that tensor cores take; and
+    Not if data would have to be transposed, or padded to a contraction that tensor cores take; and
     cuBLASLt multiplies such operands only if the result is BF16.
     """
     operands = operands_of(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
         return False
-    is_transposed = any(graph.untransposed(x)[1] for x in operands)
-    return tensor(gemm).dtype is torch.bfloat16 and not is_transposed
+    a_is_transposed, b_is_transposed = (graph.untransposed(x)[1] for x in operands)
+    contracts_rows = a_is_transposed or not b_is_transposed
+    return tensor(gemm).dtype is torch.bfloat16 and not contracts_rows
 
 
 def _divides(block: Block, gemm: fx.Node) -> bool:

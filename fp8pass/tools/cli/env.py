@@ -132,7 +132,7 @@ def _check_product(device: torch.device) -> str:
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         how = "e4m3 tensor"
-        scales = [fp8.scale(fp8.amax(x), how) for x in (a, b)]
+        scales = [fp8.scale(fp8.amax(x, "tensor"), how) for x in (a, b)]
         data = [fp8.quantize(x, s, how) for x, s in zip((a, b), scales, strict=True)]
         operands = data[0], scales[0], data[1], scales[1]
         return fp8.scaled_mm(*operands, None, a.dtype, False, how, how)
