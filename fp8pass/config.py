@@ -187,11 +187,8 @@ class Config:
         for field, check in CHECKS.items():
             object.__setattr__(self, field, check(field, getattr(self, field)))
         if self.simulate is not None:
-            for field, (
-                first,
-                *_,
-            ) in SIMULATED.items():  # where a format is simulated nothing is coded
-                object.__setattr__(self, field, first)
+            for field, allowed in SIMULATED.items():
+                object.__setattr__(self, field, allowed[0])
             if self.head_chunks is None:  # as in recipe `exact`: sums are those of the model alone
                 object.__setattr__(self, "head_chunks", 1)
         for conflicts, message in CONFLICTS:
@@ -264,8 +261,8 @@ def split_options(
             theirs[name] = value
         elif key in ARGUMENTS:
             raise ConfigError(
-                f"{key} is no option but an argument: torch.compile(model, {key}=..., "
-                "backend=fp8pass.backend(fp8pass.Config(...)))."
+                f"{key!r} is an argument of torch.compile, not an option: torch.compile(model, "
+                f"{key}=..., backend=fp8pass.backend(fp8pass.Config(...)))."
             )
         else:
             raise ConfigError(
@@ -309,15 +306,11 @@ def parse_bytes(
     Raises:
         ConfigError: it is not one.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    try:
-        number = float(match[1]) if match else math.nan
-    except ValueError:
-        number = math.nan
-    if match is None or math.isnan(number):
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    if match is None:
         raise ConfigError(f"{what} a size such as '24GiB' or '800MB', got {text!r}.")
-    base = 1024 if match[3] else 1000
-    return float(number * base ** " KMGT".index(match[2].upper() or " "))
+    exponent = " KMGT".index(match[2].upper() or " ")
+    return float(match[1]) * float((1024 if match[3] else 1000) ** exponent)
 
 
 def bytes_text(count: float) -> str:
@@ -333,7 +326,7 @@ Check = Callable[[str, Any], Any]
 
 
 def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
-    """Return a check that a value `fits`. Values that cannot be compared do not."""
+    """Return a check that a value `fits`."""
 
     def check(field: str, value: Any) -> Any:
         if not fits(value):
@@ -419,20 +412,19 @@ def _checked_simulated(field: str, name: Any) -> Any:
     return name
 
 
+def _is_added_pass(given: Any) -> bool:
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        return False
+    return given[0] in ("before", "after") and callable(given[2]) and hasattr(given[2], "__name__")
+
+
 def _checked_passes(field: str, passes: Any) -> tuple[AddedPass, ...]:
-    try:
-        found = tuple((when, name, function) for when, name, function in passes)
-        if all(callable(function) and function.__name__ for *_, function in found):
-            for when, *_ in found:
-                check_choice("The position of a pass", when, ("before", "after"))
-            return found
-    except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-    raise ConfigError(
-        f"{field} must be a tuple of functions with their positions, such as (('after', "
-        f"'quantize_linears', my_pass),), got {passes!r}."
-    )
+    if not isinstance(passes, (tuple, list)) or not all(map(_is_added_pass, passes)):
+        raise ConfigError(
+            f"{field} must be a tuple of functions with positions, such as (('after', "
+            f"'quantize_linears', my_pass),) or (('before', ...),), got {passes!r}."
+        )
+    return tuple((when, name, function) for when, name, function in passes)
 
 
 _switch = _must_be("a bool, True or False", lambda x: isinstance(x, bool))

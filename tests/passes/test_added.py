@@ -89,17 +89,27 @@ def test_an_unknown_position_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("passes", "message"),
+    "passes",
     [
-        ((("beside", "quantize_linears", nothing),), "is one of 'before', 'after'"),
-        ((("after", "quantize_linears", "nothing"),), "must be a tuple of functions with"),
-        ((nothing,), "must be a tuple of functions with their positions, such as"),
-        (nothing, "must be a tuple of functions with their positions, such as"),
+        ((("beside", "quantize_linears", nothing),)),
+        ((("after", "quantize_linears", "nothing"),)),
+        (nothing,),
+        nothing,
     ],
 )
-def test_what_is_no_pass_with_a_position(passes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_pass_with_a_position(passes):
+    with pytest.raises(ConfigError, match="must be a tuple of functions with positions, such as"):
         Config(passes=passes)
+
+
+def test_equal_backends_share_compiled_code():
+    config = Config(passes=(("after", "quantize_linears", nothing),))
+    monitor = fp8pass.Monitor()
+    for make in (lambda: fp8pass.backend(config), lambda: fp8pass.backend(config, monitor=monitor)):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+    assert fp8pass.backend(config, monitor=monitor) != fp8pass.backend(config)
+    assert fp8pass.backend(config) != fp8pass.backend(Config())
 
 
 # --- caches -------------------------------------------------------------------------------------
