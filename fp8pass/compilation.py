@@ -151,7 +151,7 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Rooms that compiled code does not depend on: an edit there leaves caches as they are.
+# Rooms that compiled code does not depend on. Caches stay valid after an edit there.
 OUTSIDE = frozenset(
     ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
 )

@@ -167,7 +167,7 @@ def rewrite_inference(
 ) -> None:
     """Run the passes on a graph without a backward.
 
-    A backward that compiled autograd captured is left as it is: no layer has its forward there.
+    Skip backwards that compiled autograd captured: they contain no forward of a layer.
     """
     if compat.captures_backward():
         return
@@ -242,7 +242,7 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _check_cpp_compiler() -> None:
-    """Say in a sentence what Inductor says in a hundred lines."""
+    """Raise a short RuntimeError where Inductor would raise one of a hundred lines."""
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "

@@ -189,7 +189,7 @@ class Config:
         if self.simulate is not None:
             for field, allowed in SIMULATED.items():
                 object.__setattr__(self, field, allowed[0])
-            if self.head_chunks is None:  # as in recipe `exact`: sums are those of the model alone
+            if self.head_chunks is None:  # as recipe `exact`: chunks would change sums
                 object.__setattr__(self, "head_chunks", 1)
         for conflicts, message in CONFLICTS:
             if conflicts(self):
@@ -509,7 +509,7 @@ def _check_known(option: str) -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether `FP8PASS_CHECK=1` asks for checks of our own work. It is always set in the tests."""
+    """Whether `FP8PASS_CHECK=1` asks for checks of our own code. The tests set it."""
     return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 

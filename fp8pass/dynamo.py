@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 def _needs_call(make: Callable[P, Backend]) -> Callable[P, Backend]:
-    """Return `make` with an error that says how to call it where it is used as a backend."""
+    """Wrap `make` so that its use as a backend raises an error with the right call."""
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Backend:

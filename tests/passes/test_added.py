@@ -1,4 +1,4 @@
-"""Passes that users add: they run at their position, and caches know them."""
+"""Passes that users add run at their position, and are part of the keys of caches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sigmoids(gm, ctx) -> None:
 
 
 def nothing(gm, ctx) -> None:
-    """Leave the graph as it is."""
+    """Change nothing."""
 
 
 def model_and_input():
