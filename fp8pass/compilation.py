@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.passes import LOWERING_PASSES, Context, Requests
+from fp8pass.passes.added import keys_of
 from fp8pass.passes.runner import disabled_passes, run_passes
 from fp8pass.plan import Plan
 
@@ -140,7 +141,8 @@ class Compilation:
         """A hash of all that the result depends on besides the graph."""
         key = (
             source_hash(),
-            repr(self.config),
+            repr(replace(self.config, passes=())),
+            keys_of(self.config.passes),
             torch.__version__,
             repr(self.inputs),
             self.by_name,
@@ -149,7 +151,7 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Rooms that compiled code does not depend on: an edit there leaves caches as they are.
+# Rooms that compiled code does not depend on. Caches stay valid after an edit there.
 OUTSIDE = frozenset(
     ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
 )

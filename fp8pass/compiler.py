@@ -21,6 +21,7 @@ from fp8pass.graph.regions import inline_regions
 from fp8pass.hooks import CompiledGraph, Hooks, Observer, Observing, Program
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context, Requests
+from fp8pass.passes.added import check_positions
 from fp8pass.passes.runner import run_passes, warn_about_checkpointing
 from fp8pass.runtime.bandwidth import bandwidth
 from fp8pass.runtime.cuda_graph_gradients import keeping_sums
@@ -166,7 +167,7 @@ def rewrite_inference(
 ) -> None:
     """Run the passes on a graph without a backward.
 
-    A backward that compiled autograd captured is left as it is: no layer has its forward there.
+    Skip backwards that compiled autograd captured: they contain no forward of a layer.
     """
     if compat.captures_backward():
         return
@@ -213,6 +214,7 @@ def _check_can_compile(
     config: Config, patches: Mapping[str, Any], example_inputs: Sequence[Any]
 ) -> None:
     """Raise an error, or warn, where options and surroundings do not go together."""
+    check_positions(config)
     _warn_about_activation_quantization(patches)
     has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
     if config.compiler == "inductor" and has_tensors and _on_cpu(example_inputs):
@@ -240,7 +242,7 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _check_cpp_compiler() -> None:
-    """Say in a sentence what Inductor says in a hundred lines."""
+    """Raise a short RuntimeError where Inductor would raise one of a hundred lines."""
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "

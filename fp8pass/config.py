@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,8 @@ GEMMS = ("forward", "dgrad", "wgrad")
 MOST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that look like options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
-SWITCHES = ("quantize_lm_head", "offload", "simulate_inner", "simulate_outer")
-# The options that are patterns, and of what.
-PATTERNS = {"skip": "module path", "keep_exact": "value name or module path"}
 # The options that are tuples of names.
-LISTS = (*PATTERNS, "simulate_gemms", "fast_accumulation")
+LISTS = ("skip", "keep_exact", "simulate_gemms", "fast_accumulation")
 
 RECIPES: dict[str, dict[str, Any]] = {
     # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
@@ -68,6 +65,10 @@ ValueMoments = tuple[str, float, float]
 
 class ConfigError(ValueError):
     """A recipe, option or value that does not exist; the message names the nearest that does."""
+
+
+# A pass of the user: `before` or `after`, the name of one of our passes, and the function.
+AddedPass = tuple[str, str, Callable[..., None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,8 @@ class Config:
             become that number; zeros stay.
         simulate_outer: whether finite magnitudes beyond its largest number become that.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
+        passes: passes of your own, each with its position: `("after", "quantize_linears", my_pass)`
+            or `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
     """
 
     forward_format: str = "e4m3"
@@ -155,6 +158,7 @@ class Config:
     simulate_inner: bool = True
     simulate_outer: bool = True
     compiler: str = "inductor"
+    passes: tuple[AddedPass, ...] = ()
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
         """A configuration to be filled; an unknown option is an error that names the nearest."""
@@ -178,78 +182,16 @@ class Config:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._check_simulation()
-        check_choice("forward_format", self.forward_format, LINEAR_FORMATS)
-        check_choice("gradient_format", self.gradient_format, LINEAR_FORMATS)
-        check_choice("forward_scales", self.forward_scales, SCALES)
-        fast = _checked_gemms("fast_accumulation", self.fast_accumulation)
-        object.__setattr__(self, "fast_accumulation", fast)
-        longest = self.longest_fast
-        if isinstance(longest, bool) or not isinstance(longest, int) or longest < 0:
-            raise ConfigError(
-                "longest_fast must be a whole number, the length of a contraction, such as 4096, "
-                f"got {longest!r}. For precise accumulation everywhere: fast_accumulation=()."
-            )
-        check_choice("save_format", self.save_format, SAVE_FORMATS)
-        check_choice("attention_output", self.attention_output, ATTENTION_OUTPUTS)
-        if self.attention_output != "exact" and self.save_format in ("none", "exact"):
-            raise ConfigError(
-                f"attention_output={self.attention_output!r} keeps a value in low bits, which "
-                f"save_format={self.save_format!r} rules out: give one of 8 bits or less."
-            )
-        check_choice("compiler", self.compiler, COMPILERS)
-        if (self.forward_format == "exact") != (self.gradient_format == "exact"):
-            raise ConfigError(
-                f"forward_format={self.forward_format!r} and "
-                f"gradient_format={self.gradient_format!r}: one matrix product cannot mix FP8 and "
-                "high precision. Give an FP8 format for both, such as 'e4m3', or 'exact' for both."
-            )
-        if self.forward_format == "e5m2" and self.gradient_format == "e5m2":
-            raise ConfigError(
-                "forward_format and gradient_format cannot both be 'e5m2': FP8 tensor cores take "
-                "at most one E5M2 operand. Use forward_format='e4m3'."
-            )
-        if not _is_number(self.tolerance) or not self.tolerance > 0:
-            raise ConfigError(
-                f"tolerance must be a positive number, or float('inf'), got {self.tolerance!r}."
-            )
-        object.__setattr__(self, "moments", _checked_moments(self.moments))
-        _check_budget(self.memory_budget)
-        size = self.group_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 16:
-            raise ConfigError(
-                f"group_size must be a positive multiple of 16, such as 128, got {size!r}."
-            )
-        for field, of in PATTERNS.items():
-            object.__setattr__(self, field, checked_patterns(field, getattr(self, field), of))
-        for field in SWITCHES:
-            if not isinstance(value := getattr(self, field), bool):
-                raise ConfigError(f"{field} must be a bool, True or False, got {value!r}.")
-        rate = self.host_bandwidth
-        if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
-            raise ConfigError(
-                "host_bandwidth must be a number of bytes a second, such as 25e9, or None to "
-                f"measure it, got {rate!r}."
-            )
-        chunks = self.head_chunks
-        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
-            raise ConfigError(f"head_chunks must be a whole number or None, got {chunks!r}.")
-        if chunks is not None and chunks < 1:
-            raise ConfigError(
-                f"head_chunks must be at least 1 (all tokens in one), got {chunks!r}."
-            )
-
-    def _check_simulation(self) -> None:
-        """Check what is simulated; where something is, nothing is coded."""
-        gemms = _checked_gemms("simulate_gemms", self.simulate_gemms)
-        object.__setattr__(self, "simulate_gemms", gemms)
-        if self.simulate is None:
-            return
-        _check_simulated(self.simulate)
-        for field, (first, *_) in SIMULATED.items():
-            object.__setattr__(self, field, first)
-        if self.head_chunks is None:  # as in recipe `exact`: sums are those of the model alone
-            object.__setattr__(self, "head_chunks", 1)
+        for field, check in CHECKS.items():
+            object.__setattr__(self, field, check(field, getattr(self, field)))
+        if self.simulate is not None:
+            for field, allowed in SIMULATED.items():
+                object.__setattr__(self, field, allowed[0])
+            if self.head_chunks is None:  # as recipe `exact`: chunks would change sums
+                object.__setattr__(self, "head_chunks", 1)
+        for conflicts, message in CONFLICTS:
+            if conflicts(self):
+                raise ConfigError(message.format_map(vars(self)))
 
     @classmethod
     def recipe(cls, name: str, /, **overrides: Any) -> Config:
@@ -331,8 +273,8 @@ def split_options(
             theirs[name] = value
         elif key in ARGUMENTS:
             raise ConfigError(
-                f"{key} is no option but an argument: torch.compile(model, {key}=..., "
-                "backend=fp8pass.backend(fp8pass.Config(...)))."
+                f"{key!r} is an argument of torch.compile, not an option: torch.compile(model, "
+                f"{key}=..., backend=fp8pass.backend(fp8pass.Config(...)))."
             )
         else:
             raise ConfigError(
@@ -376,15 +318,11 @@ def parse_bytes(
     Raises:
         ConfigError: it is not one.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    try:
-        number = float(match[1]) if match else math.nan
-    except ValueError:
-        number = math.nan
-    if match is None or math.isnan(number):
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    if match is None:
         raise ConfigError(f"{what} a size such as '24GiB' or '800MB', got {text!r}.")
-    base = 1024 if match[3] else 1000
-    return float(number * base ** " KMGT".index(match[2].upper() or " "))
+    exponent = " KMGT".index(match[2].upper() or " ")
+    return float(match[1]) * float((1024 if match[3] else 1000) ** exponent)
 
 
 def bytes_text(count: float) -> str:
@@ -395,24 +333,34 @@ def bytes_text(count: float) -> str:
     return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
 
 
-def _checked_moments(given: Iterable[Any]) -> tuple[ValueMoments, ...]:
-    try:
-        found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
-        if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):
-            return found
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ConfigError(
-        "moments must be a tuple of (value name, mean, standard deviation), with finite numbers: "
-        f"pass what fp8pass.calibrate returns. Got {str(given)[:60]!r}."
-    )
+# A check gets an option's name and value. It returns the value to store, or raises ConfigError.
+Check = Callable[[str, Any], Any]
+
+
+def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
+    """Return a check that a value `fits`."""
+
+    def check(field: str, value: Any) -> Any:
+        if not fits(value):
+            raise ConfigError(f"{field} must be {what}, got {value!r}.{hint}")
+        return value
+
+    return check
+
+
+def _one_of(choices: Sequence[str]) -> Check:
+    return lambda field, value: check_choice(field, value, choices)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def checked_patterns(field: str, given: object, of: str = "module path") -> tuple[str, ...]:
-    """A pattern, or several of them, that an option was given, as a tuple.
+    """Return the patterns that an option was given, one or several, as a tuple.
 
     Raises:
-        ConfigError: it is neither; the message names the option and says of what they are patterns.
+        ConfigError: they are not text. The message names the option and what they are patterns of.
     """
     if isinstance(given, str):
         return (given,)
@@ -422,11 +370,7 @@ def checked_patterns(field: str, given: object, of: str = "module path") -> tupl
 
 
 def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
-    """Return the GEMMs that an option names, in the order of `GEMMS`.
-
-    Raises:
-        ConfigError: it is not a tuple of names out of `GEMMS`.
-    """
+    """Return the GEMMs that an option names, in the order of `GEMMS`."""
     if isinstance(gemms, str) or not isinstance(gemms, Iterable) or not all(gemms):
         fix = f": {field}=({gemms!r},)" if gemms in GEMMS else ""
         raise ConfigError(f"{field} must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
@@ -435,25 +379,120 @@ def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
     return tuple(g for g in GEMMS if g in gemms)
 
 
-def _check_simulated(name: object) -> None:
-    """Check that `name` is a format that can be simulated."""
+def _checked_moments(field: str, given: Iterable[Any]) -> tuple[ValueMoments, ...]:
     try:
-        simulated_format(str(name))
+        found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
+        if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):
+            return found
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ConfigError(
+        f"{field} must be a tuple of (value name, mean, standard deviation), with finite numbers: "
+        f"pass what fp8pass.calibrate returns. Got {str(given)[:60]!r}."
+    )
+
+
+def _checked_budget(field: str, budget: Any) -> Any:
+    size = parse_bytes(budget) if isinstance(budget, str) else budget
+    if budget is not None and not (_is_number(size) and size > 0):
+        raise ConfigError(
+            f"{field} must be positive and finite, got {budget!r}: it is a share up to "
+            f"{MOST_SHARE}, a number of bytes, or a size such as '24GiB'."
+        )
+    if isinstance(budget, float) and budget > MOST_SHARE:
+        raise ConfigError(
+            f"{field}={budget!r}: a float is a share, up to {MOST_SHARE}; for bytes give an int or "
+            "a size such as '24GiB'."
+        )
+    return budget
+
+
+def _checked_simulated(field: str, name: Any) -> Any:
+    try:
+        if name is not None:
+            simulated_format(str(name))
     except ValueError:
-        match = re.search(r"e(\d+)m(\d+)", str(name).lower())
         hint = ""
-        if match:
-            exponent = _clamped(int(match[1]), EXPONENT_BITS)
-            mantissa = _clamped(int(match[2]), MANTISSA_BITS)
+        if match := re.search(r"e(\d+)m(\d+)", str(name).lower()):
+            limits = zip(match.groups(), (EXPONENT_BITS, MANTISSA_BITS), strict=True)
+            exponent, mantissa = (min(max(int(x), low), high) for x, (low, high) in limits)
             hint = f" Did you mean 'e{exponent}m{mantissa}'?"
         raise ConfigError(
-            "simulate must be a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as "
+            f"{field} must be a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as "
             f"'e8m3', got {name!r}.{hint}"
         ) from None
+    return name
 
 
-def _clamped(count: int, limits: tuple[int, int]) -> int:
-    return min(max(count, limits[0]), limits[1])
+def _is_added_pass(given: Any) -> bool:
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        return False
+    return given[0] in ("before", "after") and callable(given[2]) and hasattr(given[2], "__name__")
+
+
+def _checked_passes(field: str, passes: Any) -> tuple[AddedPass, ...]:
+    if not isinstance(passes, (tuple, list)) or not all(map(_is_added_pass, passes)):
+        raise ConfigError(
+            f"{field} must be a tuple of functions with positions, such as (('after', "
+            f"'quantize_linears', my_pass),) or (('before', ...),), got {passes!r}."
+        )
+    return tuple((when, name, function) for when, name, function in passes)
+
+
+_switch = _must_be("a bool, True or False", lambda x: isinstance(x, bool))
+
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("forward_format", "gradient_format"), _one_of(LINEAR_FORMATS)),
+    **dict.fromkeys(("offload", "quantize_lm_head", "simulate_inner", "simulate_outer"), _switch),
+    **dict.fromkeys(("fast_accumulation", "simulate_gemms"), _checked_gemms),
+    "forward_scales": _one_of(SCALES),
+    "longest_fast": _must_be(
+        "a whole number, the length of a contraction, such as 4096",
+        lambda x: _is_whole(x) and x >= 0,
+        hint=" For precise accumulation everywhere: fast_accumulation=().",
+    ),
+    "save_format": _one_of(SAVE_FORMATS),
+    "attention_output": _one_of(ATTENTION_OUTPUTS),
+    "tolerance": _must_be("a positive number, or float('inf')", lambda x: _is_number(x) and x > 0),
+    "moments": _checked_moments,
+    "memory_budget": _checked_budget,
+    "host_bandwidth": _must_be(
+        "a number of bytes a second, such as 25e9, or None to measure it",
+        lambda x: x is None or (_is_number(x) and 0 < x < math.inf),
+    ),
+    "group_size": _must_be(
+        "a positive multiple of 16, such as 128", lambda x: _is_whole(x) and x > 0 and x % 16 == 0
+    ),
+    "skip": checked_patterns,
+    "keep_exact": lambda field, x: checked_patterns(field, x, "value name or module path"),
+    "head_chunks": _must_be(
+        "a whole number of at least 1 (all tokens at once), or None to choose it by size",
+        lambda x: x is None or (_is_whole(x) and x >= 1),
+    ),
+    "simulate": _checked_simulated,
+    "compiler": _one_of(COMPILERS),
+    "passes": _checked_passes,
+}
+
+# Options that exclude each other: a condition, and the message where it holds.
+CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    (
+        lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
+        "attention_output={attention_output!r} saves a value in low bits, which "
+        "save_format={save_format!r} excludes: give a save_format of 8 bits or less.",
+    ),
+    (
+        lambda c: (c.forward_format == "exact") != (c.gradient_format == "exact"),
+        "forward_format={forward_format!r} and gradient_format={gradient_format!r}: one matrix "
+        "product cannot mix FP8 and high precision. Give an FP8 format for both, such as 'e4m3', "
+        "or 'exact' for both.",
+    ),
+    (
+        lambda c: c.forward_format == c.gradient_format == "e5m2",
+        "forward_format and gradient_format cannot both be 'e5m2': FP8 tensor cores take at most "
+        "one E5M2 operand. Use forward_format='e4m3'.",
+    ),
+)
 
 
 def _check_simulated_alone(options: Mapping[str, Any]) -> None:
@@ -466,22 +505,6 @@ def _check_simulated_alone(options: Mapping[str, Any]) -> None:
                 f"nothing in FP8 and keeps nothing in low bits: {field} has no effect beside it. "
                 f"Leave {field}={given!r} out."
             )
-
-
-def _check_budget(budget: object) -> None:
-    if budget is None:
-        return
-    size = parse_bytes(budget) if isinstance(budget, str) else budget
-    if not _is_number(size) or not size > 0:  # type: ignore[operator]
-        raise ConfigError(
-            f"memory_budget must be positive and finite, got {budget!r}: it is a share up to "
-            f"{MOST_SHARE}, a number of bytes, or a size such as '24GiB'."
-        )
-    if isinstance(budget, float) and budget > MOST_SHARE:
-        raise ConfigError(
-            f"memory_budget={budget!r}: a float is a share, up to {MOST_SHARE}; for bytes give an "
-            "int or a size such as '24GiB'."
-        )
 
 
 def _is_number(value: object) -> bool:
@@ -498,7 +521,7 @@ def _check_known(option: str) -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether `FP8PASS_CHECK=1` asks for checks of our own work. It is always set in the tests."""
+    """Whether `FP8PASS_CHECK=1` asks for checks of our own code. The tests set it."""
     return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 
@@ -515,8 +538,9 @@ def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] 
     return f"Unknown {what} {got!r}.{hint}"
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ConfigError, with what may have been meant, if `value` is none of `choices`."""
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """Return `value`. Raise ConfigError, with the nearest choice, if it is not in `choices`."""
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise ConfigError(f"{unknown(name, value, choices)} {name} is one of {listed}.")
+    return value

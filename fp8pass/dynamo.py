@@ -11,6 +11,7 @@ from torch import fx
 from fp8pass.compiler import Backend as Backend
 from fp8pass.config import Config
 from fp8pass.hooks import Hooks
+from fp8pass.passes.added import check_positions
 from fp8pass.progress.log import CompileLog
 from fp8pass.stability.monitor import Monitor
 from fp8pass.stability.monitor.versions import Versions
@@ -21,7 +22,7 @@ P = ParamSpec("P")
 
 
 def _needs_call(make: Callable[P, Backend]) -> Callable[P, Backend]:
-    """Return `make` with an error that says how to call it where it is used as a backend."""
+    """Wrap `make` so that its use as a backend raises an error with the right call."""
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Backend:
@@ -45,6 +46,7 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
 
     Raises:
         TypeError: `config` is not a `Config`, or `monitor` not a `Monitor`.
+        ConfigError: the position of an added pass does not exist.
     """
     if not isinstance(config, Config):
         raise TypeError(
@@ -54,6 +56,7 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
         )
     if monitor is not None and not isinstance(monitor, Monitor):
         raise TypeError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
+    check_positions(config)
     return Backend(config, hooks=(*HOOKS, Versions(monitor)) if monitor else HOOKS)
 
 

@@ -14,7 +14,7 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """What `explain` wants in a plan beyond the decisions. Each takes time.
+    """Additional contents of a plan, for `explain`. Each takes time to compute.
 
     Attributes:
         frontier: memory against time, for all budgets.

@@ -23,10 +23,11 @@ from typing import Protocol
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import ConfigError, checks_are_on, unknown
+from fp8pass.config import AddedPass, ConfigError, checks_are_on, unknown
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes import ALL_PASSES, CONTRACTS, GUARDING, INDISPENSABLE, Context, Pass
+from fp8pass.passes.added import with_added
 
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
@@ -91,10 +92,10 @@ def run_passes(
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
     check = checks_are_on()
-    number = next(_graph_numbers)
+    number, added = next(_graph_numbers), ctx.config.passes
     records: list[PassRecord] = []
     before = _code(gm) if record else ""
-    for index, pass_ in enumerate(_enabled(passes)):
+    for index, pass_ in enumerate(_enabled(with_added(passes, added), added)):
         nodes = len(gm.graph.nodes)
         guards = compat.guard_count(gm.graph) if check else 0
         seconds = _run(pass_, gm, ctx, watcher)
@@ -149,8 +150,9 @@ def disabled_passes() -> list[str]:
     return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
 
 
-def _enabled(passes: Sequence[Pass]) -> list[Pass]:
-    known = {p.__name__ for p in (*ALL_PASSES, *passes)}
+def _enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
+    ours = (*ALL_PASSES, *passes, *(function for *_, function in added))
+    known = {p.__name__ for p in ours}
     disabled = disabled_passes()
     for name in disabled:
         if name not in known:

@@ -1,4 +1,4 @@
-"""What users see of a compilation: a line about each graph that trains, warnings, a spinner."""
+"""Messages about compilations: a line for each graph that trains, warnings, a spinner."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def unexpected_precision(plan: Plan) -> str:
 
 
 def device_of(compiled: CompiledGraph) -> torch.device | None:
-    """Return the device of a graph's weights, None if it has none."""
+    """Return the device of a graph's weights, or None without weights."""
     weights = compiled.ctx.facts.weights
     return next((graph.tensor(node).device for node in weights), None)
 

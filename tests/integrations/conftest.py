@@ -7,16 +7,22 @@ from importlib.util import find_spec
 
 import pytest
 
-import fp8pass
 from fp8pass import compat
+from fp8pass.hooks import CompiledGraph
 from fp8pass.plan import Plan
+from fp8pass.progress.log import CompileLog
 
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     """The plans of what is compiled, op by op in place of Inductor."""
     found: list[Plan] = []
-    monkeypatch.setattr(fp8pass.partition, "report", found.append)
+
+    def note(self: CompileLog, compiled: CompiledGraph) -> None:
+        if not compiled.plan.inference:
+            found.append(compiled.plan)
+
+    monkeypatch.setattr(CompileLog, "after_passes", note)
     monkeypatch.setattr(compat, "compile_fx_inner", lambda gm, inputs, **kw: compat.interpret(gm))
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
     _forget()

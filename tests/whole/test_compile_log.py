@@ -1,4 +1,4 @@
-"""What users see of a compilation: lines, warnings, a spinner."""
+"""Messages about compilations: lines, warnings, a spinner."""
 
 from __future__ import annotations
 

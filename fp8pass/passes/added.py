@@ -1,0 +1,54 @@
+"""Passes that users add to the lists of `passes/__init__.py`, with the option `passes`."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import uuid
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from fp8pass.config import AddedPass, Config, ConfigError, unknown
+from fp8pass.passes import ALL_PASSES, Pass
+
+
+def check_positions(config: Config) -> None:
+    """Raise ConfigError if a pass is added before or after a pass that does not exist."""
+    names = [p.__name__ for p in ALL_PASSES]
+    for when, name, _ in config.passes:
+        if name not in names:
+            raise ConfigError(
+                f"{unknown('pass in the option passes', name, names)} A pass can run {when} one of "
+                f"{', '.join(names)}."
+            )
+
+
+def with_added(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
+    """Return the list with the added passes, wherever it has their positions."""
+    found: list[Pass] = []
+    for pass_ in passes:
+        of_this = [(when, function) for when, name, function in added if name == pass_.__name__]
+        found += [function for when, function in of_this if when == "before"]
+        found.append(pass_)
+        found += [function for when, function in of_this if when == "after"]
+    return found
+
+
+def keys_of(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
+    """Return what stands for the added passes in the keys of caches."""
+    return tuple((when, name, key_of(function)) for when, name, function in added)
+
+
+@cache
+def key_of(function: Pass) -> str:
+    """Return the name of a function with a hash of the file that defines it.
+
+    A closure depends on more than its file, and a function typed into a notebook has no file: such
+    a function has a new key in each process, so that no cache has its results.
+    """
+    plain = inspect.isfunction(function) and function.__closure__ is None
+    file = inspect.getsourcefile(function) if plain else None
+    code = Path(file).read_bytes() if file and os.path.isfile(file) else uuid.uuid4().bytes
+    return f"{function.__module__}.{function.__qualname__} {hashlib.sha256(code).hexdigest()}"
