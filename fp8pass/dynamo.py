@@ -30,7 +30,7 @@ from fp8pass.passes.runner import report, run_passes, warn_about_checkpointing
 from fp8pass.progress.settled import told
 from fp8pass.progress.spinner import shown
 from fp8pass.runtime.bandwidth import bandwidth
-from fp8pass.runtime.cuda_graph_gradients import keeping_sums
+from fp8pass.runtime.cuda_graph_gradients import protect_gradients
 from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
 from fp8pass.stability.monitor import Monitor
 from fp8pass.stability.monitor.sampler import Sampler
@@ -235,7 +235,7 @@ def _compiled(
         config_patches={**patches, "custom_partitioner_fn": Partitioner(compilation)},
     )
     if graphed:
-        compiled = keeping_sums(compiled)
+        compiled = protect_gradients(compiled)
     return giving_codes(compiled, codes, in_place=graphed) if codes.of else compiled
 
 

@@ -121,7 +121,6 @@ class Signals:
             trend.forget(recent=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the past, for a checkpoint."""
         return {
             "trends": {name: trend.state_dict() for name, trend in self._trends.items()},
             "histories": [history.state_dict() for history in self._histories.values()],
@@ -130,7 +129,6 @@ class Signals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the past of a checkpoint."""
         for name, trend in state["trends"].items():
             self._trends[name].load_state_dict(trend)
         for history, rows in zip(self._histories.values(), state["histories"], strict=True):

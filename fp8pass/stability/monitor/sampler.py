@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +22,7 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.tags import OPERAND_OF
+from fp8pass.stability.monitor.monitor import Monitor
 from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
@@ -32,19 +33,6 @@ MOST_FORWARDS = 4096
 COMPACT_EVERY = 64
 
 
-class Sink(Protocol):
-    """Receives the measurements of a sampler. `Monitor` implements it."""
-
-    def module_of(self, weight: Tensor) -> str | None:
-        """Return the path of the module that owns a weight; None if unknown."""
-
-    def saw(self, weight: Tensor) -> None:
-        """Record that a sampled forward reads a weight."""
-
-    def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add the totals of one tensor in the part of the model at path `prefix`."""
-
-
 class Sampler:
     """Inner compiler for `compile_fx` that interprets a graph and measures its tensors.
 
@@ -52,8 +40,8 @@ class Sampler:
         trains: whether the graph has a backward; known after compilation.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
         self.trains = False
         # Blocks that are compiled separately may share a graph.
         self._forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
@@ -68,7 +56,7 @@ class Sampler:
         for gemm, operator in OPERATORS.items():
             if operator.multiplies:  # runs the GPU's GEMM instead of the emulated one
                 lower(gm, only=gemm)
-        interpreter = MeasuringInterpreter(gm, self.sink)
+        interpreter = MeasuringInterpreter(gm, self.monitor)
 
         def run(arguments: list[Any]) -> Any:
             if kind == "backward":
@@ -76,7 +64,7 @@ class Sampler:
                 return interpreter.boxed_run(arguments)
             interpreter.prefix = interpreter.find_prefix(arguments)
             for index, _ in interpreter.weights[:1]:
-                self.sink.saw(arguments[index])
+                self.monitor.saw(arguments[index])
             memory = _collect_memory(arguments)
             results = interpreter.boxed_run(arguments)
             self._add(Forward(interpreter.prefix, memory, _collect_memory(results) - memory))
@@ -138,9 +126,9 @@ def _collect_memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:
 class MeasuringInterpreter(fx.Interpreter):
     """Runs one graph and measures the tensors that it quantizes."""
 
-    def __init__(self, gm: fx.GraphModule, sink: Sink) -> None:
+    def __init__(self, gm: fx.GraphModule, monitor: Monitor) -> None:
         super().__init__(gm)
-        self.sink = sink
+        self.monitor = monitor
         self.prefix = ""
         self.names = find_quantized(gm.graph)
         self.weights = _find_weights(gm.graph)
@@ -152,7 +140,7 @@ class MeasuringInterpreter(fx.Interpreter):
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
             totals = measure(x, scale, FORMATS[names[0].format], _group_size(n, x))
             for name in names:
-                self.sink.record(self.prefix, name, totals)
+                self.monitor.record(self.prefix, name, totals)
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
@@ -161,7 +149,7 @@ class MeasuringInterpreter(fx.Interpreter):
         It is the path of a weight's module in the model, without its path in the graph.
         """
         for index, module in self.weights:
-            path = self.sink.module_of(arguments[index])
+            path = self.monitor.module_of(arguments[index])
             if path is not None and path.endswith(module):
                 return path.removesuffix(module).rstrip(".")
         return ""
