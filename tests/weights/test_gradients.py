@@ -74,5 +74,5 @@ def test_only_programs_with_graphs_look(graphs, monkeypatch):
 
 
 def test_nothing_is_replayed_where_there_are_no_graphs():
-    assert not compat.replayed_memory(torch.device("cpu"))
-    assert not compat.replayed_memory(torch.device("cuda", 0))
+    assert not compat.find_replayed_memory(torch.device("cpu"))
+    assert not compat.find_replayed_memory(torch.device("cuda", 0))
