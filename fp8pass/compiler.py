@@ -24,7 +24,7 @@ from fp8pass.passes import INFERENCE_PASSES, Context, Requests
 from fp8pass.passes.added import check_positions
 from fp8pass.passes.runner import run_passes, warn_about_checkpointing
 from fp8pass.runtime.bandwidth import bandwidth
-from fp8pass.runtime.cuda_graph_gradients import keeping_sums
+from fp8pass.runtime.cuda_graph_gradients import protect_gradients
 from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
 
 
@@ -127,7 +127,7 @@ class Captured:
             config_patches=patches,
         )
         graphed = compat.uses_cuda_graphs(self.patches) and inner_compile is None
-        return keeping_sums(program) if graphed else program
+        return protect_gradients(program) if graphed else program
 
     def compile_version(
         self, config: Config, inner_compile: Callable[..., Any] | None = None

@@ -307,9 +307,8 @@ def programs_of(gm: fx.GraphModule, op) -> list[int]:
 def by_rows(x):
     """Codes with a scale for each row, and the largest magnitudes of rows."""
     largest = fp8.amax(x, "row")
-    return fp8.quantize(x, fp8.scale(largest, "e4m3 tensor"), "e4m3 tensor").view(
-        torch.uint8
-    ), largest
+    codes = fp8.quantize(x, fp8.scale(largest, "e4m3 row"), "e4m3 row")
+    return codes.view(torch.uint8), largest
 
 
 def random(*shape: int) -> torch.Tensor:

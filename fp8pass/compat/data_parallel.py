@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def replicas_of(module: Replicated) -> Any:
+def find_replicas(module: Replicated) -> Any:
     """Return the process group whose ranks replicate a module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
@@ -39,12 +39,12 @@ def fsdp_has_run(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._is_root is not None
 
 
-def shard_of(parameter: DTensor) -> Tensor:
+def get_shard(parameter: DTensor) -> Tensor:
     """Return the tensor on which FSDP2 looks up its extension. `to_local` makes a new object."""
     return parameter._local_tensor
 
 
-def factor_of(op: Any, ranks: int) -> float | None:
+def find_factor(op: Any, ranks: int) -> float | None:
     """Return the factor that turns a sum over ranks into reduction `op`; None for other reductions.
 
     `set_gradient_divide_factor` makes NCCL multiply the terms before it adds them up.
@@ -65,7 +65,7 @@ def reduce_separately(model: nn.Module) -> Iterator[None]:
 
     On exit the gradients are put back, and FSDP2 reduces or accumulates as before.
     """
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
     # Unsharded parameters exist from the first forward on.
     unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
@@ -105,7 +105,7 @@ class GradientBuffer(Tensor):
         """Return the same memory as a plain tensor."""
         return self.as_subclass(Tensor)
 
-    def sizes_of(self, ranks: int) -> tuple[int, ...]:
+    def compute_sizes(self, ranks: int) -> tuple[int, ...]:
         """Return the elements of each parameter in one rank's part.
 
         Raises:
@@ -166,7 +166,7 @@ class GatheredParameter:
     resharded_to_fewer_ranks: bool
 
 
-def _groups_of(module: FSDPModule) -> Sequence[Any]:
+def _list_groups(module: FSDPModule) -> Sequence[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # older versions have at most one
@@ -176,7 +176,7 @@ def _groups_of(module: FSDPModule) -> Sequence[Any]:
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
     """Yield the parameters that FSDP2 gathers for a module itself, in its order."""
-    for group in _groups_of(module):
+    for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:
             info = each._module_info

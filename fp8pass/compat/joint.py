@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch._functorch.config as functorch_config
-import torch._functorch.partitioners as _partitioners
+import torch._functorch.partitioners as partitioners
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
-from torch._functorch.partitioners import (
-    cleanup_recompute_tags,
-    force_save_bw_mutation_src,
-    force_save_collectives,
-    force_save_effectful_ops,
-    has_recomputable_ops,
-    min_cut_rematerialization_partition,
-    reordering_to_mimic_autograd_engine,
-    thread_graphsafe_rng_from_hops,
-)
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -29,16 +18,12 @@ __all__ = [
     "save_always", "stock_partition",
 ]  # fmt: skip
 
+# The default partitioner of `torch.compile`.
+stock_partition = partitioners.min_cut_rematerialization_partition
+
 _EXTRACT_TAKES_OPAQUE = (
-    "saved_opaque_nodes" in inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
+    "saved_opaque_nodes" in inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
 )
-
-
-def stock_partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph with PyTorch's min-cut partitioner, as `torch.compile` does."""
-    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
 def normalize_joint_graph(gm: fx.GraphModule) -> None:
@@ -46,11 +31,11 @@ def normalize_joint_graph(gm: fx.GraphModule) -> None:
     gm.graph.eliminate_dead_code()
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
-    if has_recomputable_ops(gm):
-        cleanup_recompute_tags(gm, is_default_partition=False)
-    force_save_collectives(gm)
-    force_save_effectful_ops(gm)
-    force_save_bw_mutation_src(gm)
+    if partitioners.has_recomputable_ops(gm):
+        partitioners.cleanup_recompute_tags(gm, is_default_partition=False)
+    partitioners.force_save_collectives(gm)
+    partitioners.force_save_effectful_ops(gm)
+    partitioners.force_save_bw_mutation_src(gm)
 
 
 def extract_forward_backward(
@@ -70,13 +55,13 @@ def extract_forward_backward(
             f"The backward needs {saved_objects}, but this PyTorch saves only tensors and sizes. "
             "Please report it to fp8pass, with the output of fp8pass env."
         )
-    forward, backward = _partitioners._extract_fwd_bwd_modules(
+    forward, backward = partitioners._extract_fwd_bwd_modules(
         gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra
     )
-    backward = reordering_to_mimic_autograd_engine(backward)
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     forward, backward = raise_getitems(forward), raise_getitems(backward)
-    forward = thread_graphsafe_rng_from_hops(forward, is_backward=False)
-    backward = thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
     return forward, backward
 
 

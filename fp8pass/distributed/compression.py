@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass.compat.data_parallel import (
     GradientBuffer,
     Replicated,
-    factor_of,
+    find_factor,
+    find_replicas,
     replicas_have_begun,
-    replicas_of,
 )
 from fp8pass.config import ConfigError, check_choice, checked_patterns
 from fp8pass.distributed.gradient_sums import GradientSums, Traffic
@@ -169,7 +169,7 @@ def _find_groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """Return the process groups, one for each mesh dimension, that share the first module."""
     for module in modules:
         if isinstance(module, DistributedDataParallel | Replicated):
-            return [_group_of(module)]
+            return [_find_group(module)]
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
@@ -177,8 +177,8 @@ def _find_groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     return []
 
 
-def _group_of(module: DistributedDataParallel | Replicated) -> dist.ProcessGroup:
-    return replicas_of(module) if isinstance(module, Replicated) else module.process_group
+def _find_group(module: DistributedDataParallel | Replicated) -> dist.ProcessGroup:
+    return find_replicas(module) if isinstance(module, Replicated) else module.process_group
 
 
 def _why_nothing_reduces(model: nn.Module) -> str:
@@ -220,7 +220,7 @@ def _is_scattered(parameter: Tensor) -> bool:
 def _replace_reduction(path: str, module: nn.Module, sums: GradientSums) -> None:
     try:
         if isinstance(module, DistributedDataParallel | Replicated):
-            module.register_comm_hook(DDPReduction(_group_of(module), sums), _reduce)
+            module.register_comm_hook(DDPReduction(_find_group(module), sums), _reduce)
         else:
             assert isinstance(module, FSDPModule)
             scatter: Any = FSDPReduceScatter(sums)
@@ -258,8 +258,8 @@ class FSDPReduceScatter:
                 sum nor a mean.
         """
         assert isinstance(input_tensor, GradientBuffer)
-        sizes, terms = input_tensor.sizes_of(group.size()), input_tensor.plain()
-        factor = factor_of(op, group.size())
+        sizes, terms = input_tensor.compute_sizes(group.size()), input_tensor.plain()
+        factor = find_factor(op, group.size())
         if factor is None:
             raise RuntimeError(f"Compressed gradients are summed or averaged, not reduced by {op}.")
         self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)

@@ -103,7 +103,7 @@ class ParameterLayout:
 
 
 @lru_cache(maxsize=1024)
-def layout_of(sizes: tuple[int, ...]) -> ParameterLayout:
+def make_layout(sizes: tuple[int, ...]) -> ParameterLayout:
     """Return the layout of parameters. Parameters of size 0 are left out."""
     return ParameterLayout(tuple(size for size in sizes if size))
 
@@ -132,7 +132,7 @@ class GradientSums:
             group: the process group.
             factor: multiplies the sum: 1 / world for the mean.
         """
-        layout = layout_of(sizes)
+        layout = make_layout(sizes)
         self.traffic.add(terms.numel(), 0, 1 - 1 / group.size())  # a rank keeps its own part
         rows = layout.pad(terms.view(group.size(), -1))
         layout.unpad(self._scatter(rows, group, factor), output.view(1, -1))
@@ -146,7 +146,7 @@ class GradientSums:
         if world == 1:
             x.mul_(factor)
             return
-        layout = layout_of(sizes)
+        layout = make_layout(sizes)
         self.traffic.add(x.numel(), 0, 2 * (1 - 1 / world))
         padded = layout.pad(x.view(1, -1))
         length = padded.numel()

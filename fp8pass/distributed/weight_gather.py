@@ -25,7 +25,7 @@ from fp8pass.compat.data_parallel import (
     allow_writes_to_saved,
     fsdp_has_run,
     gathered_parameters,
-    shard_of,
+    get_shard,
 )
 from fp8pass.distributed.gradient_sums import Traffic
 from fp8pass.distributed.wire import load_kernels
@@ -128,13 +128,13 @@ class WeightGather:
         self._key: ShardKey | None = None
 
     def _shards(self) -> list[Tensor]:
-        return [shard_of(cast(Any, y.weight)) for y in self.layers]
+        return [get_shard(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
         """Attach the extension to the current shards. Gathered weights are skipped."""
         for i, layer in enumerate(self.layers):
             weight: Any = layer.weight
-            shard: Any = shard_of(weight) if isinstance(weight, DTensor) else None
+            shard: Any = get_shard(weight) if isinstance(weight, DTensor) else None
             if shard is not None and not hasattr(shard, "fsdp_pre_all_gather"):
                 shard.fsdp_pre_all_gather = self._make_pre_all_gather(i)
                 shard.fsdp_post_all_gather = self._make_post_all_gather(i)

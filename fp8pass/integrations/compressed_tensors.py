@@ -49,7 +49,7 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
         ValueError: a weight has a NaN or an infinity.
     """
     config = config or find_configuration(model)
-    plain = _pretrained(model)
+    plain = _check_pretrained(model)
     linears = {name: m for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
     head = plain.get_output_embeddings()
     chosen = [n for n, m in linears.items() if m is not head and is_served_in_fp8(n, m, config)]
@@ -70,7 +70,7 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
     return chosen
 
 
-def _pretrained(model: nn.Module) -> PreTrainedModel:
+def _check_pretrained(model: nn.Module) -> PreTrainedModel:
     from transformers import PreTrainedModel
 
     plain = compat.original_of(model)

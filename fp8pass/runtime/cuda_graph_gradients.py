@@ -21,7 +21,7 @@ from fp8pass import compat
 _parameters = compat.WeakIdKeyDictionary()
 
 
-def keeping_sums(program: Callable[..., Any]) -> Callable[..., Any]:
+def protect_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled `program` so that it preserves gradients of earlier micro-batches."""
 
     def run(*args: Any) -> Any:

@@ -143,7 +143,7 @@ class Reference:
         if dtype is not None:
             model, batches = model.to(dtype), [in_dtype(b, dtype) for b in batches]
         steps = []
-        with noise.entered() if noise else contextlib.nullcontext():
+        with noise.enter() if noise else contextlib.nullcontext():
             for i, batch in enumerate(batches):
                 self.between(model, i)
                 steps.append(step(run(model), model, batch))

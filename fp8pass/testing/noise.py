@@ -94,7 +94,7 @@ class Formats:
 
 
 class Noise(TorchFunctionMode):
-    """Mode that rounds the operands of GEMMs of parameters. `entered` also rounds saved tensors."""
+    """Mode that rounds the operands of GEMMs of parameters. `enter` also rounds saved tensors."""
 
     def __init__(self, formats: Formats, seed: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Noise(TorchFunctionMode):
         return self.round(x, self.formats.saved, by_row=True)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Round operands and saved tensors within.
 
         Checkpointing is off, because PyTorch would recompute without rounding.

@@ -78,7 +78,13 @@ def test_measured_bytes_are_those_of_the_plan(outcome: Outcome) -> None:
 
 
 def test_prints_the_table_and_the_explanation(outcome: Outcome) -> None:
-    for expected in ("torch.compile", "fp8pass coat", "n/a", "emulate FP8", "layers.0.mlp.up_proj"):
+    for expected in (
+        "torch.compile",
+        "fp8pass coat",
+        "n/a",
+        "emulates FP8",
+        "layers.0.mlp.up_proj",
+    ):
         assert expected in outcome.printed
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8pass
-from fp8pass.distributed.gradient_sums import GradientSums, ParameterLayout, Traffic, layout_of
+from fp8pass.distributed.gradient_sums import GradientSums, ParameterLayout, Traffic, make_layout
 from fp8pass.distributed.wire import add_up, pack
 
 
@@ -41,8 +41,8 @@ def test_groups_begin_with_parameters(sizes, rows, unit):
 
 def test_rows_of_whole_groups_are_not_copied():
     rows = torch.ones(2, 3 * 128 + 5)
-    assert layout_of((128, 256, 0, 5)).pad(rows) is rows
-    assert layout_of((128, 5, 256)).pad(rows) is not rows
+    assert make_layout((128, 256, 0, 5)).pad(rows) is rows
+    assert make_layout((128, 5, 256)).pad(rows) is not rows
 
 
 @given(first=st.integers(1, 200), others=st.integers(1, 200), scale=st.sampled_from([1e-6, 1e6]))
@@ -53,7 +53,7 @@ def test_what_is_sent_of_a_parameter_depends_on_it_alone(first, others, scale):
     for before, after in ((first, others), (others, first), (1, 1)):
         neighbours = [scale * torch.randn(2, n, generator=generator) for n in (before, after)]
         rows = torch.cat((neighbours[0], mine, neighbours[1]), -1)
-        layout = layout_of((before, 150, after))
+        layout = make_layout((before, 150, after))
         padded = layout.pad(rows)
         layout.unpad(add_up(pack(padded).unsqueeze(0), torch.empty_like(padded)), rows)
         found.append(rows[:, before : before + 150])

@@ -50,7 +50,8 @@ def test_one_operand_stored_side_by_side(monkeypatch):
         a, b = (fp8.quantize(t, scale, "e4m3 tensor") for t in (x, y))
         c, d = (fp8.transpose(fp8.quantize(t, scale, "e4m3 tensor")) for t in (v, w))
         operands = fp8.joined([a, b]), scale, fp8.joined([c, d]), scale
-        return fp8.scaled_mm(*operands, None, torch.bfloat16), fp8.as_bytes(a)
+        how = False, "e4m3 tensor", "e4m3 tensor"
+        return fp8.scaled_mm(*operands, None, torch.bfloat16, *how), fp8.as_bytes(a)
 
     shapes = (32, 64), (32, 48), (64, 16), (48, 16)
     args = *(torch.randn(shape) for shape in shapes), torch.tensor(0.01)

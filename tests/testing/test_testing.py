@@ -91,7 +91,7 @@ def test_bounds(bounds, found):
 def test_a_rewrite_that_changes_bits_is_found(monkeypatch):
     module = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1))
     assert_exact(module, batch())
-    original = checks._step
+    original = checks._run_step
 
     def changed(module, args, backend, seed=7):
         step = original(module, args, backend, seed)
@@ -99,7 +99,7 @@ def test_a_rewrite_that_changes_bits_is_found(monkeypatch):
             step.gradients["0.weight"][0, 0] += 1
         return step
 
-    monkeypatch.setattr(checks, "_step", changed)
+    monkeypatch.setattr(checks, "_run_step", changed)
     with pytest.raises(AssertionError, match=r"gradient of 0\.weight"):
         assert_exact(module, batch())
 

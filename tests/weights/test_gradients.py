@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8pass import compat
 from fp8pass.runtime import cuda_graph_gradients as gradients
-from fp8pass.runtime.cuda_graph_gradients import keeping_sums
+from fp8pass.runtime.cuda_graph_gradients import protect_gradients
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_what_graphs_own_moves_and_all_else_stays(owned):
     replayed, own, none = weight(pool[4:]), weight(torch.ones(4)), weight()
     owned.add(pool.data_ptr())
     before = own.grad
-    program = keeping_sums(lambda *args: pool.fill_(7))
+    program = protect_gradients(lambda *args: pool.fill_(7))
     program(replayed, torch.ones(4), own, none)
     assert replayed.grad.tolist() == [4, 5, 6, 7]
     assert own.grad is before
@@ -50,7 +50,7 @@ def test_what_graphs_own_moves_and_all_else_stays(owned):
 def test_the_first_graph_of_a_forward_looks_after_all(owned):
     pool = torch.arange(4.0)
     first, second = weight(), weight(pool)
-    programs = [keeping_sums(lambda *args: None) for _ in range(2)]
+    programs = [protect_gradients(lambda *args: None) for _ in range(2)]
     programs[1](second)
     owned.add(pool.data_ptr())
     programs[0](first)
@@ -59,7 +59,7 @@ def test_the_first_graph_of_a_forward_looks_after_all(owned):
 
 
 def test_parameters_are_let_go(owned):
-    keeping_sums(lambda *args: None)(weight(torch.ones(4)))
+    protect_gradients(lambda *args: None)(weight(torch.ones(4)))
     assert not list(gradients._parameters)
 
 
@@ -74,5 +74,5 @@ def test_only_programs_with_graphs_look(graphs, monkeypatch):
 
 
 def test_nothing_is_replayed_where_there_are_no_graphs():
-    assert not compat.replayed_memory(torch.device("cpu"))
-    assert not compat.replayed_memory(torch.device("cuda", 0))
+    assert not compat.find_replayed_memory(torch.device("cpu"))
+    assert not compat.find_replayed_memory(torch.device("cuda", 0))

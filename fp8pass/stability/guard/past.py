@@ -94,11 +94,9 @@ class Trend:
             self._past.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers, for a checkpoint."""
         return {"recent": list(self._recent), "past": list(self._past), "frozen": self.frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the numbers of a checkpoint."""
         self.forget()
         self._recent.extend(state["recent"])
         self._past.extend(state["past"])
@@ -161,11 +159,9 @@ class History:
         self._rows_until_refresh = REFRESH
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows, for a checkpoint."""
         return {"rows": [row.tolist() for row in self._rows], "frozen": self.frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the rows of a checkpoint."""
         self.forget()
         self._rows.extend(np.array(row, dtype=float) for row in state["rows"])
         self.frozen = state["frozen"]

@@ -29,7 +29,7 @@ class Limit:
     deviations: float
     factor: float
 
-    def exceeded(self, deviations: float, factor: float) -> bool:
+    def is_reached(self, deviations: float, factor: float) -> bool:
         """Whether both thresholds are reached."""
         return deviations >= self.deviations and factor >= self.factor
 
@@ -121,7 +121,6 @@ class Signals:
             trend.forget(recent=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the past, for a checkpoint."""
         return {
             "trends": {name: trend.state_dict() for name, trend in self._trends.items()},
             "histories": [history.state_dict() for history in self._histories.values()],
@@ -130,7 +129,6 @@ class Signals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the past of a checkpoint."""
         for name, trend in state["trends"].items():
             self._trends[name].load_state_dict(trend)
         for history, rows in zip(self._histories.values(), state["histories"], strict=True):
@@ -149,7 +147,7 @@ class Signals:
         trend.extend(reading.losses)
         rise = trend.rise()
         factor = 1 + rise.difference / max(abs(rise.before), trend.floor)
-        self.has_risen = wrong.size > 0 or RISEN.exceeded(rise.deviations, factor)
+        self.has_risen = wrong.size > 0 or RISEN.is_reached(rise.deviations, factor)
         now = "is not finite" if wrong.size else f"has risen to {rise.now:.4g}"
         self.rise = f"the loss {now}"
         text = f"loss {rise.now:.4g} after {rise.before:.4g}"
@@ -220,7 +218,7 @@ class Signals:
 
     def _add_suspects(self, names: Sequence[Name], change: Numbers, deviations: Numbers) -> None:
         for name, log, by in zip(names, change, np.abs(deviations), strict=True):
-            if SUSPECT.exceeded(by, math.exp(abs(log))):
+            if SUSPECT.is_reached(by, math.exp(abs(log))):
                 self._suspects.append(Suspect(*name, math.exp(log), float(by)))
 
 
@@ -234,9 +232,9 @@ def _take_logs(row: Row) -> Numbers:
 def _make_signal(name: str, deviations: float, factor: float, text: str) -> Iterator[Signal]:
     """Yield the signal of a number that reaches a limit."""
     weak, strong = LIMITS[name]
-    if strong.exceeded(deviations, factor):
+    if strong.is_reached(deviations, factor):
         yield Signal(name, strong=True, text=text)
-    elif weak.exceeded(deviations, factor):
+    elif weak.is_reached(deviations, factor):
         yield Signal(name, strong=False, text=text)
 
 

@@ -59,7 +59,7 @@ class Snapshot:
         for name, parameter in model.named_parameters():
             if name in names and ("model", name) not in self.tensors:
                 x = local(parameter).detach()
-                self.tensors["model", name] = Arena(x.device).empty(x.shape, x.dtype).copy_(x)
+                self.tensors["model", name] = Arena(x.device).take(x)
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

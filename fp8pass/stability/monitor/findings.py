@@ -13,7 +13,7 @@ become zero has its own warning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,11 @@ HEADROOM = 8
 MOSTLY = 0.5  # share of elements that become zero
 SENT = "gradient sent"  # `Row.tensor` of gradients sent to other ranks
 MOST_NAMED = 5  # tensors in one warning
+NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
+    "not finite",
+    "near overflow",
+    "mostly zero once quantized",
+)
 
 
 @dataclass(frozen=True)
@@ -34,29 +39,22 @@ class Measured:
     row: Row
     name: TensorName
 
-
-@dataclass(frozen=True)
-class Symptom:
-    """A problem that a tensor can have.
-
-    Attributes:
-        label: name of the problem.
-        applies: returns whether a tensor has it.
-        figure: formats the number that shows it.
-        advice: returns what to do about the tensors that have it.
-    """
-
-    label: str
-    applies: Callable[[Measured], bool]
-    figure: Callable[[Row], str]
-    advice: Callable[[Sequence[Measured]], str]
+    def find_symptoms(self) -> Iterator[tuple[str, str]]:
+        """Yield each symptom and the number that shows it."""
+        row = self.row
+        if row.nonfinite > 0:
+            yield NOT_FINITE, f"{row.nonfinite} of {row.elements}"
+        if row.amax * HEADROOM > torch.finfo(self.name.dtype).max:
+            yield NEAR_OVERFLOW, f"amax {row.amax:.3g} in {row.dtype}"
+        if row.underflow > MOSTLY:
+            yield MOSTLY_ZERO, f"{row.underflow:.0%}"
 
 
-def _is_near_overflow(found: Measured) -> bool:
-    return found.row.amax * HEADROOM > torch.finfo(found.name.dtype).max
-
-
-def _advise_on_overflow(found: Sequence[Measured]) -> str:
+def _advise(symptom: str, found: Sequence[Measured]) -> str:
+    if symptom == NOT_FINITE:
+        return f"Look first at {found[0].row.module or 'top level'}, which comes first"
+    if symptom == MOSTLY_ZERO:
+        return ". ".join(_advise_on_zeros(found)) or "See fp8pass.Config for formats"
     if all(y.name.dtype != torch.float16 for y in found):
         return "Training diverges: lower the learning rate"
     if all(y.name.tensor == "gradient" for y in found):
@@ -64,46 +62,16 @@ def _advise_on_overflow(found: Sequence[Measured]) -> str:
     return "Train in bfloat16"
 
 
-def _advise_on_nonfinite(found: Sequence[Measured]) -> str:
-    return f"Look first at {found[0].row.module or 'top level'}, which comes first"
-
-
-def _advise_on_underflow(found: Sequence[Measured]) -> str:
-    advice = []
+def _advise_on_zeros(found: Sequence[Measured]) -> Iterator[str]:
     if any(y.name.tensor == "gradient" and y.name.format == E4M3.name for y in found):
-        advice.append("Gradients: gradient_format='e5m2' has a wider range")
+        yield "Gradients: gradient_format='e5m2' has a wider range"
     if any(y.name.tensor.startswith("saved") for y in found):
-        advice.append(
-            "Saved tensors: a lower tolerance, or save_format='e4m3' or 'none', is more precise"
-        )
+        yield "Saved tensors: a lower tolerance, or save_format='e4m3' or 'none', is more precise"
     if any(y.name.tensor == SENT for y in found):
-        advice.append("Sent gradients: compress(model, gradients='none') does not quantize them")
+        yield "Sent gradients: compress(model, gradients='none') does not quantize them"
     linear = [y for y in found if not y.name.tensor.startswith("saved")]
     if modules := tuple(dict.fromkeys(y.name.module for y in linear if y.name.module)):
-        advice.append(f"Layers stay in high precision with skip={modules!r}")
-    return ". ".join(advice) or "See fp8pass.Config for formats"
-
-
-SYMPTOMS = (
-    Symptom(
-        "not finite",
-        lambda y: y.row.nonfinite > 0,
-        lambda r: f"{r.nonfinite} of {r.elements}",
-        _advise_on_nonfinite,
-    ),
-    Symptom(
-        "near overflow",
-        _is_near_overflow,
-        lambda r: f"amax {r.amax:.3g} in {r.dtype}",
-        _advise_on_overflow,
-    ),
-    Symptom(
-        "mostly zero once quantized",
-        lambda y: y.row.underflow > MOSTLY,
-        lambda r: f"{r.underflow:.0%}",
-        _advise_on_underflow,
-    ),
-)
+        yield f"Layers stay in high precision with skip={modules!r}"
 
 
 class Findings:
@@ -114,25 +82,22 @@ class Findings:
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
         """Return one message per symptom, about the tensors that did not have it before."""
-        return [
-            _format_message(symptom, found)
-            for symptom in SYMPTOMS
-            if (found := [y for y in rows if symptom.applies(y) and self._is_new(symptom, y.row)])
-        ]
-
-    def _is_new(self, symptom: Symptom, row: Row) -> bool:
-        key = symptom.label, row.module, row.tensor
-        is_new = key not in self._known
-        self._known.add(key)
-        return is_new
+        found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
+        for measured in rows:
+            for symptom, figure in measured.find_symptoms():
+                key = symptom, measured.row.module, measured.row.tensor
+                if key not in self._known:
+                    self._known.add(key)
+                    found[symptom].append((measured, figure))
+        return [_format_message(symptom, pairs) for symptom, pairs in found.items() if pairs]
 
 
-def _format_message(symptom: Symptom, found: Sequence[Measured]) -> str:
+def _format_message(symptom: str, found: Sequence[tuple[Measured, str]]) -> str:
     listed = [
-        f"{y.row.module or 'top level'} {y.row.tensor} ({symptom.figure(y.row)})"
-        for y in found[:MOST_NAMED]
+        f"{y.row.module or 'top level'} {y.row.tensor} ({figure})"
+        for y, figure in found[:MOST_NAMED]
     ]
     if len(found) > MOST_NAMED:
         listed.append(f"and {len(found) - MOST_NAMED} more in monitor.latest")
-    step, advice = found[0].row.step, symptom.advice(found)
-    return f"step {step}: {symptom.label}: {', '.join(listed)}. {advice}."
+    advice = _advise(symptom, [y for y, _ in found])
+    return f"step {found[0][0].row.step}: {symptom}: {', '.join(listed)}. {advice}."

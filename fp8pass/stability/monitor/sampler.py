@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,7 @@ from fp8pass.graph.patterns import (
     quantization_of,
 )
 from fp8pass.graph.tags import OPERAND_OF
+from fp8pass.stability.monitor.monitor import Monitor
 from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
@@ -37,19 +38,6 @@ MOST_FORWARDS = 4096
 COMPACT_EVERY = 64
 
 
-class Sink(Protocol):
-    """Receives the measurements of a sampler. `Monitor` implements it."""
-
-    def module_of(self, weight: Tensor) -> str | None:
-        """Return the path of the module that owns a weight; None if unknown."""
-
-    def saw(self, weight: Tensor) -> None:
-        """Record that a sampled forward reads a weight."""
-
-    def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add the totals of one tensor in the part of the model at path `prefix`."""
-
-
 class Sampler:
     """Inner compiler for `compile_fx` that interprets a graph and measures its tensors.
 
@@ -57,8 +45,8 @@ class Sampler:
         trains: whether the graph has a backward; known after compilation.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
         self.trains = False
         # Blocks that are compiled separately may share a graph.
         self._forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
@@ -73,7 +61,7 @@ class Sampler:
         for gemm, operator in OPERATORS.items():
             if operator.multiplies:  # runs the GPU's GEMM instead of the emulated one
                 lower(gm, only=gemm)
-        interpreter = MeasuringInterpreter(gm, self.sink)
+        interpreter = MeasuringInterpreter(gm, self.monitor)
 
         def run(arguments: list[Any]) -> Any:
             if kind == "backward":
@@ -81,7 +69,7 @@ class Sampler:
                 return interpreter.boxed_run(arguments)
             interpreter.prefix = interpreter.find_prefix(arguments)
             for index, _ in interpreter.weights[:1]:
-                self.sink.saw(arguments[index])
+                self.monitor.saw(arguments[index])
             memory = _collect_memory(arguments)
             results = interpreter.boxed_run(arguments)
             self._add(Forward(interpreter.prefix, memory, _collect_memory(results) - memory))
@@ -143,9 +131,9 @@ def _collect_memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:
 class MeasuringInterpreter(fx.Interpreter):
     """Runs one graph and measures the tensors that it quantizes."""
 
-    def __init__(self, gm: fx.GraphModule, sink: Sink) -> None:
+    def __init__(self, gm: fx.GraphModule, monitor: Monitor) -> None:
         super().__init__(gm)
-        self.sink = sink
+        self.monitor = monitor
         self.prefix = ""
         self.names = find_quantized(gm.graph)
         self.weights = _find_weights(gm.graph)
@@ -157,7 +145,7 @@ class MeasuringInterpreter(fx.Interpreter):
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
             totals = measure(x, scale, quantization_of(n).format, _group_size(n, x))
             for name in names:
-                self.sink.record(self.prefix, name, totals)
+                self.monitor.record(self.prefix, name, totals)
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
@@ -166,7 +154,7 @@ class MeasuringInterpreter(fx.Interpreter):
         It is the path of a weight's module in the model, without its path in the graph.
         """
         for index, module in self.weights:
-            path = self.sink.module_of(arguments[index])
+            path = self.monitor.module_of(arguments[index])
             if path is not None and path.endswith(module):
                 return path.removesuffix(module).rstrip(".")
         return ""
