@@ -167,6 +167,7 @@ def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
 # --- adapters -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_adapters_are_trained_beside_codes(load, monkeypatch):
     lora, layer = load("lora"), load("layer")
     eager = partial(layer.with_fp8pass, compiler="eager")
@@ -227,6 +228,7 @@ def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
     assert router.grad.norm() > 1e-3 * plain.norm()
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_leaves_its_error_and_is_tried_again(load, tmp_path):
     alone = load("alone")
     script, path = tmp_path / "script.py", tmp_path / "results.json"

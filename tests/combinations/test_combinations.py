@@ -14,7 +14,7 @@ from features import BY_NAME, FEATURES, REFUSED, Feature, pairs, ranks_of
 from judging import Result, judge, train, train_on_rank
 
 ALL = "FP8PASS_ALL" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-DRAWN = 10
+DRAWN = 4
 DRAWN_RANKS = 2  # all on the same group of ranks, because starting a group is slow
 
 

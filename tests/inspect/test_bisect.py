@@ -160,6 +160,7 @@ def names(found: Bisection) -> list[tuple[str, str]]:
     return [(c.kind, c.name.split(":")[0]) for c in found.culprits]
 
 
+@pytest.mark.long
 def test_a_linear_layer_among_four():
     model = stack(4)
     ruin_linear(model[2])
@@ -173,6 +174,7 @@ def test_a_linear_layer_among_four():
     assert found.probes <= 3 * math.log2(found.units)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config", [Config(), Config.recipe("agoq", tolerance=math.inf)], ids=["coat", "agoq"]
 )
@@ -189,6 +191,7 @@ def test_a_saved_tensor(config):
     assert fixed.error == found.remaining < 0.8 * found.error
 
 
+@pytest.mark.long
 def test_one_of_each():
     model = stack(3)
     ruin_saved(model[1])
@@ -223,6 +226,7 @@ class Exponential(nn.Module):
         return x + 0.1 * torch.exp(y) * torch.tanh(y) * self.after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [{1}, {0, 2}])
 def test_overflow(broken):
     torch.manual_seed(0)
@@ -263,6 +267,7 @@ def test_names_with_special_characters():
     assert [y.module for y in plan.high_precision] == ["layers.*.up"]
 
 
+@pytest.mark.long
 def test_the_model_stays_as_it_was():
     model = nn.Sequential(
         nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)
@@ -282,6 +287,7 @@ def test_the_model_stays_as_it_was():
         assert torch.equal(t.grad, gradient)
 
 
+@pytest.mark.long
 def test_a_compiled_model_and_its_options():
     model = stack(3)
     ruin_linear(model[2])
@@ -291,6 +297,7 @@ def test_a_compiled_model_and_its_options():
     assert found.suggested == {"skip": ("0.gate", "2.up")}
 
 
+@pytest.mark.long
 def test_what_it_prints(tmp_path, capfd):
     model = stack(2)
     ruin_linear(model[1])
@@ -312,6 +319,7 @@ def test_nothing_in_low_bits():
     assert "Nothing to bisect" in str(found)
 
 
+@pytest.mark.long
 def test_units_of_a_llama():
     """The head is none."""
     trials = Trials(

@@ -272,6 +272,7 @@ def test_what_is_not_finite_is_not_hidden(device):
     assert p[:128].isfinite().all()
 
 
+@pytest.mark.long
 def test_resuming_is_bit_exact(device):
     params = on(device, parameters(SHAPES, torch.bfloat16))
     straight = on(device, parameters(SHAPES, torch.bfloat16))
@@ -402,6 +403,7 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
     same_state(*results)
 
 
+@pytest.mark.long
 def test_what_is_updated_together_does_not_matter(device):
     """Updating all at once, or one at a time, gives the same."""
     together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
@@ -452,6 +454,7 @@ for first, second, weights, state_rounding, group_size, aligned in [
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_compiles_for_a_gpu(device, tmp_path):
     """What the interpreter does not see: compilation, and vectors that are read ahead of time."""

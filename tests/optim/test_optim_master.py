@@ -119,6 +119,7 @@ def test_elements_that_are_not_written_keep_their_precision(path):
         assert (b != q.float().view(-1)).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 def test_small_updates_add_up_after_a_write(path, kept):
     p = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
@@ -131,6 +132,7 @@ def test_small_updates_add_up_after_a_write(path, kept):
     assert 1 - master_of(optimizer, p).mean().item() == pytest.approx(0.01, rel=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 def test_weights_that_are_swapped_and_swapped_back(path, kept):
     """An average is evaluated between two steps: nothing changes, in no bit."""

@@ -129,6 +129,7 @@ def test_what_is_saved_has_memory_of_its_size(recipe):
     assert len(spy.plans) == 1
 
 
+@pytest.mark.long
 def test_saved_transposes_of_varying_size():
     """The input's codes are saved transposed, with rows last."""
     model = nn.Linear(64, 128)

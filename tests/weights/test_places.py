@@ -17,6 +17,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(kept, "_kept", kept._Kept())
 
 
+@pytest.mark.long
 def test_places_of_dead_weights_are_given_up():
     """With the next new place, in no context at all."""
     for _ in range(3):

@@ -131,6 +131,7 @@ def test_outside_of_it_every_run_makes_codes(device, made):
     assert not kept._kept.by_weight
 
 
+@pytest.mark.long
 def test_kernels_make_no_codes_of_weights(graphs):
     model, found = Model().bfloat16(), []
     for size in (0, "1MiB"):
