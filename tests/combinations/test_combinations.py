@@ -1,7 +1,7 @@
 """Features in pairs: each pair trains like plain PyTorch, or is refused.
 
-A run draws a few pairs, and `FP8PASS_SEED=...` draws the same pairs again. `make test-all
-ARGS=tests/combinations` trains all pairs.
+A run draws a few pairs by a hash of the sources, and `FP8PASS_SEED=...` draws the same pairs again.
+`make test-all ARGS=tests/combinations` trains all pairs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import random
 
 import pytest
+from draw import draws_all
 from features import BY_NAME, FEATURES, REFUSED, Feature, pairs, ranks_of
 from judging import Result, judge, train, train_on_rank
 
-ALL = "FP8PASS_ALL" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+ALL = draws_all()
 DRAWN = 4
 DRAWN_RANKS = 2  # all on the same group of ranks, because starting a group is slow
 
