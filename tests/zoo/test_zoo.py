@@ -5,8 +5,8 @@ What is accepted is measured (closeness.py): a relative error e of a gradient, w
 together are held against noise as one vector, too, so that none can hide where single ones are
 chaotic.
 
-A hash of the sources draws a few architectures, and `FP8PASS_SEED=...` the same again. All are tried under
-`make test-long`, and on a GPU.
+A hash of the sources draws a few architectures, and `FP8PASS_SEED=...` the same again. All are
+tried under `make test-long`, and on a GPU.
 """
 
 from __future__ import annotations
