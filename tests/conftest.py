@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 
-from draw import is_drawn, seed_of_sources
+from draw import seed_of_sources, undrawn
 
 os.environ["FP8PASS_CHECK"] = "1"
 # Decides what tests draw; processes of pytest-xdist and of tests draw the same.
@@ -76,11 +76,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
+    if reason is None:  # all tests run on a GPU
+        return
+    able = []
     for item in items:
-        if reason and item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif reason and item.get_closest_marker("long") and not is_drawn(item.nodeid, config.args):
-            item.add_marker(pytest.mark.skip(reason="long, and not drawn this time"))
+        else:
+            able.append(item)
+    for item in undrawn(able, config.args):
+        item.add_marker(pytest.mark.skip(reason="not drawn this time"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,18 @@
-"""What `make test` draws: a part of the long tests, the same for the same sources."""
+"""What `make test` draws: the same for the same sources.
+
+Of all cases of tests marked `long` a tenth, and of a function marked `drawn(3)` three cases.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import random
+from bisect import insort
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 # What decides which tests there are and what they do.
@@ -29,12 +36,30 @@ def seed_of_sources() -> int:
 
 
 def draws_all() -> bool:
-    """Whether all long tests run: under `make test-all` and `make test-long`."""
+    """Whether all tests run: under `make test-all` and `make test-long`."""
     return "FP8PASS_ALL" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
-def is_drawn(test: str, asked_for: list[str]) -> bool:
-    """Whether a long test runs: one that was named, all if there is time, or a part of them."""
-    if draws_all() or any("::" in name and test.startswith(name) for name in asked_for):
-        return True
-    return random.Random(f"{os.environ['FP8PASS_SEED']} {test}").random() < LONG_SHARE
+def undrawn(tests: Iterable[pytest.Item], asked_for: list[str]) -> Iterator[pytest.Item]:
+    """Yield the tests that are left out: most long ones, and most cases of functions with many.
+
+    Args:
+        tests: all there are in the files that run.
+        asked_for: arguments of the command line. A test that is named there is not left out.
+    """
+    functions: dict[str, list[pytest.Item]] = {}
+    for test in tests:
+        if draws_all() or any("::" in name and test.nodeid.startswith(name) for name in asked_for):
+            continue
+        if cases := test.get_closest_marker("drawn"):
+            function = functions.setdefault(test.nodeid.split("[")[0], [])
+            insort(function, test, key=_draw)
+            if len(function) > cases.args[0]:
+                yield function.pop()
+        elif test.get_closest_marker("long") and _draw(test) >= LONG_SHARE:
+            yield test
+
+
+def _draw(test: pytest.Item) -> float:
+    """Draw a number between 0 and 1 for a test, which does not depend on other tests."""
+    return random.Random(f"{os.environ['FP8PASS_SEED']} {test.nodeid}").random()

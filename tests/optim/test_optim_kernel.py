@@ -85,6 +85,7 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
 def test_every_format(device, monkeypatch, name):
     dtype = torch.float32 if name.startswith("e5m2") else torch.bfloat16
@@ -129,6 +130,7 @@ def test_states_rounded_to_nearest_draw_no_bits(device):
     same_state(*found)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("weights", ["nearest", "fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_way_to_keep_weights(device, monkeypatch, weights, dtype):

@@ -64,6 +64,7 @@ def clip(params, values):
 WRITES = [copy_into_data, set_data, from_a_vector, clip]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("kept", "dtype"),
     [("fp32", torch.bfloat16), ("fp32", torch.float16), ("fp16", torch.bfloat16)],
@@ -87,6 +88,7 @@ def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
         assert 0 < (p.float() - x.float()).abs().amax() <= 0.03
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])

@@ -32,6 +32,7 @@ from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes.chunk_head import rule_of_chunks
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_spelling_gives_the_same_numbers(loss):
     model, data = Model(loss), batch()
