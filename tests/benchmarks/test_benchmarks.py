@@ -55,6 +55,7 @@ def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monke
     assert [r for r in again["results"] if r["variant"] == "fp8pass coat"] == ours
 
 
+@pytest.mark.long
 def test_blocks_share_code(benchmark):
     torch._dynamo.utils.counters.clear()
     benchmark.measure(benchmark.TINY["7B"], *benchmark.VARIANTS[OURS], torch.device("cpu"))
@@ -62,6 +63,7 @@ def test_blocks_share_code(benchmark):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", [OURS, PEERS])
 def test_nothing_of_a_variant_is_left_to_the_next(benchmark, monkeypatch, variant):
     made = []

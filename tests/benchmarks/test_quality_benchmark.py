@@ -88,6 +88,7 @@ def test_ranks_share_a_batch(load):
     assert found[1].loss == pytest.approx(found[0].loss, rel=0.01)
 
 
+@pytest.mark.long
 def test_failures_of_jobs_are_raised(load):
     workers = load("workers")
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):

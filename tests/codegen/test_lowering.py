@@ -236,6 +236,7 @@ def with_inductor(gm, inputs):
     return compat.compile_fx(gm, inputs, inner_compile=inner)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3_bytes"])
 def test_generated_code_uses_the_scales_that_it_stores(format):
     """Invariant 4: the codes are those of the bf16 scale, not of the fp32 number before it."""

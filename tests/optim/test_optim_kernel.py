@@ -119,6 +119,7 @@ def codes_that_differ(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.
     return differ
 
 
+@pytest.mark.long
 def test_states_rounded_to_nearest_draw_no_bits(device):
     """Another seed gives the same states and weights."""
     options = {"preset": "coat-paper", "lr": 0.01}
@@ -384,6 +385,7 @@ def test_a_graph_that_saved_the_weights_is_outdated(device):
         loss.backward()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("group_size", [16, 1024])
 def test_groups_of_any_size(device, monkeypatch, group_size):
     options = {"group_size": group_size, "lr": 0.01}

@@ -70,6 +70,7 @@ def test_buffers_have_the_layout_of_the_sums():
     assert torch.equal(gm(x), function(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("permutation", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
 def test_generated_code_gives_the_same(permutation):
     def function(x):

@@ -144,6 +144,7 @@ def test_what_is_recomputed_is_the_same_again(budget):
     assert_same_step(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_a_budget_of_all_changes_nothing(recipe):
     want, plan = unlimited(recipe)

@@ -167,6 +167,7 @@ def by_map(model, x):
     return map_(lambda y: model.second(model.first(y)), x.unflatten(0, (2, 16))).flatten(0, 1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("call", [by_cond, by_while_loop, by_map])
 def test_layers_in_called_graphs_are_listed_with_a_reason(call):
     (compiled,) = explained(Calls(call)).graphs
