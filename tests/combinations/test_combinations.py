@@ -44,7 +44,7 @@ def results_of(names: tuple[str, ...], groups) -> list[Result]:
     return results
 
 
-@pytest.mark.long
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", [f.name for f in FEATURES if ALL or f.ranks == 1])
 def test_one_feature(name, groups):
     assert not judge((name,), results_of((name,), groups))

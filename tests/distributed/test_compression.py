@@ -436,7 +436,7 @@ def models_without_numbers_yet(device: str) -> None:
 # --- tests --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", [compressed_gradients_are_near, compressed_training])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks(two, way, claim):

@@ -231,7 +231,7 @@ LINEAR = {"recipe": "linear", "compiler": "eager"}
 CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("way", parallel.WAYS)
 def test_two_ranks(two, way, claim):

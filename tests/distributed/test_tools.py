@@ -140,14 +140,14 @@ def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
         assert torch.equal(with_tool, without)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("where", ["between backwards", "before the step"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tools_leave_a_step_alone(two, way, where):
     two(a_step_with_tools, way, "diagnose", where)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("tool", [name for name in TOOLS if name != "diagnose"])
 @pytest.mark.parametrize("way", ["ddp views, no_sync", "fsdp no sync"])
 def test_all_tools_leave_a_step_alone(two, way, tool):

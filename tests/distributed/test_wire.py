@@ -172,7 +172,7 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
     assert parcels.of(once) is not parcels.of(once)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("inference", [False, True])

@@ -37,7 +37,7 @@ AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
 # --- names --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "config", [COAT_EAGER, AGOQ_EAGER, Config.recipe("linear", compiler="eager")]
 )

@@ -437,7 +437,7 @@ def test_recipe_exact_of_hugging_face():
     assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (ids,)), want)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Llama4"])
 def test_hugging_face(name):
     """70% of the operations are in FP8."""

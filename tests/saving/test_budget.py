@@ -97,7 +97,7 @@ def train_within(budget: float, recipe: str) -> tuple[TrainingStep, Plan]:
     return found, spy.plan
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("recipe", "budgets"), [("coat", BUDGETS), ("agoq", BUDGETS[1:]), ("linear", BUDGETS[1:])]
 )

@@ -37,7 +37,7 @@ COMPILERS = ["eager", "inductor"]
 # --- invariant 3 --------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("make", "batch"),
     [

@@ -75,7 +75,7 @@ def test_mlp(path, dropout):
     check(MLP(dropout=dropout).train(), (randn(32, 64),), path=path)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_llama(path, attention):
     ids = tokens()
