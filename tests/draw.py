@@ -1,11 +1,13 @@
 """What `make test` draws: the same for the same sources.
 
-Of all cases of tests marked `long` a tenth, and of a function marked `drawn(3)` three cases.
+Of all cases of tests marked `long` a sixteenth. Of other functions with many cases two of them, or
+three where the function is marked `drawn(3)`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 from bisect import insort
@@ -19,7 +21,19 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("fp8pass", "tests", "benchmarks", "examples", "docs")
 SUFFIXES = (".py", ".md")
 # The long tests take four fifths of the time that all tests take.
-LONG_SHARE = 0.1
+LONG_SHARE = 1 / 16
+# Of a function that is not marked.
+CASES = 2
+# Files of which all cases run, because each takes milliseconds.
+CHEAP = (
+    "tests/cli/test_cli_usage.py",
+    "tests/codegen/test_verify.py",
+    "tests/dialect/",
+    "tests/graph/",
+    "tests/optim/test_optim_checkpoints.py",
+    "tests/whole/test_architecture.py",
+    "tests/whole/test_config.py",
+)
 
 
 def seed_of_sources() -> int:
@@ -51,13 +65,21 @@ def undrawn(tests: Iterable[pytest.Item], asked_for: list[str]) -> Iterator[pyte
     for test in tests:
         if draws_all() or any("::" in name and test.nodeid.startswith(name) for name in asked_for):
             continue
-        if cases := test.get_closest_marker("drawn"):
-            function = functions.setdefault(test.nodeid.split("[")[0], [])
-            insort(function, test, key=_draw)
-            if len(function) > cases.args[0]:
-                yield function.pop()
-        elif test.get_closest_marker("long") and _draw(test) >= LONG_SHARE:
-            yield test
+        if test.get_closest_marker("long"):
+            if _draw(test) >= LONG_SHARE:
+                yield test
+            continue
+        function = functions.setdefault(test.nodeid.split("[")[0], [])
+        insort(function, test, key=_draw)
+        if len(function) > _cases(test):
+            yield function.pop()
+
+
+def _cases(test: pytest.Item) -> float:
+    """Return how many cases of the function run."""
+    if marker := test.get_closest_marker("drawn"):
+        return marker.args[0]
+    return math.inf if test.nodeid.startswith(CHEAP) else CASES
 
 
 def _draw(test: pytest.Item) -> float:

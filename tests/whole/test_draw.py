@@ -21,6 +21,8 @@ class Case:
 
 LONG = [Case(f"tests/a.py::test_long[{i}]", pytest.mark.long.mark) for i in range(1000)]
 MANY = [Case(f"tests/a.py::test_many[{i}]", pytest.mark.drawn(3).mark) for i in range(20)]
+PLAIN = [Case(f"tests/a.py::test_plain[{i}]", pytest.Mark("other", (), {})) for i in range(20)]
+CHEAP = [Case(f"tests/graph/test_a.py::test[{i}]", pytest.Mark("other", (), {})) for i in range(20)]
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +39,10 @@ def runs(tests: list[Case], *asked_for: str) -> list[Case]:
 
 def test_a_part_runs_and_another_seed_draws_others(monkeypatch):
     long, many = runs(LONG), runs(MANY)
-    assert 50 < len(long) < 200
+    assert 30 < len(long) < 120
     assert len(many) == 3
+    assert len(runs(PLAIN)) == draw.CASES
+    assert runs(CHEAP) == CHEAP
     assert (long, many) == (runs(LONG), runs(MANY))
     assert runs(LONG[:500]) == [case for case in long if case in LONG[:500]]
     monkeypatch.setenv("FP8PASS_SEED", "2")

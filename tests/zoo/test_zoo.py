@@ -195,6 +195,7 @@ def test_there_are_enough_architectures():
     assert {*FAILS, *FAILS_ON_A_GPU, *WRONG_ON_A_GPU} <= set(NAMES)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", sorted(NAMES) if LONG else [n for n, _ in sample(8)])
 def test_architectures_run_in_eager_pytorch(name: str) -> None:
     model, inputs = make(name, "cpu", torch.float32)
