@@ -144,7 +144,7 @@ def test_architecture(name, recipe):
     passes(name, recipe, "cpu", torch.float32)
 
 
-@pytest.mark.long
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("name", "recipe"), [] if LONG else sample(4)[1:])
 def test_architecture_up_to_code_generation(name, recipe):
     """Compiling C++ takes twenty seconds, all that comes before it two."""
