@@ -1,5 +1,5 @@
 # make demo       train a small language model with and without fp8pass
-# make test       run the tests
+# make test       run the tests: of the long ones and of many cases a part, drawn by a hash of the sources
 # make test-all   run all tests once: the long ones, and all pairs of features
 # make test-long  run all tests, with many more random examples of each
 # make lint       ruff and mypy

@@ -6,11 +6,13 @@ import gc
 import importlib.util
 import logging
 import os
-import random
+
+from draw import seed_of_sources, undrawn
 
 os.environ["FP8PASS_CHECK"] = "1"
-# What tests draw anew in every run; processes of pytest-xdist draw the same.
-os.environ.setdefault("FP8PASS_SEED", str(random.randrange(10**6)))
+# Decides what tests draw; processes of pytest-xdist and of tests draw the same.
+if "FP8PASS_SEED" not in os.environ:
+    os.environ["FP8PASS_SEED"] = str(seed_of_sources())
 # Threads that spin while they wait slow each other down where others use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # pytest keeps the cores busy: a pool of processes for Inductor, in every process, would only cost.
@@ -74,20 +76,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
+    if reason is None:  # all tests run on a GPU
+        return
+    able = []
     for item in items:
-        if reason and item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif reason and item.get_closest_marker("long") and not _is_drawn(item.nodeid, config.args):
-            item.add_marker(pytest.mark.skip(reason="long, and not drawn this time"))
-
-
-def _is_drawn(test: str, asked_for: list[str]) -> bool:
-    """Whether a long test runs this time: one that was named, all if there is time, or a third."""
-    thorough = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-    everything = thorough or "FP8PASS_ALL" in os.environ
-    if everything or any("::" in name and test.startswith(name) for name in asked_for):
-        return True
-    return random.Random(f"{os.environ['FP8PASS_SEED']} {test}").random() < 1 / 3
+        else:
+            able.append(item)
+    for item in undrawn(able, config.args):
+        item.add_marker(pytest.mark.skip(reason="not drawn this time"))
 
 
 @pytest.fixture(autouse=True)

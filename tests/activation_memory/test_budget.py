@@ -97,6 +97,7 @@ def train_within(budget: float, recipe: str) -> tuple[TrainingStep, Plan]:
     return found, spy.plan
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("recipe", "budgets"), [("coat", BUDGETS), ("agoq", BUDGETS[1:]), ("linear", BUDGETS[1:])]
 )
@@ -134,6 +135,7 @@ def test_what_is_kept_exactly_is_neither_stored_nor_recomputed_inexactly(pattern
     assert pattern == "{}" or not any(s.module.startswith(pattern) for s in inexact)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_what_is_recomputed_is_the_same_again(budget):
     want, most = unlimited("exact")
@@ -142,6 +144,7 @@ def test_what_is_recomputed_is_the_same_again(budget):
     assert_same_step(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_a_budget_of_all_changes_nothing(recipe):
     want, plan = unlimited(recipe)
@@ -160,6 +163,7 @@ def run_again(model, args, config) -> set[Kind]:
     return {kind(n) for n, d in joint.ctx.decisions.items() if d.recomputed}
 
 
+@pytest.mark.long
 def test_attention_and_gemms_are_recomputed_only_where_the_budget_asks():
     model, args = decoder()
     expensive = {Kind.GEMM, Kind.ATTENTION}
@@ -168,6 +172,7 @@ def test_attention_and_gemms_are_recomputed_only_where_the_budget_asks():
     assert run_again(model, args, Config.recipe("exact", memory_budget=0.2)) >= expensive
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 def test_whole_models(make):
     def with_tokens():
@@ -185,6 +190,7 @@ def test_whole_models(make):
 # --- random numbers -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_random_operators_are_never_run_again():
     def make():
         torch.manual_seed(0)
@@ -261,6 +267,7 @@ class Broken(nn.Module):
         return nn.functional.cross_entropy(logits, labels)
 
 
+@pytest.mark.long
 def test_a_share_that_a_loss_cannot_meet_is_no_error():
     model, config = Broken(), Config(compiler="eager", memory_budget=0.6)
     args = torch.randn(128, 64), torch.randint(512, (128,))
@@ -380,6 +387,7 @@ def test_a_budget_of_what_the_cuts_keep_takes_no_longer_than_they_do():
 # --- random programs ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(programs(), st.floats(0.2, 1.0, exclude_min=True))
 def test_random_programs_give_the_same_bits_or_refuse(case, budget):
     program, inputs = case

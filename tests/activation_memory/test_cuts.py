@@ -221,6 +221,7 @@ def test_linear_recipe_keeps_everything_exactly():
     assert {s.expected_error for s in plan.saved} == {0.0}
 
 
+@pytest.mark.long
 def test_softmax_is_kept_exactly_with_eager_attention():
     plan = plan_of(llama("eager"), tokens())
     low = {s.op for s in plan.saved if s.expected_error}
@@ -321,6 +322,7 @@ def reads_rounded(joint: JointGraph) -> list[fx.Node]:
     return wrong
 
 
+@pytest.mark.long
 @given(programs())
 def test_what_tolerates_no_error_reads_nothing_that_was_rounded(case):
     program, inputs = case
@@ -389,6 +391,7 @@ def test_what_is_expanded_is_kept_once_and_seen_from_its_copy():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_a_value_by_its_name(recipe):
     """Of those of a decoder layer each one, alone."""
@@ -403,6 +406,7 @@ def test_a_value_by_its_name(recipe):
         assert all(s.reason == f"matches keep_exact pattern {name!r}" for s in kept)
 
 
+@pytest.mark.long
 def test_values_by_module():
     found = {}
     for pattern in ("", "*.mlp", "layers.[01]"):  # and not the codes of its linear layers

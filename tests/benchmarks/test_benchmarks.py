@@ -55,6 +55,7 @@ def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monke
     assert [r for r in again["results"] if r["variant"] == "fp8pass coat"] == ours
 
 
+@pytest.mark.long
 def test_blocks_share_code(benchmark):
     torch._dynamo.utils.counters.clear()
     benchmark.measure(benchmark.TINY["7B"], *benchmark.VARIANTS[OURS], torch.device("cpu"))
@@ -62,6 +63,7 @@ def test_blocks_share_code(benchmark):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", [OURS, PEERS])
 def test_nothing_of_a_variant_is_left_to_the_next(benchmark, monkeypatch, variant):
     made = []
@@ -167,6 +169,7 @@ def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
 # --- adapters -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_adapters_are_trained_beside_codes(load, monkeypatch):
     lora, layer = load("lora"), load("layer")
     eager = partial(layer.with_fp8pass, compiler="eager")
@@ -227,6 +230,7 @@ def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
     assert router.grad.norm() > 1e-3 * plain.norm()
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_leaves_its_error_and_is_tried_again(load, tmp_path):
     alone = load("alone")
     script, path = tmp_path / "script.py", tmp_path / "results.json"

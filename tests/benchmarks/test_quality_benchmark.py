@@ -28,6 +28,7 @@ def trained(module, monkeypatch, path, *options) -> list[dict]:
     return json.loads(path.read_text())["results"]
 
 
+@pytest.mark.long
 def test_seeds_are_paired_and_runs_are_resumed(quality, monkeypatch, tmp_path):
     path = tmp_path / "quality.json"
     options = "--variants", "BF16", "exact", "coat", "coat, FP8 AdamW"
@@ -46,6 +47,7 @@ def test_seeds_are_paired_and_runs_are_resumed(quality, monkeypatch, tmp_path):
     assert not any(r["diverged"] for r in results)
 
 
+@pytest.mark.long
 def test_variants_continue_from_weights_that_bf16_has_trained(quality, monkeypatch, tmp_path):
     monkeypatch.setattr(quality.tempfile, "gettempdir", lambda: str(tmp_path))
     path = tmp_path / "quality.json"
@@ -63,6 +65,7 @@ def test_variants_continue_from_weights_that_bf16_has_trained(quality, monkeypat
     assert scratch["loss"] > bf16 + 0.1
 
 
+@pytest.mark.long
 def test_learning_rates(quality, monkeypatch, tmp_path):
     options = "--variants", "BF16", "E8M3", "--seeds", "0", "--rates", "1e-3", "1e-2"
     results = trained(quality, monkeypatch, tmp_path / "x.json", *options)
@@ -72,6 +75,7 @@ def test_learning_rates(quality, monkeypatch, tmp_path):
     assert len({r["loss"] for r in results}) == 4
 
 
+@pytest.mark.long
 def test_ranks_share_a_batch(load):
     """With the batches and weights of one rank; in processes, which compile with Inductor."""
     quality = load("quality")
@@ -84,6 +88,7 @@ def test_ranks_share_a_batch(load):
     assert found[1].loss == pytest.approx(found[0].loss, rel=0.01)
 
 
+@pytest.mark.long
 def test_failures_of_jobs_are_raised(load):
     workers = load("workers")
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):

@@ -34,6 +34,7 @@ def stability_run(variant, rate, seed, loss, diverged_at=None, sharpness=()):
     }
 
 
+@pytest.mark.long
 def test_runs_of_simulated_formats_are_measured(stability, monkeypatch, tmp_path):
     out = tmp_path / "stability.json"
     options = ["--variants", "bf16", "e8m3", "--rates", "1e-2", "--seeds", "0", "--steps", "20"]

@@ -170,6 +170,7 @@ def vit_config(folder: Path, **changes) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_llama_from_its_config(run, here):
     folder = llama_config(here / "llama", dtype="bfloat16")
     out = ok(run("explain", folder / "config.json", "--option", "quantize_lm_head=True"))
@@ -177,6 +178,7 @@ def test_llama_from_its_config(run, here):
     assert "bfloat16 2×64×176" in out
 
 
+@pytest.mark.long
 def test_input_replaces_the_default_ones(run, here):
     folder = llama_config(here / "llama")
     words = "--recipe", "linear", "--input", "input_ids=3x16:int64:96"
@@ -190,6 +192,7 @@ def test_vit_from_its_config(run, here):
     assert {"classifier", "vit.layers.0.mlp.fc1"} & {y["module"] for y in data["layers"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "head"), [(llama_config, "lm_head"), (vit_config, "")], ids=["llama", "vit"]
 )
@@ -350,6 +353,7 @@ def test_fit_does_not_take_errors_of_a_model_for_its_own(run):
     assert "it broke. --traceback shows where; unless that is in the model or its loss_fn" in err
 
 
+@pytest.mark.long
 def test_fit_says_the_dtype_that_nobody_named(run, tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
     sizes = {"intermediate_size": 128, "vocab_size": 256, "num_attention_heads": 2}

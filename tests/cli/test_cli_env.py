@@ -14,6 +14,7 @@ import fp8pass
 from fp8pass.codegen import lowering
 
 
+@pytest.mark.long
 def test_env_as_a_process():
     done = python("-m", "fp8pass", "env", "--json", TORCH_LOGS="dynamo", FP8PASS_CHECK="1")
     found = json.loads(done.stdout)
@@ -26,6 +27,7 @@ def test_env_as_a_process():
     assert found["variables"]["FP8PASS_CHECK"] == "1"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(torch.version.cuda), reason="about PyTorch without CUDA")
 def test_env_without_cuda_reports_no_error():
     out = python("-m", "fp8pass", "env").stdout

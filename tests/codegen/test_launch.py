@@ -59,6 +59,7 @@ SIZES = st.lists(
 )
 
 
+@pytest.mark.long
 @both_devices
 @pytest.mark.parametrize("module", [row_kernel, tile_kernel])
 @given(sizes=SIZES)

@@ -156,6 +156,7 @@ def test_scaled_mm(formats, with_bias, out, tracing):
         )
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("tracing", "dtype"),
     [("fake", torch.float32), ("fake", torch.float16), ("symbolic", torch.bfloat16)],
@@ -242,6 +243,7 @@ def with_inductor(gm, inputs):
     return compat.compile_fx(gm, inputs, inner_compile=inner)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3_bytes"])
 def test_generated_code_uses_the_scales_that_it_stores(format):
     """Invariant 4: the codes are those of the bf16 scale, not of the fp32 number before it."""
@@ -268,6 +270,7 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
     assert torch.allclose(back[1:], x[1:], rtol=0.26, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [*PACKED, "e2m5"])
 def test_generated_code_packs_as_the_reference_does(format):
     """Bit for bit: all dtypes, odd and strided shapes, huge, tiny, zero and not finite values."""
@@ -304,6 +307,7 @@ def test_generated_code_packs_as_the_reference_does(format):
     assert not unpack(*want)[0][0, 0, :32].isfinite().any()
 
 
+@pytest.mark.long
 def test_packing_in_generated_code_takes_varying_sizes():
     format = "e2m2"  # of two planes
 

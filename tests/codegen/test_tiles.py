@@ -174,6 +174,7 @@ def test_rows_columns_and_groups_are_broadcast(device):
         assert_same(got, want, exact=False)
 
 
+@pytest.mark.long
 @both_devices
 @given(rows=st.integers(1, 150), columns=st.integers(1, 10).map(lambda n: 16 * n))
 def test_amax_of_tiles(device, rows, columns):

@@ -1,7 +1,7 @@
 """Features in pairs: each pair trains like plain PyTorch, or is refused.
 
-A run draws a few pairs, and `FP8PASS_SEED=...` draws the same pairs again. `make test-all
-ARGS=tests/combinations` trains all pairs.
+A run draws a few pairs by a hash of the sources, and `FP8PASS_SEED=...` draws the same pairs again.
+`make test-all ARGS=tests/combinations` trains all pairs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import os
 import random
 
 import pytest
+from draw import draws_all
 from features import BY_NAME, FEATURES, REFUSED, Feature, pairs, ranks_of
 from judging import Result, judge, train, train_on_rank
 
-ALL = "FP8PASS_ALL" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-DRAWN = 10
+ALL = draws_all()
+DRAWN = 4
 DRAWN_RANKS = 2  # all on the same group of ranks, because starting a group is slow
 
 
@@ -43,12 +44,13 @@ def results_of(names: tuple[str, ...], groups) -> list[Result]:
     return results
 
 
-@pytest.mark.long
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", [f.name for f in FEATURES if ALL or f.ranks == 1])
 def test_one_feature(name, groups):
     assert not judge((name,), results_of((name,), groups))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("names", drawn(), ids=" + ".join)
 def test_pair(names, groups):
     assert not judge(names, results_of(names, groups))

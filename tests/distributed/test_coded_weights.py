@@ -65,6 +65,7 @@ def test_the_forward_is_the_same_and_nothing_more_is_kept(model, x):
         assert type(got.gradients[name]) is torch.Tensor
 
 
+@pytest.mark.long
 def test_kernels_read_codes(model, x, graphs):
     """Of the values, kernels of the backward make codes for its scale, too."""
     (want, _), (got, _) = both(model, x, Config())

@@ -449,6 +449,7 @@ def models_without_numbers_yet(device: str) -> None:
 # --- tests --------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", [compressed_gradients_are_near, compressed_training])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks(two, way, claim):
@@ -503,6 +504,7 @@ CODED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("claim", CODED, ids=lambda claim: claim.__name__)
 def test_gathered_codes(two, claim):
     two(claim)

@@ -65,6 +65,7 @@ def in_a_trainer(device: str, folder: str) -> None:
     assert callback.done.gradients.bytes > sent
 
 
+@pytest.mark.long
 def test_hugging_face_trainer(two, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -231,6 +231,7 @@ LINEAR = {"recipe": "linear", "compiler": "eager"}
 CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("way", parallel.WAYS)
 def test_two_ranks(two, way, claim):
@@ -247,6 +248,7 @@ GATHERED = [("sequence", "coat"), ("simple fsdp", "coat"), ("sequence", "linear"
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
 def test_gathered_codes(two, way, recipe):
     two(codes_are_those_of_what_was_gathered, way, recipe)
@@ -261,6 +263,7 @@ def test_diagnosis(two, way):
     two(diagnosed, way)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("claim", [attached, attached_to_sums], ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
 def test_the_optimizer_in_the_backward(two, way, claim):

@@ -283,6 +283,7 @@ def stages() -> list[Stage]:
     return found
 
 
+@pytest.mark.long
 def test_stages_train_like_eager(stages):
     """As a schedule runs them: micro-batches forward, then backward from the last stage."""
     batches = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(0))

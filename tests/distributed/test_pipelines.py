@@ -142,6 +142,7 @@ def backwards_in_two_parts_are_refused(device: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", [exact_equals_eager, trains], ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("schedule", STAGES_EACH)
 def test_pipeline(two, schedule, claim):
@@ -172,6 +173,7 @@ def run_as_a_module(device: str, code: str) -> list[float]:
     return printed
 
 
+@pytest.mark.long
 def test_the_example_of_the_docs_trains(two):
     (code,) = re.findall(r"```python\n(import torch\n.*?)```", DOCS.read_text(), re.DOTALL)
     first, last = two(run_as_a_module, code)

@@ -140,12 +140,14 @@ def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
         assert torch.equal(with_tool, without)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("where", ["between backwards", "before the step"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tools_leave_a_step_alone(two, way, where):
     two(a_step_with_tools, way, "diagnose", where)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("tool", [name for name in TOOLS if name != "diagnose"])
 @pytest.mark.parametrize("way", ["ddp views, no_sync", "fsdp no sync"])
 def test_all_tools_leave_a_step_alone(two, way, tool):
@@ -195,6 +197,7 @@ def test_layers_are_named_by_their_block(two):
     assert any(name.startswith("up:") for name in values)  # names start at what is compiled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [False, True])
 def test_bisect_decides_alike_on_all_ranks(two, broken):
     """By gradients of all shards: else one rank looks for more than the other, which waits."""

@@ -172,6 +172,7 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
     assert buffers.get(once) is not buffers.get(once)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("inference", [False, True])
@@ -243,6 +244,7 @@ for function, constants in (
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_kernels_compile_for_a_gpu(tmp_path):
     pytest.importorskip("triton")

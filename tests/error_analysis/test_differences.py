@@ -116,6 +116,7 @@ def expanded(x, y):
     return (squares.relu() + 1).log().sum(-1, keepdim=True)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_differences_in_other_spellings(name, save_format):

@@ -302,6 +302,7 @@ UNLISTED = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", UNLISTED)
 def test_unlisted_functions_get_a_rule(name):
     """A finite bound that allows FP8 but is not free, and above what is expected on average."""

@@ -73,6 +73,7 @@ def test_chains_without_a_gemm_are_derived_or_given_up_in_time(name):
     assert seconds_for(CHAINS[name]) < 3  # tenths of seconds where nothing else runs
 
 
+@pytest.mark.long
 def test_500_pointwise_operators_take_two_seconds():
     def many(m, h):
         for _ in range(83):

@@ -152,6 +152,7 @@ def dies(settings: Settings, index: int) -> None:
     os._exit(index)
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_a_failure_of_its_program():
     (found,) = results(Settings(), 3, 1, None, 1, dies)
     assert found.index == 3

@@ -107,6 +107,7 @@ def parallel() -> tuple[dict[str, Linear], dict[str, float]]:
     return found, {name: cosine(got[name], x) for name, x in want.items() if x is not None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*WEIGHTS, *NO_WEIGHTS])
 def test_computed_weights(name):
     """They run in FP8 if their elements are those of parameters, and are listed if not."""

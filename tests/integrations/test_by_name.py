@@ -102,6 +102,7 @@ def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": t, "labels": t} for t in tokens(count)]
 
 
+@pytest.mark.long
 def test_transformers_trainer(plans, tmp_path):
     from safetensors.torch import load_file
     from transformers import Trainer, TrainingArguments

@@ -35,6 +35,7 @@ def tokenizer():
     )
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", examples())
 def test_example(name, plans, monkeypatch, tmp_path):
     code = examples()[name].replace('"out",', '"out", use_cpu=True,')  # which SFTConfig asks for

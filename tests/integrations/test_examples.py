@@ -16,6 +16,7 @@ EXAMPLES = Path(fp8pass.__file__).parents[1] / "examples"
 SCRIPTS = {path.stem for path in EXAMPLES.glob("*.py")} - {"common", "fsdp2"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_example(name, plans, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # tiny models

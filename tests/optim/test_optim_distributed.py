@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from optim_helpers import EXACT_STATES, parameters, run, single_process
 from torch import nn
@@ -67,6 +68,7 @@ def sharded_training(rank: int, folder: str, world: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_sharded_parameters_and_distributed_checkpoints(tmp_path):
     torch.multiprocessing.spawn(sharded_training, (str(tmp_path), 2), nprocs=2)
 

@@ -85,6 +85,7 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
 def test_every_format(device, monkeypatch, name):
     dtype = torch.float32 if name.startswith("e5m2") else torch.bfloat16
@@ -121,6 +122,7 @@ def codes_that_differ(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.
     return differ
 
 
+@pytest.mark.long
 def test_states_rounded_to_nearest_draw_no_bits(device):
     """Another seed gives the same states and weights."""
     options = {"preset": "coat-paper", "lr": 0.01}
@@ -132,6 +134,7 @@ def test_states_rounded_to_nearest_draw_no_bits(device):
     same_state(*found)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("weights", ["nearest", "fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_way_to_keep_weights(device, monkeypatch, weights, dtype):
@@ -280,6 +283,7 @@ def test_what_is_not_finite_is_not_hidden(device):
     assert p[:128].isfinite().all()
 
 
+@pytest.mark.long
 def test_resuming_is_bit_exact(device):
     params = on(device, parameters(SHAPES, torch.bfloat16))
     straight = on(device, parameters(SHAPES, torch.bfloat16))
@@ -389,6 +393,7 @@ def test_a_graph_that_saved_the_weights_is_outdated(device):
         loss.backward()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("group_size", [16, 1024])
 def test_groups_of_any_size(device, monkeypatch, group_size):
     options = {"group_size": group_size, "lr": 0.01}
@@ -409,6 +414,7 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
     same_state(*results)
 
 
+@pytest.mark.long
 def test_what_is_updated_together_does_not_matter(device):
     """Updating all parameters at once, or one at a time, gives the same result."""
     together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
@@ -459,6 +465,7 @@ for first, second, weights, state_rounding, group_size, aligned in [
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_compiles_for_a_gpu(device, tmp_path):
     """The interpreter does not test compilation and prefetched vectors."""

@@ -64,6 +64,7 @@ def clip(params, values):
 WRITES = [copy_into_data, set_data, from_a_vector, clip]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("kept", "dtype"),
     [("fp32", torch.bfloat16), ("fp32", torch.float16), ("fp16", torch.bfloat16)],
@@ -87,6 +88,7 @@ def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
         assert 0 < (p.float() - x.float()).abs().amax() <= 0.03
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
@@ -119,6 +121,7 @@ def test_elements_that_are_not_written_keep_their_precision(path):
         assert (b != q.float().view(-1)).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 def test_small_updates_add_up_after_a_write(path, kept):
     p = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
@@ -131,6 +134,7 @@ def test_small_updates_add_up_after_a_write(path, kept):
     assert 1 - master_of(optimizer, p).mean().item() == pytest.approx(0.01, rel=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 def test_weights_that_are_swapped_and_swapped_back(path, kept):
     """An average is evaluated between two steps, and no bit of the result changes."""

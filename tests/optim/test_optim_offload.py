@@ -104,6 +104,7 @@ def test_weights_in_another_layout_keep_their_states(device):
         assert p.is_contiguous() == q.is_contiguous() == (p.ndim == 2)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_pieces_of_the_kernel(monkeypatch):
@@ -142,6 +143,7 @@ def test_in_the_backward(device):
         assert torch.equal(p, q)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("buffer", ["e4m3", "fp16", "de8"])
 @pytest.mark.parametrize("offload", [("gradients",), ("states", "gradients")], ids="+".join)

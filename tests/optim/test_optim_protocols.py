@@ -143,6 +143,7 @@ def test_grad_scaler_skips_steps_that_overflow():
     same_state(optimizer, unscaled)
 
 
+@pytest.mark.long
 def test_training_with_hugging_face(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)

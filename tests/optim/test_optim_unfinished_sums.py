@@ -112,6 +112,7 @@ def by_state_dict(_: nn.Module, optimizer: AdamW) -> None:
 WAYS = [by_get_state_dict, by_flat_state_dict, by_full_state_dict, by_state_dict]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("when", [1, 2, 4])
 def test_a_checkpoint_leaves_a_sum_as_it_is(way, when):

@@ -113,6 +113,7 @@ def test_weights_stay_near_those_of_fp32(dtype, weights):
         assert ((p - q).abs() <= bound + 1e-5).all()
 
 
+@pytest.mark.long
 def test_a_master_copy_keeps_what_parameters_lose():
     """Updates far below the last bit of a weight add up, also below the last bit of an FP16 copy,
     which has three bits more.

@@ -91,6 +91,7 @@ def train(model: nn.Module, device: str, backwards: int, *, offload, accumulate:
     return losses, optimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
@@ -114,6 +115,7 @@ def test_where_weights_are_changes_no_number(device, recipe, monkeypatch):
         assert torch.equal(x.cpu(), y.cpu()), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_trains_as_with_weights_on_the_device(device):
     plain = Model().bfloat16().to(device)

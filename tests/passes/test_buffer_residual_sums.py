@@ -70,6 +70,7 @@ def test_buffers_have_the_layout_of_the_sums():
     assert torch.equal(gm(x), function(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("permutation", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
 def test_generated_code_gives_the_same(permutation):
     def function(x):
@@ -129,6 +130,7 @@ def test_what_is_saved_has_memory_of_its_size(recipe):
     assert len(spy.plans) == 1
 
 
+@pytest.mark.long
 def test_saved_transposes_of_varying_size():
     """The input's codes are saved transposed, with rows last."""
     model = nn.Linear(64, 128)

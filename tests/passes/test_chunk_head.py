@@ -32,6 +32,7 @@ from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes.joint.chunk_head import rule_of_chunks
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_spelling_gives_the_same_numbers(loss):
     model, data = Model(loss), batch()
@@ -59,6 +60,7 @@ def test_a_head_tied_to_the_embedding():
     assert all(relative(gradients[name], want[1][name]) < 1e-6 for name in gradients)
 
 
+@pytest.mark.long
 @settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     tokens=st.tuples(st.integers(1, 3), st.integers(2, 17)),
@@ -73,6 +75,7 @@ def test_any_number_of_tokens_and_chunks(tokens, chunks, loss):
     assert got[2].plan.heads[0].chunks == (chunks if enough else 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [plain, shifted, softcapped_with_z_loss])
 def test_sizes_that_vary(loss):
     model = Model(loss)
@@ -145,6 +148,7 @@ def test_inductor_runs_one_chunk_after_the_other():
     assert halves[0].count("add_product.default(") == 3
 
 
+@pytest.mark.long
 def test_logits_of_one_chunk_are_alive_at_once():
     """With what GPUs do by themselves: losses computed where they are put together."""
     options = {"force_pointwise_cat": True, "reorder_for_peak_memory": False}

@@ -82,6 +82,7 @@ def train(make, options, monkeypatch=None, **how):
 # --- numbers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["agoq", "linear"])
 def test_copies_change_no_number(recipe, monkeypatch):
     got, plan = train(decoder, config(recipe))
@@ -173,6 +174,7 @@ def test_scales_and_statistics_stay(monkeypatch):
     assert all(not s.tensors[-1].on_host and s.bytes == s.tensors[-1].bytes for s in low_bits)
 
 
+@pytest.mark.long
 def test_forwards_before_their_backwards():
     """Every call has buffers of its own, which the next step uses again."""
     torch._dynamo.reset()
@@ -231,6 +233,7 @@ def test_an_error_about_a_budget_knows_of_the_host():
         train(decoder, config(memory_budget=0.01, offload=False))
 
 
+@pytest.mark.long
 def test_what_a_link_can_carry_beside_a_step_is_not_computed_again():
     def gemms(**changes) -> int:
         found = joint(config("exact", memory_budget=0.4, **changes))
@@ -290,6 +293,7 @@ def test_where_copies_are():
     assert max(order[next(iter(n.users))] - order[n] for n in back) > 2  # ahead of use
 
 
+@pytest.mark.long
 def test_little_is_on_its_way_at_once(monkeypatch):
     monkeypatch.setattr(offload_saved_module(), "IN_FLIGHT_SECONDS", 0.0)
     found = joint(config("exact", host_bandwidth=4e11, memory_budget=0.1), layers=4)

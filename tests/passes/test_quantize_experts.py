@@ -332,6 +332,7 @@ def test_generated_code_gives_the_same():
         assert relative(got, want) < 0.01
 
 
+@pytest.mark.long
 def test_row_kernels_take_tokens_and_weights(graphs):
     """Tokens with the norm before them. Dgrad's weights, whose rows are columns, they leave."""
     model, x = nn.Sequential(nn.RMSNorm(64, dtype=torch.bfloat16), Routed()), rows(48, 64)
@@ -436,6 +437,7 @@ def test_recipe_exact_of_hugging_face():
     assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (ids,)), want)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Llama4"])
 def test_hugging_face(name):
     """70% of the operations are in FP8."""

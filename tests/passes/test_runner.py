@@ -53,6 +53,7 @@ def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_torch_trace_gets_both_graphs(tmp_path):
     """In a process of its own: PyTorch reads the variable once."""
     train = (

@@ -187,6 +187,7 @@ def test_forward_and_backward_are_the_papers(how):
     assert_same_step(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "name", "dtype"),
     [(llama, "e8m7", torch.bfloat16), (gpt2, "e8m23", torch.float32)],

@@ -38,6 +38,7 @@ AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
 # --- names --------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "config", [COAT_EAGER, AGOQ_EAGER, Config.recipe("linear", compiler="eager")]
 )
@@ -65,6 +66,7 @@ def test_every_tensor_of_a_llama_is_named(config):
     assert len({(r.module, r.tensor, r.scales) for r in monitor.latest}) == len(monitor.latest)
 
 
+@pytest.mark.long
 def test_operands_are_what_they_are_called():
     """Also where weights are stored [in, out], as in GPT-2."""
     for model in (gpt2(), llama()):
@@ -83,6 +85,7 @@ def test_operands_are_what_they_are_called():
         torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_blocks_compiled_on_their_own_are_told_apart():
     monitor = Monitor()
     model = llama(num_hidden_layers=3).bfloat16()
@@ -125,6 +128,7 @@ class Mixed(nn.Module):
         return self.mlp(self.norm(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("make", [Mixed, Broken])
 def test_interpreted_steps_are_the_same_whether_sampled_or_not(make, dynamic):
@@ -368,6 +372,7 @@ def steps(run, model):
     run(BATCHES[0].float()).square().mean().backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "step", [forwards_alone, evaluations_with_gradients, steps_with_new_weights, steps]
 )

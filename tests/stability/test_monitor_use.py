@@ -150,6 +150,7 @@ def test_the_table_shows_the_worst_first():
 # --- training loops -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_hugging_face_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -161,6 +161,7 @@ def names(found: Bisection) -> list[tuple[str, str]]:
     return [(c.kind, c.name.split(":")[0]) for c in found.culprits]
 
 
+@pytest.mark.long
 def test_a_linear_layer_among_four():
     model = stack(4)
     ruin_linear(model[2])
@@ -174,6 +175,7 @@ def test_a_linear_layer_among_four():
     assert found.probes <= 3 * math.log2(found.units)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config", [Config(), Config.recipe("agoq", tolerance=math.inf)], ids=["coat", "agoq"]
 )
@@ -190,6 +192,7 @@ def test_a_saved_tensor(config):
     assert fixed.error == found.remaining < 0.8 * found.error
 
 
+@pytest.mark.long
 def test_one_of_each():
     model = stack(3)
     ruin_saved(model[1])
@@ -224,6 +227,7 @@ class Exponential(nn.Module):
         return x + 0.1 * torch.exp(y) * torch.tanh(y) * self.after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [{1}, {0, 2}])
 def test_overflow(broken):
     torch.manual_seed(0)
@@ -264,6 +268,7 @@ def test_names_with_special_characters():
     assert [y.module for y in plan.high_precision] == ["layers.*.up"]
 
 
+@pytest.mark.long
 def test_the_model_stays_as_it_was():
     model = nn.Sequential(
         nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)
@@ -283,6 +288,7 @@ def test_the_model_stays_as_it_was():
         assert torch.equal(t.grad, gradient)
 
 
+@pytest.mark.long
 def test_a_compiled_model_and_its_options():
     model = stack(3)
     ruin_linear(model[2])
@@ -292,6 +298,7 @@ def test_a_compiled_model_and_its_options():
     assert found.suggested == {"skip": ("0.gate", "2.up")}
 
 
+@pytest.mark.long
 def test_what_it_prints(tmp_path, capfd):
     model = stack(2)
     ruin_linear(model[1])
@@ -313,6 +320,7 @@ def test_nothing_in_low_bits():
     assert "Nothing to bisect" in str(found)
 
 
+@pytest.mark.long
 def test_units_of_a_llama():
     """The head is none."""
     trials = Trials(

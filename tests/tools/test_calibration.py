@@ -55,6 +55,7 @@ def test_an_exponential_takes_exact_values_until_their_size_is_known():
     assert any("an exponential in it may be of any size" in s.reason for s in report.plan.saved)
 
 
+@pytest.mark.long
 def test_moments_are_plain_data_that_options_take():
     model, batch = llama(), tokens()
     moments = fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), batch)
@@ -67,6 +68,7 @@ def test_moments_are_plain_data_that_options_take():
     program(batch).logits.square().mean().backward()
 
 
+@pytest.mark.long
 def test_names_are_those_of_another_batch():
     model = llama()
     few, many = (

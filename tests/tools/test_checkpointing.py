@@ -100,6 +100,7 @@ def test_explain_says_what_regions_around_graphs_drop():
     assert "torch.utils.checkpoint reruns 2 compiled graphs in the backward" in text
 
 
+@pytest.mark.long
 def test_inputs_of_regions_are_kept_in_low_bits_where_the_rules_allow_it():
     """Norms and activations do, within a region's recomputation too; attention does not."""
     program, spy = compiled(Stack())

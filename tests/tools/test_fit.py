@@ -118,6 +118,7 @@ def test_what_cannot_help_is_left_out(kind, chunks):
     assert {config.memory_budget for config in candidates.impossible} == {0.6}
 
 
+@pytest.mark.long
 def test_a_note_says_once_why_budgets_are_left_out(monkeypatch):
     monkeypatch.setattr(BudgetProblem, "within", lambda self, budget: None)
     monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)

@@ -158,6 +158,7 @@ class Autocast(Layered):
             return super().forward(ids)
 
 
+@pytest.mark.long
 def test_autocast_of_the_gpu_is_that_of_the_cpu_that_stands_for_it():
     with torch.device("meta"):
         model, inside, ids = Layered(1), Autocast(1), torch.empty(4, 64, dtype=torch.long)

@@ -276,12 +276,14 @@ def test_llama(of_llama):
     assert_numbers_are_the_plans(of_llama, render(of_llama))
 
 
+@pytest.mark.long
 def test_demo():
     model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
     explanation = explain(model, tokens(4, 64), tokens(4, 64))
     assert_numbers_are_the_plans(explanation, render(explanation))
 
 
+@pytest.mark.long
 def test_gpt2():
     explanation = explain(gpt2(), tokens(), labels=tokens())
     assert_numbers_are_the_plans(explanation, render(explanation))

@@ -197,6 +197,7 @@ def test_a_model_does_not_swallow_what_is_meant_for_a_tool(given, says):
     fp8pass.explain(AnyArguments(), X, use_cache=False, skip=False, block_mask=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool", ["explain", "diagnose", "bisect", "calibrate"])
 def test_tools_leave_no_versions_of_a_model_behind(tool):
     """Dynamo compiles a function eight times, and then leaves it as it is."""

@@ -37,6 +37,7 @@ COMPILERS = ["eager", "inductor"]
 # --- invariant 3 --------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("make", "batch"),
     [
@@ -83,6 +84,7 @@ def test_packed_formats_change_gradients_only(format, tolerance, interpreted):
         assert relative(packed.gradients[name], gradient) < tolerance, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_views_of_unpacked_values_find_the_layout_that_they_were_traced_with(compiler):
     def run(h):
@@ -165,6 +167,7 @@ def test_direction_and_length_of_weight_gradients(measured):
 # --- NaN, Inf, zeros ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_what_is_not_finite_huge_or_zero_reaches_output_and_gradients(compiler):
     """One program for all: what it does must not depend on the values that it was compiled with."""

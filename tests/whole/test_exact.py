@@ -75,16 +75,19 @@ def test_mlp(path, dropout):
     check(MLP(dropout=dropout).train(), (randn(32, 64),), path=path)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_llama(path, attention):
     ids = tokens()
     check(llama(attention), (ids, None, None, None, None, ids), path=path)
 
 
+@pytest.mark.long
 def test_llama_tied(path):
     check(llama(tie_word_embeddings=True), (tokens(),), path=path)
 
 
+@pytest.mark.long
 def test_gpt2_with_dropout(path):
     check(gpt2().train(), (tokens(),), path=path)
 
@@ -135,6 +138,7 @@ class Attention(nn.Module):
         return self.head(self.norm(x + self.out(y.transpose(1, 2).flatten(-2))))
 
 
+@pytest.mark.long
 def test_dynamic_sizes(path):
     batches = [(tokens(b, s),) for b, s in ((2, 16), (3, 17), (5, 8))]
     check(Attention(), *batches, path=path, dynamic=True)
@@ -149,6 +153,7 @@ def test_marked_dynamic_rows(path):
     check(MLP(), *batches, path=path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [MLP, llama], ids=["mlp", "llama"])
 def test_autocast(path, make):
     batch = (randn(32, 64),) if make is MLP else (tokens(),)
@@ -248,6 +253,7 @@ def test_awkward_row_counts(path, rows):
 ALL_EXACT = {"skip": ("*",), "keep_exact": ("*",), "compiler": "eager"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{"tolerance": math.inf}, {"memory_budget": 0.6}],
@@ -269,18 +275,21 @@ def test_everything_kept_exactly_in_checkpointed_regions(monkeypatch):
 # --- random programs ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(programs())
 def test_random_program_aot(case):
     program, inputs = case
     check(program, tuple(inputs), path="aot")
 
 
+@pytest.mark.long
 @given(programs())
 def test_random_program_inductor(case):
     program, inputs = case
     check(program, tuple(inputs), path="inductor")
 
 
+@pytest.mark.long
 @given(programs())
 def test_random_program_kept_exactly(case):
     program, inputs = case

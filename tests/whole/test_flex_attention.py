@@ -66,6 +66,7 @@ def backward_on_cpu(monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [None, 0.6], ids=["", "within a budget"])
 def test_the_exact_recipe_changes_no_bit(backward_on_cpu, budget):
     model, batch = case()

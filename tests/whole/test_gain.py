@@ -94,6 +94,7 @@ def test_layers_that_win_are_silent_and_estimated_as_measured(models, name):
     assert not gain.doubt(found, CUDA)
 
 
+@pytest.mark.long
 def test_gpt2_breaks_even_and_is_doubted(models):
     found = gpt(models.gpt2)
     saved = 1e3 * gain.gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2

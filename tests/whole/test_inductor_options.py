@@ -89,6 +89,7 @@ def test_values_of_another_type_are_refused(name, value):
         program(torch.randn(16, 32))
 
 
+@pytest.mark.long
 def test_pytorchs_activation_quantization_is_warned_of_wherever_it_is_asked_for():
     options = {"post_grad_fusion_options": {"activation_quantization_aten_pass": {}}}
     program = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options=options)

@@ -104,6 +104,7 @@ def test_disabled_kernels(graphs, monkeypatch):
     assert isinstance(raised.value.inner_exception, ConfigError)  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 def test_hugging_face_models_train(make, graphs):
     model = make().bfloat16()
@@ -116,6 +117,7 @@ def test_hugging_face_models_train(make, graphs):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.long
 def test_varying_lengths(graphs):
     model = Layers(1).bfloat16()
     program = torch.compile(model.stack, backend="fp8pass", dynamic=True)

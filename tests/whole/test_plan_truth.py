@@ -63,12 +63,14 @@ MODELS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_saved_tensors_are_the_plan(name, recipe):
     check(name, Config.recipe(recipe, compiler="eager"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 def test_saved_tensors_are_the_plan_inductor(recipe):
     check("normed", Config.recipe(recipe))

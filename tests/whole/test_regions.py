@@ -83,6 +83,7 @@ def explained(model: nn.Module, **options) -> fp8pass.Explanation:
     return fp8pass.explain(model, data(), config=Config.recipe("coat", **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"skip": ("blocks.1.up", "blocks.2")}, {"keep_exact": ("blocks.1",)}], ids=str
 )
@@ -166,6 +167,7 @@ def by_map(model, x):
     return map_(lambda y: model.second(model.first(y)), x.unflatten(0, (2, 16))).flatten(0, 1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("call", [by_cond, by_while_loop, by_map])
 def test_layers_in_called_graphs_are_listed_with_a_reason(call):
     (compiled,) = explained(Calls(call)).graphs
@@ -177,6 +179,7 @@ def test_layers_in_called_graphs_are_listed_with_a_reason(call):
     assert {(x.in_features, x.out_features) for x in left} == {(64, 128), (128, 64)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", [by_cond, by_map])
 def test_called_graphs_train(call):
     """Within the rounding of the layers outside of them."""

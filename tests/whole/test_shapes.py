@@ -171,6 +171,7 @@ def test_layouts_of_the_input(layout, config):
     agrees_with_eager(FFN(64, 128), x, config=config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["transposed", "expanded rows", "three dimensions"])
 def test_layouts_of_the_input_in_generated_code(layout):
     """Of 40 rows, which are padded to 48 for wgrad, and are columns of a transposed dgrad."""
@@ -217,6 +218,7 @@ def test_group_size_is_used_and_small_columns_survive(group_size):
     assert relative(got, want) < 0.1
 
 
+@pytest.mark.long
 def test_jagged_tensors_of_other_lengths():
     """PyTorch compiles the backward of such a graph when it first runs, outside of any tracing."""
     model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))

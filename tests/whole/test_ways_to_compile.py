@@ -97,6 +97,7 @@ def test_an_interpreted_graph_returns_no_views(hooks):
         assert cosine(got.gradients[name], gradient) > 0.99
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tool", [fp8pass.explain, fp8pass.diagnose, fp8pass.calibrate, fp8pass.bisect]
 )

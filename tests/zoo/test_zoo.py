@@ -5,8 +5,8 @@ What is accepted is measured (closeness.py): a relative error e of a gradient, w
 together are held against noise as one vector, too, so that none can hide where single ones are
 chaotic.
 
-Every run draws a few architectures, `FP8PASS_SEED=...` the same again. All are tried under
-`make test-long`, and on a GPU.
+A hash of the sources draws a few architectures, and `FP8PASS_SEED=...` the same again. All are
+tried under `make test-long`, and on a GPU.
 """
 
 from __future__ import annotations
@@ -138,11 +138,13 @@ def passes(
     assert spy.plans
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "recipe"), ALL if LONG else sample(1))
 def test_architecture(name, recipe):
     passes(name, recipe, "cpu", torch.float32)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("name", "recipe"), [] if LONG else sample(4)[1:])
 def test_architecture_up_to_code_generation(name, recipe):
     """Compiling C++ takes twenty seconds, all that comes before it two."""
@@ -193,6 +195,7 @@ def test_there_are_enough_architectures():
     assert {*FAILS, *FAILS_ON_A_GPU, *WRONG_ON_A_GPU} <= set(NAMES)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", sorted(NAMES) if LONG else [n for n, _ in sample(8)])
 def test_architectures_run_in_eager_pytorch(name: str) -> None:
     model, inputs = make(name, "cpu", torch.float32)
