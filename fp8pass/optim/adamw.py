@@ -19,7 +19,7 @@ from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
 from fp8pass.optim.options import PRESET_OPTIONS, Storage, check_group, preset_options
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
-from fp8pass.optim.sums import Accumulated
+from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import CodedWeight
@@ -201,18 +201,18 @@ class AdamW(torch.optim.Optimizer):
                 # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
-    def step_of(self, group: Group, parameter: Tensor) -> Tensor:
+    def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
         """Return the number of updates of a parameter, fp32 []; create its state if missing."""
         if not self.state.get(parameter):
             self._make_slot(storage_of(group, parameter), group, parameter)
         return self.state[parameter]["step"].to(parameter.device)
 
-    def new_sum(self, group: int, parameter: Tensor, format: StateFormat) -> Accumulated:
+    def make_sum(self, group: int, parameter: Tensor, format: StateFormat) -> GradientSum:
         """Return an empty sum of gradients for a parameter of the group with index `group`."""
         offload = None
         if is_offloaded(self.param_groups[group], "gradients", parameter):
             offload = self._arena_of(parameter.device), self._staging_of(parameter.device)
-        return Accumulated(format, offload, self._number(parameter))
+        return GradientSum(format, offload, self._number(parameter))
 
     def join(self) -> None:
         """Make the current stream wait for all updates launched so far."""
@@ -365,7 +365,7 @@ class AdamW(torch.optim.Optimizer):
         loaded = {  # converted first, so that a checkpoint that is refused changes nothing
             key: checkpoint.convert(x, key.parameter, storage_of(key.group, key.parameter))
             for key, x in state.get("state", {}).items()
-            if isinstance(key, checkpoint.Hidden)
+            if isinstance(key, checkpoint.HiddenParameter)
         }
         super().__setstate__(state)
         self.__dict__.setdefault("_staging", {})  # missing in copies and after unpickling

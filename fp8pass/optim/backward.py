@@ -29,7 +29,7 @@ from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.formats import moment_format
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.shards import like_parameter, local, local_gradient
-from fp8pass.optim.sums import Accumulated
+from fp8pass.optim.sums import GradientSum
 
 log = logging.getLogger("fp8pass")
 
@@ -54,7 +54,7 @@ class Attached:
 
     optimizer: AdamW
     parameters: frozenset[Tensor] = field(repr=False)
-    accumulated: dict[Tensor, Accumulated] = field(repr=False)
+    accumulated: dict[Tensor, GradientSum] = field(repr=False)
     _handles: list[RemovableHandle] = field(repr=False)
 
     def detach(self) -> None:
@@ -136,10 +136,10 @@ def attach(
             f"Parameters of the model are already attached to an optimizer: {', '.join(names[:3])}."
             " Call detach() of the object that attach returned first."
         )
-    sums: dict[Tensor, Accumulated] = {}
+    sums: dict[Tensor, GradientSum] = {}
     if accumulate > 1:
         format = moment_format(buffer, signed=True)
-        sums |= {p: optimizer.new_sum(groups[p], p, format) for p in updated.values()}
+        sums |= {p: optimizer.make_sum(groups[p], p, format) for p in updated.values()}
     hooks = BackwardHooks(
         ref(optimizer),
         ref(model),
@@ -204,7 +204,7 @@ class BackwardHooks:
     names: frozenset[str]  # of the parameters that have hooks
     ids: frozenset[int]
     sharded: bool  # whether FSDP2 sharded the model before the optimizer was attached
-    sums: Sequence[tuple[ref[Tensor], Accumulated]]
+    sums: Sequence[tuple[ref[Tensor], GradientSum]]
     _running: dict[int, Backward] = field(default_factory=dict)
     _schedule: ref[Any] | None = None
     _has_begun: bool = False
@@ -420,22 +420,22 @@ def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def _accumulate(
-    group: int, accumulated: Accumulated, backwards: int, optimizer: AdamW, parameter: Tensor
+    group: int, accumulated: GradientSum, backwards: int, optimizer: AdamW, parameter: Tensor
 ) -> bool:
     """Add a gradient to its sum, and update by a complete sum; return whether it is complete."""
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
-        # `step_of` creates missing states. Otherwise get_state_dict of DCP creates them by a step,
-        # which would use up the sum.
-        accumulated.add(gradient, options["seed"], optimizer.step_of(options, parameter))
+        # `count_updates` creates missing states. Otherwise DCP's get_state_dict creates them by a
+        # step, which would use up the sum.
+        accumulated.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
         return False
     _update_by_sum(group, accumulated, optimizer, parameter, gradient)
     return True
 
 
 def _update_by_sum(
-    group: int, accumulated: Accumulated, optimizer: AdamW, parameter: Tensor, gradient: Tensor
+    group: int, accumulated: GradientSum, optimizer: AdamW, parameter: Tensor, gradient: Tensor
 ) -> None:
     """Update a parameter by its last gradient and the sum of the previous ones."""
     accumulated.move_to(gradient)
@@ -447,7 +447,7 @@ def _update_by_sum(
 
 @torch.no_grad()
 def _update_by_incomplete_sums(
-    groups: Mapping[Tensor, int], sums: Mapping[Tensor, Accumulated], optimizer: AdamW, *_: Any
+    groups: Mapping[Tensor, int], sums: Mapping[Tensor, GradientSum], optimizer: AdamW, *_: Any
 ) -> None:
     """Update by incomplete sums, after `optimizer.step()` has ended the accumulation."""
     for parameter, sum_ in sums.items():

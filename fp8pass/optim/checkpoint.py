@@ -47,7 +47,7 @@ PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
 
 @dataclass(frozen=True, eq=False)
-class Hidden:
+class HiddenParameter:
     """A key of a loaded state that hides the parameter from PyTorch, with its group's options."""
 
     parameter: Tensor
@@ -100,7 +100,7 @@ class SavedState:
 
 
 def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with `Hidden` keys, so that PyTorch does not cast the states.
+    """Return a checkpoint with `HiddenParameter` keys, so that PyTorch does not cast the states.
 
     The groups of the result have the optimizer's `OWN` options.
 
@@ -125,7 +125,7 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         merged.append({**own, "params": saved["params"]})
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
-                states[Hidden(parameter, own)] = states.pop(key)
+                states[HiddenParameter(parameter, own)] = states.pop(key)
     # PyTorch raises an error about groups without a counterpart.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}

@@ -41,7 +41,7 @@ class SumPiece:
 
 
 @dataclass
-class Accumulated:
+class GradientSum:
     """The sum of the gradients of one parameter over several backwards."""
 
     format: StateFormat

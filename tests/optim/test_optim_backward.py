@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import fp8pass
 from fp8pass.optim import AdamW, attach
 from fp8pass.optim.offload import Staging
-from fp8pass.optim.sums import Accumulated
+from fp8pass.optim.sums import GradientSum
 
 
 def small_model(dtype=torch.float32) -> nn.Module:
@@ -347,7 +347,7 @@ def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, c
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "update", fail)
-        patch.setattr(Accumulated, "add", fail)
+        patch.setattr(GradientSum, "add", fail)
         with pytest.raises(torch.OutOfMemoryError):
             next(losses(model, 1)).backward()
     assert all(p.grad is None for p in model.parameters())
