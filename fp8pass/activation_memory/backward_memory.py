@@ -26,7 +26,7 @@ from fp8pass.activation_memory.costs import can_run_again
 from fp8pass.activation_memory.decision import Decision, host_bytes, stored_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.patterns import SUMS, is_residual_sum
+from fp8pass.graph.patterns import ADDITIONS, is_residual_sum
 
 fp8 = torch.ops.fp8pass
 
@@ -167,9 +167,9 @@ class BackwardMemory:
         for value in reversed(values):
             direct = _span(self._use(u, self._used) for u in value.users if u in self._position)
             users = [u for u in value.users if u in members and can_run_again(u)]
-            others = [u for u in users if u.target not in SUMS]
+            others = [u for u in users if u.target not in ADDITIONS]
             within[value] = min([direct.first, *(within[u] for u in others)])
-            sums = [within[u] for u in users if u.target in SUMS]
+            sums = [within[u] for u in users if u.target in ADDITIONS]
             first = min([within[value], *sums, *(lifetimes[u].first for u in others)])
             ends = [within[u] if is_buffered(u) else lifetimes[u].last for u in users]
             last = max([direct.last, *(e for e in ends if math.isfinite(e))])

@@ -66,7 +66,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.link import Link
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
-from fp8pass.graph.patterns import SUMS
+from fp8pass.graph.patterns import ADDITIONS
 
 # A solution may take this much longer than the fastest, and the search for it this long: repeated
 # layers have very many solutions that are equally good.
@@ -328,7 +328,7 @@ class BudgetProblem:
         """Pairs of consecutive sums of the residual stream, of those that may be kept."""
         junctions = self.choices.rules.junctions
         keepable = (v for v in self.values if self.upper[VARIABLES * self.index[v] + KEEP_EXACT])
-        sums = dict.fromkeys(v for v in keepable if v.target in SUMS and v in junctions)
+        sums = dict.fromkeys(v for v in keepable if v.target in ADDITIONS and v in junctions)
         for later in sums:
             for operand in later.all_input_nodes:
                 if graph.source(operand) in sums:

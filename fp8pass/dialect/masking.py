@@ -20,7 +20,7 @@ from fp8pass.dialect.formats import Format
 # no more of either.
 MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def masked(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.error_analysis.signs import Sign, of_number, scaled
+from fp8pass.error_analysis.signs import KnownSign, of_number, scaled
 from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import filled_with
@@ -48,7 +48,7 @@ class Differences:
         signs: the known signs of nodes.
     """
 
-    def __init__(self, constants: Collection[fx.Node], signs: Mapping[fx.Node, Sign]) -> None:
+    def __init__(self, constants: Collection[fx.Node], signs: Mapping[fx.Node, KnownSign]) -> None:
         self._constants, self._signs = constants, signs
 
     def __contains__(self, node: fx.Node) -> bool:
@@ -105,10 +105,10 @@ class Differences:
 
     def _have_one_sign(self, terms: list[tuple[Any, float]]) -> bool:
         """Whether no term is positive anywhere, or none is negative: nothing cancels."""
-        common = Sign.ZERO
+        common = KnownSign.ZERO
         for x, scale in terms:
             number = _number(x)
-            sign = self._signs.get(x, Sign.UNKNOWN) if number is None else of_number(number)
+            sign = self._signs.get(x, KnownSign.UNKNOWN) if number is None else of_number(number)
             common &= scaled(sign, scale)
         return bool(common)
 

@@ -141,7 +141,7 @@ def _define(node: fx.Node, found: Expressions) -> None:
         _define_result(node, found)
     elif node.target in IDENTITIES:
         _define_identity(node, found)
-    elif node.target in REDUCTIONS:
+    elif node.target in DERIVABLE_REDUCTIONS:
         _define_reduction(node, found)
     elif node.target is aten.var_mean.correction:
         return  # its results are defined one by one
@@ -267,7 +267,7 @@ IDENTITIES = VIEWS | {
     aten.alias.default,
 }
 
-REDUCTIONS = {
+DERIVABLE_REDUCTIONS = {
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.mean.default,

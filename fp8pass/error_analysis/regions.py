@@ -25,10 +25,10 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.error_analysis.differences import Differences
-from fp8pass.error_analysis.signs import Sign, signs
+from fp8pass.error_analysis.signs import KnownSign, signs
 from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.nodes import aten
-from fp8pass.graph.patterns import SUMS, filled_with
+from fp8pass.graph.patterns import ADDITIONS, filled_with
 
 # Kinds of nodes that a region consists of, junctions aside.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
@@ -150,7 +150,7 @@ class Splitter:
         self.differences = Differences(self.constants, signs_)
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self._members: dict[fx.Node, None] = {}
-        self._nonpositive = {n for n, sign in signs_.items() if Sign.NONPOSITIVE in sign}
+        self._nonpositive = {n for n, sign in signs_.items() if KnownSign.NONPOSITIVE in sign}
 
     def split(self) -> list[Region]:
         """The regions, in the order of their first members."""
@@ -196,7 +196,7 @@ class Splitter:
     def _is_junction(self, node: fx.Node) -> bool:
         if node not in self.backward and self.differences.is_of_equals(node):
             return True
-        if node.target not in SUMS:
+        if node.target not in ADDITIONS:
             return False
         operands = node.all_input_nodes
         if len(operands) != 2:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fp8pass.error_analysis.regions import Region, is_movement
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.patterns import SUMS
+from fp8pass.graph.patterns import ADDITIONS
 
 aten = torch.ops.aten
 
@@ -46,6 +46,6 @@ def _moved(scan: fx.Node, next_: Callable[[fx.Node], Iterable[fx.Node]]) -> set[
             if node in found:
                 continue
             found.add(node)
-            if kind(node) is Kind.VIEW or is_movement(node) or node.target in SUMS:
+            if kind(node) is Kind.VIEW or is_movement(node) or node.target in ADDITIONS:
                 ahead.append(node)
     return found

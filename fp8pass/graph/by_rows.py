@@ -31,9 +31,9 @@ from fp8pass.graph.row_values import NotByRows, RowGraph, named
 log = logging.getLogger("fp8pass")
 
 # Sums over rows add up over parts of them; other reductions of rows do not.
-SUMS = {aten.sum.default, aten.sum.dim_IntList}
+REDUCING_SUMS = {aten.sum.default, aten.sum.dim_IntList}
 # Reductions whose second argument is what they reduce over.
-REDUCTIONS = SUMS | {
+ROW_REDUCTIONS = REDUCING_SUMS | {
     aten.mean.dim,
     aten.amax.default,
     aten.amin.default,
@@ -51,7 +51,7 @@ REDUCTIONS = SUMS | {
 SCATTERS = {aten.scatter_add.default, aten.scatter.src, aten.scatter.value}
 
 
-class RowWriter(RowGraph):
+class ChunkWriter(RowGraph):
     """Writes the nodes of a part, operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
@@ -200,7 +200,7 @@ class RowWriter(RowGraph):
             dim = own if isinstance(given, (list, tuple)) else own[0]
             rest = node.args[2:]
             return self._emit(node.target, self._rows(x), dim, *rest, like=node, **node.kwargs)
-        if lead != list(range(form.dims)) or node.target not in SUMS or form.shifted:
+        if lead != list(range(form.dims)) or node.target not in REDUCING_SUMS or form.shifted:
             raise NotByRows(f"{named(node)} needs all tokens")
         self.sums.add(node)
         dims = [0, *(d for d in own if d > 0)]
@@ -233,21 +233,21 @@ class RowWriter(RowGraph):
         return self._emit(node.target, left, self._rows(b), like=node)
 
 
-_WRITERS: dict[Any, Callable[[RowWriter, fx.Node], fx.Node]] = {
-    **dict.fromkeys(graph.RESHAPES, RowWriter._reshape),
-    **dict.fromkeys(SCATTERS, RowWriter._scatter),
-    **dict.fromkeys(compat.seeded_random_ops(), RowWriter._random),
-    operator.getitem: RowWriter._getitem,
-    aten.expand.default: RowWriter._expand,
-    aten.slice.Tensor: RowWriter._slice,
-    aten.slice_scatter.default: RowWriter._slice_scatter,
-    aten.constant_pad_nd.default: RowWriter._pad,
-    aten.gather.default: RowWriter._gather,
-    **dict.fromkeys(REDUCTIONS, RowWriter._reduction),
-    aten.mm.default: RowWriter._gemm,
-    aten.addmm.default: RowWriter._gemm,
+_WRITERS: dict[Any, Callable[[ChunkWriter, fx.Node], fx.Node]] = {
+    **dict.fromkeys(graph.RESHAPES, ChunkWriter._reshape),
+    **dict.fromkeys(SCATTERS, ChunkWriter._scatter),
+    **dict.fromkeys(compat.seeded_random_ops(), ChunkWriter._random),
+    operator.getitem: ChunkWriter._getitem,
+    aten.expand.default: ChunkWriter._expand,
+    aten.slice.Tensor: ChunkWriter._slice,
+    aten.slice_scatter.default: ChunkWriter._slice_scatter,
+    aten.constant_pad_nd.default: ChunkWriter._pad,
+    aten.gather.default: ChunkWriter._gather,
+    **dict.fromkeys(ROW_REDUCTIONS, ChunkWriter._reduction),
+    aten.mm.default: ChunkWriter._gemm,
+    aten.addmm.default: ChunkWriter._gemm,
 }
-_WRITERS_OF_KINDS: dict[Kind, Callable[[RowWriter, fx.Node], fx.Node]] = {
-    Kind.POINTWISE: RowWriter._pointwise,
-    Kind.CREATION: RowWriter._creation,
+_WRITERS_OF_KINDS: dict[Kind, Callable[[ChunkWriter, fx.Node], fx.Node]] = {
+    Kind.POINTWISE: ChunkWriter._pointwise,
+    Kind.CREATION: ChunkWriter._creation,
 }

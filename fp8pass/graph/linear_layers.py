@@ -145,7 +145,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """A graph, or what runs on each chunk of a part of it, with its linear layers.
 
     Attributes:
@@ -159,12 +159,14 @@ class Part:
     times: str = ""
 
 
-def parts_with_layers(gm: fx.GraphModule, facts: JointFacts, skip: tuple[str, ...]) -> list[Part]:
+def parts_with_layers(
+    gm: fx.GraphModule, facts: JointFacts, skip: tuple[str, ...]
+) -> list[GraphPart]:
     """A graph and the bodies of its chunks; warns about patterns of `skip` that match nothing."""
-    parts = [Part(gm, find_layers(gm.graph, facts))]
+    parts = [GraphPart(gm, find_layers(gm.graph, facts))]
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))
-        parts.append(Part(chunks.body, layers, f"{chunks.count} × "))
+        parts.append(GraphPart(chunks.body, layers, f"{chunks.count} × "))
     modules = [layer.module for part in parts for layer in part.layers]
     warn_about_idle_patterns("skip", skip, "linear layer", modules)
     return parts

@@ -37,7 +37,7 @@ OF_FIRST = {
 # Multiples if one operand is, and the other one does not depend on it.
 PRODUCTS = {aten.mul.Tensor, aten.mm.default}
 # Multiples if these operands are, or are zero, by their places.
-SUMS: dict[Any, tuple[int, ...]] = {
+SUMMED_OPERANDS: dict[Any, tuple[int, ...]] = {
     aten.add.Tensor: (0, 1),
     aten.sub.Tensor: (0, 1),
     aten.where.self: (1, 2),
@@ -65,9 +65,9 @@ def is_multiple(node: fx.Node, of: Callable[[Any], bool]) -> bool:
         return depending == [0] and not any(args[2:])
     if target is prims.fma.default:  # a * b + c
         return len({0, 1} & set(depending)) == 1 and (of(args[2]) or is_zero(args[2]))
-    if target not in SUMS:
+    if target not in SUMMED_OPERANDS:
         return False
-    places = SUMS[target]
+    places = SUMMED_OPERANDS[target]
     return set(depending) <= set(places) and all(of(args[i]) or is_zero(args[i]) for i in places)
 
 

@@ -60,7 +60,7 @@ def root(node: fx.Node) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnSlice:
     """Some columns of each row of a matrix that is contiguous.
 
     Attributes:
@@ -74,7 +74,7 @@ class Part:
     columns: int
 
 
-def part_of_rows(node: fx.Node) -> Part | None:
+def part_of_rows(node: fx.Node) -> ColumnSlice | None:
     """Which columns of which matrix a slice of the last dimension is; None for other nodes."""
     made: Any = node.args[0] if is_getitem(node) else node
     if value(node) is None or made.target not in _FIRST_COLUMNS or made.kwargs:
@@ -87,7 +87,7 @@ def part_of_rows(node: fx.Node) -> Part | None:
     offset = first(node, val.ndim - 1, *made.args[1:])
     if not isinstance(offset, int) or not isinstance(width, int) or not columns:
         return None
-    return Part(whole, width, max(offset + width, 0) if offset < 0 else offset, columns)
+    return ColumnSlice(whole, width, max(offset + width, 0) if offset < 0 else offset, columns)
 
 
 def _of_slice(
@@ -178,7 +178,7 @@ def _is_swap(node: fx.Node) -> bool:
     return is_call(node, aten.transpose.int) and len(tensor(node).shape) == 2
 
 
-SUMS = {aten.add.Tensor, aten.sub.Tensor}
+ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def is_residual_sum(node: fx.Node) -> bool:
@@ -196,7 +196,7 @@ def _is_term(node: fx.Node) -> bool:
 
 def is_sum_of_alike(node: fx.Node) -> bool:
     """Whether `node` adds two values of its own shape, or takes one from the other."""
-    if node.target not in SUMS or len(node.all_input_nodes) != 2:
+    if node.target not in ADDITIONS or len(node.all_input_nodes) != 2:
         return False
     values = [value(n) for n in (node, *node.all_input_nodes)]
     shapes = [shape_text(x) for x in values if x is not None]  # not of a size that varies

@@ -291,7 +291,7 @@ def _verify_scaled_grouped_outer(node: fx.Node) -> None:
 
 def _verify_mask_format(node: fx.Node) -> None:
     x, format, *_ = node.args
-    known = graph.tensor(x).dtype in masking.DTYPES  # type: ignore[arg-type]
+    known = graph.tensor(x).dtype in masking.MASKED_DTYPES  # type: ignore[arg-type]
     _require(known, node, "masks what is neither bfloat16, float16 nor float32")
     try:
         simulated_format(str(format))

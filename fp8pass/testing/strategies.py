@@ -179,7 +179,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 WIDTH = 32
 
 
-class Program(nn.Module):
+class RandomProgram(nn.Module):
     """Runs instructions over a growing list of values, each [rows, WIDTH].
 
     Args:
@@ -228,13 +228,13 @@ _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, list[Tensor]]:
+def programs(draw: st.DrawFn) -> tuple[RandomProgram, list[Tensor]]:
     """Draw a program of up to eight instructions, and inputs. Any of them may require gradients."""
     code: list[Any] = draw(st.lists(_INSTRUCTION, min_size=1, max_size=8))
     returned = draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
     rows = draw(st.sampled_from([1, 16, 17, 40]))
     torch.manual_seed(draw(st.integers(0, 99)))
-    program = Program(code, returned)
+    program = RandomProgram(code, returned)
     for parameter in program.parameters():
         parameter.requires_grad_(draw(st.booleans()))
     inputs = []

@@ -25,7 +25,7 @@ from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 log = logging.getLogger("fp8pass")
 
-DTYPES = (torch.bfloat16, torch.float32)
+FREEZABLE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def _is_done(module: nn.Module) -> bool:
 
 
 def _why_not_in_codes(weight: Tensor) -> str:
-    if weight.dtype not in DTYPES:
+    if weight.dtype not in FREEZABLE_DTYPES:
         return f"it is in {graph.dtype_text(weight.dtype)}, not in bfloat16 or float32"
     return ""
 

@@ -301,7 +301,7 @@ def test_random_masks_are_kept_or_recomputed_but_not_rounded():
 def has_derivation(node: fx.Node) -> bool:
     """Whether the error rules can say what an error of an operand of `node` does."""
     linear = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE, Kind.MOVEMENT)
-    known = expressions.FORMULAS.keys() | expressions.IDENTITIES | expressions.REDUCTIONS
+    known = expressions.FORMULAS.keys() | expressions.IDENTITIES | expressions.DERIVABLE_REDUCTIONS
     target = graph.operator_of(node).target
     return target in known or target is torch.ops.aten.var_mean.correction or kind(node) in linear
 

@@ -29,7 +29,7 @@ def plain(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
 
 def by_row(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
     of_a, of_b = (torch.ones(len(x), 1, device=a.device) for x in (a, b))
-    return fp8.scaled_mm(a, of_a, b, of_b, None, torch.bfloat16, fast, "e4m3 tensor", "e4m3 tensor")
+    return fp8.scaled_mm(a, of_a, b, of_b, None, torch.bfloat16, fast, "e4m3 row", "e4m3 row")
 
 
 def grouped(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:

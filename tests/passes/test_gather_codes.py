@@ -260,7 +260,8 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
         codes = add(fp8.as_bytes.default, add(fp8.quantize.default, x, scale, "e4m3 tensor"))
         whole = add(fp8.as_codes.default, add(WAIT, add(GATHER, codes, 2, "0")), "e4m3")
         operands = (whole, scale, weight, weight_scale)
-        g.output(add(fp8.scaled_mm.default, *operands, None, torch.bfloat16))
+        how = "e4m3 tensor", "e4m3 tensor"
+        g.output(add(fp8.scaled_mm.default, *operands, None, torch.bfloat16, False, *how))
         lower(fx.GraphModule({}, g))
     (gather,) = micro_pipeline_tp.find_all_gather_patterns(g)
     assert gather.shard_node.meta["val"].dtype is torch.float8_e4m3fn

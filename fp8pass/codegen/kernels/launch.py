@@ -60,7 +60,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Part:
+class LaunchPart:
     """One program in a launch.
 
     Attributes:
@@ -108,17 +108,17 @@ class Launch:
         self.kernel[(self.grid,)](*tensors, **self.sizes, num_warps=self.num_warps)
 
 
-def launches(parts: Iterable[Part]) -> list[Launch]:
+def launches(parts: Iterable[LaunchPart]) -> list[Launch]:
     """The launches that run parts, as few as possible."""
     return [launch(group) for group in parts_by_launch(parts)]
 
 
-def parts_by_launch(parts: Iterable[Part]) -> list[list[Part]]:
+def parts_by_launch(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
     """The parts of each launch: at most `MOST_PARTS`, with the same number of warps.
 
     Parts of the same function are neighbours, so that models of many layers have few kernels.
     """
-    by_warps: dict[int, list[Part]] = {}
+    by_warps: dict[int, list[LaunchPart]] = {}
     for part in sorted(parts, key=lambda part: (part.function.name, part.function.body)):
         by_warps.setdefault(part.num_warps, []).append(part)
     return [
@@ -128,7 +128,7 @@ def parts_by_launch(parts: Iterable[Part]) -> list[list[Part]]:
     ]
 
 
-def launch(parts: Sequence[Part]) -> Launch:
+def launch(parts: Sequence[LaunchPart]) -> Launch:
     """One launch of parts with the same number of warps."""
     inputs = tuple(i for part in parts for i in part.inputs)
     # Several programs may write to one result, side by side.

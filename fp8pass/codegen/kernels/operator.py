@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fp8pass import compat
 from fp8pass.codegen.buffers import library
-from fp8pass.codegen.kernels.launch import Launch, Part, launches
+from fp8pass.codegen.kernels.launch import Launch, LaunchPart, launches
 from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Program
 
 # Takes a program and the sizes M and N of its matrix; M may be symbolic.
-Prepare = Callable[[Program, Any, int], Part]
+Prepare = Callable[[Program, Any, int], LaunchPart]
 
 # How the programs of every kernel are prepared, by its operator.
 KERNELS: dict[Any, Prepare] = {}
@@ -65,7 +65,9 @@ def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[
         launch.run(operands, results)
 
 
-def parts_of(prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]) -> Iterator[Part]:
+def parts_of(
+    prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]
+) -> Iterator[LaunchPart]:
     """The parts of a batch's launches, one for each program, with inputs of these sizes."""
     for program, read, numbers in batch.split(range(len(sizes))):
         rows, columns = program.sizes([sizes[i] for i in read])

@@ -18,7 +18,7 @@ from fp8pass.codegen.kernels.launch import Function
 from fp8pass.codegen.kernels.nibbles import byte_of, nibble, of_nibbles, to_nibbles
 from fp8pass.codegen.kernels.prelude import quotient_of
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
-from fp8pass.codegen.program.ir import REDUCTIONS, Load, Program, Step
+from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step
 from fp8pass.dialect.formats import FORMATS
 
 # Elements that a thread reads at once: 16 bytes of BF16.
@@ -148,7 +148,7 @@ class RowWriter:
             if definition.operand in ("full", "column", "groups"):
                 self.varying.add(name)
             return
-        needs, reduces = _operands(definition), definition.target in REDUCTIONS
+        needs, reduces = _operands(definition), definition.target in REDUCTION_STEPS
         self.stages[name] = max((self.stages[x] for x in needs), default=0) + reduces
         if not reduces and not self.varying.isdisjoint(needs):
             self.varying.add(name)
@@ -172,7 +172,7 @@ class RowWriter:
         self.lines = [f"first = row * {self.shape.columns}"]
         if self.shape.held:  # all loads are issued before the first one is waited for
             self._read("full", "groups")
-        reductions = [s for s in self.program.steps if s.target in REDUCTIONS]
+        reductions = [s for s in self.program.steps if s.target in REDUCTION_STEPS]
         when = {key: self._stage_of_store(key[0]) for key in self.results}
         last = max([*when.values(), *(self.stages[r.name] - 1 for r in reductions)])
         for stage in range(last + 1):

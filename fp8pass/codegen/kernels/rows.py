@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8pass.codegen.kernels.launch import Part
+from fp8pass.codegen.kernels.launch import LaunchPart
 from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
@@ -41,7 +41,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 }
 
 
-def prepare(program: Program, rows: Any, columns: int) -> Part:
+def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
     """One program in a launch, with the chunks and warps that were fastest on the H200.
 
     Raises UnsupportedProgram if this kernel cannot store something.
@@ -50,8 +50,8 @@ def prepare(program: Program, rows: Any, columns: int) -> Part:
     shape, warps = _shape(program, columns)
     function = write(program, shape)
     if sums_rows(program):
-        return Part(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
-    return Part(function, rows, sizes={}, constants={}, num_warps=warps)
+        return LaunchPart(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
+    return LaunchPart(function, rows, sizes={}, constants={}, num_warps=warps)
 
 
 def _check(program: Program, columns: int) -> None:

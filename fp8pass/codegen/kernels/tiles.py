@@ -17,12 +17,12 @@ from typing import Any
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.codegen.kernels.launch import Function, Part
+from fp8pass.codegen.kernels.launch import Function, LaunchPart
 from fp8pass.codegen.kernels.limits import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.tile_source import TileWriter
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
-from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTIONS, Program
+from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, Program
 from fp8pass.dialect.coding import padded
 from fp8pass.graph.nodes import tensor
 
@@ -34,7 +34,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 }
 
 
-def prepare(program: Program, rows: Any, columns: int) -> Part:
+def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
     """One program in a launch, with the tiles that were fastest (`benchmarks/results/sweeps.json`).
 
     Tiles that are stored in rows, too, are smaller: the codes of all stores are held at once.
@@ -42,14 +42,14 @@ def prepare(program: Program, rows: Any, columns: int) -> Part:
     """
     check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
-        if step.target in REDUCTIONS:
+        if step.target in REDUCTION_STEPS:
             raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")
     m, n = AMAX_TILE
     if any("rows" in store.layouts for store in program.stores):
         m = 32
     is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
     tiles = compat.ceil_div(padded(rows), m) * compat.ceil_div(columns, n)
-    return Part(
+    return LaunchPart(
         function(program),
         grid=tiles,
         sizes={"M": rows, "M_PADDED": padded(rows), "N": columns},

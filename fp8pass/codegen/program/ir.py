@@ -31,7 +31,7 @@ AMAX_TILE = 64, 128
 # Partial sums over rows. Each goes over rows of its own, so that the order of summation is fixed.
 PARTIAL_SUMS = 1024
 # Steps that reduce over rows; their results are [M, 1].
-REDUCTIONS = ("row_sum", "row_amax")
+REDUCTION_STEPS = ("row_sum", "row_amax")
 
 
 class NotAMatrix(Exception):
@@ -64,7 +64,7 @@ class Load:
 class Step:
     """`name = target(*args)`: an operator on values (their names) and constants.
 
-    A pointwise aten operator, one of `REDUCTIONS`, or `scale`, of an amax and a format.
+    A pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, of an amax and a format.
     """
 
     name: str

@@ -19,7 +19,7 @@ from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.patterns import (
     CASTS,
     RESHAPES,
-    Part,
+    ColumnSlice,
     is_dequantized_saved_value,
     is_residual_sum,
     quantization_of,
@@ -150,7 +150,7 @@ class Reader:
         """Whether nodes that both readers load are broadcast to both matrices in the same way."""
         return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
-    def _load_groups(self, node: fx.Node, coded: fx.Node, part: Part | None = None) -> bool:
+    def _load_groups(self, node: fx.Node, coded: fx.Node, part: ColumnSlice | None = None) -> bool:
         how = quantization_of(coded)
         format, (rows, size) = how.format, how.block
         if rows > 1 or not size:
@@ -283,12 +283,12 @@ def is_in_memory(x: fx.Node) -> bool:
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
-def _is_readable(part: Part) -> bool:
+def _is_readable(part: ColumnSlice) -> bool:
     """Whether a part is in memory, and a thread can read its elements together."""
     return part.offset % ALIGNED == part.width % ALIGNED == 0 and is_in_memory(part.whole)
 
 
-def _part(load: Load, part: Part) -> Load:
+def _part(load: Load, part: ColumnSlice) -> Load:
     return replace(load, columns=part.columns, width=part.width, offset=part.offset)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8pass.codegen.program.ir import (
     AMAX_TILE,
     PARTIAL_SUMS,
-    REDUCTIONS,
+    REDUCTION_STEPS,
     Program,
     Store,
     amax_shape,
@@ -48,7 +48,7 @@ def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         values[name] = values[name].to(rounded[name]).float()
     for step in program.steps:
         args: list[Any] = [values.get(x, x) if isinstance(x, str) else x for x in step.args]
-        if step.target in REDUCTIONS:
+        if step.target in REDUCTION_STEPS:
             args[0] = args[0].expand(rows, columns)
         found = (_OPERATORS.get(step.target) or operator_named(step.target))(*args)
         name = step.name

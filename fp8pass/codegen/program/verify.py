@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.codegen.program.ir import OPERANDS, REDUCTIONS, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import OPERANDS, REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.config import BUG
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
@@ -66,7 +66,7 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     for step in program.steps:
         operands = _verify_step(step, defined)
         _define(step, defined)
-        if step.target not in REDUCTIONS and not varying.isdisjoint(operands):
+        if step.target not in REDUCTION_STEPS and not varying.isdisjoint(operands):
             varying.add(step.name)
     _require(bool(program.stores), "the program", "stores nothing")
     for store in program.stores:
@@ -115,7 +115,7 @@ def _verify_step(step: Step, defined: set[str]) -> list[str]:
     operands = [x for x in arguments if isinstance(x, str)]
     for operand in operands:
         _require(operand in defined, step, f"uses {operand}, which is not defined before")
-    if step.target in ("scale", *REDUCTIONS):
+    if step.target in ("scale", *REDUCTION_STEPS):
         _require(len(operands) == len(arguments) == 1, step, "takes one value")
     else:
         known = triton_template(step.target, arguments) is not None

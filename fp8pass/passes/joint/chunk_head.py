@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.by_rows import RowWriter
+from fp8pass.graph.by_rows import ChunkWriter
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.multiples import is_multiple
@@ -163,7 +163,7 @@ class Chunking:
         self._sizes = _sizes(gm.graph, set(part))
         rows = tensor(head).shape[0]
         example = compat.size_hint(rows) // count
-        self.writer = RowWriter(rows, example, self._as_known, self._emit, self._arguments)
+        self.writer = ChunkWriter(rows, example, self._as_known, self._emit, self._arguments)
 
     def run(self) -> None:
         """Rewrite the graph.

@@ -49,7 +49,7 @@ MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
 
 
 @dataclass
-class Matrix:
+class GatheredMatrix:
     """A gathered tensor as it is quantized.
 
     Attributes:
@@ -99,9 +99,9 @@ def gather_codes(gm: fx.GraphModule, ctx: Context) -> None:
         remove_unused(gm.graph)
 
 
-def find_readers(whole: fx.Node) -> tuple[list[Matrix], list[fx.Node]]:
+def find_readers(whole: fx.Node) -> tuple[list[GatheredMatrix], list[fx.Node]]:
     """The matrices that are quantized of a gathered tensor, and all else that reads it."""
-    matrices: dict[fx.Node, Matrix] = {}
+    matrices: dict[fx.Node, GatheredMatrix] = {}
     others: list[fx.Node] = []
     pending: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(whole, ())]
     while pending:
@@ -110,13 +110,13 @@ def find_readers(whole: fx.Node) -> tuple[list[Matrix], list[fx.Node]]:
             if user.target in MOVES | CASTS:
                 pending.append((user, (*path, user)))
             elif user.target in (fp8.amax.default, fp8.quantize.default):
-                matrices.setdefault(node, Matrix(node, path)).readers.append(user)
+                matrices.setdefault(node, GatheredMatrix(node, path)).readers.append(user)
             else:
                 others.append(user)
     return sorted(matrices.values(), key=lambda m: m.node), others
 
 
-def why_not(gather: Gather, matrices: list[Matrix], others: list[fx.Node]) -> str:
+def why_not(gather: Gather, matrices: list[GatheredMatrix], others: list[fx.Node]) -> str:
     """Why a tensor is gathered as it is; '' if its codes can be instead."""
     codes = [n for matrix in matrices for n in matrix.codes]
     if not codes:
@@ -150,7 +150,7 @@ def _measures_block(node: fx.Node, block: Block) -> bool:
     return node.target is fp8.amax.default and parse_block(str(node.args[1])) == block
 
 
-def _measures(codes: fx.Node, matrix: Matrix) -> bool:
+def _measures(codes: fx.Node, matrix: GatheredMatrix) -> bool:
     """Whether the scale of codes follows from their matrix, and so is the same on all ranks."""
     scale: Any = codes.args[1]
     if not graph.is_call(scale, fp8.scale.default):
@@ -161,7 +161,7 @@ def _measures(codes: fx.Node, matrix: Matrix) -> bool:
     return measured is matrix.node
 
 
-def _keeps_rows(gather: Gather, matrix: Matrix) -> bool:
+def _keeps_rows(gather: Gather, matrix: GatheredMatrix) -> bool:
     """Whether each row of a matrix is a row of one rank's part."""
     is_last = gather.dim == tensor(gather.whole).ndim - 1
     return not is_last and all(map(_keeps_last_dimension, matrix.moves))
@@ -174,7 +174,7 @@ def _keeps_last_dimension(move: fx.Node) -> bool:
     return compat.statically_known_true(before.shape[-1] == after.shape[-1])
 
 
-def is_plain(gather: Gather, matrix: Matrix) -> bool:
+def is_plain(gather: Gather, matrix: GatheredMatrix) -> bool:
     """Whether a matrix is those of all ranks, one below the other."""
     leading = tensor(gather.shard).shape[: gather.dim]
     is_below = all(compat.statically_known_true(size == 1) for size in leading)
@@ -182,7 +182,7 @@ def is_plain(gather: Gather, matrix: Matrix) -> bool:
     return is_below and not permutes and _keeps_rows(gather, matrix)
 
 
-def _sizes_vary(gather: Gather, matrix: Matrix) -> bool:
+def _sizes_vary(gather: Gather, matrix: GatheredMatrix) -> bool:
     """Whether some size varies that the codes' views would have to be given."""
     if is_plain(gather, matrix):
         return not isinstance(tensor(matrix.node).shape[-1], int)
@@ -193,7 +193,7 @@ def _sizes_vary(gather: Gather, matrix: Matrix) -> bool:
 class Sender:
     """Has one gathered matrix measured and quantized where its parts are, and gathers the codes."""
 
-    def __init__(self, g: fx.Graph, gather: Gather, matrix: Matrix) -> None:
+    def __init__(self, g: fx.Graph, gather: Gather, matrix: GatheredMatrix) -> None:
         self.graph, self.gather, self.matrix = g, gather, matrix
         self.is_plain = is_plain(gather, matrix)
         self.reader = matrix.node

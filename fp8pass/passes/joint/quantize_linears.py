@@ -30,8 +30,8 @@ from fp8pass.config import Config
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
 from fp8pass.graph.called_graphs import layers_in_called_graphs
 from fp8pass.graph.linear_layers import (
+    GraphPart,
     Layer,
-    Part,
     Reason,
     emit_operand,
     is_multiple_of_16,
@@ -73,7 +73,7 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.plan.linears.append(layer.entry(reason, ""))
 
 
-def quantize_layers(part: Part, ctx: Context) -> None:
+def quantize_layers(part: GraphPart, ctx: Context) -> None:
     """Rewrite the eligible ones of a graph's layers."""
     g, eligible = part.gm.graph, dict[fx.Node, Layer]()
     for layer in part.layers:

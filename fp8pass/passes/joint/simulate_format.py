@@ -21,10 +21,10 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect.formats import simulated_format
-from fp8pass.dialect.masking import DTYPES, is_identity
+from fp8pass.dialect.masking import MASKED_DTYPES, is_identity
 from fp8pass.graph.linear_layers import (
+    GraphPart,
     Layer,
-    Part,
     Reason,
     emit_operand,
     first_operand,
@@ -50,7 +50,7 @@ def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
             part.gm.recompile()
 
 
-def mask_layers(part: Part, ctx: Context) -> None:
+def mask_layers(part: GraphPart, ctx: Context) -> None:
     """Mask the GEMMs of a graph's layers."""
     chosen: set[fx.Node] = set()
     for layer in part.layers:
@@ -74,7 +74,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if layer.flaw:
         return layer.why_none
-    if any(tensor(x).dtype not in DTYPES for x in operands_of(layer.forward)):
+    if any(tensor(x).dtype not in MASKED_DTYPES for x in operands_of(layer.forward)):
         return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
@@ -130,4 +130,4 @@ class Mask:
     def _holds(self, node: fx.Node) -> bool:
         """Whether the format has all numbers that a tensor may have, or masks none of them."""
         dtype = tensor(node).dtype
-        return dtype not in DTYPES or is_identity(self.format, dtype)
+        return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

@@ -48,7 +48,7 @@ fp8 = torch.ops.fp8pass
 
 
 @dataclass(eq=False)
-class Matrix:
+class TiledMatrix:
     """A matrix that a kernel may store.
 
     Attributes:
@@ -73,7 +73,7 @@ class Matrix:
         """The nodes that the kernel computes."""
         return [*(n for nodes in self.replaced.values() for n in nodes), *self.amaxes]
 
-    def agrees(self, other: Matrix) -> bool:
+    def agrees(self, other: TiledMatrix) -> bool:
         """Whether nodes that both load are broadcast to both matrices in the same way."""
         return self.reader.agrees(other.reader)
 
@@ -144,7 +144,7 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
         graph.settle(gm.graph)
 
 
-def matrix_behind_codes(codes: fx.Node) -> Matrix | None:
+def matrix_behind_codes(codes: fx.Node) -> TiledMatrix | None:
     """The matrix of which a node is the codes, None if the tile kernel does not store them."""
     if not is_quantized_operand(codes) or why_no_tiles(codes):
         return None
@@ -167,10 +167,10 @@ def matrix_behind_codes(codes: fx.Node) -> Matrix | None:
         del by_layout["rows"]
     names = reader.names
     store = Store(names[x], (), scale=names[scale], format=quantization_of(codes).format.name)
-    return Matrix(reader, store, by_layout)
+    return TiledMatrix(reader, store, by_layout)
 
 
-def matrix_of_codes(codes: fx.Node) -> Matrix | None:
+def matrix_of_codes(codes: fx.Node) -> TiledMatrix | None:
     """The matrix of codes that a node is, if they are in memory and needed transposed."""
     if not graph.is_call(codes, fp8.as_codes.default) or not transposes(codes):
         return None
@@ -183,10 +183,10 @@ def matrix_of_codes(codes: fx.Node) -> Matrix | None:
     except NotAMatrix:
         return None
     store = Store(reader.names[codes], (), format=format)
-    return Matrix(reader, store, {"columns": transposes(codes)})
+    return TiledMatrix(reader, store, {"columns": transposes(codes)})
 
 
-def matrix_behind_amax(x: fx.Node) -> Matrix | None:
+def matrix_behind_amax(x: fx.Node) -> TiledMatrix | None:
     """The matrix that a node is, if its `amax` is taken and no generated kernel computes it.
 
     It is computed from groups, or in memory already. In other cases the generated kernel that
@@ -203,13 +203,13 @@ def matrix_behind_amax(x: fx.Node) -> Matrix | None:
     operands = {load.operand for load in reader.loads.values()}
     if not reader.large_loads or ("groups" not in operands and not is_in_memory(x)):
         return None
-    return Matrix(reader, Store(reader.names[x], ()), amaxes=amaxes)
+    return TiledMatrix(reader, Store(reader.names[x], ()), amaxes=amaxes)
 
 
-def matrices_by_kernel(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+def matrices_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
     """The matrices that each kernel stores, first the one with all loads of the others."""
-    groups: list[list[Matrix]] = []
-    that_load: dict[fx.Node, list[list[Matrix]]] = {}
+    groups: list[list[TiledMatrix]] = []
+    that_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -len(m.large_loads)):
         for group in that_load.get(min(matrix.large_loads), ()):
             fits = matrix.large_loads <= group[0].large_loads
@@ -224,7 +224,7 @@ def matrices_by_kernel(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     return groups
 
 
-def can_store(whole: Concatenation, groups: list[list[Matrix]]) -> bool:
+def can_store(whole: Concatenation, groups: list[list[TiledMatrix]]) -> bool:
     """Whether the kernels of some groups can store all parts of a concatenation in place.
 
     Each part must occur once, and have no users but the concatenation and transposes.
@@ -238,13 +238,13 @@ def can_store(whole: Concatenation, groups: list[list[Matrix]]) -> bool:
     return stored.issuperset(whole.parts) and not depends_on_itself(matrices)
 
 
-def depends_on_itself(matrices: list[Matrix]) -> bool:
+def depends_on_itself(matrices: list[TiledMatrix]) -> bool:
     """Whether a tensor that one of the matrices is computed from depends on another one of them."""
     reads = {n for m in matrices for n in m.reader.loads}
     return len(matrices) > 1 and depends(reads, [n for m in matrices for n in m.results])
 
 
-def fuse(groups: list[list[Matrix]], whole: Concatenation | None = None) -> None:
+def fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
     """Put one operator in place of groups of matrices, with a program for each group."""
     matrices = [matrix for group in groups for matrix in group]
     if depends_on_itself(matrices):  # through a kernel that was put in place meanwhile

@@ -37,7 +37,7 @@ _RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), an
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
-DTYPES = (*FLOATS, *INTEGERS, "bool")
+DTYPE_NAMES = (*FLOATS, *INTEGERS, "bool")
 
 _INPUT = re.compile(
     r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?(?::(?P<below>\d+))?"
@@ -219,7 +219,7 @@ def parse_input(text: str) -> Input:
     return Input(match["name"] or "", shape, dtype, int(below or 0))
 
 
-def check_dtype(text: str, among: tuple[str, ...] = DTYPES) -> str:
+def check_dtype(text: str, among: tuple[str, ...] = DTYPE_NAMES) -> str:
     """Check the name of a dtype.
 
     Raises:
