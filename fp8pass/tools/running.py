@@ -277,9 +277,9 @@ def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
         x.grad = None
     reset_unreduced: AbstractContextManager[None] = nullcontext()
     if is_sharded(module):
-        from fp8pass.compat.fsdp import reducing_anew
+        from fp8pass.compat.data_parallel import reduce_separately
 
-        reset_unreduced = reducing_anew(module)
+        reset_unreduced = reduce_separately(module)
     try:
         with compat.disable_gradient_hooks(leaves), reset_unreduced:
             yield leaves

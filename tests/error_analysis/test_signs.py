@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fp8pass.error_analysis.signs import Sign, signs
+from fp8pass.error_analysis.signs import KnownSign, signs
 
 UNARY = [
     torch.exp, torch.neg, torch.sigmoid, torch.relu, torch.abs, torch.square, torch.tanh,
@@ -66,10 +66,10 @@ class Checked(fx.Interpreter):
 
     def run_node(self, n: fx.Node):
         result = super().run_node(n)
-        sign = self.signs.get(n, Sign.UNKNOWN)
+        sign = self.signs.get(n, KnownSign.UNKNOWN)
         if isinstance(result, torch.Tensor) and result.is_floating_point():
-            assert Sign.NONNEGATIVE not in sign or not (result < 0).any(), n.format_node()
-            assert Sign.NONPOSITIVE not in sign or not (result > 0).any(), n.format_node()
+            assert KnownSign.NONNEGATIVE not in sign or not (result < 0).any(), n.format_node()
+            assert KnownSign.NONPOSITIVE not in sign or not (result > 0).any(), n.format_node()
         return result
 
 
@@ -143,7 +143,7 @@ def test_decays_are_found(name):
     x = torch.randn(2, 4, 4)
     gm = make_fx(DECAYS[name], decomposition_table=DECOMPOSED)(*x)
     (result,) = gm.graph.output_node().all_input_nodes
-    assert Sign.NONPOSITIVE in signs(gm.graph)[result]
+    assert KnownSign.NONPOSITIVE in signs(gm.graph)[result]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_decays_are_found(name):
 def test_nothing_is_said_of_others(function):
     gm = make_fx(function, decomposition_table=DECOMPOSED)(torch.randn(4, 4))
     (result,) = gm.graph.output_node().all_input_nodes
-    assert Sign.NONPOSITIVE not in signs(gm.graph).get(result, Sign.UNKNOWN)
+    assert KnownSign.NONPOSITIVE not in signs(gm.graph).get(result, KnownSign.UNKNOWN)
 
 
 def chunked_decay(m, x):

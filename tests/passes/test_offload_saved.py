@@ -365,7 +365,7 @@ def test_waits(sent, end):
 def test_cuda_graphs_are_refused():
     model, args = mlp()
     program = torch.compile(model, backend="fp8pass", options={**HOST, "triton.cudagraphs": True})
-    with pytest.raises(Exception, match="without CUDA graphs"):
+    with pytest.raises(Exception, match="incompatible with CUDA graphs"):
         program(*args)
 
 
