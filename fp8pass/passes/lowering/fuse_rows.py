@@ -88,7 +88,8 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
     names = reader.names
     kernel = RowKernel(reader, [], [])
     groups = kept_groups(reader)
-    for node in used_elsewhere(reader, {codes}.union(*groups)):
+    amaxes = {scales.all_input_nodes[0] for scales, _ in groups}
+    for node in used_elsewhere(reader, {codes}.union(amaxes, *groups)):
         layout = {"full": "full", "row": "row"}.get(reader.operand(node))
         if layout is None or not has_shape(node):
             return None
@@ -132,7 +133,7 @@ def kept_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
     for value in reader.names:
         for amax in (user for user in value.users if user.target is fp8.amax.default):
             for scales in (user for user in amax.users if user.target is fp8.scale.default):
-                coded = list(scales.users)
+                coded = [u for u in scales.users if u.target is fp8.quantize.default]
                 if _can_store_groups(scales) and len(coded) == 1 and has_shape(coded[0]):
                     found.append((scales, coded[0]))
     return found
