@@ -25,7 +25,7 @@ from torch import Tensor
 from fp8pass.error_analysis.expressions import Expressions, Pointwise
 from fp8pass.error_analysis.factors import Factors, Key, Reduction
 from fp8pass.error_analysis.samples import ON_CPU, Samples, evaluate
-from fp8pass.graph.symbols import Magnitude, Sign, UnitStep
+from fp8pass.graph.symbols import Magnitude, Sign, Underivable, UnitStep
 
 # Results that differ by less than this share of their largest are equal within rounding.
 TOLERANCE = 2**-7
@@ -168,7 +168,10 @@ class Search:
         below, above = self._at(crossings.below, crossings), self._at(crossings.above, crossings)
         masks = {s: below.values[s] for c in self.comparisons if c.is_mask and (s := c.symbol)}
         held = self._at(crossings.above, crossings, masks)
-        scales = [float(x.abs().nan_to_num().max()) for x in _results(everywhere, outputs)]
+        results = _results(everywhere, outputs)
+        if not results:
+            raise Underivable("only discrete values are computed from it")
+        scales = [float(x.abs().nan_to_num().max()) for x in results]
         jumps = _jumps(_results(below, outputs), _results(above, outputs), scales)
         others = _jumps(_results(below, outputs), _results(held, outputs), scales)
         to_blame = set(crossings.comparison[others].tolist())

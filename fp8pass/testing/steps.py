@@ -88,8 +88,9 @@ def assert_same_step(got: TrainingStep, want: TrainingStep) -> None:
         if found is None or expected is None:
             assert found is expected, f"gradient of {name}: {found} instead of {expected}"
         else:
-            gap = _describe_gap(found, expected)
-            assert identical(found, expected), f"gradient of {name} differs by {gap}"
+            assert identical(found, expected), (
+                f"gradient of {name} differs by {_describe_gap(found, expected)}"
+            )
     for name, b in want.buffers.items():
         assert identical(got.buffers[name], b), f"buffer {name}"
 

@@ -88,3 +88,9 @@ def test_sign_roots_go_through_what_keeps_signs():
     compared = [d.symbol for d in expressions.definitions if d.value.atoms(UnitStep)]
     (h,) = expressions.values
     assert all(roots[s] == h for s in compared[:1])
+
+
+def test_a_region_that_computes_indices_alone_has_no_rule():
+    """No result of it is a number that could jump."""
+    plan = plan_of(lambda m, x: x.gather(-1, (x.detach() > 0).long()), "e2m1")
+    assert not any(s.kept_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)
