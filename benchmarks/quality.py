@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py                       every recipe, results/quality.json
     python benchmarks/quality.py accumulation          fast and precise accumulation by role
+    python benchmarks/quality.py lengths               fast accumulation over 8,192 tokens
     python benchmarks/quality.py rates                 recipes at rising learning rates
     python benchmarks/quality.py mantissa              simulated formats at high learning rates
     python benchmarks/quality.py large                 352M parameters, 300M tokens, on four GPUs
@@ -16,7 +17,7 @@ see the same batches, so that losses are compared in pairs. Every GPU trains ano
 replays its steps as CUDA graphs. Variants with several ranks use that many GPUs under FSDP2, with
 the same global batch.
 
-In `recipes` and `accumulation` BF16 trains the first 1,200 steps of a seed, at a constant rate, and
+In `recipes`, `accumulation` and `lengths` BF16 trains the first 1,200 steps of a seed, at a constant rate, and
 all variants continue from these weights with a new optimizer. From random weights the loss stays on
 a plateau for about 600 steps, and two runs that differ in rounding alone leave it at different
 times: their final losses then differ by 1%.
@@ -110,9 +111,11 @@ ACCUMULATION = {
     for count in range(len(GEMMS) + 1)
     for fast in itertools.combinations(GEMMS, count)
 }
+FAST_UP_TO_8192 = "coat, fast up to 8192"
 SIMULATED = {name.upper(): Variant({"simulate": name}) for name in ("e8m5", "e8m4", "e8m3")}
 FOUR_RANKS = "BF16, 4 ranks"
 VARIANTS |= ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
+VARIANTS[FAST_UP_TO_8192] = Variant({"longest_fast": 8192})
 
 MODEL = Size(768, 12, 12, 12, 3072, seq=1024, batch=16, steps=2000, peak_lr=6e-4)
 CONTINUED = replace(MODEL, steps=800)
@@ -142,6 +145,12 @@ class Experiment:
 EXPERIMENTS = {
     "recipes": Experiment(RECIPES, CONTINUED, start=1200),
     "accumulation": Experiment((BASELINE, *ACCUMULATION), CONTINUED, seeds=4, start=1200),
+    # With 8 sequences wgrad contracts 8,192 tokens.
+    "lengths": Experiment(
+        (BASELINE, "coat", FAST_UP_TO_8192, "coat, fast: none"),
+        replace(CONTINUED, batch=8),
+        start=1200,
+    ),
     "rates": Experiment(
         (BASELINE, "linear", "coat", "agoq", "torchao tensorwise"),
         replace(MODEL, steps=600),
