@@ -17,10 +17,10 @@ see the same batches, so that losses are compared in pairs. Every GPU trains ano
 replays its steps as CUDA graphs. Variants with several ranks use that many GPUs under FSDP2, with
 the same global batch.
 
-In `recipes`, `accumulation` and `lengths` BF16 trains the first 1,200 steps of a seed, at a constant rate, and
-all variants continue from these weights with a new optimizer. From random weights the loss stays on
-a plateau for about 600 steps, and two runs that differ in rounding alone leave it at different
-times: their final losses then differ by 1%.
+In `recipes`, `accumulation` and `lengths` BF16 trains the first 1,200 steps of a seed, at a fixed
+rate, and all variants continue from these weights with a new optimizer. From random weights the
+loss stays on a plateau for about 600 steps, and two runs that differ in rounding alone leave it at
+different times: their final losses then differ by 1%.
 
 The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
 trained forward. Tables give the mean difference to BF16 over seeds with its standard error. A run
