@@ -97,6 +97,7 @@ def train_within(budget: float, recipe: str) -> tuple[TrainingStep, Plan]:
     return found, spy.plan
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("recipe", "budgets"), [("coat", BUDGETS), ("agoq", BUDGETS[1:]), ("linear", BUDGETS[1:])]
@@ -210,6 +211,7 @@ def test_random_operators_are_never_run_again():
 # --- what cannot be met -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_the_smallest_budget_is_named_and_works(recipe):
     with pytest.raises(Exception, match="cannot be met") as error:
@@ -289,6 +291,7 @@ def test_a_share_that_cannot_be_met_is_answered_with_one():
 # --- memory against time ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_time_falls_as_memory_rises(recipe):
     model, args = decoder(1)

@@ -87,6 +87,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_compiles_for_a_gpu(tmp_path):
     """To less code than what Triton itself makes of functions that are instructions of the GPU."""

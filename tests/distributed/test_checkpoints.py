@@ -274,6 +274,7 @@ def states_of_columns(device: str) -> dict[str, Any]:
 # --- tests --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)

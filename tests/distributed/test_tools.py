@@ -147,6 +147,7 @@ def test_tools_leave_a_step_alone(two, way, where):
     two(a_step_with_tools, way, "diagnose", where)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("tool", [name for name in TOOLS if name != "diagnose"])
 @pytest.mark.parametrize("way", ["ddp views, no_sync", "fsdp no sync"])

@@ -383,6 +383,7 @@ def test_parameters_that_outlive_their_optimizer_say_so():
         weight.sum().backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_attached_optimizers_live_as_long_as_their_models(accumulate):
     """The model keeps the optimizer alive, and no reference keeps the parameters alive."""

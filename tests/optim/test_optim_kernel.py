@@ -134,6 +134,7 @@ def test_states_rounded_to_nearest_draw_no_bits(device):
     same_state(*found)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("weights", ["nearest", "fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,6 +155,7 @@ def test_stochastic_rounding_draws_the_same_numbers(device, monkeypatch):
     assert different.double().mean() < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["coat", "fp8-lm"])
 @pytest.mark.parametrize("expand", ["", "+expand"])
 def test_gradients_of_another_dtype_or_place(device, monkeypatch, preset, expand):

@@ -64,6 +64,7 @@ def clip(params, values):
 WRITES = [copy_into_data, set_data, from_a_vector, clip]
 
 
+@pytest.mark.long
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("kept", "dtype"),
@@ -102,6 +103,7 @@ def test_parameters_are_their_rounded_master_copies(path, kept, dtype, rounding)
             assert torch.equal(p, master_of(optimizer, p).to(dtype))
 
 
+@pytest.mark.long
 def test_elements_that_are_not_written_keep_their_precision(path):
     found = []
     for write in (False, True):
@@ -157,6 +159,7 @@ def linear(seed: int) -> nn.Module:
     return nn.Linear(32, 16).bfloat16()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_any_order_of_loading_resumes_bit_by_bit(path, kept, first):
@@ -203,6 +206,7 @@ def test_values_that_are_not_finite_are_taken():
     assert (p - 0.5).abs().amax() < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["fp32", "fp16"])
 @pytest.mark.parametrize("offload", [(), ("states",)], ids=str)
 def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):

@@ -143,6 +143,7 @@ def test_in_the_backward(device):
         assert torch.equal(p, q)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("buffer", ["e4m3", "fp16", "de8"])

@@ -112,6 +112,7 @@ def by_state_dict(_: nn.Module, optimizer: AdamW) -> None:
 WAYS = [by_get_state_dict, by_flat_state_dict, by_full_state_dict, by_state_dict]
 
 
+@pytest.mark.long
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("when", [1, 2, 4])
@@ -147,6 +148,7 @@ def test_states_of_the_first_sum_are_those_before_the_first_update(offload):
 # --- compiled autograd --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("by", ["config", "context"])
 def test_compiled_autograd_is_refused_before_an_update(accumulate, by):

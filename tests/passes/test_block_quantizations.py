@@ -28,7 +28,7 @@ BLOCKS = table(
 
 
 @pytest.mark.parametrize("quantizations", [MX, BLOCKS], ids=["mxfp8", "blocks"])
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_layer_trains_with_blocks(quantizations, compiler):
     torch.manual_seed(0)
     model = nn.Sequential(FFN(64, 128), FFN(64, 128)).bfloat16()

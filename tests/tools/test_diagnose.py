@@ -95,6 +95,7 @@ def ranked(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([(x < b).sum() + ((x == b).sum() - 1) / 2 for b in x]).double()
 
 
+@pytest.mark.long
 def test_attention_is_the_largest_without_rules():
     """AGoQ, Table 13."""
     layers = errors_of(UNIFORM, True)

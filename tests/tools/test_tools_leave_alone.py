@@ -88,6 +88,7 @@ def test_buffers_and_random_state_stay(tool):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_and_sums_stay(tool, accumulate):
