@@ -28,8 +28,8 @@ from fp8pass.plan import Plan
 from fp8pass.testing.checks import stock_eager as stock_eager
 from fp8pass.testing.steps import TrainingStep as TrainingStep
 from fp8pass.testing.steps import assert_same_step as assert_same_step
-from fp8pass.testing.steps import count_planned as planned_tensors  # noqa: F401
-from fp8pass.testing.steps import count_saved as kept_tensors  # noqa: F401
+from fp8pass.testing.steps import count_planned as count_planned
+from fp8pass.testing.steps import count_saved as count_saved
 from fp8pass.testing.steps import identical as identical
 from fp8pass.testing.steps import leaves as leaves
 from fp8pass.testing.steps import step as step

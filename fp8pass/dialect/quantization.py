@@ -139,13 +139,16 @@ def parse(text: str) -> Quantization:
     """The quantization that a text names.
 
     Raises:
-        ValueError: unknown format, block or form of scales.
+        ValueError: unknown format, block or form of scales, or a packed format without groups.
     """
     match = re.fullmatch(r"(\w+) (tensor|row|\d+×\d+)(?: (\w+))?", text)
     format, block, scales = match.groups("") if match else ("", "", "")
     if format not in FORMATS or (scales and scales not in SCALE_FORMS):
         raise ValueError(f"{text!r} is no quantization such as 'e4m3 row' or 'e4m3 1×32 e8m0'")
-    return Quantization(FORMATS[format], parse_block(block), scales)
+    found = Quantization(FORMATS[format], parse_block(block), scales)
+    if found.format.packed and (found.block[0] != 1 or not found.is_in_groups):
+        raise ValueError(f"{text!r}: {format} is packed in groups, such as '{format} 1×128'")
+    return found
 
 
 # The quantization of weights outside of graphs, and of experts' operands.

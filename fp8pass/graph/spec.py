@@ -296,7 +296,7 @@ def _verify_mask_format(node: fx.Node) -> None:
     try:
         simulated_format(str(format))
     except ValueError as error:
-        _require(False, node, f"{error}")
+        raise _malformed(node, f"{error}") from None
 
 
 def _verify_settled(node: fx.Node) -> None:
@@ -405,8 +405,7 @@ def _quantization(node: fx.Node, text: object) -> Quantization:
     try:
         return parse(str(text))
     except ValueError as error:
-        _require(False, node, f"{error}")
-        raise
+        raise _malformed(node, f"{error}") from None
 
 
 def _require_format(node: fx.Node, format: object) -> None:
@@ -415,5 +414,9 @@ def _require_format(node: fx.Node, format: object) -> None:
 
 def _require(condition: bool, node: fx.Node, problem: str) -> None:
     if not condition:
-        where = graph.module_path(node) or "top level"
-        raise MalformedGraph(f"{node.format_node()} in {where}: {problem}")
+        raise _malformed(node, problem)
+
+
+def _malformed(node: fx.Node, problem: str) -> MalformedGraph:
+    where = graph.module_path(node) or "top level"
+    return MalformedGraph(f"{node.format_node()} in {where}: {problem}")

@@ -23,10 +23,10 @@ from helpers import (
     capture_joint,
     compiled,
     cosine,
+    count_planned,
+    count_saved,
     gpt2,
-    kept_tensors,
     llama,
-    planned_tensors,
     step,
     tokens,
 )
@@ -90,8 +90,8 @@ def train_within(budget: float, recipe: str) -> tuple[TrainingStep, Plan]:
     model, args = decoder()
     program, spy = compiled(model, Config.recipe(recipe, compiler="eager", memory_budget=budget))
     found = step(program, model, args)
-    kept = kept_tensors(program, args, args[:1])
-    assert kept == planned_tensors(spy.plan)
+    kept = count_saved(program, args, args[:1])
+    assert kept == count_planned(spy.plan)
     sizes = {(t.dtype, t.shape): t.bytes for s in spy.plan.saved for t in s.tensors}
     assert sum(sizes[key] * count for key, count in kept.items()) == spy.plan.saved_bytes
     return found, spy.plan

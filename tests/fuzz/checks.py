@@ -19,8 +19,8 @@ from helpers import (
     TrainingStep,
     aot_exact,
     assert_same_step,
-    kept_tensors,
-    planned_tensors,
+    count_planned,
+    count_saved,
     step,
     stock_eager,
 )
@@ -379,10 +379,10 @@ def _check_plan(program: Program, device: str, run: Run) -> None:
         batch = program.batch(0, device)
         held = [x for x in batch if x.requires_grad]
         try:
-            kept = kept_tensors(run.program, batch, [*held, *run.model.buffers()])
+            kept = count_saved(run.program, batch, [*held, *run.model.buffers()])
         except AssertionError as error:
             raise Failed("plan", str(error)) from None
-        planned = planned_tensors(plan)
+        planned = count_planned(plan)
         if kept != planned:
             more, less = dict(kept - planned), dict(planned - kept)
             raise Failed("plan", f"kept but not planned {more}, planned but not kept {less}")

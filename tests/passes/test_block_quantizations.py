@@ -6,12 +6,15 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
-from helpers import FFN, relative, step
+from helpers import FFN, capture_joint, relative, step
 from torch import nn
 
 from fp8pass.config import Config
 from fp8pass.dialect.quantization import parse
 from fp8pass.dynamo import Backend
+from fp8pass.graph import spec
+from fp8pass.graph.tags import ROLE
+from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 OPERANDS = {"forward": "input weight", "dgrad": "gradient weight", "wgrad": "gradient input"}
@@ -42,6 +45,23 @@ def test_a_layer_trains_with_blocks(quantizations, compiler):
         assert 1e-3 < relative(got.gradients[name], gradient) < 0.2
 
 
+@pytest.mark.parametrize("quantizations", [MX, BLOCKS], ids=["mxfp8", "blocks"])
+def test_each_operand_has_the_quantization_of_the_table(quantizations):
+    """Data of squares are transposed; those of rows are quantized in both layouts."""
+    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    joint = capture_joint(FFN(64, 128).bfloat16(), x)
+    with patch.object(Config, "quantizations", PropertyMock(return_value=quantizations)):
+        quantize_linears(joint.gm, joint.ctx)
+    spec.verify(joint.gm.graph)
+    gemms = joint.calls(fp8.scaled_mm.default)
+    assert len(gemms) == 9
+    for gemm in gemms:
+        wanted = [quantizations[gemm.meta[ROLE], x] for x in OPERANDS[gemm.meta[ROLE]].split()]
+        assert sorted(gemm.args[7:]) == sorted(wanted)
+    squares = quantizations is BLOCKS
+    assert len(joint.calls(fp8.transpose.default)) == (3 if squares else 0)
+
+
 @pytest.mark.parametrize("text", ["e4m3 1×32 e8m0", "e4m3 16×16 fp32", "e5m2 1×16 fp32"])
 def test_quantize_and_dequantize_in_blocks(text):
     x = torch.randn(32, 64) * torch.tensor([1e-6, 1.0]).repeat_interleave(32)
@@ -58,4 +78,10 @@ def test_quantize_and_dequantize_in_blocks(text):
 @pytest.mark.parametrize("text", ["e4m3", "e9m9 row", "e4m3 1x32", "e4m3 row fp64", ""])
 def test_what_is_no_quantization(text):
     with pytest.raises(ValueError, match="no quantization such as 'e4m3 row'"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["e2m1 tensor", "e2m2 row", "e2m3 4×16"])
+def test_packed_formats_have_groups(text):
+    with pytest.raises(ValueError, match="is packed in groups"):
         parse(text)

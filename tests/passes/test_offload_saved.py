@@ -12,8 +12,8 @@ from helpers import (
     benchmark_models,
     capture_joint,
     compiled,
-    kept_tensors,
-    planned_tensors,
+    count_planned,
+    count_saved,
     relative,
     step,
 )
@@ -151,9 +151,9 @@ def test_autograd_holds_what_the_plan_says(recipe):
     torch._dynamo.reset()
     model, args = decoder()
     program, spy = compiled(model, config(recipe))
-    kept = kept_tensors(program, args, args[:1])
+    kept = count_saved(program, args, args[:1])
     plan = spy.plan
-    assert kept == planned_tensors(plan)
+    assert kept == count_planned(plan)
     assert plan.saved_bytes <= 0.3 * sum(s.bytes + s.host_bytes for s in plan.saved)
     assert plan.offload.bytes == sum(s.host_bytes for s in plan.saved)
     assert in_buffers() == 0

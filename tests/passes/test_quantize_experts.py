@@ -13,8 +13,8 @@ from helpers import (
     assert_same_step,
     capture_joint,
     compiled,
-    kept_tensors,
-    planned_tensors,
+    count_planned,
+    count_saved,
     relative,
     step,
     stock_eager,
@@ -314,8 +314,8 @@ def test_saved_tensors_are_the_plan(recipe):
     """Results of experts are kept in low bits."""
     model, x, offsets = Experts(), rows(), ends(7, 0, 23, 20)
     program, spy = compiled(model, Config.recipe(recipe, compiler="eager"))
-    kept = kept_tensors(program, (x, offsets), [*model.parameters(), x])
-    assert kept == planned_tensors(spy.plan)
+    kept = count_saved(program, (x, offsets), [*model.parameters(), x])
+    assert kept == count_planned(spy.plan)
     low_bit = [s for s in spy.plan.saved if s.expected_error]
     assert {s.op for s in low_bit} == {"fp8pass.scaled_grouped_mm"}
     assert spy.plan.saved_bytes < 0.6 * spy.plan.exact_bytes

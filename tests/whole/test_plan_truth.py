@@ -8,10 +8,10 @@ from helpers import (
     MLP,
     benchmark_models,
     compiled,
+    count_planned,
+    count_saved,
     gpt2,
-    kept_tensors,
     llama,
-    planned_tensors,
     tokens,
     vit,
 )
@@ -94,8 +94,8 @@ def test_packed_tensors_are_the_plan_inductor():
 def check(name, config):
     model, args, held = MODELS[name]()
     program, spy = compiled(model.train(), config)
-    kept = kept_tensors(program, args, (*held, *model.buffers()))
-    assert kept == planned_tensors(spy.plan)
+    kept = count_saved(program, args, (*held, *model.buffers()))
+    assert kept == count_planned(spy.plan)
     sizes = {(t.dtype, t.shape): t.bytes for s in spy.plan.saved for t in s.tensors}
     assert sum(sizes[key] * count for key, count in kept.items()) == spy.plan.saved_bytes
     for key, bytes_ in sizes.items():
@@ -111,8 +111,8 @@ def test_a_graph_input_that_needs_a_gradient_is_not_kept_as_it_is():
     programs = [compiled(block) for block in blocks]
     x = torch.randn(32, 128, requires_grad=True)
     h = programs[0][0](x)
-    kept = kept_tensors(programs[1][0], (h,), ())
-    assert kept == planned_tensors(programs[1][1].plan)
+    kept = count_saved(programs[1][0], (h,), ())
+    assert kept == count_planned(programs[1][1].plan)
     assert ("float32", "32×128") not in kept
     assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
 

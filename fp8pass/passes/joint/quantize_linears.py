@@ -133,7 +133,7 @@ def _is_batch_of_one(gemm: fx.Node) -> bool:
     return gemm.target is aten.bmm.default and isinstance(size, int) and size == 1
 
 
-def quantization_of(operand: str, gemm: fx.Node, config: Config) -> Quantization:
+def choose_quantization(operand: str, gemm: fx.Node, config: Config) -> Quantization:
     """The quantization of an operand of a GEMM: `Config.quantizations`, if the GEMM can have it."""
     chosen = parse(config.quantizations[gemm.meta[ROLE], operand])
     fits = _takes_rows(gemm) if chosen.block == ROW else _divides(chosen.block, gemm)
@@ -175,7 +175,7 @@ def rewrite(gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
     a, b = operands_of(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
     names = quantizer.operand_names(gemm, layer)
-    how = [quantization_of(name, gemm, quantizer.config) for name in names]
+    how = [choose_quantization(name, gemm, quantizer.config) for name in names]
     with g.inserting_before(gemm):
         left = quantizer(a, layer, how[0], contract_rows=False, like=gemm)
         right = quantizer(b, layer, how[1], contract_rows=True, like=gemm)
