@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "coat": {"recipe": "coat"},
     "agoq": {"recipe": "agoq"},
     # Four bits wherever they fit, with the rules that bound errors off.
-    "uniform4": {"recipe": "agoq", "tolerance": float("inf")},
+    "uniform4": {"recipe": "agoq", "error_tolerance": float("inf")},
 }
 MODEL = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
 EXPERTS = Size(512, 8, 8, 8, 896, seq=1024, batch=12, steps=1500, peak_lr=1e-3)

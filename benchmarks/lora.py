@@ -110,7 +110,7 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
     # The first layer has the gradient of its input, too: all layers are one graph.
     llama.model.embed_tokens.register_forward_hook(lambda *args: args[-1].requires_grad_())
     if variant.startswith(FROZEN):
-        fp8pass.freeze(llama)
+        fp8pass.quantize_frozen(llama)
     weight_bytes = sum(map(bytes_of, llama.parameters()))
     model: Any
     if variant.startswith(BASELINE):
@@ -181,7 +181,7 @@ def run(
     model.load_state_dict(weights)
     trained = add_lora(model, model.layers)
     if variant == FROZEN:
-        fp8pass.freeze(model)
+        fp8pass.quantize_frozen(model)
     make: Callable[..., Any] = torch.compile
     if variant != BASELINE:
         make = partial(torch.compile, backend="fp8pass")

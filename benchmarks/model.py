@@ -44,7 +44,7 @@ from tables_models import model_table
 from torch import Tensor, nn
 
 from fp8pass.demo.train import Meter, free_memory
-from fp8pass.optim import AdamW, attach
+from fp8pass.optim import AdamW, step_in_backward
 
 WARM_UP, TIMED = 4, 8
 LEARNING_RATE = 1e-4
@@ -100,7 +100,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], AbstractContextManager[torch.optim.O
     "AdamW": lambda m: nullcontext(torch.optim.AdamW(m.parameters(), LEARNING_RATE, fused=True)),
     "torchao AdamW8bit": lambda m: nullcontext(torchao_adamw8bit(m)),
     "fp8pass AdamW": lambda m: nullcontext(fp8pass_adamw(m)),
-    "fp8pass attach": lambda m: nullcontext(attach(m, fp8pass_adamw(m)).optimizer),
+    "fp8pass step_in_backward": lambda m: nullcontext(
+        step_in_backward(m, fp8pass_adamw(m)).optimizer
+    ),
 }
 
 VARIANTS = {
@@ -111,7 +113,7 @@ VARIANTS = {
         ("torchao tensorwise", "torchao AdamW8bit"),
         ("fp8pass coat", "AdamW"),
         ("fp8pass coat", "fp8pass AdamW"),
-        ("fp8pass coat", "fp8pass attach"),
+        ("fp8pass coat", "fp8pass step_in_backward"),
         ("fp8pass coat, head and loss whole", "fp8pass AdamW"),
         ("fp8pass coat, head and loss in chunks", "fp8pass AdamW"),
     )

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from fp8pass import distributed as distributed
     from fp8pass import optim as optim
     from fp8pass import testing as testing
+    from fp8pass.activation_memory.planner import BudgetTooSmall as BudgetTooSmall
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
     from fp8pass.config import ConfigError as ConfigError
-    from fp8pass.distributed import pipeline_parallel as pipeline_parallel
     from fp8pass.dynamo import backend as backend
     from fp8pass.integrations.compressed_tensors import export as export
     from fp8pass.stability.guard import Guard as Guard
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fp8pass.tools.fitting import Gpu as Gpu
     from fp8pass.tools.fitting import fit as fit
     from fp8pass.tools.sharpness import sharpness as sharpness
-    from fp8pass.weights.freezing import freeze as freeze
+    from fp8pass.weights.quantize_frozen import quantize_frozen as quantize_frozen
 
 __version__ = "0.1.0"
 
@@ -40,6 +40,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "RECIPES": "config",
     "Bisection": "tools.bisection",
+    "BudgetTooSmall": "activation_memory.planner",
     "Config": "config",
     "ConfigError": "config",
     "Diagnosis": "tools.diagnosis",
@@ -55,17 +56,12 @@ _MODULES = {
     "explain": "tools.explanation",
     "export": "integrations.compressed_tensors",
     "fit": "tools.fitting",
-    "freeze": "weights.freezing",
+    "quantize_frozen": "weights.quantize_frozen",
     "sharpness": "tools.sharpness",
 }
 
 # The public modules, each with its place.
-_SUBMODULES = {
-    "distributed": "distributed",
-    "optim": "optim",
-    "pipeline_parallel": "distributed.pipeline_parallel",
-    "testing": "testing",
-}
+_SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testing"}
 
 __all__ = [*_MODULES, *_SUBMODULES]
 

@@ -72,7 +72,7 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
-    if config.moments or any(VALUE_SEPARATOR in pattern for pattern in config.keep_exact):
+    if config.calibration or any(VALUE_SEPARATOR in pattern for pattern in config.keep_exact):
         return tuple(paths)
     patterns = config.skip, config.keep_exact
     return tuple(

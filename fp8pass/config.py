@@ -21,7 +21,7 @@ from fp8pass.dialect.formats import (
 )
 
 LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
-SCALES = ("row", "tensor")
+SCALES = ("rowwise", "tensorwise")
 SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
 ATTENTION_OUTPUTS = ("exact", "e2m5")
 COMPILERS = ("inductor", "eager")
@@ -36,7 +36,7 @@ LISTS = ("skip", "keep_exact", "simulate_gemms", "fast_accumulation")
 RECIPES: dict[str, dict[str, Any]] = {
     # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
     # codes for the backward, which therefore need the backward's scale.
-    "linear": {"save_format": "none", "forward_scales": "tensor"},
+    "linear": {"save_format": "none", "forward_scales": "tensorwise"},
     # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
     "coat": {},
     # As coat, but in 4 bits where the error rules allow that (AGoQ section 4).
@@ -79,9 +79,9 @@ class Config:
         forward_format: format of activations and weights in the GEMMs of linear layers, one of
             `e4m3`, `e5m2`, `exact`. Scales are made just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
-        forward_scales: `row`, one scale for each token and each output feature in the GEMMs of the
+        forward_scales: `rowwise`, one scale for each token and each output feature in the GEMMs of the
             forward, which take one pass over a tensor to quantize it, and round it less; or
-            `tensor`. GEMMs of the backward have one scale for each tensor. Those of experts have
+            `tensorwise`. GEMMs of the backward have one scale for each tensor. Those of experts have
             scales by row in forward and dgrad whatever this says: PyTorch's kernel takes no others.
         fast_accumulation: the roles of FP8 GEMMs, out of `forward`, `dgrad` and `wgrad`, that may
             use Hopper's fast accumulation: the tensor cores keep a running sum of 14 bits over the
@@ -98,9 +98,9 @@ class Config:
             `exact`, or in 8 bits as `e2m5`, less its mean over tokens, in 1×32 groups. The worst
             case is not bounded then; measured errors are less than half of what FP8 linear layers
             add to the same gradients. q, k and v stay exact.
-        tolerance: how large the relative error of a gradient may get through one stored value, in
+        error_tolerance: how large the relative error of a gradient may get through one stored value, in
             the worst case and to first order. `inf` switches the error rules off.
-        moments: means and standard deviations of values, from `fp8pass.calibrate`, for the error
+        calibration: means and standard deviations of values, from `fp8pass.calibrate`, for the error
             rules; they assume unit variance elsewhere.
         memory_budget: how much the backward may keep of each graph, besides parameters: a share of
             its plan without a budget (a float up to 2), or bytes (`"24GiB"`, an int). Values that
@@ -138,13 +138,13 @@ class Config:
 
     forward_format: str = "e4m3"
     gradient_format: str = "e4m3"
-    forward_scales: str = "row"
+    forward_scales: str = "rowwise"
     fast_accumulation: tuple[str, ...] = GEMMS
     longest_fast: int = 4096
     save_format: str = "e4m3"
     attention_output: str = "exact"
-    tolerance: float = 1.0
-    moments: tuple[ValueMoments, ...] = ()
+    error_tolerance: float = 1.0
+    calibration: tuple[ValueMoments, ...] = ()
     memory_budget: float | int | str | None = None
     offload: bool = False
     host_bandwidth: float | None = None
@@ -453,8 +453,10 @@ CHECKS: dict[str, Check] = {
     ),
     "save_format": _one_of(SAVE_FORMATS),
     "attention_output": _one_of(ATTENTION_OUTPUTS),
-    "tolerance": _must_be("a positive number, or float('inf')", lambda x: _is_number(x) and x > 0),
-    "moments": _checked_moments,
+    "error_tolerance": _must_be(
+        "a positive number, or float('inf')", lambda x: _is_number(x) and x > 0
+    ),
+    "calibration": _checked_moments,
     "memory_budget": _checked_budget,
     "host_bandwidth": _must_be(
         "a number of bytes a second, such as 25e9, or None to measure it",

@@ -112,7 +112,7 @@ class SavedTensor:
         bytes: bytes kept, scales included. 0 for what is held anyway: autograd keeps a leaf that
             requires a gradient alive whether or not we use it. What is on the host is not counted.
         reason: why it is kept this way.
-        value: its name in `keep_exact` and `moments`.
+        value: its name in `keep_exact` and `calibration`.
         place: how many of the graph's linear layers come before it in the forward.
         expected_error: root-mean-square relative error that gradients are expected to have because
             of this value: the rounding error of its format times how much the backward amplifies

@@ -10,18 +10,20 @@ pipeline_parallel.py   a memory budget for each stage of a pipeline
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8pass.distributed.compression import compress as compress
+    from fp8pass.distributed.pipeline_parallel import pipeline_configs as pipeline_configs
 
-__all__ = ["compress"]
+_MODULES = {"compress": "compression", "pipeline_configs": "pipeline_parallel"}
+
+__all__ = ["compress", "pipeline_configs"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported late: builds without torch.distributed have no `compress`.
-    if name != "compress":
+    # Imported late: builds without torch.distributed have neither.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fp8pass.distributed.compression import compress
-
-    return compress
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

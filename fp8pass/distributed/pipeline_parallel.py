@@ -6,7 +6,7 @@ bits if rank i holds N_i micro-batches (Eq. 22). Here N_i is read from the sched
 runs. Budgets are in bytes, and the planner chooses a format for each tensor
 (`activation_memory/more_bits.py`).
 
-    for stage, config in zip(stages, configs("1F1B", len(stages), microbatches=8)):
+    for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))
 """
 
@@ -24,7 +24,7 @@ from fp8pass.dialect.formats import SAVED_FORMATS
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
-def configs(
+def pipeline_configs(
     schedule: object,
     stages: int | None = None,
     *,

@@ -5,7 +5,7 @@ The maths of every region of a joint graph (`regions.py`) is perturbed to first 
 relative error of the value, as a worst case (`bound`) and for independent rounding errors
 (`expected`). A format is allowed if
 
-    bound × half step of the format ≤ tolerance
+    bound × half step of the format ≤ error_tolerance
 
 Attention has a rule of its own (`attention.py`). A value whose rule cannot be derived stays exact,
 and the reason is kept. So do values that are not floats, and values that a mask may have made huge
@@ -89,14 +89,14 @@ class Rules:
 
     Args:
         g: the joint graph.
-        config: the user's choices, perhaps with `moments` of values. Values without have unit
+        config: the user's choices, perhaps with `calibration` of values. Values without have unit
             variance.
         facts: which inputs and outputs of the graph are parameters, activations, gradients.
     """
 
     def __init__(self, g: fx.Graph, config: Config, facts: JointFacts) -> None:
         self.graph = g
-        self.tolerance = config.tolerance
+        self.error_tolerance = config.error_tolerance
         self.backward = graph.tangent_dependent(g)
         self.coded_outputs = self._coded_outputs() if config.attention_output != "exact" else set()
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
@@ -185,7 +185,7 @@ class Rules:
     @property
     def _are_off(self) -> bool:
         """Whether errors of any size are tolerated, so that nothing has to be derived."""
-        return math.isinf(self.tolerance)
+        return math.isinf(self.error_tolerance)
 
     def why_ungrouped(self, node: fx.Node) -> str:
         """Why elements of `node` cannot share a scale; '' if they can, as far as is known."""
@@ -225,7 +225,7 @@ class Rules:
 
     def allows(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may have the rounding error of `format`."""
-        allowed = self.amplification(node).allows(format, self.tolerance)
+        allowed = self.amplification(node).allows(format, self.error_tolerance)
         return allowed and not self.why_exact(node)
 
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
@@ -302,11 +302,11 @@ class Rules:
             return "no rule bounds FlexAttention, whose scores may be changed by any function"
         sizes = _attention_sizes(user)
         bound = attention_rule.relative_bound(*sizes)
-        if bound * E4M3.half_step > self.tolerance:
+        if bound * E4M3.half_step > self.error_tolerance:
             return f"attention may amplify errors {bound:.0f}×"
         with compat.real_tensors():
             expected = attention_rule.expected(*sizes)
-        if expected * E4M3.half_step > self.tolerance:
+        if expected * E4M3.half_step > self.error_tolerance:
             return FEW_TOKENS
         return Amplification(max(bound, expected), expected)
 
@@ -314,7 +314,7 @@ class Rules:
         """The rule for an output that the user lets be inexact: what is expected, no bound."""
         with compat.real_tensors():
             expected = attention_rule.expected(*_attention_sizes(user), "o")
-        if expected * E2M5.half_step > self.tolerance:
+        if expected * E2M5.half_step > self.error_tolerance:
             return FEW_TOKENS
         return Amplification(expected, expected)
 
@@ -342,7 +342,7 @@ class Rules:
 
 
 def _moments_of(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
-    known = {name: Moments.rounded(mean, std) for name, mean, std in config.moments}
+    known = {name: Moments.rounded(mean, std) for name, mean, std in config.calibration}
     if not known:
         return {}
     return {n: known[name] for n, name in graph.value_names(g).items() if name in known}

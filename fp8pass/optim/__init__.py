@@ -11,7 +11,7 @@
     kernel.py      the update as Triton source
     fused.py       launches of the kernel, also with offloaded states
     offload.py     host memory, staging buffers, and `offload_weights`
-    backward.py    `attach`: updates within the backward
+    backward.py    `step_in_backward`: updates within the backward
     sums.py        sums of the gradients of several backwards
     sum_kernel.py  Triton kernels for these sums
 
@@ -21,8 +21,8 @@ COAT section 4, FP8-LM section 2.2, LLMQ section 3.
 from __future__ import annotations
 
 from fp8pass.optim.adamw import AdamW
-from fp8pass.optim.backward import attach
+from fp8pass.optim.backward import step_in_backward
 from fp8pass.optim.offload import offload_weights
 from fp8pass.optim.options import PRESETS
 
-__all__ = ["PRESETS", "AdamW", "attach", "offload_weights"]
+__all__ = ["PRESETS", "AdamW", "offload_weights", "step_in_backward"]

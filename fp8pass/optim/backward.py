@@ -1,4 +1,4 @@
-"""`attach`: an optimizer that updates each parameter within the backward.
+"""`step_in_backward`: an optimizer that updates each parameter within the backward.
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
 one is computed, so that gradients never occupy memory together. `sums.py` adds the gradients of
@@ -74,13 +74,13 @@ class Attached:
 _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
-def attach(
+def step_in_backward(
     model: nn.Module, optimizer: AdamW, *, accumulate: int = 1, buffer: str | None = None
 ) -> Attached:
     """Make `loss.backward()` update the parameters of `model`.
 
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
-        fp8pass.optim.attach(model, optimizer)
+        fp8pass.optim.step_in_backward(model, optimizer)
 
     Learning rate schedules and checkpoints work as before. `optimizer.step()` only updates by sums
     of less than `accumulate` gradients: of parameters that not all backwards used, or at the end of
@@ -112,7 +112,7 @@ def attach(
         raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
-            "attach takes an fp8pass.optim.AdamW, got "
+            "step_in_backward takes an fp8pass.optim.AdamW, got "
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: make an "
             "fp8pass.optim.AdamW of the same parameters."
         )
@@ -134,7 +134,7 @@ def attach(
     if names := [name for name, p in updated.items() if id(p) in attached_ids]:
         raise ConfigError(
             f"Parameters of the model are already attached to an optimizer: {', '.join(names[:3])}."
-            " Call detach() of the object that attach returned first."
+            " Call detach() of the object that step_in_backward returned first."
         )
     sums: dict[Tensor, GradientSum] = {}
     if accumulate > 1:
@@ -220,9 +220,9 @@ class BackwardHooks:
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ConfigError(
-                "torch.amp.GradScaler cannot unscale gradients that attach has used in the "
+                "torch.amp.GradScaler cannot unscale gradients that step_in_backward has used in the "
                 "backward: train in BF16 without a GradScaler, or call optimizer.step() instead of "
-                "attach."
+                "step_in_backward."
             )
 
     def take_gradient(self, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
@@ -260,9 +260,9 @@ class BackwardHooks:
         """Check a backward that begins, drop sums of frozen layers, and count the parameters."""
         if compat.compiles_backward():
             raise ConfigError(
-                "Compiled autograd does not report the end of a backward, in which attach updates. "
+                "Compiled autograd does not report the end of a backward, in which step_in_backward updates. "
                 "Switch torch._dynamo.config.compiled_autograd off, or call optimizer.step() "
-                "instead of attach."
+                "instead of step_in_backward."
             )
         for reference, sum_ in self.sums:
             parameter = reference()
@@ -306,7 +306,7 @@ class BackwardHooks:
         if missing := [name for name, p in trained if name not in known and id(p) not in ids]:
             raise ConfigError(
                 f"The attached optimizer does not update these parameters: {', '.join(missing[:3])}"
-                ". Call detach(), add them with add_param_group, and attach again; or freeze them "
+                ". Call detach(), add them with add_param_group, and call step_in_backward again; or freeze them "
                 "with requires_grad_(False)."
             )
         return len(trained)
@@ -327,7 +327,7 @@ class BackwardHooks:
         if any(action.kind in IN_TWO_PARTS for row in rows for action in row):
             raise ConfigError(
                 f"{type(schedule).__name__} computes gradients of weights without the hooks in "
-                "which attach updates. Call optimizer.step() instead of attach, or use a schedule "
+                "which step_in_backward updates. Call optimizer.step() instead of step_in_backward, or use a schedule "
                 "with whole backwards, such as 1F1B or Interleaved1F1B."
             )
         self._schedule = ref(schedule)
@@ -398,8 +398,8 @@ def _has_any(parameters: Iterable[Tensor], ids: set[int]) -> bool:
 
 def _wrapper_error(wrapper: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{type(wrapper).__name__} reduces gradients over ranks after attach has used them: call "
-        "optimizer.step() instead of attach, or shard the model with fully_shard."
+        f"{type(wrapper).__name__} reduces gradients over ranks after step_in_backward has used them: call "
+        "optimizer.step() instead of step_in_backward, or shard the model with fully_shard."
     )
 
 

@@ -27,8 +27,8 @@ def calibrate(
 
     The rules assume unit variance for values without moments. Pass the result to the compiler:
 
-        moments = fp8pass.calibrate(model, loss_fn, batch)
-        model = torch.compile(model, backend="fp8pass", options={"moments": moments})
+        calibration = fp8pass.calibrate(model, loss_fn, batch)
+        model = torch.compile(model, backend="fp8pass", options={"calibration": calibration})
 
     Names of values are relative to the compiled part, so compile the same model, as a whole or in
     the same parts. If a module is in several graphs or runs several times, the moments with the

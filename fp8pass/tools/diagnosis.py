@@ -48,7 +48,7 @@ class LayerError:
         mean_absolute: mean absolute error.
         relative: ‖wrong - exact‖₂ / ‖exact‖₂.
         predicted: relative error that the rules predict for the values of the batch; None if no
-            rule could be derived, which happens only with the rules off (`tolerance=inf`).
+            rule could be derived, which happens only with the rules off (`error_tolerance=inf`).
     """
 
     module: str

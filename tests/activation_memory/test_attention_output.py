@@ -114,7 +114,7 @@ def test_what_keeps_it_exact(config, head_dim, tokens, reason):
 
 
 def test_any_tolerance_keeps_it_as_the_user_says():
-    config = Config(attention_output="e2m5", tolerance=float("inf"), compiler="eager")
+    config = Config(attention_output="e2m5", error_tolerance=float("inf"), compiler="eager")
     _, (coded,) = kept(config, Attention().bfloat16())
     assert coded.kept_as == "e2m5 1×32 centred"
 

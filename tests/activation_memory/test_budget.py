@@ -118,14 +118,14 @@ def test_bytes_stay_within_the_budget_and_fall_with_it(recipe, budgets):
 @cache
 def plan_without_rules() -> Plan:
     """The decoder's plan within a budget, whatever errors it makes."""
-    config = Config.recipe("agoq", compiler="eager", memory_budget=0.6, tolerance=math.inf)
+    config = Config.recipe("agoq", compiler="eager", memory_budget=0.6, error_tolerance=math.inf)
     return train(partial(decoder, 3), config)[1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pattern", ["layers.1", "{}"])
 def test_what_is_kept_exactly_is_neither_stored_nor_recomputed_inexactly(pattern):
-    config = Config.recipe("agoq", compiler="eager", memory_budget=0.6, tolerance=math.inf)
+    config = Config.recipe("agoq", compiler="eager", memory_budget=0.6, error_tolerance=math.inf)
     plan = plan_without_rules()
     low = [s for s in plan.saved if not s.kept_as.startswith("exact")]
     value = next(s.value for s in low if s.module.startswith("layers.1"))

@@ -368,7 +368,7 @@ def test_a_sensitive_operator_of_one_exact_and_one_rounded_value_is_not_recomput
 
 # --- kept exactly as asked ----------------------------------------------------------------------
 
-UNRULED = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
+UNRULED = Config.recipe("agoq", compiler="eager", error_tolerance=math.inf)
 
 
 def low_bit(plan: Plan) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-OURS = "fp8pass coat + fp8pass attach"
+OURS = "fp8pass coat + fp8pass step_in_backward"
 PEERS = "torchao tensorwise + torchao AdamW8bit"
 
 

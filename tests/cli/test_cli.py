@@ -82,7 +82,7 @@ def test_files_can_import_their_neighbours(run, here):
 def test_options_become_a_config(run):
     words = ("--recipe", "agoq", "--option", "skip=up,*.gate", "--option", "memory_budget=0.9")
     words += ("--option", "fast_accumulation=")
-    words += ("--option", "tolerance=inf", "--option", "group_size=64")
+    words += ("--option", "error_tolerance=inf", "--option", "group_size=64")
     words += ("--option", "keep_exact=down", "--option", "quantize_lm_head=True")
     data = json.loads(ok(run("explain", "factories:with_args", "--json", *words)))
     want = Config.recipe(
@@ -90,12 +90,12 @@ def test_options_become_a_config(run):
         skip=("up", "*.gate"),
         fast_accumulation=(),
         memory_budget=0.9,
-        tolerance=float("inf"),
+        error_tolerance=float("inf"),
         group_size=64,
         keep_exact=("down",),
         quantize_lm_head=True,
     )
-    assert data["config"] == json.loads(json.dumps(vars(want))) | {"tolerance": "inf"}
+    assert data["config"] == json.loads(json.dumps(vars(want))) | {"error_tolerance": "inf"}
 
 
 def test_without_options_those_the_model_was_compiled_with(run):

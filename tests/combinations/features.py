@@ -53,7 +53,7 @@ class Attach(Optimizer):
 
     def start(self, t: Training) -> None:
         backwards = t.accumulate * t.way.backwards
-        fp8pass.optim.attach(t.model, t.optimizer, accumulate=backwards)
+        fp8pass.optim.step_in_backward(t.model, t.optimizer, accumulate=backwards)
 
 
 class Frozen(Feature):
@@ -67,7 +67,7 @@ class Frozen(Feature):
     def change_model(self, t: Training) -> None:
         t.model.layers[0].requires_grad_(False)
         if self.quantized and not t.plain:
-            fp8pass.freeze(t.model)
+            fp8pass.quantize_frozen(t.model)
 
 
 class OffloadedWeights(Feature):
@@ -303,7 +303,7 @@ FEATURES: tuple[Feature, ...] = (
     Optimizer("fp8pass AdamW"),
     Optimizer("preset fp8-lm", preset="fp8-lm"),
     Optimizer("preset coat-paper", preset="coat-paper"),
-    Attach("attach"),
+    Attach("step_in_backward"),
     OffloadedStates("states in host memory"),
     Frozen("frozen weights", quantized=False),
     Frozen("frozen weights in FP8", quantized=True),
@@ -349,15 +349,15 @@ class Refused(NamedTuple):
 
 
 REFUSED: dict[tuple[str, str], Refused] = {
-    ("attach", "clipping"): Refused(
+    ("step_in_backward", "clipping"): Refused(
         "nothing", "gradients are freed", "each gradient is freed before the next one is computed"
     ),
-    ("attach", "FP16 autocast, GradScaler"): Refused(
+    ("step_in_backward", "FP16 autocast, GradScaler"): Refused(
         "fp8pass",
         "GradScaler",
         "weights are updated before the scaler can check the gradients",
     ),
-    ("attach", "DDP"): Refused(
+    ("step_in_backward", "DDP"): Refused(
         "fp8pass",
         "DistributedDataParallel reduces gradients over ranks after",
         "DDP reduces gradients after the backward has updated the weights",

@@ -163,7 +163,7 @@ class Pipeline(Distributed):
         )
         shared = t.config.memory_budget is not None or t.config.save_format == "e2m1"
         configs = (
-            fp8pass.pipeline_parallel.configs(self._schedule, base=t.config)
+            fp8pass.distributed.pipeline_configs(self._schedule, base=t.config)
             if shared
             else [t.config] * self.ranks
         )

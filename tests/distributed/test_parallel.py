@@ -158,7 +158,7 @@ def attached(device: str, way: str) -> None:
         model = distributed(way, device, "exact", blocks=1)
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
         if attaches:
-            fp8pass.optim.attach(model, optimizer)
+            fp8pass.optim.step_in_backward(model, optimizer)
         for seed in range(3):
             backward(way, device, model, seed)
             assert all(p.grad is None for p in model.parameters()) == attaches
@@ -174,7 +174,7 @@ def attached_to_sums(device: str, way: str) -> None:
     """Sums of two backwards, in 8 bits."""
     model = distributed(way, device, "coat", blocks=1)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
-    fp8pass.optim.attach(model, optimizer, accumulate=2)
+    fp8pass.optim.step_in_backward(model, optimizer, accumulate=2)
     losses = [backward(way, device, model, seed % 2) for seed in range(16)]
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
     assert_replicas_are_equal(model)

@@ -61,7 +61,7 @@ class Pipeline:
         of = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self.schedule = kind(of, MICROBATCHES, loss_fn=parallel.loss_of, **options)
         if base is not None:
-            configs = fp8pass.pipeline_parallel.configs(self.schedule, base=base)
+            configs = fp8pass.distributed.pipeline_configs(self.schedule, base=base)
             assert len(configs) == count
             for stage in stages:
                 stage.submod.compile(backend=fp8pass.backend(configs[stage.stage_index]))
@@ -111,7 +111,9 @@ def moments_after_two_steps(
     exact = {"first_moment": "fp32", "second_moment": "fp32"}
     optimizer = fp8pass.optim.AdamW(pipeline.parameters, lr=1e-3, **exact)
     if attaches:
-        fp8pass.optim.attach(pipeline.model, optimizer, accumulate=attaches, buffer="fp16")
+        fp8pass.optim.step_in_backward(
+            pipeline.model, optimizer, accumulate=attaches, buffer="fp16"
+        )
     for _ in range(2):
         pipeline.step()
         if not attaches:
@@ -133,11 +135,13 @@ def attached_equals_a_step(device: str, schedule: str, **options: bool) -> None:
 def backwards_in_two_parts_are_refused(device: str) -> None:
     pipeline = Pipeline("InterleavedZeroBubble", device, None)
     optimizer = fp8pass.optim.AdamW(pipeline.parameters)
-    refused = pytest.raises(fp8pass.ConfigError, match="without the hooks in which attach updates")
+    refused = pytest.raises(
+        fp8pass.ConfigError, match="without the hooks in which step_in_backward updates"
+    )
     with refused:
-        fp8pass.optim.attach(pipeline.model, optimizer, accumulate=MICROBATCHES)
+        fp8pass.optim.step_in_backward(pipeline.model, optimizer, accumulate=MICROBATCHES)
     with mock.patch("fp8pass.compat.find_schedule", return_value=None):  # as if it came later
-        fp8pass.optim.attach(pipeline.model, optimizer, accumulate=MICROBATCHES)
+        fp8pass.optim.step_in_backward(pipeline.model, optimizer, accumulate=MICROBATCHES)
     with refused:
         optimizer.step()
 

@@ -403,7 +403,7 @@ def test_what_a_head_in_high_precision_uses_stays_exact(autocast):
     rules = Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
     (tanh,) = joint.calls(torch.ops.aten.tanh.default)
     assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
-    rules.tolerance = math.inf  # no rule, but asked for all the same
+    rules.error_tolerance = math.inf  # no rule, but asked for all the same
     assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
 
 

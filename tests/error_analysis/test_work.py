@@ -122,7 +122,7 @@ def test_an_exception_is_a_reason(monkeypatch):
 
 def test_a_tolerance_of_infinity_derives_nothing(monkeypatch):
     rules = rules_of(norms)
-    rules.tolerance = float("inf")
+    rules.error_tolerance = float("inf")
     monkeypatch.setattr("fp8pass.error_analysis.error_rules.derive", None)
     assert all(rules.amplification(n).bound <= 1 for r in rules.regions for n in r.values)
 

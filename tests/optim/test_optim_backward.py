@@ -1,4 +1,4 @@
-"""`fp8pass.optim.attach`: updates within the backward."""
+"""`fp8pass.optim.step_in_backward`: updates within the backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import fp8pass
-from fp8pass.optim import AdamW, attach
+from fp8pass.optim import AdamW, step_in_backward
 from fp8pass.optim.offload import Staging
 from fp8pass.optim.sums import GradientSum
 
@@ -46,7 +46,7 @@ def test_steps_in_the_backward_equal_those_after_it(dtype, monkeypatch):
         alive.append(sum(p.grad is not None for p in all_parameters(self)))
         update(self, group, parameters)
 
-    attached = attach(model, optimizer)
+    attached = step_in_backward(model, optimizer)
     for ours, theirs in zip(losses(model, 3), losses(plain, 3), strict=True):
         theirs.backward()
         after.step()
@@ -67,7 +67,7 @@ def test_steps_in_the_backward_equal_those_after_it(dtype, monkeypatch):
 def test_gradients_add_up_in_bytes(buffer):
     model, plain = small_model(), small_model()
     optimizer = AdamW(model.parameters(), lr=0.01, **EXACT_STATES)
-    attached = attach(model, optimizer, accumulate=3, buffer=buffer)
+    attached = step_in_backward(model, optimizer, accumulate=3, buffer=buffer)
     for number, (ours, theirs) in enumerate(zip(losses(model, 3), losses(plain, 3), strict=True)):
         theirs.backward()
         ours.backward()
@@ -90,7 +90,7 @@ def sum_of_gradients(gradients, **options) -> torch.Tensor:
     """
     model = nn.ParameterList([nn.Parameter(torch.zeros(gradients[0].numel()))])
     optimizer = AdamW(model.parameters(), betas=(0.0, 0.0), **EXACT_STATES)
-    attach(model, optimizer, accumulate=len(gradients), **options)
+    step_in_backward(model, optimizer, accumulate=len(gradients), **options)
     for gradient in gradients:
         (model[0] * gradient).sum().backward()
     return optimizer.state[model[0]]["exp_avg"].double()
@@ -129,13 +129,13 @@ def test_sums_are_rounded_alike_in_every_run():
 def test_sums_go_on_alike_after_a_checkpoint():
     model, resumed = small_model(torch.bfloat16), small_model(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=0.01, seed=3)
-    attach(model, optimizer, accumulate=3)
+    step_in_backward(model, optimizer, accumulate=3)
     for loss in losses(model, 6):
         loss.backward()
     resumed.load_state_dict(model.state_dict())
     again = AdamW(resumed.parameters())
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    attach(resumed, again, accumulate=3)
+    step_in_backward(resumed, again, accumulate=3)
     for trained in (model, resumed):
         for loss in losses(trained, 3):
             loss.backward()
@@ -152,7 +152,7 @@ def trained_by_branches(used, offload=None):
     model = nn.ModuleList([always, branch])
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.0, offload=offload or ())
     if offload is not None:
-        attach(model, optimizer, accumulate=2, buffer="fp16")
+        step_in_backward(model, optimizer, accumulate=2, buffer="fp16")
     moved, x = [], torch.randn(4, 40)
     for uses in used:
         before = branch.weight.detach().clone()
@@ -180,7 +180,7 @@ def test_the_closure_of_a_step_may_be_the_last_backward_of_a_sum():
     """Lightning runs the closure within the step, and the other backwards before it."""
     model = small_model()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    attached = attach(model, optimizer, accumulate=2)
+    attached = step_in_backward(model, optimizer, accumulate=2)
     moved = []
     for number, loss in enumerate(losses(model, 6)):
         before = model[0].weight.detach().clone()
@@ -201,7 +201,7 @@ def test_large_sums_are_rounded_in_pieces(monkeypatch):
 @pytest.mark.parametrize(("accumulate", "dtype"), [(8, torch.uint8), (9, torch.float16)])
 def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
     model = small_model()
-    attached = attach(model, AdamW(model.parameters()), accumulate=accumulate)
+    attached = step_in_backward(model, AdamW(model.parameters()), accumulate=accumulate)
     next(losses(model, 1)).backward()
     sums = attached.accumulated.values()
     assert {piece.stored.data.dtype for sum_ in sums for piece in sum_.pieces} == {dtype}
@@ -211,15 +211,15 @@ def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
 def test_what_is_attached_is_not_attached_again(accumulate):
     model = small_model()
     optimizer = AdamW(model.parameters())
-    attached = attach(model, optimizer, accumulate=accumulate)
+    attached = step_in_backward(model, optimizer, accumulate=accumulate)
     for other in (optimizer, AdamW(model.parameters())):
         with pytest.raises(fp8pass.ConfigError, match=r"already .*: 0\.weight.*detach\(\)"):
-            attach(model, other, accumulate=accumulate)
+            step_in_backward(model, other, accumulate=accumulate)
     with pytest.raises(fp8pass.ConfigError, match="already attached"):
-        attach(model[2], AdamW(model[2].parameters()))
+        step_in_backward(model[2], AdamW(model[2].parameters()))
     next(losses(model, 1)).backward()
     attached.detach()
-    attach(model, optimizer)
+    step_in_backward(model, optimizer)
     next(losses(model, 1)).backward()
     assert optimizer.state[model[0].weight]["step"] == (2 if accumulate == 1 else 1)
 
@@ -227,7 +227,7 @@ def test_what_is_attached_is_not_attached_again(accumulate):
 def test_what_is_attached_to_may_be_a_wrapper():
     """The optimizer lives as long as the module that owns the parameter."""
     model = nn.Linear(4, 4)
-    attach(nn.Sequential(model), AdamW(model.parameters(), lr=0.1))
+    step_in_backward(nn.Sequential(model), AdamW(model.parameters(), lr=0.1))
     gc.collect()
     before = model.weight.detach().clone()
     model(torch.ones(2, 4)).sum().backward()
@@ -283,7 +283,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
     """The result equals a step of the optimizer with the gradients that were final."""
     model, plain = model_that_fails(), model_that_fails()
     optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
-    attach(model, optimizer)
+    step_in_backward(model, optimizer)
     for number, both in enumerate(zip(losses(model, 3), losses(plain, 3), strict=True)):
         for loss in both:
             with failing() if number == 1 else nullcontext():
@@ -305,7 +305,7 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     model = model_that_fails()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
-    attached = attach(model, optimizer, accumulate=3)
+    attached = step_in_backward(model, optimizer, accumulate=3)
     for loss in losses(model, failed):
         loss.backward()
     with failing():
@@ -316,7 +316,7 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     resumed.load_state_dict(model.state_dict())
     again = AdamW(resumed.parameters(), lr=0.01, offload=offload)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    attach(resumed, again, accumulate=3)
+    step_in_backward(resumed, again, accumulate=3)
     for trained in (model, resumed):
         for loss in losses(trained, 4):
             loss.backward()
@@ -329,7 +329,7 @@ def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
     monkeypatch.setattr(Staging, "abandon", lambda self: waited.append("abandon"))
     monkeypatch.setattr(Staging, "join", lambda self: waited.append("join"))
     model = model_that_fails()
-    attach(model, AdamW(model.parameters(), offload=("states",)))
+    step_in_backward(model, AdamW(model.parameters(), offload=("states",)))
     for number, loss in enumerate(losses(model, 3)):
         with failing() if number == 1 else nullcontext():
             loss.backward()
@@ -340,7 +340,7 @@ def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
 def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, caplog):
     """Otherwise the next gradient would be added to it."""
     model = model_that_fails()
-    attach(model, AdamW(model.parameters()), accumulate=accumulate)
+    step_in_backward(model, AdamW(model.parameters()), accumulate=accumulate)
 
     def fail(*args):
         raise torch.OutOfMemoryError("no memory")
@@ -376,7 +376,7 @@ def test_a_step_that_fails_is_waited_for(monkeypatch):
 def test_parameters_that_outlive_their_optimizer_say_so():
     model = nn.Linear(4, 4)
     weight = model.weight
-    attach(model, AdamW(model.parameters()))
+    step_in_backward(model, AdamW(model.parameters()))
     del model
     gc.collect()
     with pytest.raises(RuntimeError, match="keep the optimizer"):
@@ -388,7 +388,7 @@ def test_parameters_that_outlive_their_optimizer_say_so():
 def test_attached_optimizers_live_as_long_as_their_models(accumulate):
     """The model keeps the optimizer alive, and no reference keeps the parameters alive."""
     model = nn.Linear(4, 4)
-    attach(model, AdamW(model.parameters(), lr=0.1), accumulate=accumulate)
+    step_in_backward(model, AdamW(model.parameters(), lr=0.1), accumulate=accumulate)
     before, alive = model.weight.detach().clone(), weakref.ref(model.weight)
     gc.collect()
     for _ in range(accumulate):
@@ -402,7 +402,7 @@ def test_attached_optimizers_live_as_long_as_their_models(accumulate):
 def test_attached_optimizers_follow_schedules_and_checkpoints():
     model = small_model()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    attach(model, optimizer)
+    step_in_backward(model, optimizer)
     next(losses(model, 1)).backward()
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.0
@@ -419,18 +419,18 @@ def test_what_cannot_be_attached(tmp_path):
     optimizer = AdamW(model.parameters())
     for accumulate in (0, True, 1.5):
         with pytest.raises(fp8pass.ConfigError, match="positive int"):
-            attach(model, optimizer, accumulate=accumulate)
+            step_in_backward(model, optimizer, accumulate=accumulate)
     for buffer in ("fp32", "e4m3+expand"):
         with pytest.raises(fp8pass.ConfigError, match="buffer must be one of"):
-            attach(model, optimizer, buffer=buffer)
+            step_in_backward(model, optimizer, buffer=buffer)
     with pytest.raises(fp8pass.ConfigError, match=r"takes an fp8pass\.optim\.AdamW"):
-        attach(model, torch.optim.AdamW(model.parameters()))
+        step_in_backward(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(fp8pass.ConfigError, match=r"lacks parameters of the model: 2\.weight"):
-        attach(model, AdamW(model[0].parameters()))
+        step_in_backward(model, AdamW(model[0].parameters()))
     with single_process(tmp_path):
         parallel = nn.parallel.DistributedDataParallel(model)
         with pytest.raises(fp8pass.ConfigError, match="reduces gradients over ranks"):
-            attach(parallel, optimizer)
+            step_in_backward(parallel, optimizer)
 
 
 # --- models that change, and wrappers -----------------------------------------------------------
@@ -444,7 +444,7 @@ def test_layers_that_are_unfrozen_later_are_updated(accumulate):
     for each in (model, plain):
         each[2].requires_grad_(False)
     frozen = [p.detach().clone() for p in model[2].parameters()]
-    attach(model, optimizer, accumulate=accumulate, buffer="fp16")
+    step_in_backward(model, optimizer, accumulate=accumulate, buffer="fp16")
     assert not any(p.requires_grad for p in model[2].parameters())
     for number in range(2 * accumulate):
         if number == accumulate:
@@ -491,7 +491,7 @@ def test_parameters_that_no_update_takes_are_refused(change, accumulate):
     model = small_model()
     model[0].requires_grad_(False)
     optimizer = AdamW(trained_parameters(model), lr=0.01)
-    attached = attach(model, optimizer, accumulate=accumulate)
+    attached = step_in_backward(model, optimizer, accumulate=accumulate)
     next(losses(model, 1)).backward()
     change(model)
     before = copy.deepcopy(model.state_dict())
@@ -505,7 +505,7 @@ def test_parameters_that_no_update_takes_are_refused(change, accumulate):
     attached.detach()
     known = set(all_parameters(optimizer))
     optimizer.add_param_group({"params": [p for p in trained_parameters(model) if p not in known]})
-    attach(model, optimizer, accumulate=accumulate)
+    step_in_backward(model, optimizer, accumulate=accumulate)
     for _ in range(accumulate):
         next(losses(model, 1)).backward()
     assert not all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -555,19 +555,19 @@ WRAPS = [
 @pytest.mark.parametrize("attaches_first", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
 def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_first, runs):
-    """The first forward is the latest point of the error, in either order of attach and wrapper."""
+    """The first forward is the latest point of the error, in either order of step_in_backward and wrapper."""
     with single_process(tmp_path):
         model = small_model()
         optimizer = AdamW(model.parameters(), lr=0.01)
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(fp8pass.ConfigError, match="reduces gradients over ranks"):  # noqa: PT012
             if attaches_first:
-                attach(model, optimizer)
+                step_in_backward(model, optimizer)
             wrapped = wrap(model)
             if runs and not attaches_first:
                 wrapped(torch.ones(2, 40))
             if not attaches_first:
-                attach(model, optimizer)
+                step_in_backward(model, optimizer)
             wrapped(torch.ones(2, 40)).sum().backward()
         if "fsdp" not in wrap.__name__:
             assert all(map(torch.equal, before.values(), model.state_dict().values()))
@@ -583,7 +583,7 @@ def test_fully_shard_after_attach_is_refused(tmp_path, child):
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model = small_model()
         optimizer = AdamW(model.parameters(), lr=0.01)
-        attach(model, optimizer)
+        step_in_backward(model, optimizer)
         fully_shard(model[2] if child else model, mesh=mesh)
         with pytest.raises(fp8pass.ConfigError, match="before the optimizer is made"):  # noqa: PT012
             next(losses(model, 1)).backward()
@@ -595,7 +595,7 @@ def test_other_models_may_be_wrapped(tmp_path):
     with single_process(tmp_path):
         first, second = small_model(), small_model()
         wrapped = ddp(first)
-        attached = attach(second, AdamW(second.parameters()))
+        attached = step_in_backward(second, AdamW(second.parameters()))
         ddp(copy.deepcopy(second))
         for each in (wrapped, second):
             next(losses(first if each is wrapped else each, 1)).backward()
@@ -608,7 +608,7 @@ def test_a_grad_scaler_is_refused(accumulate):
     """The first step raises the error. A disabled scaler changes nothing."""
     model = nn.Linear(64, 64)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    attach(model, optimizer, accumulate=accumulate)
+    step_in_backward(model, optimizer, accumulate=accumulate)
     for enabled in (False, True):
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         scaler.scale(model(torch.randn(4, 64)).square().mean()).backward()
@@ -621,7 +621,7 @@ def test_a_grad_scaler_is_refused(accumulate):
 
 def test_a_forward_that_makes_modules_does_not_guard_on_what_is_attached():
     model = nn.Linear(64, 64)
-    attach(model, AdamW(model.parameters(), lr=1e-3))
+    step_in_backward(model, AdamW(model.parameters(), lr=1e-3))
 
     @torch.compile(backend="eager", fullgraph=True)
     def forward(x):

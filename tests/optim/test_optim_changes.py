@@ -10,7 +10,7 @@ from optim_helpers import all_parameters, parameters, run, same_state, set_gradi
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.optim import AdamW, attach
+from fp8pass.optim import AdamW, step_in_backward
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.slots import name_of
 
@@ -156,7 +156,7 @@ def test_steps_in_the_backward_convert_states():
     models[1].load_state_dict(models[0].state_dict())
     x = torch.randn(8, 32)
     optimizers = [AdamW(model.parameters(), 0.01) for model in models]
-    attach(models[0], optimizers[0])
+    step_in_backward(models[0], optimizers[0])
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
             if step == 2:

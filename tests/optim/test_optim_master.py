@@ -17,7 +17,7 @@ from optim_helpers import (
 )
 from torch import Tensor, nn
 
-from fp8pass.optim import AdamW, attach, offload_weights
+from fp8pass.optim import AdamW, offload_weights, step_in_backward
 from fp8pass.optim.formats import Quantized, dequantize
 from fp8pass.optim.options import Storage
 from fp8pass.optim.slots import state_key, to_rows
@@ -215,7 +215,7 @@ def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):
     for i, model in enumerate(models):
         optimizer = AdamW(model.parameters(), 0.01, weights=kept, offload=offload)
         if i:
-            attach(model, optimizer)
+            step_in_backward(model, optimizer)
         for step in range(4):
             if step == 2:
                 model.load_state_dict(linear(1).state_dict())

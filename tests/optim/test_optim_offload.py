@@ -15,7 +15,7 @@ from optim_helpers import (
 from torch import nn
 
 from fp8pass.config import ConfigError
-from fp8pass.optim import AdamW, attach, fused, kernel
+from fp8pass.optim import AdamW, fused, kernel, step_in_backward
 from fp8pass.optim import offload as host_memory
 from fp8pass.runtime.arena import SMALLEST_BLOCK, Arena
 
@@ -132,7 +132,7 @@ def test_in_the_backward(device):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)).to(device)
         optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
-        attach(model, optimizer)
+        step_in_backward(model, optimizer)
         for _ in range(5):
             model(
                 torch.linspace(-1, 1, 64 * 8, device=device).view(8, 64)
@@ -155,7 +155,7 @@ def test_sums_of_gradients(device, buffer, offload, monkeypatch):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 1500), nn.Tanh(), nn.Linear(1500, 64)).to(device)
         optimizer = AdamW(model.parameters(), lr=0.01, offload=each)
-        attached = attach(model, optimizer, accumulate=3, buffer=buffer)
+        attached = step_in_backward(model, optimizer, accumulate=3, buffer=buffer)
         for step in range(8):
             x = torch.linspace(-1, 1, 64 * 8, device=device).view(8, 64) * (step + 1)
             model(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Incomplete sums of gradients of `attach`, and events between two updates."""
+"""Incomplete sums of gradients of `step_in_backward`, and events between two updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fp8pass
 from fp8pass import compat
-from fp8pass.optim import AdamW, attach
+from fp8pass.optim import AdamW, step_in_backward
 
 
 def model_of_three() -> nn.Module:
@@ -41,7 +41,7 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
 def test_a_layer_frozen_in_the_middle_of_a_step_stays_as_it_is(ends_by):
     model = model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1)
-    attach(model, optimizer, accumulate=3)
+    step_in_backward(model, optimizer, accumulate=3)
     run_backwards(model, range(2))
     model[2].requires_grad_(False)
     before = weights_of(model[2]), weights_of(model[3])
@@ -58,7 +58,7 @@ def test_a_layer_that_is_unfrozen_again_begins_a_new_sum(steps):
     """Gradients from before the layer was frozen do not belong to this step."""
     model, plain = model_of_three(), model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1, **EXACT_STATES)
-    attach(model, optimizer, accumulate=2, buffer="fp16")
+    step_in_backward(model, optimizer, accumulate=2, buffer="fp16")
     run_backwards(model, range(1))
     model[3].requires_grad_(False)
     run_backwards(model, range(1, 2))
@@ -78,7 +78,7 @@ def test_a_layer_that_is_unfrozen_again_begins_a_new_sum(steps):
 def test_a_bias_is_frozen_alone():
     model = model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1, offload=("states", "gradients"))
-    attach(model, optimizer, accumulate=2)
+    step_in_backward(model, optimizer, accumulate=2)
     run_backwards(model, range(1))
     model[0].bias.requires_grad_(False)
     weight, bias = (p.detach().clone() for p in (model[0].weight, model[0].bias))
@@ -122,7 +122,7 @@ def test_a_checkpoint_leaves_a_sum_as_it_is(way, when):
     for saves in (False, True):
         model = model_of_three()
         optimizer = AdamW(model.parameters(), lr=0.1)
-        attached = attach(model, optimizer, accumulate=3)
+        attached = step_in_backward(model, optimizer, accumulate=3)
         run_backwards(model, range(when))
         if saves:
             way(model, optimizer)
@@ -137,7 +137,7 @@ def test_a_checkpoint_leaves_a_sum_as_it_is(way, when):
 def test_states_of_the_first_sum_are_those_before_the_first_update(offload):
     model = model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1, preset="fp8-lm", offload=offload)
-    attach(model, optimizer, accumulate=2)
+    step_in_backward(model, optimizer, accumulate=2)
     run_backwards(model, range(1))
     assert all(state["step"] == 0 for state in optimizer.state.values())
     assert len(optimizer.state) == len(list(model.parameters()))
@@ -154,7 +154,7 @@ def test_states_of_the_first_sum_are_those_before_the_first_update(offload):
 def test_compiled_autograd_is_refused_before_an_update(accumulate, by):
     model = model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1)
-    attach(model, optimizer, accumulate=accumulate)
+    step_in_backward(model, optimizer, accumulate=accumulate)
     before = weights_of(model)
 
     def backward(x: torch.Tensor) -> None:

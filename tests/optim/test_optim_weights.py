@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8pass
 from fp8pass import hardware
 from fp8pass.config import ConfigError
-from fp8pass.optim import AdamW, attach, offload_weights
+from fp8pass.optim import AdamW, offload_weights, step_in_backward
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
@@ -79,7 +79,7 @@ def train(model: nn.Module, device: str, backwards: int, *, offload, accumulate:
     """Return the losses and the model's optimizer."""
     torch._dynamo.reset()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
-    attach(model, optimizer, accumulate=accumulate)
+    step_in_backward(model, optimizer, accumulate=accumulate)
     compiler = "inductor" if device == "cuda" else "eager"
     config = fp8pass.Config.recipe(recipe, compiler=compiler)
     program = torch.compile(model, backend=fp8pass.backend(config))
@@ -133,7 +133,7 @@ def test_the_cpu_waits_for_no_gradient(accumulate):
     """Otherwise the GPU would be idle until the backward of the next layer is launched."""
     model = new("cuda")
     optimizer = AdamW(model.parameters(), lr=0.01, offload=("states", "gradients"))
-    attach(model, optimizer, accumulate=accumulate)
+    step_in_backward(model, optimizer, accumulate=accumulate)
     for step in range(2 * accumulate):
         model(ids("cuda", step)).backward()
     losses = [model(ids("cuda", step)) for step in range(accumulate)]
@@ -152,7 +152,7 @@ def test_few_gradients_wait_for_their_turn(accumulate):
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(32)]
     model = nn.Sequential(*layers).bfloat16().cuda()
     optimizer = AdamW(model.parameters(), offload=("states", "gradients"))
-    attach(model, optimizer, accumulate=accumulate)
+    step_in_backward(model, optimizer, accumulate=accumulate)
     x = torch.randn(16, 1024, dtype=torch.bfloat16, device="cuda")
     for backward in range(2 * accumulate):
         loss = model(x).sum()
@@ -353,13 +353,15 @@ def test_compiled_code_sees_writes_to_a_state_dict():
 def test_codes_that_are_all_of_a_weight_are_not_updated():
     """Most updates are smaller than the distance of two codes, and would be lost silently."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
-    fp8pass.freeze(model, skip="1")
+    fp8pass.quantize_frozen(model, skip="1")
     model.requires_grad_()
     optimizer = AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
     before, other = model[0].weight.codes.clone(), model[1].weight.clone()
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape)
-    with pytest.raises(RuntimeError, match=r"64, 64\) exists only in FP8.*skip= of freeze"):
+    with pytest.raises(
+        RuntimeError, match=r"64, 64\) exists only in FP8.*skip= of quantize_frozen"
+    ):
         optimizer.step()
     assert torch.equal(model[0].weight.codes.view(torch.uint8), before.view(torch.uint8))
     assert torch.equal(model[1].weight, other)

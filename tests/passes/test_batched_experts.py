@@ -228,7 +228,7 @@ def test_one_number_for_all_is_no_shared_matrix():
 
 
 def test_other_values_are_named_as_without_fp8():
-    """By which `moments` and `keep_exact` know them."""
+    """By which `calibration` and `keep_exact` know them."""
     model, x = Experts(), tokens(E, T, K)
     names = [
         set(graph.value_names(rewritten(model, x, config=config).gm.graph).values())

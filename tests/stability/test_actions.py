@@ -69,7 +69,7 @@ def test_codes_follow_the_weights_that_are_restored(monkeypatch):
 def test_frozen_weights_in_codes_are_not_copied():
     model = MLP().bfloat16()
     model.up.requires_grad_(False)
-    fp8pass.freeze(model)
+    fp8pass.quantize_frozen(model)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-3, offload=("states",))
     guard = Guard(None, optimizer, model=model, act="roll back")
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_layers_that_are_unfrozen_in_the_backward_are_rolled_back():
     model = network()
     model[0].requires_grad_(False)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-3)
-    fp8pass.optim.attach(model, optimizer)
+    fp8pass.optim.step_in_backward(model, optimizer)
     guard = Guard(None, optimizer, model=model, act=("roll back",), every=1, quiet=5)
     for step in range(30):
         model[0].requires_grad_(step >= 20)
@@ -264,8 +264,8 @@ def test_alarms_in_a_row_lower_the_rate_further_and_for_longer():
 def test_updates_in_the_backward_have_no_step_to_lower_rates_in():
     model = network()
     optimizer = fp8pass.optim.AdamW(model.parameters())
-    fp8pass.optim.attach(model, optimizer)
-    with pytest.raises(ConfigError, match="attach updates in the backward"):
+    fp8pass.optim.step_in_backward(model, optimizer)
+    with pytest.raises(ConfigError, match="step_in_backward updates in the backward"):
         Guard(None, optimizer, model=model, act="lower lr")
     Guard(None, optimizer, model=model)
 
@@ -274,8 +274,8 @@ def test_updates_that_move_into_the_backward_are_noticed():
     model = network()
     optimizer = fp8pass.optim.AdamW(model.parameters())
     guard = Guard(None, optimizer, model=model, act="lower lr")
-    fp8pass.optim.attach(model, optimizer)
-    with pytest.raises(ConfigError, match="attach updates in the backward"):
+    fp8pass.optim.step_in_backward(model, optimizer)
+    with pytest.raises(ConfigError, match="step_in_backward updates in the backward"):
         guard.step(1.0)
 
 

@@ -33,7 +33,7 @@ from fp8pass.stability.monitor import sampler
 from fp8pass.stability.monitor.versions import Versions, dispatch
 from fp8pass.tools.saved_bytes import saved_bytes
 
-AGOQ_EAGER = Config.recipe("agoq", compiler="eager", tolerance=math.inf)
+AGOQ_EAGER = Config.recipe("agoq", compiler="eager", error_tolerance=math.inf)
 
 # --- names --------------------------------------------------------------------------------------
 

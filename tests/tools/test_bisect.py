@@ -177,7 +177,7 @@ def test_a_linear_layer_among_four():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "config", [Config(), Config.recipe("agoq", tolerance=math.inf)], ids=["coat", "agoq"]
+    "config", [Config(), Config.recipe("agoq", error_tolerance=math.inf)], ids=["coat", "agoq"]
 )
 def test_a_saved_tensor(config):
     model = stack(2)
@@ -232,7 +232,7 @@ class Exponential(nn.Module):
 def test_overflow(broken):
     torch.manual_seed(0)
     model = nn.Sequential(*(Exponential() if i in broken else Layer() for i in range(3)))
-    config = Config(tolerance=math.inf)
+    config = Config(error_tolerance=math.inf)
     found = fp8pass.bisect(model, loss, X, config=config)
     assert math.isinf(found.error)
     assert set(names(found)) == {("saved", f"{i}.linear") for i in broken}

@@ -44,9 +44,9 @@ def test_larger_activations_have_larger_bounds():
     x, bounds = torch.randn(256, 64), []
     for size in (1.0, 4.0):
         model = Exponential(size)
-        moments = fp8pass.calibrate(model, mean_square, x)
-        assert round(moments[0][2]) == size
-        bounds.append(bound(model, x, moments=moments))
+        calibration = fp8pass.calibrate(model, mean_square, x)
+        assert round(calibration[0][2]) == size
+        bounds.append(bound(model, x, calibration=calibration))
     assert bounds[0] < 0.6 * bounds[1]
 
 
@@ -58,12 +58,12 @@ def test_an_exponential_takes_exact_values_until_their_size_is_known():
 @pytest.mark.long
 def test_moments_are_plain_data_that_options_take():
     model, batch = llama(), tokens()
-    moments = fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), batch)
-    assert len({name for name, _, _ in moments}) == len(moments) > 10
-    restored = json.loads(json.dumps(moments))
-    assert Config(moments=restored) == Config(moments=moments)
-    hash(Config(moments=restored))
-    options = {"moments": restored, "compiler": "eager"}
+    calibration = fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), batch)
+    assert len({name for name, _, _ in calibration}) == len(calibration) > 10
+    restored = json.loads(json.dumps(calibration))
+    assert Config(calibration=restored) == Config(calibration=calibration)
+    hash(Config(calibration=restored))
+    options = {"calibration": restored, "compiler": "eager"}
     program = torch.compile(model, backend="fp8pass", options=options)
     program(batch).logits.square().mean().backward()
 
@@ -105,10 +105,10 @@ class Twice(nn.Module):
 
 
 def test_of_a_module_in_two_graphs_the_larger_values_count():
-    moments = fp8pass.calibrate(Twice(), lambda m, x: m(x), torch.randn(32, 64))
-    names = [name for name, _, _ in moments]
+    calibration = fp8pass.calibrate(Twice(), lambda m, x: m(x), torch.randn(32, 64))
+    names = [name for name, _, _ in calibration]
     assert len(set(names)) == len(names)
-    assert max(std for name, _, std in moments if name.startswith("layer")) > 2
+    assert max(std for name, _, std in calibration if name.startswith("layer")) > 2
 
 
 class Gate(nn.Module):
@@ -128,16 +128,16 @@ def test_names_of_inputs_do_not_depend_on_whether_sizes_vary():
         batch = [torch.randn(32, 64, requires_grad=True) * scale for scale in (1, 2)]
         for x in batch if dynamic else ():
             torch._dynamo.mark_dynamic(x, 0)
-        moments = fp8pass.calibrate(model, lambda m, b: m(*b), batch)
-        found.append({name: round(std) for name, _, std in moments if ":placeholder:" in name})
+        calibration = fp8pass.calibrate(model, lambda m, b: m(*b), batch)
+        found.append({name: round(std) for name, _, std in calibration if ":placeholder:" in name})
     assert found[0] == found[1]
     assert list(found[0].values()) == [2]
 
 
-@pytest.mark.parametrize("given", ["moments.json", [1.0], [("a", "b", "c")], [("a", 1.0)]])
+@pytest.mark.parametrize("given", ["calibration.json", [1.0], [("a", "b", "c")], [("a", 1.0)]])
 def test_what_are_no_moments(given):
     with pytest.raises(ConfigError, match="calibrate"):
-        Config(moments=given)
+        Config(calibration=given)
 
 
 def test_alike_moments_share_a_rule():

@@ -23,7 +23,7 @@ from fp8pass.tools.diagnosis import NEGLIGIBLE, LayerError
 from fp8pass.tools.recording import record_step
 
 SIZE = replace(SIZES["small"], layers=2, seq=128)
-UNIFORM = Config.recipe("agoq", tolerance=math.inf)
+UNIFORM = Config.recipe("agoq", error_tolerance=math.inf)
 
 
 def loss_of(model, tokens):

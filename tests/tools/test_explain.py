@@ -102,10 +102,10 @@ def test_totals(of_llama):
 
 def test_an_infinite_tolerance_is_strict_json():
     explanation = explain(
-        MLP((64, 128, 32)), torch.randn(16, 64), config=Config(tolerance=math.inf)
+        MLP((64, 128, 32)), torch.randn(16, 64), config=Config(error_tolerance=math.inf)
     )
     data = json.loads(explanation.to_json(), parse_constant=pytest.fail)
-    assert data["config"]["tolerance"] == "inf"
+    assert data["config"]["error_tolerance"] == "inf"
 
 
 def test_json_round_trip(of_llama, tmp_path):

@@ -53,7 +53,9 @@ def test_budgets_keep_less_and_take_longer(fitted):
     of_place = [
         c
         for c, _ in fitted.tried
-        if not c.setup.attach and not c.setup.offload and c.setup.config.save_format == "e4m3"
+        if not c.setup.step_in_backward
+        and not c.setup.offload
+        and c.setup.config.save_format == "e4m3"
     ]
     of_place.sort(key=lambda c: c.seconds.total)
     assert len(of_place) > 2
@@ -157,7 +159,7 @@ def test_a_host_too_small_for_the_process_alone():
 
 def test_a_link_that_hides_nothing():
     parameters = Parameters(on_meta()[0])
-    setup = Setup(attach=True, offload=("states", "gradients"))
+    setup = Setup(step_in_backward=True, offload=("states", "gradients"))
     slow = fp8pass.Gpu("slow", 1e12, 1e15, 1e15, 1e15, 1e12, link=1e6)
     work = Work(bf16_flops=1e9), Work(bf16_flops=2e9)
     found = estimate_step(work, parameters, setup, 4, slow)

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, compat, explain, fit
-from fp8pass.optim import AdamW, attach, offload_weights
+from fp8pass.optim import AdamW, offload_weights, step_in_backward
 from fp8pass.tools.fitting.candidates import PLACES
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.setup import Setup
@@ -94,17 +94,17 @@ def test_bytes_of_states(preset):
 @pytest.mark.parametrize("accumulate", [2, 9])  # 8 bits, 16 bits
 def test_bytes_of_sums(accumulate):
     model, ids = on_cpu()
-    attached = attach(model, AdamW(model.parameters()), accumulate=accumulate)
+    attached = step_in_backward(model, AdamW(model.parameters()), accumulate=accumulate)
     model(ids).backward()
     pieces = [piece for a in attached.accumulated.values() for piece in a.pieces]
     sums = [x for piece in pieces for x in piece.stored if x is not None]
-    here, _ = Parameters(model).place(Setup(attach=True), accumulate)
+    here, _ = Parameters(model).place(Setup(step_in_backward=True), accumulate)
     assert here.sums == pytest.approx(nbytes(*sums), rel=0.001)
 
 
 def test_bytes_of_weights_in_codes():
     model, _ = on_cpu()
-    here, host = Parameters(model).place(Setup(attach=True, offload=("weights",)), 1)
+    here, host = Parameters(model).place(Setup(step_in_backward=True, offload=("weights",)), 1)
     moved = offload_weights(model, "cpu")
     inner = [p for p in moved.parameters() if hasattr(p, "codes")]
     others = [p for p in moved.parameters() if not hasattr(p, "codes")]
@@ -120,10 +120,12 @@ def test_bytes_of_weights_in_codes():
 )
 def test_what_is_moved_is_neither_lost_nor_doubled(place, preset, accumulate):
     parameters = Parameters(on_meta()[0])
-    attach_, offload = place
-    setup = Setup(attach=attach_, offload=offload, preset=preset)
+    in_backward, offload = place
+    setup = Setup(step_in_backward=in_backward, offload=offload, preset=preset)
     here, host = parameters.place(setup, accumulate)
-    all_here, none = parameters.place(Setup(attach=attach_, preset=preset), accumulate)
+    all_here, none = parameters.place(
+        Setup(step_in_backward=in_backward, preset=preset), accumulate
+    )
     assert none.total == 0
     assert here.states + host.states == pytest.approx(all_here.states)
     assert here.sums + host.sums == pytest.approx(all_here.sums)

@@ -53,7 +53,7 @@ def test_lines_of_pytorchs_optimizer():
         Config(),
         Config.recipe("agoq"),
         Config.recipe("linear", skip=("a", "b")),
-        Config(tolerance=2),
+        Config(error_tolerance=2),
     ],
     ids=format_config,
 )

@@ -27,7 +27,7 @@ def trained() -> tuple[nn.Sequential, nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_an_optimizer_in_the_backward_does_not_step(tool):
     model, program, batch = trained()
-    fp8pass.optim.attach(model, fp8pass.optim.AdamW(model.parameters(), lr=1e-2))
+    fp8pass.optim.step_in_backward(model, fp8pass.optim.AdamW(model.parameters(), lr=1e-2))
     mean_square(program, batch).backward()
     before = model[0].weight.clone()
     tool(program, mean_square, batch)
@@ -98,7 +98,7 @@ def test_gradients_and_sums_stay(tool, accumulate):
         model, program, _ = trained()
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-2)
         if accumulate > 1:
-            fp8pass.optim.attach(model, optimizer, accumulate=accumulate)
+            fp8pass.optim.step_in_backward(model, optimizer, accumulate=accumulate)
         generator = torch.Generator().manual_seed(0)
         for i in range(4):
             x = torch.randn(32, 32, generator=generator)

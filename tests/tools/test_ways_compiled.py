@@ -140,9 +140,9 @@ def test_bisect_says_where_names_start(monkeypatch):
 
 def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
     model = WAYS["blocks"]()
-    moments = fp8pass.calibrate(model, loss, X)
-    names = {name for name, _, _ in moments}
-    assert len(names) == len(moments) > 0
+    calibration = fp8pass.calibrate(model, loss, X)
+    names = {name for name, _, _ in calibration}
+    assert len(names) == len(calibration) > 0
     modules = {name.split(":")[0] for name in names}
     assert modules <= {path for path, _ in model.blocks[0].named_modules()}
 

@@ -210,7 +210,7 @@ def named(path: str) -> fx.GraphModule:
         ({"keep_exact": ("*.0",)}, True),
         ({"keep_exact": ("layers.1.mlp",)}, False),
         ({"keep_exact": ("layers.2:relu:0",)}, True),
-        ({"moments": (("layers.2:relu:0", 0.0, 1.0),)}, True),
+        ({"calibration": (("layers.2:relu:0", 0.0, 1.0),)}, True),
     ],
 )
 def test_key_covers_what_names_decide(options, matters):

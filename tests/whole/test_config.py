@@ -33,7 +33,7 @@ def test_recipes_differ():
 
 
 def test_overrides():
-    want = Config(save_format="none", forward_scales="tensor", group_size=16)
+    want = Config(save_format="none", forward_scales="tensorwise", group_size=16)
     assert Config.recipe("linear", group_size=16) == want
 
 
@@ -67,16 +67,25 @@ def test_frozen_and_hashable():
         (lambda: Config(group_size=-16), "multiple of 16, such as 128, got -16"),
         (lambda: Config(group_size=True), "multiple of 16, such as 128, got True"),
         (lambda: Config(group_size=16.0), "multiple of 16, such as 128, got 16.0"),
-        (lambda: Config(tolerance="1"), "tolerance must be a positive number, or float('inf')"),
-        (lambda: Config(tolerance=True), "got True"),
-        (lambda: Config(tolerance=math.nan), "got nan"),
-        (lambda: Config(tolerance=10**400), "got 1000"),
+        (
+            lambda: Config(error_tolerance="1"),
+            "error_tolerance must be a positive number, or float('inf')",
+        ),
+        (lambda: Config(error_tolerance=True), "got True"),
+        (lambda: Config(error_tolerance=math.nan), "got nan"),
+        (lambda: Config(error_tolerance=10**400), "got 1000"),
         (lambda: Config(memory_budget="0.0 MiB"), "positive and finite, got '0.0 MiB': it is a"),
         (lambda: Config(memory_budget="60%"), "a share up to 2.0 (a number)"),
-        (lambda: Config(moments=(("up", math.nan, 1.0),)), "pass what fp8pass.calibrate returns"),
-        (lambda: Config(moments=(("up", 10**400, 1.0),)), "pass what fp8pass.calibrate returns"),
+        (
+            lambda: Config(calibration=(("up", math.nan, 1.0),)),
+            "pass what fp8pass.calibrate returns",
+        ),
+        (
+            lambda: Config(calibration=(("up", 10**400, 1.0),)),
+            "pass what fp8pass.calibrate returns",
+        ),
         (lambda: Config(host_bandwidth=10**400), "a number of bytes a second, such as 25e9"),
-        (lambda: Config(moments=(("up", 0.0, -1.0),)), "pass what fp8pass.calibrate returns"),
+        (lambda: Config(calibration=(("up", 0.0, -1.0),)), "pass what fp8pass.calibrate returns"),
         (
             lambda: Config(recipe="agoq", skip="a"),
             "write Config.recipe('agoq', skip=...)",

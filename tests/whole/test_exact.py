@@ -256,7 +256,7 @@ ALL_EXACT = {"skip": ("*",), "keep_exact": ("*",), "compiler": "eager"}
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",
-    [{"tolerance": math.inf}, {"memory_budget": 0.6}],
+    [{"error_tolerance": math.inf}, {"memory_budget": 0.6}],
     ids=["without rules", "budget"],
 )
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -293,6 +293,6 @@ def test_random_program_inductor(case):
 @given(programs())
 def test_random_program_kept_exactly(case):
     program, inputs = case
-    kept = Backend(Config(save_format="e2m1", tolerance=math.inf, **ALL_EXACT))
+    kept = Backend(Config(save_format="e2m1", error_tolerance=math.inf, **ALL_EXACT))
     with patch.dict(PATHS, {"kept": (kept, stock_eager)}):
         check(program, tuple(inputs), path="kept")

@@ -119,7 +119,9 @@ class Actions:
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
         """After each step: end actions that are over, and take snapshots in quiet steps."""
         if self._training is not None and not self._has_stepped:
-            self._check_steps(self._training[1])  # optim.attach may have come after `bind`
+            self._check_steps(
+                self._training[1]
+            )  # optim.step_in_backward may have come after `bind`
         self._has_stepped = True
         rolls_back = ROLL_BACK in self.act and self._training is not None
         if self._until is not None and step >= self._until:
@@ -165,7 +167,7 @@ class Actions:
         if LOWER_LR in self.act and steps_in_backward(optimizer):
             raise ConfigError(
                 "act='lower lr' changes rates in optimizer.step(), which does nothing where "
-                "fp8pass.optim.attach updates in the backward. Leave out one of the two."
+                "fp8pass.optim.step_in_backward updates in the backward. Leave out one of the two."
             )
 
     def _describe(self, action: str) -> str:

@@ -36,7 +36,7 @@ ATTACHED_SECONDS = 40e-6
 # Memory budgets, as shares of the bytes saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
-# `attach`, and what lives in host memory.
+# `step_in_backward`, and what lives in host memory.
 PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
@@ -90,12 +90,12 @@ def estimate_step(
     # The update moves three times the gradients' bytes (weights, gradients), and reads and writes
     # the states.
     update = (3 * gradients + 2 * (here.states + host.states)) / gpu.bandwidth
-    if setup.attach:
+    if setup.step_in_backward:
         update += ATTACHED_SECONDS * len(parameters.trained)
     adding = (gradients + 2 * (here.sums + host.sums)) / gpu.bandwidth if accumulate > 1 else 0.0
     one_way, sums_one_way = (host.states + host.weights) / gpu.link, host.sums / gpu.link
     # An attached optimizer overlaps copies with the backward; other optimizers with updates only.
-    overlap = backward + adding if setup.attach else 0.0
+    overlap = backward + adding if setup.step_in_backward else 0.0
     waits = (accumulate - 1) * max(0.0, sums_one_way - overlap)
     waits += max(0.0, one_way + sums_one_way - overlap - update)
     return Seconds(
@@ -229,11 +229,11 @@ class Candidates:
                 self._too_small.add(replace(config, memory_budget=None))
             return []
         setups: dict[Setup, None] = {}
-        for attach, offload in PLACES:
+        for step_in_backward, offload in PLACES:
             if self.accumulate == 1:  # no sums of gradients exist
                 offload = tuple(name for name in offload if name != "gradients")
             if "weights" not in offload or self.parameters.coded:
-                setups[Setup(config, attach, offload)] = None
+                setups[Setup(config, step_in_backward, offload)] = None
         times = [estimate_step(work, self.parameters, s, self.accumulate, self.gpu) for s in setups]
         keys = [round(math.log(t.total, SAME_TIME)) for t in times]
         return list(zip(keys, setups, times, strict=True))
@@ -256,7 +256,7 @@ class Candidates:
         half = "backward" if moment.backward else "forward"
         peak = f"{half} of {moment.module}" if moment.module else half
         gradients = self.parameters.gradient_bytes
-        if not setup.attach and self.accumulate == 1 and gradients > sum(alive.values()):
+        if not setup.step_in_backward and self.accumulate == 1 and gradients > sum(alive.values()):
             alive, peak = {**dict.fromkeys(KINDS, 0.0), "gradients": gradients}, "update"
         on_host = {name: x for name, x in vars(host).items() if x}
         return Candidate(setup, {**vars(here), **alive}, on_host, peak, seconds)

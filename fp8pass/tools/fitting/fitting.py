@@ -126,9 +126,9 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
         found.notes.append(f"Some memory budgets are left out, {config.memory_budget} first: {why}")
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
-    if setup.attach:
+    if setup.step_in_backward:
         found.notes.append(
-            "attach (fp8pass.optim) updates each weight within the backward, so gradients cannot "
+            "step_in_backward (fp8pass.optim) updates each weight within the backward, so gradients cannot "
             "be clipped by their common norm or scaled by a GradScaler."
         )
 

@@ -90,7 +90,7 @@ class Parameters:
                 else:
                     states = state_bytes({**GROUP, **preset_options(setup.preset, {})}, p)
                 (host if on_host else gpu).states += states
-                if accumulate > 1 and setup.attach:
+                if accumulate > 1 and setup.step_in_backward:
                     on_host = is_offloaded(group, "gradients", p)
                     (host if on_host else gpu).sums += p.numel() * bytes_per_sum
                 elif accumulate > 1:
@@ -101,7 +101,7 @@ class Parameters:
 
     def decide_fate(self, setup: Setup, accumulate: int) -> Fate:
         """Return how long final gradients stay alive."""
-        if not setup.attach:
+        if not setup.step_in_backward:
             # Gradients of later micro-batches are added to the existing ones.
             return Fate(stay=accumulate == 1)
         if not setup.offload:

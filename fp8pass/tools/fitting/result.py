@@ -182,7 +182,7 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        It lists all candidates with the same `attach` and `offload` as `shown`, and the smallest
+        It lists all candidates with the same `step_in_backward` and `offload` as `shown`, and the smallest
         candidate of each other combination.
         """
         least: dict[object, Candidate] = {}
@@ -213,7 +213,7 @@ class Fit(Result):
 
 
 def _find_place(candidate: Candidate) -> tuple[bool, tuple[str, ...]]:
-    return candidate.setup.attach, candidate.setup.offload
+    return candidate.setup.step_in_backward, candidate.setup.offload
 
 
 def _format_size(count: float) -> str:
@@ -224,7 +224,7 @@ def _to_dict(candidate: Candidate, why_not: str) -> dict[str, Any]:
     setup, seconds = candidate.setup, candidate.seconds
     return {
         "config": format_config(setup.config),
-        "attach": setup.attach,
+        "step_in_backward": setup.step_in_backward,
         "offload": list(setup.offload),
         "optimizer": "torch" if setup.preset is None else setup.preset,
         "gpu": candidate.gpu,

@@ -17,13 +17,13 @@ class Setup:
 
     Attributes:
         config: options of the backend.
-        attach: whether each parameter is updated within the backward (`fp8pass.optim.attach`).
+        step_in_backward: whether each parameter is updated within the backward (`fp8pass.optim.step_in_backward`).
         offload: what lives in host memory: `states`, `gradients`, `weights`.
         preset: preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
     """
 
     config: Config = dataclasses.field(default_factory=Config)
-    attach: bool = False
+    step_in_backward: bool = False
     offload: tuple[str, ...] = ()
     preset: str | None = "coat"
 
@@ -41,9 +41,9 @@ class Setup:
         else:
             found.append('model.to("cuda")')
         found.append(f"optimizer = {self._optimizer_text()}")
-        if self.attach:
+        if self.step_in_backward:
             also = f", accumulate={accumulate}" if accumulate > 1 else ""
-            found.append(f"fp8pass.optim.attach(model, optimizer{also})")
+            found.append(f"fp8pass.optim.step_in_backward(model, optimizer{also})")
         found += [self._compile_text(path, blocks) for path in blocks]
         if not blocks:
             found.append("model = torch.compile(model, backend=fp8pass.backend(config))")
@@ -73,7 +73,7 @@ class Setup:
         words = [
             ", ".join([recipe] * (recipe != "coat") + options) or "default",
             "torch " * (self.preset is None) + optimizer,
-            *(["attach"] if self.attach else []),
+            *(["step_in_backward"] if self.step_in_backward else []),
             *([f"{', '.join(self.offload)} on the host"] if self.offload else []),
         ]
         return " · ".join(words)

@@ -29,17 +29,17 @@ FREEZABLE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @torch.no_grad()
-def freeze(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
+def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
     """Keep the frozen weights of linear layers in FP8 codes, and nothing else of them.
 
         model.requires_grad_(False)
         model = peft.get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
-        fp8pass.freeze(model)
+        fp8pass.quantize_frozen(model)
         model.compile(backend="fp8pass")
 
     For adapters (LoRA), teachers, encoders: whatever is trained beside weights that are not. A
     compiled model computes the same forward, bit for bit, as with those weights in BF16, where
-    linear layers run in FP8 with a scale for each row (`forward_scales="row"`); gradients of inputs
+    linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`); gradients of inputs
     are those of the rounded weights. Elsewhere codes are decoded whenever they are used.
 
     The model can be moved, copied and saved as before; call this again for what has been frozen
@@ -75,7 +75,7 @@ def freeze(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
             layer.weight = parameter
             layer.register_state_dict_post_hook(_give_values)
     log.info(
-        "freeze: %d of %d frozen linear layers in codes, %s instead of %s%s",
+        "quantize_frozen: %d of %d frozen linear layers in codes, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
         "".join(f"; {line}" for line in first_reasons(choice.reasons, " stays: ")),
     )

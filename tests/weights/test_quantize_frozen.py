@@ -1,4 +1,4 @@
-"""`freeze`: frozen weights in codes, and nothing else of them."""
+"""`quantize_frozen`: frozen weights in codes, and nothing else of them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def stored(model: nn.Module) -> dict[str, bytes]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_frozen_linear_layers_are_in_codes(device, caplog):
     with caplog.at_level(logging.INFO, "fp8pass"):
-        model = fp8pass.freeze(new(device))
+        model = fp8pass.quantize_frozen(new(device))
     assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
     assert model.again.weight is model.up.base.weight
     assert model.lm_head.weight is model.embedding.weight
@@ -100,7 +100,7 @@ def test_frozen_linear_layers_are_in_codes(device, caplog):
     assert torch.equal(model.up.base.weight.codes.view(torch.uint8), codes.view(torch.uint8))
     (said,) = caplog.messages
     assert said == (
-        "freeze: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd stays: "
+        "quantize_frozen: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd stays: "
         "weight 24×64: both sizes must be multiples of 16; lm_head stays: it is an output head, "
         "or skipped"
     )
@@ -110,7 +110,7 @@ def test_narrow_layers_stay_as_they_are(caplog):
     """No GEMM of theirs would take the codes."""
     model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 1024), nn.Linear(1024, 1024))
     with caplog.at_level(logging.INFO, "fp8pass"):
-        fp8pass.freeze(model.bfloat16().requires_grad_(False))
+        fp8pass.quantize_frozen(model.bfloat16().requires_grad_(False))
     assert stored(model).keys() == {"2.weight"}
     assert "0 stays: weight 64×1024: too narrow to gain by FP8; 1 stays: " in caplog.text
 
@@ -119,19 +119,19 @@ def test_layers_are_named_as_without_wrappers(caplog):
     """`torch.compile(block)` in the place of a block is not in the names of checkpoints."""
     model = nn.Sequential(torch.compile(new(), backend="eager"))
     with caplog.at_level(logging.INFO, "fp8pass"):
-        fp8pass.freeze(model, skip="0.down")
+        fp8pass.quantize_frozen(model, skip="0.down")
     assert stored(model).keys() == {"0._orig_mod.up.base.weight"}
     assert "; 0.down.base stays: " in caplog.text
 
 
 def test_what_is_frozen_later_is_in_codes_after_another_call():
-    model = fp8pass.freeze(new(), skip="down")
+    model = fp8pass.quantize_frozen(new(), skip="down")
     assert stored(model).keys() == {"up.base.weight"}
     kept = stored(model)
-    fp8pass.freeze(model)
+    fp8pass.quantize_frozen(model)
     assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
     assert stored(model).items() >= kept.items()
-    assert stored(fp8pass.freeze(model)) == stored(model)
+    assert stored(fp8pass.quantize_frozen(model)) == stored(model)
     model.load_state_dict(model.state_dict())
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_left_of_a_weight(monkeypatch):
         return coded(matrices, dtype)
 
     monkeypatch.setattr(frozen, "coded", counted)
-    fp8pass.freeze(model)
+    fp8pass.quantize_frozen(model)
     assert left == [4, 3, 2, 1]
     assert all(x.expired() for x in whole)
     for layer in model:
@@ -160,7 +160,7 @@ def test_memory_of_a_gpu():
     model.bfloat16().requires_grad_(False).cuda()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fp8pass.freeze(model)
+    fp8pass.quantize_frozen(model)
     assert torch.cuda.memory_allocated() - before < -0.99 * 8 * 4096 * 4096
     assert torch.cuda.max_memory_allocated() - before < 1.1 * 4096 * 4096
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -170,16 +170,16 @@ def test_memory_of_a_gpu():
 
 def test_errors_say_what_to_do():
     with pytest.raises(ConfigError, match=r"is frozen: model.requires_grad_\(False\) comes"):
-        fp8pass.freeze(nn.Sequential(nn.Linear(64, 64)))
+        fp8pass.quantize_frozen(nn.Sequential(nn.Linear(64, 64)))
     frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 7)).half().requires_grad_(False)
     with pytest.raises(
         ConfigError, match="0: it is in float16, not in bfloat16 or float32; 1: weight 7"
     ):
-        fp8pass.freeze(frozen)
+        fp8pass.quantize_frozen(frozen)
     with pytest.raises(ConfigError, match=r"model must be a torch.nn.Module, got int"):
-        fp8pass.freeze(3)
+        fp8pass.quantize_frozen(3)
     with pytest.raises(ConfigError, match="skip must be a module path pattern, or a tuple of"):
-        fp8pass.freeze(new(), skip=3)
+        fp8pass.quantize_frozen(new(), skip=3)
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_errors_say_what_to_do():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_forward_is_the_same_and_gradients_are_close(device, dtype):
     found, eager = [], new(device, dtype)
-    for model in (new(device, dtype), fp8pass.freeze(new(device, dtype))):
+    for model in (new(device, dtype), fp8pass.quantize_frozen(new(device, dtype))):
         torch._dynamo.reset()
         spy = Spy()
         program = torch.compile(model, backend=Backend(config(device), spy))
@@ -214,7 +214,7 @@ def test_the_forward_is_the_same_and_gradients_are_close(device, dtype):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_adapters_are_trained_and_weights_stay(device, in_place):
     torch._dynamo.reset()
-    model = fp8pass.freeze(new(device))
+    model = fp8pass.quantize_frozen(new(device))
     before = stored(model)
     program = model
     if in_place:
@@ -239,7 +239,7 @@ def test_adapters_are_trained_and_weights_stay(device, in_place):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_a_compiler_values_are_those_of_codes(device):
-    model = fp8pass.freeze(new(device))
+    model = fp8pass.quantize_frozen(new(device))
     rounded = new(device)
     rounded.load_state_dict(model.state_dict())
     want, got = (step(each, each, (ids(device),)) for each in (rounded, model))
@@ -253,7 +253,7 @@ def test_kernels_make_no_codes_of_weights(graphs):
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.SiLU(), nn.Linear(128, 64, bias=False))
     model = model.bfloat16().requires_grad_(False)
     x = torch.randn(32, 64).bfloat16().requires_grad_()
-    for each in (model, fp8pass.freeze(copy.deepcopy(model))):
+    for each in (model, fp8pass.quantize_frozen(copy.deepcopy(model))):
         torch._dynamo.reset()
         step(torch.compile(each, backend="fp8pass"), each, (x,))
     plain, _, frozen, _ = (counts([g])["quantize"] + counts([g])["rows"] for g in graphs)
@@ -272,7 +272,7 @@ def check_same(model: nn.Module, other: nn.Module) -> None:
 
 
 def test_copies_and_pickles():
-    model = fp8pass.freeze(new())
+    model = fp8pass.quantize_frozen(new())
     other = copy.deepcopy(model)
     check_same(model, other)
     other.load_state_dict(new().state_dict() | {"down.base.weight": torch.zeros(WIDTH, 128)})
@@ -284,7 +284,7 @@ def test_copies_and_pickles():
 
 
 def test_processes_share_codes():
-    model = fp8pass.freeze(new())
+    model = fp8pass.quantize_frozen(new())
     kept = stored(model)
     model.share_memory()
     assert stored(model) == kept
@@ -295,7 +295,7 @@ def test_processes_share_codes():
 def test_moves_and_other_dtypes(swap):
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
-        model = fp8pass.freeze(new())
+        model = fp8pass.quantize_frozen(new())
         weight, before = model.up.base.weight, copy.deepcopy(model)
         model.float()
         assert model.up.base.weight is weight
@@ -314,7 +314,7 @@ def test_moves_and_other_dtypes(swap):
 
 @pytest.mark.gpu
 def test_moves_to_a_gpu_and_back():
-    model = fp8pass.freeze(new())
+    model = fp8pass.quantize_frozen(new())
     before = copy.deepcopy(model)
     program = torch.compile(model, backend="fp8pass")
     for _ in range(2):
@@ -329,7 +329,7 @@ def test_moves_to_a_gpu_and_back():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_state_dicts_have_weights(device):
-    model, plain = fp8pass.freeze(new(device)), new()
+    model, plain = fp8pass.quantize_frozen(new(device)), new()
     state = through_a_file(model.state_dict())
     assert {n: (x.shape, x.dtype) for n, x in state.items()} == {
         n: (x.shape, x.dtype) for n, x in plain.state_dict().items()
@@ -337,7 +337,7 @@ def test_state_dicts_have_weights(device):
     assert 0 < relative(state["up.base.weight"], plain.up.base.weight) < 0.04
     plain.load_state_dict(state)  # without codes
     model.load_state_dict(state)
-    assert stored(fp8pass.freeze(plain)) == stored(model)  # rounded once
+    assert stored(fp8pass.quantize_frozen(plain)) == stored(model)  # rounded once
     other = {n: x * 2 if x.ndim == 2 else x for n, x in state.items()}
     model.load_state_dict(through_a_file(other))
     assert torch.equal(model.down.base.weight.decoded().cpu(), other["down.base.weight"])
@@ -360,7 +360,7 @@ def test_codes_are_never_stale(rows, columns, dtype, change, source, std, seed):
     generator = torch.Generator().manual_seed(seed)
     sizes = 16 * rows, 16 * columns
     layer = nn.Linear(*sizes[::-1], bias=False, dtype=dtype).requires_grad_(False)
-    model = fp8pass.freeze(nn.Sequential(layer))
+    model = fp8pass.quantize_frozen(nn.Sequential(layer))
     view, before = layer.weight.detach(), layer.weight.codes.clone()
     values = (torch.randn(sizes, dtype=torch.float64, generator=generator) * std).to(source)
     with torch.no_grad():
@@ -391,7 +391,7 @@ def test_codes_are_never_stale(rows, columns, dtype, change, source, std, seed):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_code_sees_new_weights(device):
-    model = fp8pass.freeze(new(device))
+    model = fp8pass.quantize_frozen(new(device))
     program = torch.compile(model, backend=fp8pass.backend(config(device)))
     program(ids(device))
     state = {n: x * 2 if "base" in n else x for n, x in model.state_dict().items()}
@@ -399,13 +399,13 @@ def test_compiled_code_sees_new_weights(device):
     for each in (model, fresh):
         each.load_state_dict(state)
     got = program(ids(device))
-    fresh = torch.compile(fp8pass.freeze(fresh), backend=fp8pass.backend(config(device)))
+    fresh = torch.compile(fp8pass.quantize_frozen(fresh), backend=fp8pass.backend(config(device)))
     assert torch.equal(got, fresh(ids(device)))
 
 
 def test_others_may_be_changed_by_it():
     """An average of weights, a copy, a sum of several tensors."""
-    weight = fp8pass.freeze(new()).up.base.weight
+    weight = fp8pass.quantize_frozen(new()).up.base.weight
     values, average = weight.decoded(), torch.zeros(weight.shape, dtype=weight.dtype)
     average.copy_(weight)
     assert torch.equal(average, values)
@@ -417,7 +417,7 @@ def test_others_may_be_changed_by_it():
 
 
 def test_fit_counts_codes():
-    model = fp8pass.freeze(new())
+    model = fp8pass.quantize_frozen(new())
     here, _ = Parameters(model).place(Setup(), 1)
     held = [p for p in model.parameters() if not isinstance(p, CodedWeight)]
     for weight in (model.up.base.weight, model.down.base.weight):
@@ -433,11 +433,11 @@ def test_adapters_of_peft():
         torch._dynamo.reset()
         model = llama().bfloat16().requires_grad_(False)
         if first:
-            fp8pass.freeze(model)
+            fp8pass.quantize_frozen(model)
         torch.manual_seed(0)
         model = peft.get_peft_model(model, lora)
         if not first:
-            fp8pass.freeze(model)
+            fp8pass.quantize_frozen(model)
         kept.append(list(stored(model).values()))
         program = torch.compile(model, backend=Backend(COAT_EAGER))
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
@@ -455,7 +455,7 @@ def test_adapters_of_peft():
 
 
 def test_a_monitor_sees_what_a_frozen_model_quantizes():
-    model, monitor = fp8pass.freeze(new()), fp8pass.Monitor(every=1)
+    model, monitor = fp8pass.quantize_frozen(new()), fp8pass.Monitor(every=1)
     program = torch.compile(model, backend=fp8pass.backend(COAT_EAGER, monitor=monitor))
     program(ids()).backward()
     monitor.step()
