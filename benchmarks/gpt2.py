@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.compilation import CompiledGraph
+from fp8pass.config import Recipe
 from fp8pass.dynamo import Backend
 
-RECIPES = ("coat", "agoq", "linear")
+RECIPES: tuple[Recipe, ...] = ("coat", "agoq", "linear")
 PROFILED = 5
 
 
@@ -93,7 +94,7 @@ class Subject:
             parameter.grad = None
 
 
-def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], recipe: str | None) -> Subject:
+def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], recipe: Recipe | None) -> Subject:
     """A variant of a model, not compiled yet; without a recipe, stock `torch.compile`."""
     model, planned = with_own_code(sharing(base)), list[int]()
 

@@ -9,9 +9,9 @@ stochastically, as the optimizer does by default, and to nearest, as COAT does. 
 squared error of m / (√v + ε). Tables 1 and 9 of COAT report the same error; the record has their
 numbers, too.
 
-`sums` adds gradients to buffers of every format (`step_in_backward(..., accumulate=n)`): equal gradients, and
-random ones without a common mean. It measures the relative error of the sum, and its length along
-the exact sum.
+`sums` adds gradients to buffers of every format (`step_in_backward(..., accumulate=n)`): equal
+gradients, and random ones without a common mean. It measures the relative error of the sum, and its
+length along the exact sum.
 
 `speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
 step are the weights and states, read and written, and the gradients, read; `limit` is the time that

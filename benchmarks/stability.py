@@ -40,6 +40,7 @@ from torch.nn import functional as F
 from workers import run_jobs
 
 import fp8pass
+from fp8pass.config import Simulation
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size
@@ -57,8 +58,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "e7m7": {"simulate": "e7m7"},
     "e6m7": {"simulate": "e6m7"},
     "e5m7": {"simulate": "e5m7"},
-    "e5m7, inner clamp alone": {"simulate": "e5m7", "simulate_outer": False},
-    "e5m7, outer clamp alone": {"simulate": "e5m7", "simulate_inner": False},
+    "e5m7, inner clamp alone": {"simulate": Simulation("e5m7", outer_clamp=False)},
+    "e5m7, outer clamp alone": {"simulate": Simulation("e5m7", inner_clamp=False)},
 }
 RATES = (1e-3, 2e-3, 3e-3, 4e-3, 8e-3)
 MODEL = Size(256, 4, 4, 4, 768, seq=256, batch=16, steps=400, peak_lr=RATES[0])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
     from fp8pass.config import ConfigError as ConfigError
+    from fp8pass.config import Simulation as Simulation
     from fp8pass.dynamo import backend as backend
     from fp8pass.integrations.compressed_tensors import export as export
     from fp8pass.stability.guard import Guard as Guard
@@ -49,6 +50,7 @@ _MODULES = {
     "Gpu": "tools.fitting",
     "Guard": "stability.guard",
     "Monitor": "stability.monitor",
+    "Simulation": "config",
     "backend": "dynamo",
     "bisect": "tools.bisection",
     "calibrate": "tools.calibration",

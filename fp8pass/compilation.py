@@ -15,7 +15,7 @@ from torch import fx, nn
 from fp8pass import compat, graph
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
-from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.names import matching_pattern, pattern_text
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.passes import LOWERING_PASSES, Context, Requests
@@ -72,9 +72,9 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
-    if config.calibration or any(VALUE_SEPARATOR in pattern for pattern in config.keep_exact):
+    if config.calibration or any(VALUE_SEPARATOR in pattern for pattern in config.exact_patterns):
         return tuple(paths)
-    patterns = config.skip, config.keep_exact
+    patterns = config.skip_patterns, config.exact_patterns
     return tuple(
         (has_head_name(path), *(matching_pattern(path, given) for given in patterns))
         for path in paths
@@ -141,7 +141,11 @@ class Compilation:
         """A hash of all that the result depends on besides the graph."""
         key = (
             source_hash(),
-            repr(replace(self.config, passes=())),
+            repr(
+                replace(
+                    self.config, passes=(), skip=tuple(map(pattern_text, self.config.skip_patterns))
+                )
+            ),
             keys_of(self.config.passes),
             torch.__version__,
             repr(self.inputs),

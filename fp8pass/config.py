@@ -1,4 +1,4 @@
-"""The choices of a user: a frozen, validated `Config` and its named presets, the recipes."""
+"""The options of a compilation: the frozen, validated `Config`, and its presets, the recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from fp8pass.dialect.formats import (
     EXPONENT_BITS,
@@ -20,26 +20,30 @@ from fp8pass.dialect.formats import (
     simulated_format,
 )
 
-LINEAR_FORMATS = (*(f.name for f in FORMATS.values() if f.multiplies), "exact")
-SCALES = ("rowwise", "tensorwise")
-SAVE_FORMATS = (*(f.name for f in reversed(SAVED_FORMATS)), "none", "exact")
-ATTENTION_OUTPUTS = ("exact", "e2m5")
-COMPILERS = ("inductor", "eager")
-GEMMS = ("forward", "dgrad", "wgrad")
-# The largest share of its own plan that a budget is of use for: all saved values in 8 bits for 4.
-MOST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
-# Arguments of `torch.compile` that look like options.
+# Types of the options that are names, for type checkers. The tests compare them with the tables.
+LinearFormat = Literal["e4m3", "e5m2", "exact"]
+SaveFormat = Literal["e4m3", "e2m3", "e2m2", "e2m1", "none", "exact"]
+Scales = Literal["rowwise", "tensorwise"]
+AttentionOutput = Literal["exact", "e2m5"]
+Compiler = Literal["inductor", "eager"]
+Gemm = Literal["forward", "dgrad", "wgrad"]
+Recipe = Literal["linear", "coat", "agoq", "exact"]
+
+GEMMS: tuple[Gemm, ...] = get_args(Gemm)
+# The largest budget as a share: 8 bits for every tensor that is planned in 4.
+LARGEST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
+# Arguments of `torch.compile` that users mistake for options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
 # The options that are tuples of names.
-LISTS = ("skip", "keep_exact", "simulate_gemms", "fast_accumulation")
+LISTS = ("skip", "keep_exact", "fast_accumulation")
 
-RECIPES: dict[str, dict[str, Any]] = {
-    # FP8 GEMMs only: every other saved value is kept as it is. GEMMs keep their operands'
-    # codes for the backward, which therefore need the backward's scale.
+RECIPES: dict[Recipe, dict[str, Any]] = {
+    # FP8 GEMMs alone. The forward's quantized operands are saved for the backward, whose GEMMs take
+    # one scale per tensor.
     "linear": {"save_format": "none", "forward_scales": "tensorwise"},
-    # FP8 GEMMs, and the saved values of non-linear layers in 1×G groups (COAT section 5.2).
+    # FP8 GEMMs, and the saved tensors of non-linear layers in groups of 1×G (COAT section 5.2).
     "coat": {},
-    # As coat, but in 4 bits where the error rules allow that (AGoQ section 4).
+    # As coat, but in 4 bits where the error rules allow it (AGoQ section 4).
     "agoq": {"save_format": "e2m1"},
     # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
     "exact": {
@@ -50,8 +54,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# What `simulate` leaves of the choices about codes: there are none.
-SIMULATED: dict[str, tuple[str, ...]] = {
+# The values that other options may have together with `simulate`; the first is its default.
+WITH_SIMULATION: dict[str, tuple[str, ...]] = {
     "forward_format": ("exact",),
     "gradient_format": ("exact",),
     "save_format": ("none", "exact"),
@@ -59,109 +63,136 @@ SIMULATED: dict[str, tuple[str, ...]] = {
 }
 
 
-# Name, mean and standard deviation of a value, as `fp8pass.calibrate` measures them.
+# Name, mean and standard deviation of a tensor, as `fp8pass.calibrate` measures them.
 ValueMoments = tuple[str, float, float]
 
 
 class ConfigError(ValueError):
-    """A recipe, option or value that does not exist; the message names the nearest that does."""
+    """A recipe, option or value that does not exist. The message names the nearest valid one."""
 
 
 # A pass of the user: `before` or `after`, the name of one of our passes, and the function.
 AddedPass = tuple[str, str, Callable[..., None]]
+# A shell-style pattern of module paths, or a function that takes a path and returns a bool.
+Pattern = str | Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A number format that linear layers compute in as if the GPU had it (FP8 and back, 3.2).
+
+    Operands and results of GEMMs are rounded to the format; the GEMMs run in the model's precision.
+
+    Attributes:
+        format: `e8m3` or another ExMy of 1 to 8 exponent bits and 0 to 23 mantissa bits.
+        gemms: the GEMMs that are simulated, out of `forward`, `dgrad` and `wgrad`.
+        inner_clamp: whether nonzero magnitudes below the smallest normal number become that number.
+        outer_clamp: whether finite magnitudes above the largest number become that number.
+
+    Raises:
+        ConfigError: an argument has a wrong value.
+    """
+
+    format: str
+    gemms: tuple[Gemm, ...] = GEMMS
+    inner_clamp: bool = True
+    outer_clamp: bool = True
+
+    def __post_init__(self) -> None:
+        _check_simulated_format(self.format)
+        object.__setattr__(self, "gemms", _checked_gemms("gemms", self.gemms))
+        for field in ("inner_clamp", "outer_clamp"):
+            _switch(field, getattr(self, field))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The choices of one compilation. `Config()` is recipe `coat`.
+    """The options of one compilation. `Config()` is recipe `coat`.
 
     Attributes:
-        forward_format: format of activations and weights in the GEMMs of linear layers, one of
-            `e4m3`, `e5m2`, `exact`. Scales are made just in time (COAT 5.2, LLMQ 3).
+        forward_format: format of activations and weights in the GEMMs of linear layers: `e4m3`,
+            `e5m2` or `exact`. Scales are computed just in time (COAT 5.2, LLMQ 3).
         gradient_format: format of output gradients in those GEMMs.
-        forward_scales: `rowwise`, one scale for each token and each output feature in the GEMMs of the
-            forward, which take one pass over a tensor to quantize it, and round it less; or
-            `tensorwise`. GEMMs of the backward have one scale for each tensor. Those of experts have
-            scales by row in forward and dgrad whatever this says: PyTorch's kernel takes no others.
-        fast_accumulation: the roles of FP8 GEMMs, out of `forward`, `dgrad` and `wgrad`, that may
-            use Hopper's fast accumulation: the tensor cores keep a running sum of 14 bits over the
-            whole contraction, instead of adding it to an FP32 sum after 128 products. Truncation
-            has a bias, which grows with the length of the contraction.
-        longest_fast: the longest contraction with fast accumulation. A GEMM whose length is dynamic
-            accumulates precisely; experts' wgrad counts the tokens of an average expert.
-        save_format: smallest format of the values that non-linear layers keep for the backward,
-            in 1×`group_size` groups: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits.
-            Values that amplify its errors too much get a larger one or stay as they are. `none`
-            keeps all as they are. `exact` quantizes nothing but takes the same path through the
-            compiler, to test it.
-        attention_output: how the output of attention is kept, of which its backward needs row sums:
-            `exact`, or in 8 bits as `e2m5`, less its mean over tokens, in 1×32 groups. The worst
-            case is not bounded then; measured errors are less than half of what FP8 linear layers
-            add to the same gradients. q, k and v stay exact.
-        error_tolerance: how large the relative error of a gradient may get through one stored value, in
-            the worst case and to first order. `inf` switches the error rules off.
-        calibration: means and standard deviations of values, from `fp8pass.calibrate`, for the error
-            rules; they assume unit variance elsewhere.
-        memory_budget: how much the backward may keep of each graph, besides parameters: a share of
-            its plan without a budget (a float up to 2), or bytes (`"24GiB"`, an int). Values that
-            do not fit are computed again, GEMMs and attention included; a graph of less than 4 KiB
-            keeps all whatever its share. What a larger budget leaves over is spent on formats of
-            more bits than `save_format`, up to `e4m3`.
-        offload: whether values that do not fit may be kept in the memory of the host instead, where
-            copying them there and back, beside the step, takes less time than computing them again.
-            Without a budget, or within one that they fit, nothing is.
-        host_bandwidth: bytes a second that can be copied each way between host and device. None
+        forward_scales: `rowwise` (one scale per token and per output feature in the GEMMs of the
+            forward: quantizing takes one pass over a tensor, and the error is smaller) or
+            `tensorwise`. GEMMs of the backward always have one scale per tensor. Experts always
+            have rowwise scales in forward and dgrad: PyTorch's grouped GEMM takes no others.
+        fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
+            fast accumulation: the tensor cores keep a running sum of 14 bits over the whole
+            contraction, instead of adding it to an FP32 sum every 128 products. Truncation has a
+            bias that grows with the length of the contraction.
+        longest_fast: the longest contraction with fast accumulation. A GEMM with a dynamic length
+            accumulates precisely; the wgrad of experts counts the tokens of an average expert.
+        save_format: smallest format of the tensors that non-linear layers save for backward, in
+            groups of 1×`group_size`: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits. A
+            tensor whose errors are amplified too much gets a larger format or stays exact. `none`
+            saves all of them exactly. `exact` also quantizes nothing, but takes the same path
+            through the compiler; it is for tests.
+        attention_output: how the output of attention is saved, from which its backward computes
+            row sums: `exact`, or `e2m5`: 8 bits after subtracting the mean over tokens, in groups
+            of 1×32. No bound holds for the worst case then; measured errors are less than half of
+            the error that FP8 linear layers add to the same gradients. q, k and v stay exact.
+        error_tolerance: largest relative error of a gradient through one saved tensor, in the worst
+            case and to first order. `inf` switches the error rules off.
+        calibration: means and standard deviations of tensors, from `fp8pass.calibrate`, for the
+            error rules, which assume unit variance otherwise.
+        memory_budget: limit of the saved tensors of each graph, parameters excluded: a share of
+            what the graph saves without a budget (a float up to 2), or bytes (`"24GiB"`, an int).
+            What does not fit is recomputed, GEMMs and attention included. A budget that is larger
+            than needed is spent on formats with more bits than `save_format`, up to `e4m3`. A graph
+            that saves less than 4 KiB ignores a share.
+        offload: whether tensors that do not fit may be saved in host memory, where the copies take
+            less time than recomputing them. Without a budget, or when all fits, none are.
+        host_bandwidth: bytes per second of copies between GPU and host, in each direction. None
             measures it.
-        group_size: elements that share one scale in a saved value; COAT's paper uses 16.
-        skip: shell-style patterns of module paths that stay in high precision. A pattern matches
-            a module and all below it, from any level: `"layers.0"`, `"*.down_proj"`. One may stand
-            by itself, without a tuple.
-        keep_exact: shell-style patterns of values that the backward gets exactly: kept as they are
-            or computed again from exact values. A pattern matches a value's name, as `explain`
-            and `calibrate` give it, or the module that computes it, as in `skip`.
-        quantize_lm_head: also run the output head in FP8 (FP8 and back, LLMQ: better not).
-        head_chunks: how many parts of the tokens the output head and the loss take in turn, forward
-            and backward, so that no logits of all tokens exist (LLMQ 3). None chooses; 1 is all at
-            once. The gradient of the head's weight is added up over them in the weight's dtype.
-        simulate: a format ExMy, `e8m3`, of 1 to 8 exponent and 0 to 23 mantissa bits, that linear
-            layers, output heads among them, compute in as if a GPU had it (FP8 and back 3.2):
-            operands and results of their GEMMs are masked to it, and the GEMMs run in the model's
-            own precision. Nothing runs in FP8 or is kept in low bits, as in recipe `exact`.
-        simulate_gemms: those of `forward`, `dgrad` and `wgrad` that are masked.
-        simulate_inner: whether magnitudes below the smallest normal number of the simulated format
-            become that number; zeros stay.
-        simulate_outer: whether finite magnitudes beyond its largest number become that.
-        compiler: `inductor`, or `eager` to run the rewritten graphs op by op (for debugging).
-        passes: passes of your own, each with its position: `("after", "quantize_linears", my_pass)`
-            or `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
+        group_size: elements that share one scale in a saved tensor; the COAT paper uses 16.
+        skip: modules that stay in high precision: shell-style patterns of module paths, or a
+            function that takes a path and returns a bool. A pattern matches a module and all
+            modules below it, at any level: `"layers.0"`, `"*.down_proj"`. One pattern needs no
+            tuple.
+        keep_exact: shell-style patterns of tensors that the backward gets exactly: saved exactly,
+            or recomputed from exact tensors. A pattern matches the name of a tensor, as `explain`
+            and `calibrate` print it, or the module that computes it, as in `skip`.
+        quantize_lm_head: whether the output head runs in FP8 too. FP8 and back and LLMQ advise
+            against it.
+        head_chunks: number of chunks of tokens in which the output head and the loss run, forward
+            and backward, so that the logits of all tokens never exist at once (LLMQ 3). None
+            chooses; 1 disables chunking. The gradient of the head's weight is summed over chunks
+            in the weight's dtype.
+        simulate: a format that linear layers compute in as if the GPU had it (FP8 and back, 3.2):
+            a name such as `e8m3`, or a `Simulation`. Nothing runs in FP8 and nothing is saved in
+            low bits then, as in recipe `exact`.
+        compiler: `inductor`, or `eager` to run the rewritten graphs op by op, for debugging.
+        passes: your own passes, each with a position: `("after", "quantize_linears", my_pass)` or
+            `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
+
+    Raises:
+        ConfigError: an option is unknown, has a wrong value, or excludes another one. The message
+            names the nearest valid choice.
     """
 
-    forward_format: str = "e4m3"
-    gradient_format: str = "e4m3"
-    forward_scales: str = "rowwise"
-    fast_accumulation: tuple[str, ...] = GEMMS
+    forward_format: LinearFormat = "e4m3"
+    gradient_format: LinearFormat = "e4m3"
+    forward_scales: Scales = "rowwise"
+    fast_accumulation: tuple[Gemm, ...] = GEMMS
     longest_fast: int = 4096
-    save_format: str = "e4m3"
-    attention_output: str = "exact"
+    save_format: SaveFormat = "e4m3"
+    attention_output: AttentionOutput = "exact"
     error_tolerance: float = 1.0
     calibration: tuple[ValueMoments, ...] = ()
     memory_budget: float | int | str | None = None
     offload: bool = False
     host_bandwidth: float | None = None
     group_size: int = 128
-    skip: tuple[str, ...] = ()
-    keep_exact: tuple[str, ...] = ()
+    skip: Pattern | tuple[Pattern, ...] = ()
+    keep_exact: str | tuple[str, ...] = ()
     quantize_lm_head: bool = False
     head_chunks: int | None = None
-    simulate: str | None = None
-    simulate_gemms: tuple[str, ...] = GEMMS
-    simulate_inner: bool = True
-    simulate_outer: bool = True
-    compiler: str = "inductor"
+    simulate: str | Simulation | None = None
+    compiler: Compiler = "inductor"
     passes: tuple[AddedPass, ...] = ()
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
-        """A configuration to be filled; an unknown option is an error that names the nearest."""
         if args:
             recipe = args[0] if args[0] in RECIPES else "coat"
             raise ConfigError(
@@ -172,46 +203,62 @@ class Config:
             name = options.pop("recipe")
             rest = "".join(f", {option}=..." for option in options)
             raise ConfigError(
-                f"For a recipe write Config.recipe({name!r}{rest}) in place of "
-                f"Config(recipe={name!r}{rest})."
+                f"recipe is not an option of Config. Write Config.recipe({name!r}{rest}) instead "
+                f"of Config(recipe={name!r}{rest})."
             )
         for name in options:
             _check_known(name)
         if options.get("simulate") is not None:
-            _check_simulated_alone(options)
+            _check_with_simulation(options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field, check in CHECKS.items():
             object.__setattr__(self, field, check(field, getattr(self, field)))
         if self.simulate is not None:
-            for field, allowed in SIMULATED.items():
+            for field, allowed in WITH_SIMULATION.items():
                 object.__setattr__(self, field, allowed[0])
-            if self.head_chunks is None:  # as recipe `exact`: chunks would change sums
+            if self.head_chunks is None:  # as in recipe `exact`: chunking reorders sums
                 object.__setattr__(self, "head_chunks", 1)
         for conflicts, message in CONFLICTS:
             if conflicts(self):
                 raise ConfigError(message.format_map(vars(self)))
 
     @classmethod
-    def recipe(cls, name: str, /, **overrides: Any) -> Config:
-        """The preset `name` (`linear`, `coat`, `agoq`, `exact`) with single fields changed.
+    def recipe(cls, name: Recipe, /, **overrides: Any) -> Config:
+        """Return the preset `name` (`linear`, `coat`, `agoq`, `exact`) with some options changed.
 
         Raises:
-            ConfigError: unknown recipe or field, or a value that the field does not take.
+            ConfigError: the recipe or an option is unknown, or a value is wrong.
         """
         check_choice("recipe", name, tuple(RECIPES))
         for field in overrides:
             _check_known(field)
         if (simulated := overrides.get("simulate")) is not None and name != "exact":
             raise ConfigError(
-                f"simulate={simulated!r} runs nothing in FP8 and keeps nothing in low bits, which "
-                f"is what recipe {name!r} is for: leave the recipe out, or say recipe 'exact'."
+                f"simulate={simulated!r} excludes recipe {name!r}: with a simulated format nothing "
+                "runs in FP8 and nothing is saved in low bits. Leave the recipe out, or use recipe "
+                "'exact'."
             )
         return cls(**{**RECIPES[name], **overrides})
 
+    @property
+    def skip_patterns(self) -> tuple[Pattern, ...]:
+        """`skip` as it is stored."""
+        return cast("tuple[Pattern, ...]", self.skip)
+
+    @property
+    def exact_patterns(self) -> tuple[str, ...]:
+        """`keep_exact` as it is stored."""
+        return cast("tuple[str, ...]", self.keep_exact)
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """`simulate` as it is stored."""
+        return cast("Simulation | None", self.simulate)
+
     def budget_bytes(self, unlimited: float) -> float:
-        """The budget of a graph that would keep `unlimited` bytes without one."""
+        """Return the budget in bytes of a graph that saves `unlimited` bytes without a budget."""
         budget = self.memory_budget
         if budget is None:
             return math.inf
@@ -221,17 +268,18 @@ class Config:
 
     @property
     def quantizes_linears(self) -> bool:
-        """Whether GEMMs run in FP8 (False in recipe `exact`, which only rewrites them)."""
+        """Whether GEMMs run in FP8. Recipe `exact` only rewrites them."""
         return self.forward_format != "exact"
 
     @property
-    def quantizations(self) -> dict[tuple[str, str], str]:
-        """The quantization of each operand of each GEMM, as text; keys are role and operand."""
+    def quantizations(self) -> dict[tuple[Gemm, str], str]:
+        """The quantization of each operand of each GEMM, as text, by GEMM and operand."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
-        scales = self.forward_scales if self.quantizes_linears else "tensor"
+        rowwise = self.quantizes_linears and self.forward_scales == "rowwise"
+        in_forward = f"{self.forward_format} row" if rowwise else forward
         return {
-            ("forward", "input"): f"{self.forward_format} {scales}",
-            ("forward", "weight"): f"{self.forward_format} {scales}",
+            ("forward", "input"): in_forward,
+            ("forward", "weight"): in_forward,
             ("dgrad", "gradient"): gradient,
             ("dgrad", "weight"): forward,
             ("wgrad", "gradient"): gradient,
@@ -239,16 +287,18 @@ class Config:
         }
 
     def accumulates_fast(self, gemm: str, length: Any) -> bool:
-        """Whether an FP8 GEMM uses fast accumulation.
+        """Return whether an FP8 GEMM uses fast accumulation.
 
-        `gemm` is its role, one of `GEMMS`, `length` that of its contraction, which may be symbolic.
+        Args:
+            gemm: `forward`, `dgrad` or `wgrad`.
+            length: the length of its contraction, which may be symbolic.
         """
         allowed = self.quantizes_linears and gemm in self.fast_accumulation
         return allowed and isinstance(length, int) and length <= self.longest_fast
 
     @property
     def packs(self) -> bool:
-        """Whether saved values may take less than a byte each."""
+        """Whether saved tensors may take less than a byte per element."""
         return self.save_format != "none" and FORMATS[self.save_format].packed
 
 
@@ -261,7 +311,7 @@ def split_options(
     """Split `torch.compile(options=...)` into our `Config` and options for Inductor.
 
     Raises:
-        ConfigError: an option that neither knows.
+        ConfigError: neither has such an option.
     """
     known = set(inductor_options)
     ours: dict[str, Any] = {}
@@ -279,18 +329,17 @@ def split_options(
         else:
             raise ConfigError(
                 unknown("option", key, ("recipe", *FIELDS), also=known)
-                + " Options of fp8pass: "
-                + ", ".join(("recipe", *FIELDS))
-                + "; those of torch._inductor.config pass through."
+                + f" Options of fp8pass: {', '.join(('recipe', *FIELDS))}. Options of "
+                "torch._inductor.config are passed to Inductor."
             )
     return configured(ours), theirs
 
 
 def checked_config(config: Any, argument: str = "config") -> Config:
-    """A configuration that an argument gives, the default one if it gives none.
+    """Return the `Config` that was passed as `argument`, or the default one for None.
 
     Raises:
-        TypeError: it gives something else.
+        TypeError: the argument is something else.
     """
     if config is None:
         return Config()
@@ -304,19 +353,22 @@ def checked_config(config: Any, argument: str = "config") -> Config:
 
 
 def configured(options: Mapping[str, Any]) -> Config:
-    """The configuration of options that may name a recipe, `coat` unless they simulate a format."""
+    """Return the `Config` of options that may name a recipe.
+
+    The default recipe is `coat`, or `exact` with `simulate`.
+    """
     default = "coat" if options.get("simulate") is None else "exact"
     fields = {name: value for name, value in options.items() if name != "recipe"}
     return Config.recipe(options.get("recipe", default), **fields)
 
 
 def parse_bytes(
-    text: str, what: str = f"memory_budget must be a share up to {MOST_SHARE} (a number), or"
+    text: str, what: str = f"memory_budget must be a share up to {LARGEST_SHARE} (a number), or"
 ) -> float:
-    """A size as `24GiB`, `512 MiB` or `1.5GB`, in bytes; `what` begins the message of an error.
+    """Return the number of bytes of a size such as `24GiB`, `512 MiB` or `1.5GB`.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: `text` is not a size. `what` begins the message.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
     if match is None:
@@ -326,14 +378,14 @@ def parse_bytes(
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as `parse_bytes` reads it, with about three significant digits."""
+    """Format a number of bytes with about three digits, so that `parse_bytes` can read it."""
     units = ["B", "KiB", "MiB", "GiB"]
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
     return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
 
 
-# A check gets an option's name and value. It returns the value to store, or raises ConfigError.
+# Takes the name and value of an option. Returns the value to store, or raises ConfigError.
 Check = Callable[[str, Any], Any]
 
 
@@ -348,29 +400,47 @@ def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
     return check
 
 
-def _one_of(choices: Sequence[str]) -> Check:
-    return lambda field, value: check_choice(field, value, choices)
+def _one_of(kind: Any) -> Check:
+    """Return a check that a value is one of a `Literal`."""
+    return lambda field, value: check_choice(field, value, get_args(kind))
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def checked_patterns(field: str, given: object, of: str = "module path") -> tuple[str, ...]:
-    """Return the patterns that an option was given, one or several, as a tuple.
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that fits into a float."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, float)
+
+
+def checked_patterns(
+    field: str, given: object, of: str = "module path", *, functions: bool = True
+) -> tuple[Any, ...]:
+    """Return one pattern or several as a tuple.
+
+    Args:
+        field: the option, for the message.
+        given: its value.
+        of: what the patterns match, for the message.
+        functions: whether a function that takes a path and returns a bool is a pattern, too.
 
     Raises:
-        ConfigError: they are not text. The message names the option and what they are patterns of.
+        ConfigError: something in it is not a pattern.
     """
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, (tuple, list)) and all(isinstance(p, str) for p in given):
-        return tuple(given)
-    raise ConfigError(f"{field} must be a {of} pattern, or a tuple of them, got {given!r}.")
+    several = given if isinstance(given, (tuple, list)) else (given,)
+    if all(isinstance(p, str) or (functions and callable(p)) for p in several):
+        return tuple(several)
+    function = ", or a function that takes a path and returns a bool" if functions else ""
+    raise ConfigError(
+        f"{field} must be a {of} pattern, or a tuple of them{function}, got {given!r}."
+    )
 
 
 def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
-    """Return the GEMMs that an option names, in the order of `GEMMS`."""
+    """Return the GEMMs of an option, in the order of `GEMMS`."""
     if isinstance(gemms, str) or not isinstance(gemms, Iterable) or not all(gemms):
         fix = f": {field}=({gemms!r},)" if gemms in GEMMS else ""
         raise ConfigError(f"{field} must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
@@ -379,7 +449,7 @@ def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
     return tuple(g for g in GEMMS if g in gemms)
 
 
-def _checked_moments(field: str, given: Iterable[Any]) -> tuple[ValueMoments, ...]:
+def _checked_calibration(field: str, given: Iterable[Any]) -> tuple[ValueMoments, ...]:
     try:
         found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
         if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):
@@ -387,7 +457,7 @@ def _checked_moments(field: str, given: Iterable[Any]) -> tuple[ValueMoments, ..
     except (TypeError, ValueError, OverflowError):
         pass
     raise ConfigError(
-        f"{field} must be a tuple of (value name, mean, standard deviation), with finite numbers: "
+        f"{field} must be a tuple of (tensor name, mean, standard deviation), with finite numbers: "
         f"pass what fp8pass.calibrate returns. Got {str(given)[:60]!r}."
     )
 
@@ -397,20 +467,27 @@ def _checked_budget(field: str, budget: Any) -> Any:
     if budget is not None and not (_is_number(size) and size > 0):
         raise ConfigError(
             f"{field} must be positive and finite, got {budget!r}: it is a share up to "
-            f"{MOST_SHARE}, a number of bytes, or a size such as '24GiB'."
+            f"{LARGEST_SHARE}, a number of bytes, or a size such as '24GiB'."
         )
-    if isinstance(budget, float) and budget > MOST_SHARE:
+    if isinstance(budget, float) and budget > LARGEST_SHARE:
         raise ConfigError(
-            f"{field}={budget!r}: a float is a share, up to {MOST_SHARE}; for bytes give an int or "
-            "a size such as '24GiB'."
+            f"{field}={budget!r}: a float is a share, up to {LARGEST_SHARE}; for bytes give an "
+            "int or a size such as '24GiB'."
         )
     return budget
 
 
-def _checked_simulated(field: str, name: Any) -> Any:
+def _checked_simulation(field: str, given: Any) -> Any:
+    if isinstance(given, str):
+        return Simulation(given)
+    if given is None or isinstance(given, Simulation):
+        return given
+    raise ConfigError(f"{field} must be a format such as 'e8m3', or a Simulation, got {given!r}.")
+
+
+def _check_simulated_format(name: Any) -> None:
     try:
-        if name is not None:
-            simulated_format(str(name))
+        simulated_format(str(name))
     except ValueError:
         hint = ""
         if match := re.search(r"e(\d+)m(\d+)", str(name).lower()):
@@ -418,10 +495,9 @@ def _checked_simulated(field: str, name: Any) -> Any:
             exponent, mantissa = (min(max(int(x), low), high) for x, (low, high) in limits)
             hint = f" Did you mean 'e{exponent}m{mantissa}'?"
         raise ConfigError(
-            f"{field} must be a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as "
+            "simulate must be a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as "
             f"'e8m3', got {name!r}.{hint}"
         ) from None
-    return name
 
 
 def _is_added_pass(given: Any) -> bool:
@@ -442,37 +518,41 @@ def _checked_passes(field: str, passes: Any) -> tuple[AddedPass, ...]:
 _switch = _must_be("a bool, True or False", lambda x: isinstance(x, bool))
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("forward_format", "gradient_format"), _one_of(LINEAR_FORMATS)),
-    **dict.fromkeys(("offload", "quantize_lm_head", "simulate_inner", "simulate_outer"), _switch),
-    **dict.fromkeys(("fast_accumulation", "simulate_gemms"), _checked_gemms),
-    "forward_scales": _one_of(SCALES),
+    "forward_format": _one_of(LinearFormat),
+    "gradient_format": _one_of(LinearFormat),
+    "forward_scales": _one_of(Scales),
+    "fast_accumulation": _checked_gemms,
     "longest_fast": _must_be(
         "a whole number, the length of a contraction, such as 4096",
         lambda x: _is_whole(x) and x >= 0,
         hint=" For precise accumulation everywhere: fast_accumulation=().",
     ),
-    "save_format": _one_of(SAVE_FORMATS),
-    "attention_output": _one_of(ATTENTION_OUTPUTS),
+    "save_format": _one_of(SaveFormat),
+    "attention_output": _one_of(AttentionOutput),
     "error_tolerance": _must_be(
         "a positive number, or float('inf')", lambda x: _is_number(x) and x > 0
     ),
-    "calibration": _checked_moments,
+    "calibration": _checked_calibration,
     "memory_budget": _checked_budget,
+    "offload": _switch,
     "host_bandwidth": _must_be(
-        "a number of bytes a second, such as 25e9, or None to measure it",
+        "a number of bytes per second, such as 25e9, or None to measure it",
         lambda x: x is None or (_is_number(x) and 0 < x < math.inf),
     ),
     "group_size": _must_be(
         "a positive multiple of 16, such as 128", lambda x: _is_whole(x) and x > 0 and x % 16 == 0
     ),
     "skip": checked_patterns,
-    "keep_exact": lambda field, x: checked_patterns(field, x, "value name or module path"),
+    "keep_exact": lambda field, x: checked_patterns(
+        field, x, "tensor name or module path", functions=False
+    ),
+    "quantize_lm_head": _switch,
     "head_chunks": _must_be(
         "a whole number of at least 1 (all tokens at once), or None to choose it by size",
         lambda x: x is None or (_is_whole(x) and x >= 1),
     ),
-    "simulate": _checked_simulated,
-    "compiler": _one_of(COMPILERS),
+    "simulate": _checked_simulation,
+    "compiler": _one_of(Compiler),
     "passes": _checked_passes,
 }
 
@@ -480,8 +560,8 @@ CHECKS: dict[str, Check] = {
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
-        "attention_output={attention_output!r} saves a value in low bits, which "
-        "save_format={save_format!r} excludes: give a save_format of 8 bits or less.",
+        "attention_output={attention_output!r} saves a tensor in low bits, which "
+        "save_format={save_format!r} excludes. Use a save_format of 8 bits or less.",
     ),
     (
         lambda c: (c.forward_format == "exact") != (c.gradient_format == "exact"),
@@ -497,23 +577,15 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
 )
 
 
-def _check_simulated_alone(options: Mapping[str, Any]) -> None:
-    """Check that no option besides `simulate` asks for codes."""
-    for field, allowed in SIMULATED.items():
+def _check_with_simulation(options: Mapping[str, Any]) -> None:
+    """Check that no option next to `simulate` asks for low bits."""
+    for field, allowed in WITH_SIMULATION.items():
         given = options.get(field, allowed[0])
         if given not in allowed:
             raise ConfigError(
-                f"simulate={options['simulate']!r} rounds what linear layers compute with, runs "
-                f"nothing in FP8 and keeps nothing in low bits: {field} has no effect beside it. "
-                f"Leave {field}={given!r} out."
+                f"simulate={options['simulate']!r} excludes {field}={given!r}: with a simulated "
+                f"format nothing runs in FP8 and nothing is saved in low bits. Leave {field} out."
             )
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a number, and none too large for a float."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return isinstance(value, float)
 
 
 def _check_known(option: str) -> None:
@@ -523,16 +595,16 @@ def _check_known(option: str) -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether `FP8PASS_CHECK=1` asks for checks of our own code. The tests set it."""
+    """Whether `FP8PASS_CHECK=1` enables checks of fp8pass's own code. The tests set it."""
     return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 
-# Ends the message of an error that no user can cause.
+# End of the message of an error that users cannot cause.
 BUG = "This is a bug of fp8pass: please report it, with the output of fp8pass env."
 
 
 def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:
-    """An error message for `got` that names the nearest of `choices`, then of `also`."""
+    """Return a message about `got` that names the nearest of `choices`, or else of `also`."""
     nearest = difflib.get_close_matches(str(got), list(choices), n=1) or difflib.get_close_matches(
         str(got), list(also), n=1, cutoff=0.8
     )

@@ -92,7 +92,7 @@ class FormatChoices:
     @cached_property
     def _keep_exact(self) -> dict[fx.Node, str]:
         """The values that match `keep_exact`, each with the pattern that it matches."""
-        patterns = self.config.keep_exact
+        patterns = self.config.exact_patterns
         if not patterns or self.coarsest.lossless:
             return {}
         values = tuple(p for p in patterns if VALUE_SEPARATOR in p)

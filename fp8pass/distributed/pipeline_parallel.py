@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fp8pass import compat
 from fp8pass.compat import PipelineAction
-from fp8pass.config import MOST_SHARE, Config, ConfigError, checked_config, unknown
+from fp8pass.config import LARGEST_SHARE, Config, ConfigError, checked_config, unknown
 from fp8pass.dialect.formats import SAVED_FORMATS
 
 # Change of the number of held micro-batches by each kind of action. A backward in two parts
@@ -115,7 +115,7 @@ def _compute_budget(base: Config, held: int, most: int) -> float | int:
     if isinstance(base.memory_budget, (str, int)):
         return int(base.budget_bytes(0) // held)
     share = 1.0 if base.memory_budget is None else base.memory_budget
-    return min(share * most / held, MOST_SHARE)
+    return min(share * most / held, LARGEST_SHARE)
 
 
 def _read_order(

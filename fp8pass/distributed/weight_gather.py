@@ -27,6 +27,7 @@ from fp8pass.compat.data_parallel import (
     gathered_parameters,
     get_shard,
 )
+from fp8pass.config import Pattern
 from fp8pass.distributed.gradient_sums import Traffic
 from fp8pass.distributed.wire import load_kernels
 from fp8pass.graph import dtype_text
@@ -198,7 +199,7 @@ def unpack(gathered: Tensor, whole: PackedWeights) -> None:
 
 
 def gather_quantized_weights(
-    model: nn.Module, skip: tuple[str, ...], traffic: Traffic
+    model: nn.Module, skip: tuple[Pattern, ...], traffic: Traffic
 ) -> tuple[str, ...]:
     """Make FSDP2 gather the weights of linear layers in FP8. Return the paths of these layers."""
     reasons = find_reasons_against_fp8(model, skip)
@@ -265,7 +266,7 @@ def why_too_late(modules: Iterable[nn.Module]) -> str:
 # --- layers whose weights stay in high precision --------------------------------------------------
 
 
-def find_reasons_against_fp8(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Linear, str]:
+def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:
     """Return why each linear layer's weight is gathered in high precision; '' if in FP8."""
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}

@@ -33,6 +33,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.config import Pattern
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
@@ -160,7 +161,7 @@ class GraphPart:
 
 
 def parts_with_layers(
-    gm: fx.GraphModule, facts: JointFacts, skip: tuple[str, ...]
+    gm: fx.GraphModule, facts: JointFacts, skip: tuple[Pattern, ...]
 ) -> list[GraphPart]:
     """A graph and the bodies of its chunks; warns about patterns of `skip` that match nothing."""
     parts = [GraphPart(gm, find_layers(gm.graph, facts))]

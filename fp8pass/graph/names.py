@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from fp8pass.compat import is_operator
+from fp8pass.config import Pattern
 from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.patterns import RESHAPES
 from fp8pass.graph.tags import ADDED, REPLACED
@@ -34,12 +35,22 @@ _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
 _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
-    """The first pattern that matches a module path, a module above it, or a suffix of either."""
-    return next((p for p in patterns if _matches(path, p)), None)
+def matching_pattern(path: str, patterns: tuple[Pattern, ...]) -> str | None:
+    """Return the first pattern that matches a module path, or the name of the function.
+
+    A pattern matches the path, the path of a module above it, or a suffix of either.
+    """
+    return next((pattern_text(p) for p in patterns if _matches(path, p)), None)
 
 
-def _matches(path: str, pattern: str) -> bool:
+def pattern_text(pattern: Pattern) -> str:
+    """Return a pattern, or the name of a function that is used as a pattern."""
+    return pattern if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+
+
+def _matches(path: str, pattern: Pattern) -> bool:
+    if not isinstance(pattern, str):
+        return bool(pattern(path))
     if f".{pattern}." in f".{path}.":
         return True
     if not any(c in pattern for c in "*?["):
@@ -49,11 +60,14 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def warn_about_idle_patterns(
-    option: str, patterns: tuple[str, ...], what: str, names: list[str]
+    option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of the names that a graph has of `what`."""
+    """Warn about patterns of an option that match none of the names that a graph has of `what`.
+
+    A function is meant for many models, and may match nothing in one of them.
+    """
     for pattern in patterns if names else ():
-        if not any(_matches(name, pattern) for name in names):
+        if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
             nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {names[:8]}."
             warnings.warn(

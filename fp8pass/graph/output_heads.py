@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from fp8pass import graph
+from fp8pass.config import Pattern
 from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, value
@@ -45,7 +46,7 @@ def has_head_name(path: str) -> bool:
     return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
 
 
-def is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...]) -> bool:
+def is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[Pattern, ...]) -> bool:
     """Whether a layer is skipped, or an output head as far as is known before a graph is traced.
 
     Heads have the `logits`' sizes, if not a head's name.

@@ -59,8 +59,8 @@ class AdamW(torch.optim.Optimizer):
         seed: seed of stochastic rounding.
         offload: what is in host memory and streamed through the GPU, with the same results:
             `states`, the moments and master weights; `gradients`, the sums of gradients over
-            several backwards that `step_in_backward` makes (LLMQ 3). States of parameters with less than
-            65,536 elements, or in another layout (`channels_last`), are not offloaded.
+            several backwards that `step_in_backward` makes (LLMQ 3). States of parameters with
+            less than 65,536 elements, or in another layout (`channels_last`), are not offloaded.
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:
@@ -386,6 +386,6 @@ def _check_can_be_updated(parameter: Tensor) -> None:
     if isinstance(parameter, CodedWeight) and parameter.source is None:
         raise RuntimeError(
             f"A weight of shape {tuple(parameter.shape)} exists only in FP8, where most updates "
-            "are too small to change it. Name its layer in skip= of quantize_frozen, or freeze it with "
-            "requires_grad_(False)."
+            "are too small to change it. Name its layer in skip= of quantize_frozen, or freeze "
+            "it with requires_grad_(False)."
         )

@@ -220,9 +220,9 @@ class BackwardHooks:
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ConfigError(
-                "torch.amp.GradScaler cannot unscale gradients that step_in_backward has used in the "
-                "backward: train in BF16 without a GradScaler, or call optimizer.step() instead of "
-                "step_in_backward."
+                "torch.amp.GradScaler cannot unscale gradients that step_in_backward has used in "
+                "the backward. Train in BF16 without a GradScaler, or call optimizer.step() "
+                "instead of step_in_backward."
             )
 
     def take_gradient(self, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
@@ -260,9 +260,9 @@ class BackwardHooks:
         """Check a backward that begins, drop sums of frozen layers, and count the parameters."""
         if compat.compiles_backward():
             raise ConfigError(
-                "Compiled autograd does not report the end of a backward, in which step_in_backward updates. "
-                "Switch torch._dynamo.config.compiled_autograd off, or call optimizer.step() "
-                "instead of step_in_backward."
+                "step_in_backward updates at the end of a backward, which compiled autograd does "
+                "not report. Switch torch._dynamo.config.compiled_autograd off, or call "
+                "optimizer.step() instead."
             )
         for reference, sum_ in self.sums:
             parameter = reference()
@@ -306,8 +306,8 @@ class BackwardHooks:
         if missing := [name for name, p in trained if name not in known and id(p) not in ids]:
             raise ConfigError(
                 f"The attached optimizer does not update these parameters: {', '.join(missing[:3])}"
-                ". Call detach(), add them with add_param_group, and call step_in_backward again; or freeze them "
-                "with requires_grad_(False)."
+                ". Call detach(), add them with add_param_group, and call step_in_backward "
+                "again; or freeze them with requires_grad_(False)."
             )
         return len(trained)
 
@@ -327,8 +327,9 @@ class BackwardHooks:
         if any(action.kind in IN_TWO_PARTS for row in rows for action in row):
             raise ConfigError(
                 f"{type(schedule).__name__} computes gradients of weights without the hooks in "
-                "which step_in_backward updates. Call optimizer.step() instead of step_in_backward, or use a schedule "
-                "with whole backwards, such as 1F1B or Interleaved1F1B."
+                "which step_in_backward updates. Call optimizer.step() instead of "
+                "step_in_backward, or use a schedule with whole backwards, such as 1F1B or "
+                "Interleaved1F1B."
             )
         self._schedule = ref(schedule)
 
@@ -398,8 +399,8 @@ def _has_any(parameters: Iterable[Tensor], ids: set[int]) -> bool:
 
 def _wrapper_error(wrapper: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{type(wrapper).__name__} reduces gradients over ranks after step_in_backward has used them: call "
-        "optimizer.step() instead of step_in_backward, or shard the model with fully_shard."
+        f"{type(wrapper).__name__} reduces gradients over ranks after step_in_backward has used "
+        "them. Call optimizer.step() instead of step_in_backward, or shard the model with fully_shard."
     )
 
 

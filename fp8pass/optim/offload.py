@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import graph
-from fp8pass.config import ConfigError, checked_patterns
+from fp8pass.config import ConfigError, Pattern, checked_patterns
 from fp8pass.graph.names import common_reasons
 from fp8pass.optim.kernel import CHUNK
 from fp8pass.optim.options import state_bytes
@@ -291,7 +291,7 @@ def offload_weights(
     return model
 
 
-def layers_to_code(model: nn.Module, skip: tuple[str, ...]) -> dict[Tensor, list[nn.Linear]]:
+def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
     """Return the weights that can be offloaded, each with the layers that share it.
 
     Raises:

@@ -31,7 +31,7 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
     """Why a layer, or one of experts, does not run in FP8 whatever its GEMMs are like."""
-    pattern = matching_pattern(layer.module, config.skip)
+    pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if not config.quantize_lm_head and layer.is_head:

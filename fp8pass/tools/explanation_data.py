@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config
+from fp8pass.config import Config, Simulation
 from fp8pass.passes.runner import PassRecord
 from fp8pass.tools.output import Result
 from fp8pass.tools.running import find_module_of_run
@@ -67,7 +67,7 @@ class ExplanationData(Result):
         return {
             # JSON has neither infinity nor tuples.
             "config": {
-                name: str(x) if x == math.inf else json.loads(json.dumps(x))
+                name: str(x) if x == math.inf else json.loads(json.dumps(x, default=_plain))
                 for name, x in vars(self.config).items()
             },
             "saved_bytes": self.saved_bytes,
@@ -83,6 +83,11 @@ class ExplanationData(Result):
                 for g in self.graphs
             ],
         }
+
+
+def _plain(option: object) -> object:
+    """Return the value of an option that JSON cannot represent, as data."""
+    return vars(option) if isinstance(option, Simulation) else f"{option}"
 
 
 def _name_pass(record: PassRecord) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError
+from fp8pass.config import ConfigError, Pattern
 from fp8pass.graph.linear_layers import why_not_of_this_size
 from fp8pass.graph.names import clean_path, warn_about_idle_patterns
 from fp8pass.graph.output_heads import is_exact, sizes_of_logits
@@ -28,7 +28,7 @@ class Choice:
 
 def choose(
     model: nn.Module,
-    skip: tuple[str, ...],
+    skip: tuple[Pattern, ...],
     why_not: Callable[[Tensor], str],
     considers: Callable[[Tensor], bool] = lambda weight: True,
 ) -> Choice:

@@ -39,7 +39,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
     For adapters (LoRA), teachers, encoders: whatever is trained beside weights that are not. A
     compiled model computes the same forward, bit for bit, as with those weights in BF16, where
-    linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`); gradients of inputs
+    linear layers run in FP8 with `forward_scales="rowwise"`; gradients of inputs
     are those of the rounded weights. Elsewhere codes are decoded whenever they are used.
 
     The model can be moved, copied and saved as before; call this again for what has been frozen

@@ -330,9 +330,9 @@ def _cannot(func: Any, weight: CodedWeight) -> str:
     changes = f"{func} would change a weight whose values are lost: it is in codes."
     if weight.is_all:
         return (
-            f"{changes} fp8pass.quantize_frozen made them, of a layer that is not trained: leave its weight "
-            "out of the optimizer, with requires_grad_(False), or the layer out of quantize_frozen, with "
-            "skip=. load_state_dict gives it new values."
+            f"{changes} fp8pass.quantize_frozen made them, of a layer that is not trained: leave "
+            "its weight out of the optimizer, with requires_grad_(False), or the layer out of "
+            "quantize_frozen, with skip=. load_state_dict gives it new values."
         )
     if weight.source is not None:
         return (

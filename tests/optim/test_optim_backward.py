@@ -555,7 +555,7 @@ WRAPS = [
 @pytest.mark.parametrize("attaches_first", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
 def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_first, runs):
-    """The first forward is the latest point of the error, in either order of step_in_backward and wrapper."""
+    """In either order of `step_in_backward` and wrapper, the error comes in the first forward."""
     with single_process(tmp_path):
         model = small_model()
         optimizer = AdamW(model.parameters(), lr=0.01)
@@ -613,7 +613,7 @@ def test_a_grad_scaler_is_refused(accumulate):
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         scaler.scale(model(torch.randn(4, 64)).square().mean()).backward()
         if enabled:
-            with pytest.raises(fp8pass.ConfigError, match="train in BF16 without a GradScaler"):
+            with pytest.raises(fp8pass.ConfigError, match="Train in BF16 without a GradScaler"):
                 scaler.step(optimizer)
         else:
             scaler.step(optimizer)

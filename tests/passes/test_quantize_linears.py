@@ -208,6 +208,22 @@ def test_skip_patterns():
     assert found["tail.up"] == ""
 
 
+def test_skip_takes_a_function():
+    def is_first(path: str) -> bool:
+        return path == "up"
+
+    def reasons(*skip) -> list[str]:
+        joint = rewritten(MLP(), rows(), config=Config(skip=skip))
+        return [y.reason for y in joint.ctx.plan.linears]
+
+    exact, quantized = reasons(is_first), reasons()
+    assert exact[0] == "matches skip pattern 'is_first'"
+    assert exact[1:] == quantized[1:]
+    assert not quantized[0]
+    assert reasons("no.such", is_first) == exact
+    assert Config(skip=is_first) == Config(skip=(is_first,))
+
+
 @pytest.mark.parametrize(
     ("path", "pattern", "matches"),
     [

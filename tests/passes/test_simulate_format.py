@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass import backend, bisect, explain
-from fp8pass.config import GEMMS, Config
+from fp8pass.config import GEMMS, Config, Simulation
 from fp8pass.dynamo import Backend
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.joint.quantize_linears import quantize_linears
@@ -104,7 +104,7 @@ def test_layers_that_share_an_input_share_its_mask():
     [(("forward",), 3), (("dgrad",), 3), (("wgrad",), 3), (("dgrad", "wgrad"), 5), ((), 0)],
 )
 def test_only_the_gemms_that_were_asked_for(gemms, expected):
-    config = replace(E8M3, simulate_gemms=gemms)
+    config = replace(E8M3, simulate=Simulation("e8m3", gemms))
     joint = simulated(linear(), rows(), config=config)
     assert masks(joint) == expected
     assert joint.ctx.plan.linears[0].simulated == gemms
@@ -120,7 +120,9 @@ def test_a_bias_is_added_before_the_mask():
 
 
 def test_inner_and_outer_reach_the_masks():
-    joint = simulated(linear(), rows(), config=replace(E8M3, simulate="e5m7", simulate_inner=False))
+    joint = simulated(
+        linear(), rows(), config=replace(E8M3, simulate=Simulation("e5m7", inner_clamp=False))
+    )
     assert {n.args[1:] for n in joint.calls(fp8.mask_format.default)} == {("e5m7", False, True)}
 
 
@@ -179,7 +181,7 @@ def test_deterministic():
 
 @pytest.mark.parametrize("how", [("e8m3", True, True), ("e5m2", True, False)], ids=str)
 def test_forward_and_backward_are_the_papers(how):
-    config = Config(simulate=how[0], simulate_inner=how[1], simulate_outer=how[2], compiler="eager")
+    config = Config(simulate=Simulation(how[0], GEMMS, *how[1:]), compiler="eager")
     model, x = linear(), rows()
     program, _ = compiled(model, config)
     got = step(program, model, (x,))

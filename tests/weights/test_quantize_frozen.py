@@ -100,9 +100,9 @@ def test_frozen_linear_layers_are_in_codes(device, caplog):
     assert torch.equal(model.up.base.weight.codes.view(torch.uint8), codes.view(torch.uint8))
     (said,) = caplog.messages
     assert said == (
-        "quantize_frozen: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd stays: "
-        "weight 24×64: both sizes must be multiples of 16; lm_head stays: it is an output head, "
-        "or skipped"
+        "quantize_frozen: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd "
+        "stays: weight 24×64: both sizes must be multiples of 16; lm_head stays: it is an output "
+        "head, or skipped"
     )
 
 

@@ -221,6 +221,18 @@ def test_key_covers_what_names_decide(options, matters):
     assert (keys[0] != keys[1]) == matters
 
 
+def test_functions_in_skip_count_by_what_they_select():
+    def select(last: str):
+        return lambda path: path.endswith(last)
+
+    keys = [
+        Compilation(Config(skip=skip), by_name=decided_by_name(named("a.b"), Config(skip=skip)))
+        for skip in (select("b"), select("b"), select("c"))
+    ]
+    same, equal, other = (compilation.cache_key() for compilation in keys)
+    assert same == equal != other
+
+
 def test_key_covers_the_names_of_heads_and_of_modules_in_checkpointed_regions():
     body, head = (decided_by_name(named(path), Config()) for path in ("a.body", "a.lm_head"))
     assert body != head

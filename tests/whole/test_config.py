@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 
 import fp8pass
 from fp8pass import compat
-from fp8pass.config import RECIPES, Config, ConfigError, split_options
+from fp8pass import config as config_module
+from fp8pass.config import GEMMS, RECIPES, Config, ConfigError, Simulation, split_options
+from fp8pass.dialect.formats import FORMATS, SAVED_FORMATS
 
 
 def test_the_default_is_coat():
@@ -35,6 +38,15 @@ def test_recipes_differ():
 def test_overrides():
     want = Config(save_format="none", forward_scales="tensorwise", group_size=16)
     assert Config.recipe("linear", group_size=16) == want
+
+
+def test_literals_are_those_of_the_tables():
+    """Type checkers read the literals, the compiler reads the tables."""
+    saved = {f.name for f in SAVED_FORMATS} | {"none", "exact"}
+    assert set(get_args(config_module.SaveFormat)) == saved
+    multiplied = {f.name for f in FORMATS.values() if f.multiplies} | {"exact"}
+    assert set(get_args(config_module.LinearFormat)) == multiplied
+    assert set(get_args(config_module.Recipe)) == set(RECIPES)
 
 
 def test_frozen_and_hashable():
@@ -84,26 +96,29 @@ def test_frozen_and_hashable():
             lambda: Config(calibration=(("up", 10**400, 1.0),)),
             "pass what fp8pass.calibrate returns",
         ),
-        (lambda: Config(host_bandwidth=10**400), "a number of bytes a second, such as 25e9"),
+        (lambda: Config(host_bandwidth=10**400), "a number of bytes per second, such as 25e9"),
         (lambda: Config(calibration=(("up", 0.0, -1.0),)), "pass what fp8pass.calibrate returns"),
         (
             lambda: Config(recipe="agoq", skip="a"),
-            "write Config.recipe('agoq', skip=...)",
+            "Write Config.recipe('agoq', skip=...)",
         ),
-        (lambda: Config(recipe="agoq"), "For a recipe write Config.recipe('agoq')"),
+        (lambda: Config(recipe="agoq"), "Write Config.recipe('agoq') instead of"),
         (
             lambda: Config(skip={"layers.0": True}),
             "skip must be a module path pattern, or",
         ),
         (lambda: Config(skip=(1,)), "skip must be a module path pattern, or"),
-        (lambda: Config(skip=1), "skip must be a module path pattern, or a tuple of them, got 1"),
+        (
+            lambda: Config(skip=1),
+            "skip must be a module path pattern, or a tuple of them, or a function that takes",
+        ),
         (
             lambda: Config(keep_exact=1),
-            "keep_exact must be a value name or module path pattern, or a tuple of them",
+            "keep_exact must be a tensor name or module path pattern, or a tuple of them",
         ),
         (
             lambda: Config(keep_exact=(None,)),
-            "must be a value name or module path pattern",
+            "must be a tensor name or module path pattern",
         ),
         (lambda: split_options({"keepexact": ()}, []), "'keep_exact'"),
         (lambda: Config(quantize_lm_head=1), "must be a bool, True or False, got 1"),
@@ -250,9 +265,8 @@ def test_what_is_simulated_is_neither_in_fp8_nor_in_low_bits():
     assert (config.save_format, config.head_chunks) == ("none", 1)
     assert config == Config.recipe("exact", simulate="e8m3")
     assert config == split_options({"simulate": "e8m3"}, ())[0]
-    assert replace(config, simulate_gemms=["wgrad", "forward"]).simulate_gemms == (
-        *("forward", "wgrad"),
-    )
+    assert config.simulate == Simulation("e8m3", GEMMS, inner_clamp=True, outer_clamp=True)
+    assert Simulation("e8m3", ["wgrad", "forward"]).gemms == ("forward", "wgrad")
     assert Config(simulate="e8m3", head_chunks=4).head_chunks == 4
 
 
@@ -260,7 +274,7 @@ def test_what_is_simulated_is_neither_in_fp8_nor_in_low_bits():
     ("name", "nearest"),
     [("e9m3", "e8m3"), ("E8M3", "e8m3"), ("e8m99", "e8m23"), ("e0m1", "e1m1"), ("float8_e4m3", "")],
 )
-def test_what_cannot_be_simulated_names_the_nearest(name, nearest):
+def test_unknown_simulated_formats_name_the_nearest(name, nearest):
     with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'" if nearest else "such as"):
         Config(simulate=name)
 
@@ -268,21 +282,32 @@ def test_what_cannot_be_simulated_names_the_nearest(name, nearest):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save_format": "e4m3"}, "Leave save_format='e4m3' out"),
-        ({"forward_format": "e4m3"}, "Leave forward_format='e4m3' out"),
-        ({"simulate_gemms": "forward"}, r"simulate_gemms=\('forward',\)"),
-        ({"simulate_gemms": ("wgard",)}, "Did you mean 'wgrad'"),
-        ({"simulate_inner": 1}, "simulate_inner must be a bool"),
+        ({"save_format": "e4m3"}, "excludes save_format='e4m3'.*Leave save_format out"),
+        ({"forward_format": "e4m3"}, "excludes forward_format='e4m3'"),
     ],
 )
-def test_what_goes_with_no_simulation(options, message):
+def test_simulation_excludes_low_bits(options, message):
     with pytest.raises(ConfigError, match=message):
         Config(simulate="e8m3", **options)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gemms": "forward"}, r"gemms=\('forward',\)"),
+        ({"gemms": ("wgard",)}, "Did you mean 'wgrad'"),
+        ({"inner_clamp": 1}, "inner_clamp must be a bool"),
+        ({"format": "e9m3"}, "Did you mean 'e8m3'"),
+    ],
+)
+def test_wrong_arguments_of_a_simulation(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Simulation(**{"format": "e8m3", **arguments})
+
+
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "exact"])
-def test_recipes_that_code_go_with_no_simulation(recipe):
-    with pytest.raises(ConfigError, match="leave the recipe out"):
+def test_simulation_excludes_recipes_that_quantize(recipe):
+    with pytest.raises(ConfigError, match="Leave the recipe out"):
         split_options({"recipe": recipe, "simulate": "e8m3"}, ())
 
 

@@ -56,7 +56,8 @@ from expert_helpers import Experts
 for name in fp8pass.__all__:
     getattr(fp8pass, name)
 model = nn.Sequential(Experts(), nn.Linear(32, 32)).bfloat16()
-fp8pass.optim.step_in_backward(model, fp8pass.optim.AdamW(model.parameters(), lr=1e-3), accumulate=2)
+optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-3)
+fp8pass.optim.step_in_backward(model, optimizer, accumulate=2)
 run = torch.compile(model, backend="fp8pass")
 for _ in range(2):
     run(torch.randn(4, 24, 32).bfloat16()).float().sum().backward()

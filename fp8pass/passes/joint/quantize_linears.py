@@ -64,7 +64,7 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer; record all of them in the plan."""
     if ctx.config.simulate is not None:  # `simulate_format` takes its place
         return
-    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
+    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip_patterns):
         quantize_layers(part, ctx)
         if part.gm is not gm:
             part.gm.recompile()

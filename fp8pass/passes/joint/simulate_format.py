@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import Config
+from fp8pass.config import Config, Simulation
 from fp8pass.dialect.formats import simulated_format
 from fp8pass.dialect.masking import MASKED_DTYPES, is_identity
 from fp8pass.graph.linear_layers import (
@@ -41,27 +41,28 @@ fp8 = torch.ops.fp8pass
 
 def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
     """Mask the GEMMs of linear layers to `Config.simulate`; record all layers in the plan."""
-    if ctx.config.simulate is None:
+    simulation = ctx.config.simulation
+    if simulation is None:
         return
-    ctx.plan.simulated = ctx.config.simulate
-    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip):
-        mask_layers(part, ctx)
+    ctx.plan.simulated = simulation.format
+    for part in parts_with_layers(gm, ctx.facts, ctx.config.skip_patterns):
+        mask_layers(part, ctx, simulation)
         if part.gm is not gm:
             part.gm.recompile()
 
 
-def mask_layers(part: GraphPart, ctx: Context) -> None:
+def mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
     """Mask the GEMMs of a graph's layers."""
     chosen: set[fx.Node] = set()
     for layer in part.layers:
         reason, roles = why_not(layer, ctx.config), dict[str, None]()
         for role, gemm in layer.gemms():
             gemm.meta[ROLE] = role
-            if not reason.text and role in ctx.config.simulate_gemms:
+            if not reason.text and role in simulation.gemms:
                 chosen.add(gemm)
                 roles[role] = None
         ctx.plan.linears.append(layer.entry(reason, part.times, simulated=tuple(roles)))
-    mask = Mask(ctx.config)
+    mask = Mask(simulation)
     for node in list(part.gm.graph.nodes):  # in order: GEMMs share what the first of them masks
         if node in chosen:
             mask.gemm(node)
@@ -69,7 +70,7 @@ def mask_layers(part: GraphPart, ctx: Context) -> None:
 
 def why_not(layer: Layer, config: Config) -> Reason:
     """Why a layer is not masked; an empty reason where it is."""
-    pattern = matching_pattern(layer.module, config.skip)
+    pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if layer.flaw:
@@ -82,10 +83,9 @@ def why_not(layer: Layer, config: Config) -> Reason:
 class Mask:
     """Masks GEMMs of one graph, and each of the tensors that they read once."""
 
-    def __init__(self, config: Config) -> None:
-        assert config.simulate is not None
-        self.format = simulated_format(config.simulate)
-        self.clamped = config.simulate_inner, config.simulate_outer
+    def __init__(self, simulation: Simulation) -> None:
+        self.format = simulated_format(simulation.format)
+        self.clamped = simulation.inner_clamp, simulation.outer_clamp
         self._masked: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def gemm(self, gemm: fx.Node) -> None:

@@ -66,7 +66,7 @@ def _advise_on_zeros(found: Sequence[Measured]) -> Iterator[str]:
     if any(y.name.tensor == "gradient" and y.name.format == E4M3.name for y in found):
         yield "Gradients: gradient_format='e5m2' has a wider range"
     if any(y.name.tensor.startswith("saved") for y in found):
-        yield "Saved tensors: a lower error_tolerance, or save_format='e4m3' or 'none', is more precise"
+        yield "Saved tensors: lower error_tolerance, or use save_format='e4m3' or 'none'"
     if any(y.name.tensor == SENT for y in found):
         yield "Sent gradients: compress(model, gradients='none') does not quantize them"
     linear = [y for y in found if not y.name.tensor.startswith("saved")]

@@ -31,7 +31,9 @@ class Versions(Hooks):
             return None
         careful: Program | None = None
         if monitor.fallback:
-            careful = compile_version(replace(config, skip=(*config.skip, *monitor.fallback)))
+            careful = compile_version(
+                replace(config, skip=(*config.skip_patterns, *monitor.fallback))
+            )
 
         def wrap(normal: Program, compiled: CompiledGraph | None) -> Program:
             return dispatch(monitor, sampled, careful or normal, normal)

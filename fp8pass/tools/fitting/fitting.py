@@ -128,8 +128,8 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
         found.notes.append(candidates.parameters.why_not_coded)
     if setup.step_in_backward:
         found.notes.append(
-            "step_in_backward (fp8pass.optim) updates each weight within the backward, so gradients cannot "
-            "be clipped by their common norm or scaled by a GradScaler."
+            "step_in_backward (fp8pass.optim) updates each weight within the backward, so "
+            "gradients cannot be clipped by their common norm or scaled by a GradScaler."
         )
 
 

@@ -182,8 +182,8 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        It lists all candidates with the same `step_in_backward` and `offload` as `shown`, and the smallest
-        candidate of each other combination.
+        It lists all candidates with the same `step_in_backward` and `offload` as `shown`, and the
+        smallest candidate of each other combination.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:

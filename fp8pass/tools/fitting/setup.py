@@ -17,7 +17,7 @@ class Setup:
 
     Attributes:
         config: options of the backend.
-        step_in_backward: whether each parameter is updated within the backward (`fp8pass.optim.step_in_backward`).
+        step_in_backward: whether `fp8pass.optim.step_in_backward` updates each parameter.
         offload: what lives in host memory: `states`, `gradients`, `weights`.
         preset: preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
     """
