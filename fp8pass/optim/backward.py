@@ -400,7 +400,7 @@ def _has_any(parameters: Iterable[Tensor], ids: set[int]) -> bool:
 def _wrapper_error(wrapper: nn.Module) -> ConfigError:
     return ConfigError(
         f"{type(wrapper).__name__} reduces gradients over ranks after step_in_backward has used "
-        "them. Call optimizer.step() instead of step_in_backward, or shard the model with fully_shard."
+        "them. Call optimizer.step() instead, or shard the model with fully_shard."
     )
 
 
