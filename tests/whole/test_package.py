@@ -56,7 +56,8 @@ from expert_helpers import Experts
 for name in fp8pass.__all__:
     getattr(fp8pass, name)
 model = nn.Sequential(Experts(), nn.Linear(32, 32)).bfloat16()
-fp8pass.optim.step_in_backward(model, fp8pass.optim.AdamW(model.parameters(), lr=1e-3), accumulate=2)
+optimizer = fp8pass.optim.AdamW(model.parameters(), lr=1e-3)
+fp8pass.optim.step_in_backward(model, optimizer, accumulate=2)
 run = torch.compile(model, backend="fp8pass")
 for _ in range(2):
     run(torch.randn(4, 24, 32).bfloat16()).float().sum().backward()
@@ -127,8 +128,8 @@ def test_pypi_shows_no_link_to_a_file_of_the_repository(built):
     """PyPI has no such files: the links of the README are absolute or plain text there."""
     assert RELATIVE.search((ROOT / "README.md").read_text())
     assert "Description-Content-Type: text/markdown" in built["README"]
-    assert "## Try it" in built["README"]
-    assert "| Which recipe" in built["README"] or "| [Which recipe](https://" in built["README"]
+    assert "## First example" in built["README"]
+    assert "| Quickstarts | pretrain" in built["README"] or "[pretrain](https://" in built["README"]
     assert not RELATIVE.search(built["README"])
 
 
