@@ -1,4 +1,4 @@
-"""Plot docs/{convergence,frontier,projection,stability,memory}.png from benchmarks/results/*.json.
+"""Plot docs/{convergence,model,stability}.png from benchmarks/results/*.json.
 
 python benchmarks/plots.py    what has been measured; needs matplotlib
 """
@@ -85,12 +85,42 @@ def stability(data: dict[str, Any]) -> Figure:
     return figure
 
 
+# Rows of the model benchmark: (variant, optimizer) and label.
+MODEL_ROWS = {
+    ("bf16 compile", "AdamW"): "BF16 torch.compile",
+    ("torchao tensorwise", "AdamW"): "torchao float8",
+    ("fp8pass coat", "AdamW"): "fp8pass",
+    ("fp8pass coat", "fp8pass AdamW"): "fp8pass and its AdamW",
+}
+
+
+def model(data: dict[str, Any]) -> Figure:
+    """Tokens per second and peak memory of the 7B model, as bars."""
+    rows = {(r["variant"], r["optimizer"]): r for r in data["results"] if r["model"] == "7B"}
+    labels, colors = list(MODEL_ROWS.values()), ["C7", "C7", "C0", "C0"]
+    figure, (speed, memory) = pyplot.subplots(
+        1, 2, sharey=True, figsize=(9, 2.4), layout="constrained"
+    )
+    for axes, title, values in (
+        (speed, "tokens per second", [rows[row]["tokens_per_second"] for row in MODEL_ROWS]),
+        (memory, "peak GiB", [rows[row]["peak_bytes"] / 2**30 for row in MODEL_ROWS]),
+    ):
+        bars = axes.barh(labels, values, color=colors)
+        axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3)
+        axes.set(title=title, xticks=[], xlim=(0, 1.15 * max(values)))
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    speed.invert_yaxis()
+    figure.supxlabel(f"Llama-2-7B shape, 2 × 2048 tokens, {data['gpu']}", fontsize="small")
+    return figure
+
+
 def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "convergence": convergence,
+    "model": model,
     "stability": stability,
 }
 

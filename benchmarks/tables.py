@@ -60,8 +60,8 @@ DOCUMENTS = (
     *(
         HERE.parent / "docs" / f"{name}.md"
         for name in (
-            *("results", "quality", "formats", "optimizer", "distributed", "stability", "memory"),
-            *("supported", "weights", "frameworks"),
+            *("results", "quality", "formats", "supported", "measured-memory", "measured-lora"),
+            *("measured-optimizer", "measured-distributed", "measured-stability"),
         )
     ),
 )

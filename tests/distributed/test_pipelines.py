@@ -24,7 +24,7 @@ from fp8pass import Config
 
 MICROBATCHES = 4
 STAGES_EACH = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2}
-DOCS = Path(__file__).parents[2] / "docs" / "distributed.md"
+DOCS = Path(__file__).parents[2] / "docs" / "pipelines.md"
 
 
 class Stage(nn.Module):

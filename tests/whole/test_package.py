@@ -128,8 +128,8 @@ def test_pypi_shows_no_link_to_a_file_of_the_repository(built):
     """PyPI has no such files: the links of the README are absolute or plain text there."""
     assert RELATIVE.search((ROOT / "README.md").read_text())
     assert "Description-Content-Type: text/markdown" in built["README"]
-    assert "## Try it" in built["README"]
-    assert "| Which recipe" in built["README"] or "| [Which recipe](https://" in built["README"]
+    assert "## First example" in built["README"]
+    assert "| Quickstarts | pretrain" in built["README"] or "[pretrain](https://" in built["README"]
     assert not RELATIVE.search(built["README"])
 
 

@@ -186,7 +186,7 @@ COMMANDS = (
         "Show how much memory training takes on a GPU and its host, and the fastest options that\n"
         "fit, as lines to paste. Runs nothing and allocates nothing: a Hugging Face model is\n"
         "built on PyTorch's meta device, as a function may do, too, and the GPU need not be there\n"
-        "(docs/memory.md).\n\n" + target.DESCRIPTION,
+        "(docs/fit.md).\n\n" + target.DESCRIPTION,
         (
             "fp8pass fit llama/config.json --gpu RTX4090 --host 64GiB --blocks model.layers",
             "fp8pass fit llama/ --gpu 16GiB --accumulate 8 --input input_ids=4x2048:int64:32000 "
