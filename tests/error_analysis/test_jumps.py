@@ -8,7 +8,7 @@ from rules_helpers import gradient_cosines, plan_of, rules_of
 from torch.nn import functional as F
 
 from fp8pass.error_analysis.derivation import Derivation
-from fp8pass.error_analysis.jumps import sign_roots
+from fp8pass.error_analysis.jumps import find_sign_roots
 from fp8pass.graph.symbols import UnitStep
 
 CONTINUOUS = {
@@ -84,7 +84,7 @@ def test_sign_roots_go_through_what_keeps_signs():
     rules = rules_of(lambda m, h: F.relu(torch.tanh(3 * h) * torch.sigmoid(h)))
     region = max(rules.regions, key=lambda r: len(r.nodes))
     expressions = Derivation(region).expressions
-    roots = sign_roots(expressions)
+    roots = find_sign_roots(expressions)
     compared = [d.symbol for d in expressions.definitions if d.value.atoms(UnitStep)]
     (h,) = expressions.values
     assert all(roots[s] == h for s in compared[:1])

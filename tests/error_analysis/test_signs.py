@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fp8pass.error_analysis.signs import KnownSign, signs
+from fp8pass.error_analysis.signs import KnownSign, infer_signs
 
 UNARY = [
     torch.exp, torch.neg, torch.sigmoid, torch.relu, torch.abs, torch.square, torch.tanh,
@@ -62,7 +62,7 @@ class Checked(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.signs = signs(gm.graph)
+        self.signs = infer_signs(gm.graph)
 
     def run_node(self, n: fx.Node):
         result = super().run_node(n)
@@ -143,7 +143,7 @@ def test_decays_are_found(name):
     x = torch.randn(2, 4, 4)
     gm = make_fx(DECAYS[name], decomposition_table=DECOMPOSED)(*x)
     (result,) = gm.graph.output_node().all_input_nodes
-    assert KnownSign.NONPOSITIVE in signs(gm.graph)[result]
+    assert KnownSign.NONPOSITIVE in infer_signs(gm.graph)[result]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_decays_are_found(name):
 def test_nothing_is_said_of_others(function):
     gm = make_fx(function, decomposition_table=DECOMPOSED)(torch.randn(4, 4))
     (result,) = gm.graph.output_node().all_input_nodes
-    assert KnownSign.NONPOSITIVE not in signs(gm.graph).get(result, KnownSign.UNKNOWN)
+    assert KnownSign.NONPOSITIVE not in infer_signs(gm.graph).get(result, KnownSign.UNKNOWN)
 
 
 def chunked_decay(m, x):
