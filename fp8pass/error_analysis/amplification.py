@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
 
 import torch
 from sympy import Symbol
@@ -24,14 +23,6 @@ from torch import Tensor
 
 from fp8pass.error_analysis.factors import Factors, Jacobian, Key
 from fp8pass.error_analysis.samples import ON_CPU, Samples
-
-
-class Size(Enum):
-    """The size that the perturbation of a value is relative to."""
-
-    OWN = "own"  # the value itself: rounding errors of floating point formats
-    LARGEST = "largest"  # the largest value of the row: values that a format flushes to zero
-
 
 Amplifications = dict[Symbol, dict[Symbol, float]]  # by source, then by output
 BySource = dict[Symbol, Tensor]  # a source that has no effect is missing
@@ -41,13 +32,15 @@ def compute_bounds(
     factors: Factors,
     sources: Collection[Symbol],
     outputs: Sequence[Symbol],
-    relative_to: Size = Size.OWN,
+    relative_to_row: bool = False,
 ) -> Amplifications:
     """Return ‖Δ‖ / ‖·‖ of each output's factors per unit relative perturbation of a source.
 
-    The largest ratio over the scales of the samples counts.
+    Rounding errors are relative to the value. With `relative_to_row` perturbations are relative to
+    the largest value of the row, as where a format rounds small values to zero. The largest ratio
+    over the scales of the samples counts.
     """
-    bounds = Bounds(factors, sources, relative_to)
+    bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
     for output in outputs:
         jacobians = factors.jacobians(output)
@@ -60,12 +53,14 @@ def compute_bounds(
 class Bounds:
     """Bounds of the perturbations of factors, per unit of ‖δ‖_∞ of each source."""
 
-    def __init__(self, factors: Factors, sources: Collection[Symbol], relative_to: Size) -> None:
+    def __init__(
+        self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
+    ) -> None:
         self.factors = factors
         self.length = factors.expressions.length
         self._values = {s: factors.values[s] for s in sources}
         self._sizes = {s: x.detach().abs() for s, x in self._values.items()}
-        if relative_to is Size.LARGEST:
+        if relative_to_row:
             self._sizes = {s: x.amax(-1, keepdim=True) for s, x in self._sizes.items()}
         inputs: dict[Key, Tensor] = {**self._values, **factors.cut}
         self._inputs = {key: x for key, x in inputs.items() if x.requires_grad}

@@ -16,7 +16,6 @@ from fp8pass.config import checks_are_on
 from fp8pass.dialect.formats import Format
 from fp8pass.error_analysis.amplification import (
     Amplifications,
-    Size,
     compute_bounds,
     estimate_expected,
 )
@@ -43,10 +42,10 @@ class Amplification:
     Attributes:
         bound: the largest amplification of any perturbation, to first order.
         expected: the root mean square for independent perturbations.
-        flush_bound: as `bound`, but per unit error relative to the largest value of a row: the
-            effect of rounding small values to zero.
-        needs_signs: whether only formats are allowed that round no value to zero, because the
-            backward compares with zero, as that of ReLU does, or sums over positions.
+        flush_bound: the bound for errors relative to the largest value of a row, which formats make
+            that round small values to zero.
+        needs_signs: whether the format must not round any value to zero, because the backward
+            compares with zero, as in ReLU, or sums over positions.
     """
 
     bound: float
@@ -75,9 +74,8 @@ class RegionRule:
 
     Attributes:
         amplifications: the amplification of each node that may be stored.
-        jumping: members that must not be computed from inexact values, because a comparison would
-            jump.
-        ungrouped: nodes whose elements cannot share a scale, with the reason.
+        jumping: members that must not be computed from inexact values: a comparison would jump.
+        ungrouped: nodes that cannot be stored with a common scale of elements, with the reason.
         outliers: nodes that may have a few huge or infinite elements.
         grows: whether the region contains an exponential without a bound.
         reason: why no rule could be derived, or ''.
@@ -169,9 +167,8 @@ class Derivation:
     @cached_property
     def storable(self) -> list[Symbol]:
         """The symbols of element-wise forward values."""
-        found = self.expressions
+        found, nodes = self.expressions, (*self.region.inputs, *self.region.nodes)
         other = found.constants.union(found.statistics, found.gradients)
-        nodes = (*self.region.inputs, *self.region.nodes)
         forward = self._symbols(n for n in nodes if n not in self.region.backward)
         return [s for s in forward if s not in other]
 
@@ -184,9 +181,10 @@ class Derivation:
         found, symbols = self.expressions, self.expressions.symbols
         nodes = (*self.region.inputs, *self.region.nodes)
         first = {symbols[n]: i for i, n in reversed(list(enumerate(nodes))) if n in symbols}
-        jumps = find_jumps(found, self.samples, self.outputs)
-        amplifications = self._amplifications(jumps.signs)
-        outliers = self._find_outliers()
+        signs, exact = find_jumps(found, self.samples, self.outputs)
+        amplifications = self._amplifications(signs)
+        weights, masked = map(self._symbols, (self._facts.weights, self._facts.outliers))
+        outliers = find_outliers(found, self.samples, weights, set(masked))
         reasons = dict.fromkeys(find_divisors(found, self.samples), DIVISOR)
         reasons |= dict.fromkeys(found.statistics, "one number for many values")
         reasons |= dict.fromkeys(outliers, MASKED)
@@ -198,7 +196,7 @@ class Derivation:
                 if n not in self.region.backward and s in amplifications
             },
             # later nodes with the same symbol are casts and views of the first one
-            frozenset(first[s] for s in jumps.exact | jumps.signs - set(found.values)),
+            frozenset(first[s] for s in exact | signs - set(found.values)),
             {i: reasons[s] for i, _, s in of_nodes if s in reasons},
             frozenset(i for i, _, s in of_nodes if s in outliers),
             self.grows,
@@ -210,14 +208,14 @@ class Derivation:
         Symbols in `compared` are compared with zero.
         """
         bounds = self.bounds(self.storable)
-        flush_bounds = self.bounds(self.storable, relative_to=Size.LARGEST)
+        flush_bounds = self.bounds(self.storable, relative_to_row=True)
         expected = estimate_expected(self.samples, self.storable, self.outputs)
         roots = find_sign_roots(self.expressions)
         found = {}
         for s in self.storable:
             mean = max(expected[s].values(), default=0.0)
             found[s] = Amplification(
-                # No bound holds where a slope is infinite, as that of a root at 0.
+                # There is no bound where a slope is infinite, as for a root at 0.
                 math.inf if math.isinf(mean) else max(bounds[s].values(), default=0.0),
                 mean,
                 max(flush_bounds[s].values(), default=0.0),
@@ -230,7 +228,7 @@ class Derivation:
         self,
         sources: Collection[Symbol],
         stored: Collection[Symbol] = (),
-        relative_to: Size = Size.OWN,
+        relative_to_row: bool = False,
     ) -> Amplifications:
         """Return the bound of each output by each source. Symbols in `stored` are not recomputed.
 
@@ -241,7 +239,7 @@ class Derivation:
         if stored:
             known = {s: self.samples.values[s] for s in stored}
             factors = Factors(self.expressions, self.samples.inputs, known)
-        return compute_bounds(factors, sources, self.outputs, relative_to)
+        return compute_bounds(factors, sources, self.outputs, relative_to_row)
 
     @cached_property
     def _factors(self) -> Factors:
@@ -260,9 +258,3 @@ class Derivation:
         inputs = set(self.expressions.values)
         bounds = self.bounds(sorted(inputs | cached, key=str), cached - inputs)
         return {o: sum(of_source[o] for of_source in bounds.values()) for o in self.outputs}
-
-    def _find_outliers(self) -> set[Symbol]:
-        symbols = self.expressions.symbols
-        weights = {symbols[n] for n in self._facts.weights if n in symbols}
-        outliers = {symbols[n] for n in self._facts.outliers if n in symbols}
-        return find_outliers(self.expressions, self.samples, weights, outliers)

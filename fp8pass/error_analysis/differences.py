@@ -1,4 +1,4 @@
-"""Find differences: sums whose terms may nearly cancel, which amplifies the errors of the terms.
+"""Find differences: sums of terms that may nearly cancel, which amplifies errors of the terms.
 
 Samples do not show cancellation, because samples of two values are independent and have no mean.
 The backward therefore never computes a difference from low bits of its terms: it reads the stored
@@ -33,7 +33,7 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Functions whose results have a typical size. Samples show how much they and a number cancel.
+# The results have a typical size. Samples show how much they and a number cancel.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -75,7 +75,7 @@ class Differences:
         return not (has_number and all(_is_number(x) or self._is_bounded(x) for x, _ in terms))
 
     def is_of_equals(self, node: fx.Node) -> bool:
-        """Whether a node is a difference of two inexact values, neither of which is a statistic.
+        """Whether a node is a difference of two inexact values that are not statistics.
 
         Both may be different elements of one value. One symbol for all elements would make their
         difference zero.
@@ -202,14 +202,15 @@ def _is_for_each_row(variance: fx.Node) -> bool:
 
 
 def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
-    """Return the values whose squared distances are computed as x² + y² - 2 x y by a GEMM.
+    """Return the x and y of squared distances that a GEMM computes as x² + y² - 2 x y.
 
     The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel, and the backward may add them far
     from each other in the graph.
     """
     nothing = frozenset[fx.Node]()
-    found, values = set[fx.Node](), dict[fx.Node, frozenset[fx.Node]]()  # values: copied by a node
-    squares, products = dict(values), dict(values)  # values whose squares or products a node adds
+    # The values that a node copies, and the values of squares and of products that it adds up.
+    values = dict[fx.Node, frozenset[fx.Node]]()
+    squares, products, found = dict(values), dict(values), set[fx.Node]()
     for node in g.nodes:
         square, product, value = (
             nothing.union(*(of.get(x, nothing) for x in node.all_input_nodes))

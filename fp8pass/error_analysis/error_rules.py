@@ -68,21 +68,22 @@ class _Findings:
     Attributes:
         rules: the rule of each region.
         outliers: values that may have a few huge or infinite elements.
-        ungrouped: values whose elements cannot share a scale, with the reason.
-        jumping: members that must not be computed from inexact values.
+        ungrouped: values that cannot be stored with a common scale of elements, with the reason.
+        recomputable: members that may be computed from inexact values.
     """
 
     rules: dict[Region, RegionRule] = field(default_factory=dict)
     outliers: set[fx.Node] = field(default_factory=set)
     ungrouped: dict[fx.Node, str] = field(default_factory=dict)
-    jumping: set[fx.Node] = field(default_factory=set)
+    recomputable: set[fx.Node] = field(default_factory=set)
 
     def add(self, region: Region, rule: RegionRule) -> None:
-        members = (*region.inputs, *region.nodes)
+        nodes = (*region.inputs, *region.nodes)
         self.rules[region] = rule
-        self.ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
-        self.outliers.update(members[i] for i in rule.outliers)
-        self.jumping.update(members[i] for i in rule.jumping)
+        self.ungrouped.update((nodes[i], why) for i, why in rule.ungrouped.items())
+        self.outliers.update(nodes[i] for i in rule.outliers)
+        if not rule.reason:
+            self.recomputable.update(set(region.nodes) - {nodes[i] for i in rule.jumping})
 
 
 class Rules:
@@ -138,7 +139,7 @@ class Rules:
                     found.outliers.add(node)
                     found.ungrouped[node] = MASKED
                 for region in ready.get(node, ()):
-                    found.add(region, derive(region, self._input_facts(region, found.outliers)))
+                    found.add(region, derive(region, self.input_facts(region, found.outliers)))
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
@@ -151,18 +152,11 @@ class Rules:
             found.setdefault(last, []).append(region)
         return found
 
-    def input_facts(self, region: Region) -> InputFacts:
-        """Return the facts about the inputs of a region."""
-        return self._input_facts(region, self._findings.outliers)
-
-    def _input_facts(self, region: Region, outliers: Set[fx.Node]) -> InputFacts:
+    def input_facts(self, region: Region, outliers: Set[fx.Node] | None = None) -> InputFacts:
+        """Return the facts about the inputs of a region. `outliers` are all that are known yet."""
         moments = {n: self._moments[n] for n in region.values if n in self._moments}
+        outliers = self._findings.outliers if outliers is None else outliers
         return InputFacts(moments, self._weights, outliers)
-
-    @cached_property
-    def _derived(self) -> set[fx.Node]:
-        """Members of regions with a rule."""
-        return {n for r in self.regions if not self.reason_of(r) for n in r.nodes}
 
     @cached_property
     def _uses_in_regions(self) -> dict[fx.Node, list[Use]]:
@@ -221,8 +215,7 @@ class Rules:
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
         """Return how much an error that `node` inherits is amplified, use by use.
 
-        The amplifications of a region's inputs include all uses of members in the region, and the
-        errors of members that are used elsewhere.
+        The amplifications of a region's inputs include the errors of all members and outputs.
         """
         if self._are_off:
             return []
@@ -250,7 +243,7 @@ class Rules:
         if summed or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
             return self.allows(node, format)
         if kind(node) in DERIVABLE:
-            return node in self._derived and node not in self._findings.jumping
+            return node in self._findings.recomputable
         return kind(node) is not Kind.ATTENTION
 
     def _uses(self, node: fx.Node) -> Iterator[Use]:

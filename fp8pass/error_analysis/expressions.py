@@ -17,17 +17,11 @@ from sympy import Expr, Symbol
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.error_analysis.regions import FORMULAS, IDENTITIES, Region, Role
+from fp8pass.error_analysis.differences import COPIES, TOTALS
+from fp8pass.error_analysis.regions import FORMULAS, Region, Role
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import filled_with
 from fp8pass.graph.symbols import Operand, Underivable
-
-DERIVABLE_REDUCTIONS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-}
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,7 @@ class Statistic:
         value: the summand.
         weight: the factor of the sum.
         length: the number of elements.
-        over_rows: whether the reduction goes over the rows of a matrix, so that its elements are
-            those of a column.
+        over_rows: whether the elements are a column of a matrix.
     """
 
     symbol: Symbol
@@ -78,7 +71,7 @@ class Expressions:
         symbols: the symbol of every input and member.
         definitions: the definitions of members that compute something, in order.
         constants: symbols of exact values.
-        numbers: constants whose value is in the graph.
+        numbers: the values of constants that are in the graph.
         masks: constants that are booleans.
         nonpositive: symbols of inputs without positive elements.
         gradients: symbols of gradients that enter the region.
@@ -154,13 +147,13 @@ def _define(node: fx.Node, found: Expressions) -> None:
     operator = graph.operator_of(node)
     if operator.target is aten.var_mean.correction:
         if operator is not node:  # its two results are defined one by one
-            (_define_mean if node.args[1] else _define_variance)(node, operator, found)
+            (_define_total if node.args[1] else _define_variance)(node, operator, found)
     elif graph.is_getitem(node):
         raise _unbounded(operator)
-    elif node.target in IDENTITIES:
+    elif node.target in COPIES:
         found.symbols[node] = found.symbols[node.all_input_nodes[0]]
-    elif node.target in DERIVABLE_REDUCTIONS:
-        _define_reduction(node, found)
+    elif node.target in TOTALS:
+        _define_total(node, node, found)
     elif node.target is aten.var.correction:
         _define_variance(node, node, found)
     elif node.target in FORMULAS:
@@ -206,16 +199,17 @@ def _symbol(name: str, **assumptions: bool) -> Symbol:
     return Symbol(f"%{name}", **assumptions)
 
 
-def _define_reduction(node: fx.Node, found: Expressions) -> None:
-    operand, length = _find_reduced(node, found)
-    if length == 1:
+def _define_total(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
+    """Define a sum, a mean, or the mean that `parent`, an operator `var_mean`, computes."""
+    operand, length = _find_reduced(parent, found)
+    if length == 1 and node is parent:
         found.symbols[node] = operand
         return
-    mean = node.target in (aten.mean.dim, aten.mean.default)
-    weight = sympy.Rational(1, length if mean else 1)
-    symbol = _symbol_like(node.name, operand)
-    found.symbols[node] = symbol
-    _add_statistic(Statistic(symbol, operand, operand, weight, length, _is_over_rows(node)), found)
+    is_sum = parent.target in (aten.sum.dim_IntList, aten.sum.default)
+    weight = sympy.Rational(1, 1 if is_sum else length)
+    symbol = found.symbols[node] = _symbol_like(node.name, operand)
+    over_rows = node is parent and _is_over_rows(node)
+    _add_statistic(Statistic(symbol, operand, operand, weight, length, over_rows), found)
 
 
 def _is_over_rows(node: fx.Node) -> bool:
@@ -223,14 +217,6 @@ def _is_over_rows(node: fx.Node) -> bool:
     ndim = graph.tensor(node.args[0]).ndim  # type: ignore[arg-type]
     dims = node.args[1] if len(node.args) > 1 else None
     return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
-
-
-def _define_mean(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
-    """Define the mean that `parent`, an operator `var_mean`, computes."""
-    operand, length = _find_reduced(parent, found)
-    symbol = _symbol_like(node.name, operand)
-    found.symbols[node] = symbol
-    _add_statistic(Statistic(symbol, operand, operand, sympy.Rational(1, length), length), found)
 
 
 def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
@@ -243,8 +229,7 @@ def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None
     correction = parent.kwargs.get("correction", 1)
     weight = sympy.Rational(1, max(length - int(correction or 0), 1))  # type: ignore[arg-type]
     value = (operand - mean) ** 2
-    symbol = _symbol_like(node.name, value)
-    found.symbols[node] = symbol
+    symbol = found.symbols[node] = _symbol_like(node.name, value)
     _add_statistic(Statistic(symbol, operand, value, weight, length), found)
 
 

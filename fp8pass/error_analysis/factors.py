@@ -5,9 +5,8 @@ a statistic reduces, its Jacobian is diagonal plus a few rank-one terms,
 
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of g)
 
-where a, u_s and w_s are the *gradient factors*, functions of forward values. To compute them, the
-operators of the backward run on factors instead of gradients: both are mapped by the same linear
-operator.
+where a, u_s and w_s are the *gradient factors*, functions of forward values. They are computed by
+the operators of the backward, which are linear and run on factors instead of gradients.
 
 Each statistic of forward values is *cut*: it becomes an input with the same value for all elements
 of a row. The remaining graph is element-wise, so that one pass of autograd gives the derivatives of
@@ -198,7 +197,7 @@ class Factors:
 
 
 def split_at_gradients(expressions: Expressions) -> tuple[list[Definition], list[Definition]]:
-    """Return the definitions that depend on no gradient, and the others."""
+    """Return the definitions without and with a dependence on a gradient."""
     dependent = set(expressions.gradients)
     forward, backward = list[Definition](), list[Definition]()
     for definition in expressions.definitions:
@@ -215,12 +214,11 @@ def _leaf(x: Tensor, differentiable: bool = True) -> Tensor:
 
 
 def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
-    """Refuse a region whose rule would take too long to derive.
+    """Refuse a region if it would take too long to derive its rule.
 
-    The cost is linear in operators, but each statistic of a gradient adds a term to all Jacobians
-    after it, and each mean over such a term is another statistic: many normalizations in a row, as
-    in Sinkhorn's iterations, take too long. The cost is counted and not measured, so that plans do
-    not depend on the load of the machine.
+    Each statistic of a gradient adds a term to all Jacobians after it, and each mean over such a
+    term is another statistic: many normalizations in a row, as in Sinkhorn's iterations, take too
+    long. The cost is counted and not measured, so that plans do not depend on the machine's load.
 
     Raises:
         Underivable: the cost is above `LARGEST_COST`.

@@ -1,11 +1,10 @@
-"""Find values whose products with a gradient are summed, so that small errors may count most.
+"""Find values that are multiplied by gradients and summed: in scans, and for small parameters.
 
-*Scans*. The error rules assume that the elements of a row count by their size. A recurrence that is
-written with `cumsum` (gated linear attention, HGRN, minGRU) multiplies by exp(c), sums, and
-multiplies by exp(-c): the smallest elements of a row before the sum may be the largest after it. In
-groups with a common scale they would be rounded to zero. If the arguments of all exponentials next
-to the sum are nonpositive, as in Mamba2 and gated delta rules, small elements stay small, and
-formats of a wide range are allowed.
+*Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
+multiplies by exp(c), sums, and multiplies by exp(-c): the smallest elements of a row before the sum
+may be the largest after it. In groups with a common scale they would be rounded to zero. If the
+arguments of all exponentials next to the sum are nonpositive, as in Mamba2 and gated delta rules,
+small elements stay small, and formats of a wide range are allowed.
 
 *Small parameters*. The gradient of a parameter of few elements consists of a few sums:
 
@@ -13,9 +12,8 @@ formats of a wide range are allowed.
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
 In hyper-connections the sums were 7 to 21% of the norm of their terms, so that an error of 12% of
-each term changed the sign of gradients. Adam divides by the size of the gradient: a small gradient
-counts as much as a large one. The gradient of a matrix has thousands of such sums, and few of them
-cancel.
+each term changed the sign of gradients. Adam divides by the size of the gradient, so that a small
+gradient counts as much as a large one. In the gradient of a matrix few of thousands of sums cancel.
 """
 
 from __future__ import annotations

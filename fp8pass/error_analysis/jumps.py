@@ -1,11 +1,8 @@
-"""Find the comparisons of a region whose outcome makes its results jump.
+"""Find comparisons that make the results of a region jump at their threshold.
 
 A comparison is harmless if both outcomes give the same result at the threshold: softplus is x above
 20 and log(1 + exp(x)) below, which are equal at 20 within rounding. If the results differ, as for a
 mask or the gradient of ReLU6, the backward must use the outcome of the forward.
-
-Search along each input finds samples on both sides of each threshold, and bisection brings the two
-sides together. Then results and gradient factors of both sides are compared.
 
 A comparison of x with zero is special, because no relative perturbation of x crosses zero. The
 backward may compute it from an inexact x in any format that preserves signs, or from another value
@@ -15,7 +12,6 @@ with the sign of x. But x itself must not be computed from an inexact value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import sympy
@@ -38,64 +34,46 @@ BISECTIONS = 40
 LARGEST_BATCH = 4096  # thresholds along one input
 
 
-@dataclass(frozen=True)
-class Jumps:
-    """The comparisons of a region that jump.
+class Comparison(NamedTuple):
+    """The comparison `compared > 0` in the formula of `symbol`.
 
     Attributes:
-        signs: symbols that are compared with zero. Inexact values of the same sign may be used.
-        exact: the symbols of comparisons that need their exact operands.
-    """
-
-    signs: set[Symbol] = field(default_factory=set)
-    exact: set[Symbol] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The comparison `compared > 0` in the formula of a definition.
-
-    Attributes:
-        definition: the definition.
+        symbol: the symbol of the formula.
         compared: the expression that is compared.
         root: the earliest symbol with the sign of `compared`, if there is one.
+        is_mask: whether the formula is the comparison and nothing else.
     """
 
-    definition: Pointwise
+    symbol: Symbol
     compared: Expr
     root: Symbol | None
-
-    @property
-    def symbol(self) -> Symbol:
-        """The symbol of the definition."""
-        return self.definition.symbol
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether the definition is the comparison and nothing else."""
-        step = UnitStep(self.compared)
-        return self.definition.value in (step, 1 - step)
+    is_mask: bool
 
 
-def find_jumps(expressions: Expressions, samples: Samples, outputs: list[Symbol]) -> Jumps:
-    """Find the comparisons of inexact values whose outcome matters at the threshold.
+def find_jumps(
+    expressions: Expressions, samples: Samples, outputs: list[Symbol]
+) -> tuple[set[Symbol], set[Symbol]]:
+    """Find comparisons of inexact values that make an output jump at the threshold.
+
+    Return symbols that are compared with zero, so that the backward needs their exact sign, and
+    symbols of comparisons that need exact operands.
 
     Raises:
         Underivable: a comparison that jumps is a part of a larger formula.
     """
-    jumps, parts = Jumps(), set[str]()
+    signs, exact, parts = set[Symbol](), set[Symbol](), set[str]()
     if comparisons := _list_comparisons(expressions):
         search = Search(expressions, samples, comparisons)
         for comparison in search.find_jumping(outputs):
             if comparison.root is not None:
-                jumps.signs.add(comparison.root)
+                signs.add(comparison.root)
             elif comparison.is_mask:
-                jumps.exact.add(comparison.symbol)
+                exact.add(comparison.symbol)
             else:
                 parts.add(str(comparison.symbol))
     if parts:
         raise Underivable(f"a comparison in {min(parts)} jumps")
-    return jumps
+    return signs, exact
 
 
 def _list_comparisons(expressions: Expressions) -> list[Comparison]:
@@ -109,8 +87,10 @@ def _list_comparisons(expressions: Expressions) -> list[Comparison]:
         for atom in sorted(definition.value.atoms(UnitStep, Sign), key=str):
             (compared,) = atom.args
             if compared.free_symbols - fixed:
+                step = UnitStep(compared)
+                is_mask = definition.value in (step, 1 - step)
                 root = _find_root(compared, roots, expressions.constants)
-                found.append(Comparison(definition, compared, root))
+                found.append(Comparison(definition.symbol, compared, root, is_mask))
     return found
 
 
@@ -125,7 +105,7 @@ def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
 
 
 def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) -> Symbol | None:
-    """Return the root of the only factor of an expression whose sign may change."""
+    """Return the root of an expression, if the sign of only one factor may change."""
     if isinstance(value, (sympy.tanh, sympy.erf, Magnitude)):
         return _find_root(value.args[0], roots, fixed)
     factors = set(sympy.Mul.make_args(value))
@@ -141,12 +121,12 @@ def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) 
 
 
 class Crossings(NamedTuple):
-    """Pairs of samples between which one comparison changes. The last dimension is the pair.
+    """Pairs of points on both sides of a threshold.
 
     Attributes:
-        below, above: the inputs of both samples, [inputs, pairs].
-        comparison: the index of the comparison.
-        row: the row of `Samples` whose statistics the samples have.
+        below, above: the inputs of the two points, [inputs, pairs].
+        comparison: the index of the comparison that differs, [pairs].
+        row: the row of `Samples` that both points take their statistics from, [pairs].
     """
 
     below: Tensor
@@ -156,7 +136,10 @@ class Crossings(NamedTuple):
 
 
 class Search:
-    """Searches the thresholds of comparisons and compares the results on both sides."""
+    """Searches the thresholds of comparisons and compares the results on both sides.
+
+    A grid along each input finds points on both sides of a threshold. Bisection brings them closer.
+    """
 
     def __init__(
         self, expressions: Expressions, samples: Samples, comparisons: list[Comparison]
@@ -168,7 +151,7 @@ class Search:
         self._statistics = {k: x[0, :, 0].detach() for k, x in self._factors.cut.items()}
 
     def find_jumping(self, outputs: list[Symbol]) -> list[Comparison]:
-        """Return the comparisons at whose threshold an output or one of its factors jumps.
+        """Return the comparisons that make an output or one of its factors jump.
 
         If a mask and another comparison change together, only the mask is returned if nothing jumps
         while the mask is constant.
@@ -192,7 +175,7 @@ class Search:
         return [c for i, c in enumerate(self.comparisons) if i in jumping]
 
     def _search_along(self, varied: Symbol) -> Crossings:
-        """Find neighbours in the grid of one input between which comparisons change."""
+        """Find neighbours in the grid of one input with different outcomes of a comparison."""
         grid = torch.cat([-GRID.flip(0), GRID])
         rows = min(self._inputs[varied].shape[1], ROWS)
         shape = len(grid), rows
@@ -226,7 +209,7 @@ class Search:
             statistic = self._statistics.get(definition.symbol)
             if statistic is not None:
                 values[definition.symbol] = statistic[row]
-            elif definition.value.free_symbols <= values.keys():  # others depend on gradients
+            elif definition.value.free_symbols <= values.keys():  # not a gradient
                 values[definition.symbol] = evaluate(definition.value, values)
         return torch.stack(
             [(evaluate(c.compared, values) > 0).expand(row.shape) for c in self.comparisons]

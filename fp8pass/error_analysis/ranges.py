@@ -1,17 +1,15 @@
-"""Find values whose range rules out low bits: outliers, exponentials, and divisors.
+"""Find outliers, unbounded exponentials and divisors, which cannot be stored in low bits.
 
 Values in one group share a scale, and values far below the largest one are rounded to zero.
 
-- *Outliers*: a mask adds -1e9 or -inf to some elements, and rounding them to few bits leaves zeros
-  or NaN of the other elements in the group, however harmless the mask is where the value is used.
-  Such a value is stored exactly, or recomputed from the value before the mask.
-- *Exponentials without a bound*: the sum of positions in a cumulative decay is far larger than
-  samples of unit variance. Its exponential turns an error of a hundredth of the sum into a factor,
-  and elements of one group differ by orders of magnitude. If the argument is bounded from above, as
-  in softmax, or a bounded function follows, as in a sigmoid, nothing grows.
+- *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding them to few bits makes the other
+  elements of the group zero or NaN. The value before the mask may be stored instead.
+- *Exponentials*: a cumulative decay is far larger than samples of unit variance. Its exponential
+  turns an error of 1% of the sum into a factor, and elements of one group differ by orders of
+  magnitude. Nothing grows if the argument is bounded from above, as in softmax, or if a bounded
+  function follows, as in a sigmoid.
 - *Divisors*: the backward of atan divides by 1 + x². In a group with an x of 30, 4 bits would make
-  the divisor 0 for all x below 3. A divisor that is recomputed from an inexact x is never zero, so
-  that x may be stored instead.
+  the divisor 0 for all x below 3. A divisor recomputed from an inexact x is never 0.
 """
 
 from __future__ import annotations
@@ -59,7 +57,9 @@ def find_outliers(
     inputs |= {s: torch.full_like(inputs[s], x) for s, x in huge.items()}
     for seed, symbol in enumerate(sorted(masked, key=str)):
         rest = inputs[symbol] if symbol in outliers else torch.zeros_like(inputs[symbol])
-        inputs[symbol] = torch.where(_draw_quarter(rest, seed), MASK, rest)
+        random = torch.Generator().manual_seed(seed)
+        is_masked = torch.rand(rest.shape, generator=random) < 0.25
+        inputs[symbol] = torch.where(is_masked, MASK, rest)
     values = samples.run(inputs)
     return {s for s, x in values.items() if not bool((x.abs() < HUGE).all())}
 
@@ -72,12 +72,6 @@ def _list_addends(expressions: Expressions) -> set[Symbol]:
         for part in value.args[1:] if isinstance(value, Where) else (value,):
             found.update(term.as_coeff_Mul()[1] for term in sympy.Add.make_args(part))
     return found & expressions.constants
-
-
-def _draw_quarter(like: Tensor, seed: int) -> Tensor:
-    """Draw a quarter of the elements."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(like.shape, generator=generator) < 0.25
 
 
 def grows_exponentially(
@@ -97,7 +91,7 @@ def grows_exponentially(
 
 
 def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
-    """Return the symbols whose zeros make a result infinite or NaN, perhaps through other zeros.
+    """Return the symbols that make a result infinite or NaN if they are rounded to zero.
 
     The sum of a row contains one of its largest values, which is not rounded to zero. The sum of a
     column may contain zeros only.

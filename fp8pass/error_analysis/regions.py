@@ -1,14 +1,13 @@
-"""Cut a joint graph into the regions whose error rules are derived.
+"""Cut a joint graph into regions, for which error rules are derived.
 
 A region is a maximal set of connected pointwise operators, casts, views and reductions of the
 forward and the backward, between GEMMs, attention and the edges of the graph. Three more kinds of
 nodes end a region:
 
 - a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
-  (`differences.py`). Its relative error is that of its operands. Without junctions the residual
+  (`differences.py`). It has the relative error of its operands. Without junctions the residual
   stream would join all layers into one region;
-- *movement* of elements (slices, concatenations, gathers), whose error is that of the operands,
-  too;
+- *movement* of elements (slices, concatenations, gathers), which has their error, too;
 - a *discrete* value, such as an index. An inexact operand may change it completely, so that the
   backward reads the value of the forward. Comparisons with a known formula stay in the region.
 """
@@ -22,10 +21,10 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.error_analysis.differences import Differences
+from fp8pass.error_analysis.differences import COPIES, Differences
 from fp8pass.error_analysis.signs import KnownSign, infer_signs
-from fp8pass.graph.classify import SELECTIONS, VIEWS, Kind, kind
-from fp8pass.graph.nodes import aten, prims
+from fp8pass.graph.classify import SELECTIONS, Kind, kind
+from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import ADDITIONS, filled_with
 from fp8pass.graph.pointwise import POINTWISE
 
@@ -34,20 +33,12 @@ DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
 
 FORMULAS = {op: row.formula for op, row in POINTWISE.items() if row.formula is not None}
 
-# Operators whose result has the symbol of the operand.
-IDENTITIES = VIEWS | {
-    prims.convert_element_type.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.alias.default,
-}
-
 COMPARISONS = {
     *(aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar),
     *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
 }
 
-# Kinds of nodes whose results may be inexact even if all operands are exact.
+# Kinds of nodes that may be inexact even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
 
 
@@ -125,7 +116,7 @@ def is_movement(node: fx.Node) -> bool:
 
 def _has_formula(node: fx.Node) -> bool:
     """Return False for a pointwise operator without a formula, which ends a region."""
-    return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | IDENTITIES
+    return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | COPIES
 
 
 class Splitter:

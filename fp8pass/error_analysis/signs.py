@@ -46,8 +46,11 @@ class KnownSign(Flag):
         return nonnegative | (KnownSign.NONPOSITIVE if self & -other else KnownSign.UNKNOWN)
 
 
+POSITIVE = KnownSign.of(1)
+
+
 def infer_signs(g: fx.Graph) -> dict[fx.Node, KnownSign]:
-    """Return the signs of the nodes whose sign is known."""
+    """Return the known signs of nodes."""
     known: dict[fx.Node, KnownSign] = {}
 
     def sign_of(x: Any) -> KnownSign:
@@ -74,21 +77,11 @@ def _keep(node: fx.Node, x: KnownSign, *_: KnownSign) -> KnownSign:
     return x
 
 
-def _pad(
-    node: fx.Node, x: KnownSign, padding: KnownSign, value: KnownSign = KnownSign.ZERO
-) -> KnownSign:
-    return x & value
-
-
-def _add(
-    node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = KnownSign.NONNEGATIVE
-) -> KnownSign:
+def _add(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSITIVE) -> KnownSign:
     return a & b * alpha
 
 
-def _subtract(
-    node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = KnownSign.NONNEGATIVE
-) -> KnownSign:
+def _subtract(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSITIVE) -> KnownSign:
     return b if _is_rest_of_scan(node) else a & -(b * alpha)
 
 
@@ -177,7 +170,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
     **dict.fromkeys((aten.maximum.default, aten.clamp_min.default), _maximum),
     **dict.fromkeys((aten.minimum.default, aten.clamp_max.default), _minimum),
-    aten.constant_pad_nd.default: _pad,
+    aten.constant_pad_nd.default: lambda _, x, sizes, value=KnownSign.ZERO: x & value,
     aten.neg.default: lambda _, x: -x,
     aten.pow.Tensor_Scalar: _power,
     aten.where.self: _where,
