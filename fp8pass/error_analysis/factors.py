@@ -149,7 +149,8 @@ class Factors:
         found = self.responses[gradient] = {gradient: {gradient: one}}
         rows = self.rows[gradient] = {}
         for definition in definitions:
-            operands = {s: found[s] for s in definition.value.free_symbols if s in found}
+            symbols = sorted(definition.value.free_symbols, key=str)  # sums do not depend on hashes
+            operands = {s: found[s] for s in symbols if s in found}
             if not operands:
                 continue
             response = self._map(definition, operands)

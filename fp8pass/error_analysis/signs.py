@@ -95,7 +95,7 @@ def _is_rest_of_scan(difference: fx.Node) -> bool:
     along, rank = scan.args[1], graph.tensor(scan).ndim
     of, dim, start = (*last.args, 0, 0)[:3]
     same = of is scan and dim % rank == along % rank  # type: ignore[operator]
-    return same and start == -1
+    return bool(same and start == -1)
 
 
 def _multiply(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
