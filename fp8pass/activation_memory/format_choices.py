@@ -165,7 +165,7 @@ class FormatChoices:
         reason = self._why_no_candidate(node) or self.why_exact(node)
         if reason:
             return [FormatChoice(EXACT, 0, reason)]
-        if node in self.rules.coded_outputs:
+        if node in self.rules.inexact_outputs:
             return [self._coded_output(node)]
         groups = {f: self._group_size(node, f) for f in self.formats}
         if not any(groups.values()):

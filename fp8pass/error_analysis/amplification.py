@@ -1,117 +1,75 @@
-"""How much errors of a region's values are amplified in its gradients (AGoQ 4.1, 8.1), as numbers.
+"""Compute how much the gradients of a region amplify errors of its values (AGoQ 4.1, 8.1).
 
-The *bound* is the most that any perturbation gives, to first order. Storing a value k as k (1 + δ)
-perturbs each gradient factor h (`factors.py`) by
+The *bound* is the largest effect of any perturbation, to first order. Storing a value k as
+k (1 + δ) perturbs each gradient factor h (`factors.py`) by
 
     Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
 
-Taking norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality gives a bound per unit of ‖δ‖_∞:
-AGoQ's Eq. 15 and 20 are this for RMSNorm. `formulas.py` writes the same in symbols.
+Norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality give a bound per unit of ‖δ‖_∞: for RMSNorm
+these are AGoQ's Eq. 15 and 20. `formulas.py` writes the same bounds in symbols.
 
-The *expected* amplification is the effect of independent perturbations on average, the Frobenius
+The *expected* amplification is the effect of independent perturbations on average: the Frobenius
 norm of an output's derivative by the value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from sympy import Symbol
 from torch import Tensor
 
-from fp8pass.error_analysis.expressions import Expressions
-from fp8pass.error_analysis.factors import Factors, Jacobian, Key, Reduction
-from fp8pass.error_analysis.samples import ON_CPU, Samples, compute
+from fp8pass.error_analysis.factors import Factors, Jacobian, Key
+from fp8pass.error_analysis.samples import ON_CPU, Samples
+
+Amplifications = dict[Symbol, dict[Symbol, float]]  # by source, then by output
+BySource = dict[Symbol, Tensor]  # a source that has no effect is missing
 
 
-class Size(Enum):
-    """What a perturbation of a value is relative to."""
-
-    OWN = "own"  # the value: as formats round
-    LARGEST = "largest"  # the largest value of the row: as formats flush to zero
-
-
-Relative = dict[Symbol, dict[Symbol, float]]
-
-
-@torch.enable_grad()  # compilers run without
-def relative_bounds(
-    samples: Samples,
-    sources: Sequence[Symbol],
+def compute_bounds(
+    factors: Factors,
+    sources: Collection[Symbol],
     outputs: Sequence[Symbol],
-    kept: Collection[Symbol] = (),
-    relative_to: Size = Size.OWN,
-) -> Relative:
-    """‖Δ‖ of each output's factors, relative to theirs, per unit relative perturbation of a source.
+    relative_to_row: bool = False,
+) -> Amplifications:
+    """Return ‖Δ‖ / ‖·‖ of each output's factors per unit relative perturbation of a source.
 
-    The backward computes all values again but those in `kept` and the source.
-
-    Raises:
-        Underivable: the region is not linear in gradients.
+    Rounding errors are relative to the value. With `relative_to_row` perturbations are relative to
+    the largest value of the row, as where a format rounds small values to zero. The largest ratio
+    over the scales of the samples counts.
     """
-    expressions = samples.expressions
-    stored = {s: samples.values[s] for s in kept}
-    factors = Factors(expressions, samples.inputs, Reduction(expressions.length), stored)
-    return Bounds(factors, sources, relative_to).relative(outputs)
-
-
-@dataclass(frozen=True)
-class Derivatives:
-    """Of one factor or statistic, element by element: by the sources, and by the cut statistics."""
-
-    sources: list[Tensor | None]
-    statistics: dict[Key, Tensor]
+    bounds = Bounds(factors, sources, relative_to_row)
+    found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
+    for output in outputs:
+        jacobians = factors.jacobians(output)
+        size = sum((bounds.norm(j) for j in jacobians), torch.zeros(1, 1, 1, **ON_CPU))
+        for source, change in _sum(map(bounds.perturbation, jacobians)).items():
+            found[source][output] = _largest_ratio(change, size)
+    return found
 
 
 class Bounds:
-    """Bounds of the perturbation of factors, for all sources at once."""
+    """Bounds of the perturbations of factors, per unit of ‖δ‖_∞ of each source."""
 
     def __init__(
-        self, factors: Factors, sources: Sequence[Symbol], relative_to: Size = Size.OWN
+        self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
     ) -> None:
-        self.factors, self.sources = factors, sources
+        self.factors = factors
         self.length = factors.expressions.length
-        self._values = [factors.values[s] for s in sources]
-        self._sizes = [x.detach().abs() for x in self._values]
-        if relative_to is Size.LARGEST:
-            self._sizes = [x.amax(-1, keepdim=True) for x in self._sizes]
-        self._inputs = [x for x in (*self._values, *factors.cut.values()) if x.requires_grad]
-        self._rows: dict[Key, list[Tensor | None]] = {}
-        for key in factors.contributions:
-            self._rows[key] = self._row_of(key)
+        self._values = {s: factors.values[s] for s in sources}
+        self._sizes = {s: x.detach().abs() for s, x in self._values.items()}
+        if relative_to_row:
+            self._sizes = {s: x.amax(-1, keepdim=True) for s, x in self._sizes.items()}
+        inputs: dict[Key, Tensor] = {**self._values, **factors.cut}
+        self._inputs = {key: x for key, x in inputs.items() if x.requires_grad}
+        self._rows: dict[Key, BySource] = {}
+        for key, each in factors.contributions.items():
+            self._rows[key] = self._row(each)
 
-    def relative(self, outputs: Sequence[Symbol]) -> Relative:
-        """The bounds relative to the factors, the worst over the scales of the samples."""
-        found: Relative = {s: dict.fromkeys(outputs, 0.0) for s in self.sources}
-        for output in outputs:
-            jacobians = self.factors.jacobians(output)
-            size = sum((self._size(j) for j in jacobians), torch.zeros(1, 1, 1, **ON_CPU))
-            changes = [self._change(j) for j in jacobians]
-            for i, source in enumerate(self.sources):
-                changed = [c[i] for c in changes if c[i] is not None]
-                if changed:
-                    found[source][output] = _ratio(sum(changed), size)  # type: ignore[arg-type]
-        return found
-
-    def _change(self, jacobian: Jacobian) -> list[Tensor | None]:
-        """‖ΔJ‖₂ per unit of ‖δ‖_∞ of each source."""
-        totals: list[Tensor | None] = [None] * len(self.sources)
-        if jacobian.diagonal is not None:
-            totals = self._perturbation(jacobian.diagonal, jacobian.order)
-        for column, row in jacobian.pairs:
-            of_column, of_row = self._perturbation(column, 2), self._perturbation(row, 2)
-            width, height = self._norm(row, 2), self._norm(column, 2)
-            for i, (c, r) in enumerate(zip(of_column, of_row, strict=True)):
-                totals[i] = _plus(totals[i], None if c is None else c * width)
-                totals[i] = _plus(totals[i], None if r is None else r * height)
-        return totals
-
-    def _size(self, jacobian: Jacobian) -> Tensor:
-        """‖J‖₂, bounded by the same inequalities."""
+    def norm(self, jacobian: Jacobian[Tensor]) -> Tensor:
+        """Bound ‖J‖₂ by the same inequalities as its perturbation."""
         total = torch.zeros(1, 1, 1, **ON_CPU)
         if jacobian.diagonal is not None:
             total = total + self._norm(jacobian.diagonal, jacobian.order)
@@ -119,46 +77,48 @@ class Bounds:
             total = total + self._norm(column, 2) * self._norm(row, 2)
         return total
 
-    def _perturbation(self, factor: Tensor, order: float) -> list[Tensor | None]:
-        """The `order`-norm of Δfactor per unit of ‖δ‖_∞ of each source: AGoQ's Eq. 8 and Eq. 12."""
-        slopes = self._derivatives(factor)
-        totals: list[Tensor | None] = [
-            None if local is None else self._norm(local * size, order)
-            for local, size in zip(slopes.sources, self._sizes, strict=True)
-        ]
-        for key, slope in slopes.statistics.items():
-            height = self._norm(slope, order)
-            for i, (row, size) in enumerate(zip(self._rows[key], self._sizes, strict=True)):
-                if row is not None:
-                    totals[i] = _plus(totals[i], height * self._norm(row * size, 1))
-        return totals
+    def perturbation(self, jacobian: Jacobian[Tensor]) -> BySource:
+        """Bound ‖ΔJ‖₂."""
+        terms = []
+        if jacobian.diagonal is not None:
+            terms.append(self._perturbation(jacobian.diagonal, jacobian.order))
+        for column, row in jacobian.pairs:
+            terms.append(_scale(self._perturbation(column, 2), self._norm(row, 2)))
+            terms.append(_scale(self._perturbation(row, 2), self._norm(column, 2)))
+        return _sum(terms)
 
-    def _row_of(self, key: Key) -> list[Tensor | None]:
-        """ω: the derivative of a statistic by the elements of each source."""
-        each = self.factors.contributions[key]
-        slopes = self._derivatives(each)
-        total = list(slopes.sources)
-        for other, slope in slopes.statistics.items():
-            share = slope.mean(-1, keepdim=True) * self.length
-            for i, row in enumerate(self._rows[other]):
-                total[i] = _plus(total[i], None if row is None else share * row)
-        return total
+    def _perturbation(self, factor: Tensor, order: float) -> BySource:
+        """Bound the `order`-norm of Δfactor: AGoQ's Eq. 8 and Eq. 12."""
+        local, through = self._differentiate(factor)
+        terms = [{s: self._norm(x * self._sizes[s], order) for s, x in local.items()}]
+        for key, slope in through.items():
+            rows = {s: self._norm(row * self._sizes[s], 1) for s, row in self._rows[key].items()}
+            terms.append(_scale(rows, self._norm(slope, order)))
+        return _sum(terms)
 
-    def _derivatives(self, of: Tensor) -> Derivatives:
-        """Element-wise derivatives: the sum's gradient, since no element acts on another."""
-        if not of.requires_grad or not self._inputs:
-            return Derivatives([None] * len(self.sources), {})
-        found = torch.autograd.grad(of.sum(), self._inputs, retain_graph=True, allow_unused=True)
-        by_input = dict(zip(map(id, self._inputs), found, strict=True))
-        statistics = {
-            key: slope
-            for key, leaf in self.factors.cut.items()
-            if (slope := by_input.get(id(leaf))) is not None
-        }
-        return Derivatives([by_input.get(id(x)) for x in self._values], statistics)
+    def _row(self, each: Tensor) -> BySource:
+        """Return ω: the derivative of a statistic, the sum of `each`, by elements of sources."""
+        local, through = self._differentiate(each)
+        terms = [local]
+        for key, slope in through.items():
+            terms.append(_scale(self._rows[key], slope.mean(-1, keepdim=True) * self.length))
+        return _sum(terms)
+
+    def _differentiate(self, x: Tensor) -> tuple[BySource, dict[Key, Tensor]]:
+        """Return the element-wise derivatives by sources and by statistics.
+
+        They are the gradient of the sum, because no element depends on other elements.
+        """
+        if not x.requires_grad or not self._inputs:
+            return {}, {}
+        inputs = list(self._inputs.values())
+        slopes = torch.autograd.grad(x.sum(), inputs, retain_graph=True, allow_unused=True)
+        found = {k: x for k, x in zip(self._inputs, slopes, strict=True) if x is not None}
+        local = {s: found[s] for s in self._values if s in found}
+        return local, {key: x for key, x in found.items() if key not in local}
 
     def _norm(self, x: Tensor, order: float) -> Tensor:
-        """The norm over the elements of a statistic, of which the samples are a part."""
+        """Return the norm over the elements of a statistic. The samples are a part of them."""
         x = x.detach().abs()
         if order == 1:
             return x.mean(-1, keepdim=True) * self.length
@@ -167,29 +127,41 @@ class Bounds:
         return x.amax(-1, keepdim=True)
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+def _scale(terms: BySource, factor: Tensor) -> BySource:
+    return {s: factor * x for s, x in terms.items()}
 
 
-def _ratio(change: Tensor, size: Tensor) -> float:
-    """The worst over scales of two bounds, each averaged over rows; infinite if not a number."""
+def _sum(terms: Iterable[BySource]) -> BySource:
+    total: BySource = {}
+    for term in terms:
+        for source, x in term.items():
+            total[source] = total[source] + x if source in total else x
+    return total
+
+
+def _largest_ratio(change: Tensor, size: Tensor) -> float:
+    """Return the largest ratio over the scales of two bounds, each averaged over rows."""
     change, size = change.mean((-2, -1)), size.mean((-2, -1))
     ratio = torch.where(change == 0, 0.0, change / size)
-    worst = float(ratio.max())
-    return worst if math.isfinite(worst) else math.inf
+    largest = float(ratio.max())
+    return largest if math.isfinite(largest) else math.inf
 
 
-@torch.enable_grad()
-def expected(samples: Samples, sources: Sequence[Symbol], outputs: Sequence[Symbol]) -> Relative:
-    """Relative RMS change of each output, per unit relative RMS perturbation of each source.
+@torch.enable_grad()  # compilers run without
+def estimate_expected(
+    samples: Samples, sources: Sequence[Symbol], outputs: Sequence[Symbol]
+) -> Amplifications:
+    """Return the relative RMS change of each output per unit relative RMS error of each source.
 
-    A product of a Jacobian with random signs r has the expected square norm of the Jacobian itself:
-    one pass of autograd for each output.
+    The product of a Jacobian with random signs has the Jacobian's expected square norm, so that one
+    pass of autograd for each output is enough.
     """
-    values = _differentiable(samples)
-    found: Relative = {s: dict.fromkeys(outputs, 0.0) for s in sources}
+    inexact = set(samples.expressions.values)
+    leaves = {
+        s: x[:1].detach().clone().requires_grad_(s in inexact) for s, x in samples.inputs.items()
+    }
+    values = samples.run(leaves)
+    found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
     varying = [s for s in sources if values[s].requires_grad]
     tensors = [values[s] for s in varying]
     random = torch.Generator().manual_seed(0)
@@ -205,15 +177,3 @@ def expected(samples: Samples, sources: Sequence[Symbol], outputs: Sequence[Symb
                 change = float((slope * value.detach()).norm()) / size
                 found[source][output] = change if math.isfinite(change) else math.inf
     return found
-
-
-def _differentiable(samples: Samples) -> Mapping[Symbol, Tensor]:
-    """The values of all symbols at the first scale, with autograd's graph."""
-    expressions: Expressions = samples.expressions
-    inexact = set(expressions.values)
-    values = {
-        s: x[:1].detach().clone().requires_grad_(s in inexact) for s, x in samples.inputs.items()
-    }
-    for definition in expressions.definitions:
-        values[definition.symbol] = compute(definition, values)
-    return values

@@ -1,27 +1,35 @@
-"""The error rule of one region: how much each value that may be stored amplifies errors."""
+"""Derive the error rule of one region: how much each value that may be stored amplifies errors."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from sympy import Symbol
 from torch import fx
 
 from fp8pass.config import checks_are_on
 from fp8pass.dialect.formats import Format
-from fp8pass.error_analysis.amplification import Relative, Size, expected, relative_bounds
-from fp8pass.error_analysis.divisors import DIVISOR, divisors
+from fp8pass.error_analysis.amplification import (
+    Amplifications,
+    compute_bounds,
+    estimate_expected,
+)
 from fp8pass.error_analysis.expressions import Expressions, express
-from fp8pass.error_analysis.growth import grows
-from fp8pass.error_analysis.jumps import Jumps, find_jumps, sign_roots
-from fp8pass.error_analysis.ranges import wild_symbols
+from fp8pass.error_analysis.factors import Factors, check_cost
+from fp8pass.error_analysis.jumps import find_jumps, find_sign_roots
+from fp8pass.error_analysis.ranges import (
+    DIVISOR,
+    find_divisors,
+    find_outliers,
+    grows_exponentially,
+)
 from fp8pass.error_analysis.regions import Region
 from fp8pass.error_analysis.samples import Moments, Samples
-from fp8pass.error_analysis.work import check_work
 from fp8pass.graph.symbols import Underivable
 
 log = logging.getLogger("fp8pass")
@@ -32,17 +40,17 @@ class Amplification:
     """Relative error of gradients per unit relative error of a stored value.
 
     Attributes:
-        bound: the most that any perturbation gives, to first order.
+        bound: the largest amplification of any perturbation, to first order.
         expected: the root mean square for independent perturbations.
-        spread: as `bound`, per unit error relative to the largest value of a row, however small
-            the value itself is.
-        needs_signs: whether these hold only for formats that round no value to zero, because the
-            backward compares with zero, as that of ReLU does, or sums up over positions.
+        flush_bound: the bound for errors relative to the largest value of a row, which formats make
+            that round small values to zero.
+        needs_signs: whether the format must not round any value to zero, because the backward
+            compares with zero, as in ReLU, or sums over positions.
     """
 
     bound: float
     expected: float
-    spread: float = 1.0
+    flush_bound: float = 1.0
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
@@ -51,7 +59,8 @@ class Amplification:
             return True
         if self.needs_signs and not format.keeps_signs:
             return False
-        return max(self.bound * format.half_step, self.spread * format.flushed_share) <= tolerance
+        rounded, flushed = self.bound * format.half_step, self.flush_bound * format.flushed_share
+        return max(rounded, flushed) <= tolerance
 
 
 MASKED = "a mask may have made it huge in places, and a group shares one scale"
@@ -61,46 +70,43 @@ UNITY = Amplification(1.0, 1.0)
 
 @dataclass(frozen=True)
 class RegionRule:
-    """What holds for the inputs and members of one region, by their number.
-
-    That is their place in `(*region.inputs, *region.nodes)`.
+    """The rule of one region. Nodes are indices into `(*region.inputs, *region.nodes)`.
 
     Attributes:
-        by_index: the amplification of each that may be stored.
-        compared: members that must not be computed from inexact values, since a comparison would
-            jump.
-        ungrouped: those whose elements cannot share a scale, each with the reason.
-        wild: members that may be huge or infinite in a few places.
-        grows: whether an exponential that nothing but the moments of values bounds is in it.
-        reason: why no rule could be derived; '' if one was.
+        amplifications: the amplification of each node that may be stored.
+        jumping: members that must not be computed from inexact values: a comparison would jump.
+        ungrouped: nodes that cannot be stored with a common scale of elements, with the reason.
+        outliers: nodes that may have a few huge or infinite elements.
+        grows: whether the region contains an exponential without a bound.
+        reason: why no rule could be derived, or ''.
     """
 
-    by_index: dict[int, Amplification] = field(default_factory=dict)
-    compared: frozenset[int] = frozenset()
+    amplifications: dict[int, Amplification] = field(default_factory=dict)
+    jumping: frozenset[int] = frozenset()
     ungrouped: Mapping[int, str] = field(default_factory=dict)
-    wild: frozenset[int] = frozenset()
+    outliers: frozenset[int] = frozenset()
     grows: bool = False
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of the inputs of a region besides their roles.
+class InputFacts:
+    """Facts about the inputs of a region.
 
     Attributes:
-        moments: of values.
+        moments: moments of values.
         weights: exact inputs that are parameters.
-        wild: values that may be huge or infinite in a few places.
+        outliers: values that may have a few huge or infinite elements.
     """
 
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
     weights: Collection[fx.Node] = ()
-    wild: Collection[fx.Node] = ()
+    outliers: Collection[fx.Node] = ()
 
     def key(self, region: Region) -> tuple[object, ...]:
-        """Equal for the inputs of equal regions of which the same is known."""
+        """Return a key that is equal for equal regions with the same facts."""
         return tuple(
-            (self.moments.get(n), n in self.weights, n in self.wild) for n in region.inputs
+            (self.moments.get(n), n in self.weights, n in self.outliers) for n in region.inputs
         )
 
 
@@ -108,22 +114,22 @@ _rule_cache: dict[object, RegionRule] = {}
 _LARGEST_CACHE = 1 << 12  # rules; then the cache is emptied
 
 
-def derive(region: Region, known: Known) -> RegionRule:
-    """The rule of a region; regions of equal structure, repeated layers, are derived once."""
-    key = region.key(), known.key(region)
+def derive(region: Region, facts: InputFacts) -> RegionRule:
+    """Return the rule of a region. Regions of equal structure are derived once."""
+    key = region.key(), facts.key(region)
     if key not in _rule_cache:
         if len(_rule_cache) >= _LARGEST_CACHE:
             _rule_cache.clear()
-        _rule_cache[key] = _derive(region, known)
+        _rule_cache[key] = _derive(region, facts)
     return _rule_cache[key]
 
 
-def _derive(region: Region, known: Known) -> RegionRule:
+def _derive(region: Region, facts: InputFacts) -> RegionRule:
     try:
-        return Derivation(region, known).rule()
+        return Derivation(region, facts).rule()
     except Underivable as error:
         return RegionRule(reason=str(error))
-    except Exception as error:  # to have no rule is always safe; a bug here fails a test
+    except Exception as error:  # a region without a rule is always safe; a bug here fails a test
         if checks_are_on():
             raise
         log.debug("no rule was found:", exc_info=True)
@@ -131,121 +137,124 @@ def _derive(region: Region, known: Known) -> RegionRule:
 
 
 class Derivation:
-    """The rule of one region, on samples.
+    """The derivation of the rule of one region, on samples.
 
     Attributes:
         expressions: the region in symbols.
         samples: values of its symbols.
-        grows: whether an exponential that nothing bounds is in it.
+        grows: whether the region contains an exponential without a bound.
 
     Raises:
-        Underivable: the region has an operator that no bound can be derived for.
+        Underivable: no bound can be derived for an operator of the region.
     """
 
-    def __init__(self, region: Region, known: Known | None = None) -> None:
-        self.region, self.known = region, known or Known()
+    def __init__(self, region: Region, facts: InputFacts | None = None) -> None:
+        self.region, self._facts = region, facts or InputFacts()
         self.expressions: Expressions = express(region)
         symbols = self.expressions.symbols
-        moments = {symbols[n]: m for n, m in self.known.moments.items() if n in symbols}
+        moments = {symbols[n]: m for n, m in self._facts.moments.items() if n in symbols}
         self.samples = Samples(self.expressions, moments)
-        check_work(self.expressions, self.outputs)
-        self.grows = grows(self.expressions, self.samples, self.outputs)
+        check_cost(self.expressions, self.outputs)
+        self.grows = grows_exponentially(self.expressions, self.samples, self.outputs)
         if self.grows and not moments.keys() >= set(self.expressions.values):
             raise Underivable("an exponential in it may be of any size")
 
     @cached_property
     def outputs(self) -> list[Symbol]:
-        """The symbols of what leaves the region."""
-        return list(dict.fromkeys(self.expressions.symbols[n] for n in self.region.outputs))
+        """The symbols of the region's outputs."""
+        return self._symbols(self.region.outputs)
 
     @cached_property
     def storable(self) -> list[Symbol]:
         """The symbols of element-wise forward values."""
-        symbols, found = self.expressions.symbols, self.expressions
-        other = found.constants | found.statistics | set(found.gradients)
-        forward = (n for n in (*self.region.inputs, *self.region.nodes) if n in symbols)
-        stored = (symbols[n] for n in forward if n not in self.region.backward)
-        return [s for s in dict.fromkeys(stored) if s not in other]
+        found, nodes = self.expressions, (*self.region.inputs, *self.region.nodes)
+        other = found.constants.union(found.statistics, found.gradients)
+        forward = self._symbols(n for n in nodes if n not in self.region.backward)
+        return [s for s in forward if s not in other]
 
-    @cached_property
-    def jumps(self) -> Jumps:
-        """The comparisons that need more than any inexact operand.
-
-        Raises:
-            Underivable: one of them is part of a larger formula.
-        """
-        found = find_jumps(self.expressions, self.samples, self.outputs)
-        if found.others:
-            raise Underivable(f"a comparison in {min(map(str, found.others))} jumps")
-        return found
+    def _symbols(self, nodes: Iterable[fx.Node]) -> list[Symbol]:
+        symbols = self.expressions.symbols
+        return list(dict.fromkeys(symbols[n] for n in nodes if n in symbols))
 
     def rule(self) -> RegionRule:
-        """The rule of the region."""
+        """Return the rule of the region."""
+        found, symbols = self.expressions, self.expressions.symbols
         nodes = (*self.region.inputs, *self.region.nodes)
-        symbols = self.expressions.symbols
         first = {symbols[n]: i for i, n in reversed(list(enumerate(nodes))) if n in symbols}
-        amplifications = self.amplifications()
-        storable = {
-            i: amplifications[symbols[n]]
-            for i, n in enumerate(nodes)
-            if n not in self.region.backward and symbols.get(n) in amplifications
-        }
-        barriers = self.jumps.exact | self.jumps.signs - set(self.expressions.values)
-        reasons = dict.fromkeys(divisors(self.expressions, self.samples), DIVISOR)
-        reasons |= dict.fromkeys(self.expressions.statistics, "one number for many values")
-        wild = self._wild()
-        reasons |= dict.fromkeys(wild, MASKED)
+        signs, exact = find_jumps(found, self.samples, self.outputs)
+        amplifications = self._amplifications(signs)
+        weights, masked = map(self._symbols, (self._facts.weights, self._facts.outliers))
+        outliers = find_outliers(found, self.samples, weights, set(masked))
+        reasons = dict.fromkeys(find_divisors(found, self.samples), DIVISOR)
+        reasons |= dict.fromkeys(found.statistics, "one number for many values")
+        reasons |= dict.fromkeys(outliers, MASKED)
+        of_nodes = [(i, n, symbols[n]) for i, n in enumerate(nodes) if n in symbols]
         return RegionRule(
-            storable,
-            frozenset(first[s] for s in barriers),  # what follows are casts and views of it
-            {i: reasons[symbols[n]] for i, n in enumerate(nodes) if symbols.get(n) in reasons},
-            frozenset(i for i, n in enumerate(nodes) if symbols.get(n) in wild),
+            {
+                i: amplifications[s]
+                for i, n, s in of_nodes
+                if n not in self.region.backward and s in amplifications
+            },
+            # later nodes with the same symbol are casts and views of the first one
+            frozenset(first[s] for s in exact | signs - set(found.values)),
+            {i: reasons[s] for i, _, s in of_nodes if s in reasons},
+            frozenset(i for i, _, s in of_nodes if s in outliers),
             self.grows,
         )
 
-    def amplifications(self) -> dict[Symbol, Amplification]:
-        """The worst over the region's outputs, with all other values recomputed from a value."""
-        bounds = self.relative_bounds(self.storable)
-        spreads = self.relative_bounds(self.storable, relative_to=Size.LARGEST)
-        means = expected(self.samples, self.storable, self.outputs)
-        roots = sign_roots(self.expressions)
+    def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
+        """Return the largest amplification over the outputs, if all other values are recomputed.
+
+        Symbols in `compared` are compared with zero.
+        """
+        bounds = self.bounds(self.storable)
+        flush_bounds = self.bounds(self.storable, relative_to_row=True)
+        expected = estimate_expected(self.samples, self.storable, self.outputs)
+        roots = find_sign_roots(self.expressions)
         found = {}
         for s in self.storable:
-            mean = max(means[s].values(), default=0.0)
+            mean = max(expected[s].values(), default=0.0)
             found[s] = Amplification(
-                # Where a slope is infinite, as that of a root is at 0, no bound can be trusted.
+                # There is no bound where a slope is infinite, as for a root at 0.
                 math.inf if math.isinf(mean) else max(bounds[s].values(), default=0.0),
                 mean,
-                max(spreads[s].values(), default=0.0),
-                needs_signs=roots.get(s, s) in self.jumps.signs,
+                max(flush_bounds[s].values(), default=0.0),
+                needs_signs=roots.get(s, s) in compared,
             )
         return found
 
-    def relative_bounds(
+    @torch.enable_grad()  # compilers run without
+    def bounds(
         self,
         sources: Collection[Symbol],
-        kept: Collection[Symbol] = (),
-        relative_to: Size = Size.OWN,
-    ) -> Relative:
-        """The bound of each output by each source; symbols in `kept` are not recomputed."""
-        return relative_bounds(self.samples, list(sources), self.outputs, kept, relative_to)
+        stored: Collection[Symbol] = (),
+        relative_to_row: bool = False,
+    ) -> Amplifications:
+        """Return the bound of each output by each source. Symbols in `stored` are not recomputed.
+
+        Raises:
+            Underivable: the region is not linear in gradients.
+        """
+        factors = self._factors
+        if stored:
+            known = {s: self.samples.values[s] for s in stored}
+            factors = Factors(self.expressions, self.samples.inputs, known)
+        return compute_bounds(factors, sources, self.outputs, relative_to_row)
+
+    @cached_property
+    def _factors(self) -> Factors:
+        return Factors(self.expressions, self.samples.inputs)
 
     def cases(self) -> tuple[dict[Symbol, float], dict[Symbol, float]]:
-        """Bounds of each output in Case 1 and Case 2, summed over the stored values (AGoQ 4.1).
+        """Return the bounds of each output in Case 1 and Case 2, summed over the stored values.
 
         Case 1 stores the inputs and recomputes all other values; Case 2 also stores the values that
-        the backward reads.
+        the backward reads (AGoQ 4.1).
         """
-        inputs = set(self.expressions.values)
         cached = {self.expressions.symbols[n] for n in self.region.cached}
-        return self._total(inputs), self._total(inputs | cached - self.expressions.constants)
+        return self._total(set()), self._total(cached - self.expressions.constants)
 
-    def _total(self, kept: set[Symbol]) -> dict[Symbol, float]:
-        bounds = self.relative_bounds(sorted(kept, key=str), kept - set(self.expressions.values))
+    def _total(self, cached: set[Symbol]) -> dict[Symbol, float]:
+        inputs = set(self.expressions.values)
+        bounds = self.bounds(sorted(inputs | cached, key=str), cached - inputs)
         return {o: sum(of_source[o] for of_source in bounds.values()) for o in self.outputs}
-
-    def _wild(self) -> set[Symbol]:
-        symbols = self.expressions.symbols
-        weights = {symbols[n] for n in self.known.weights if n in symbols}
-        wild = {symbols[n] for n in self.known.wild if n in symbols}
-        return wild_symbols(self.expressions, self.samples, weights, wild)

@@ -1,8 +1,8 @@
-"""Find differences: sums whose terms may nearly cancel, which amplifies the errors of the terms.
+"""Find differences: sums of terms that may nearly cancel, which amplifies errors of the terms.
 
-Samples of two values are independent and have no mean, so that they do not show this. The backward
-therefore never computes a difference from low bits of its terms: it reads the stored difference, or
-terms that are exact.
+Samples do not show cancellation, because samples of two values are independent and have no mean.
+The backward therefore never computes a difference from low bits of its terms: it reads the stored
+difference, or exact terms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.error_analysis.signs import KnownSign, of_number, scaled
+from fp8pass.error_analysis.signs import KnownSign
 from fp8pass.graph.classify import VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import filled_with
@@ -33,15 +33,17 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Functions whose results have a typical size. Samples show how much they and a number cancel.
+# The results have a typical size. Samples show how much they and a number cancel.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
 )
 
+Term = tuple[Any, float]  # a node or a number, and its factor
+
 
 class Differences:
-    """Finds the differences among the nodes of a graph.
+    """The nodes of a graph that are differences.
 
     Args:
         constants: nodes that are exact. It may still grow, in the order of the graph.
@@ -73,20 +75,19 @@ class Differences:
         return not (has_number and all(_is_number(x) or self._is_bounded(x) for x, _ in terms))
 
     def is_of_equals(self, node: fx.Node) -> bool:
-        """Whether a node subtracts from each other two values that neither is a statistic of.
+        """Whether a node is a difference of two inexact values that are not statistics.
 
-        Both may be computed from the same value, in another place: in symbols, which are the same
-        for every element, nothing of their difference would be left.
+        Both may be different elements of one value. One symbol for all elements would make their
+        difference zero.
         """
         terms = _terms(node)
         if terms is None or node not in self:
             return False
-        values = [x for x, _ in terms if isinstance(x, fx.Node)]
-        inexact = [x for x in values if x not in self._constants]
+        inexact = [x for x, _ in terms if isinstance(x, fx.Node) and x not in self._constants]
         return len(inexact) == 2 and all(_reduction(x) is None for x in inexact)
 
     def _is_bounded(self, node: fx.Node) -> bool:
-        """Whether arithmetic alone makes a value of numbers, results of `BOUNDED`, and sigmoids."""
+        """Whether arithmetic computes a value from numbers, `BOUNDED` results and sigmoids."""
         if node.target in BOUNDED or self._is_sigmoid(node):
             return True
         return node.target in ARITHMETIC and all(
@@ -101,25 +102,31 @@ class Differences:
         if node.target is not aten.reciprocal.default:
             return False
         terms = _terms(node.all_input_nodes[0])
-        return terms is not None and self._have_one_sign(terms) and any(map(_is_one, terms))
+        if terms is None or not self._have_one_sign(terms):
+            return False
+        return any(_number(x) == 1.0 and scale == 1.0 for x, scale in terms)
 
-    def _have_one_sign(self, terms: list[tuple[Any, float]]) -> bool:
-        """Whether no term is positive anywhere, or none is negative: nothing cancels."""
+    def _have_one_sign(self, terms: list[Term]) -> bool:
+        """Whether all terms are nonnegative, or all are nonpositive, so that nothing cancels."""
         common = KnownSign.ZERO
         for x, scale in terms:
             number = _number(x)
-            sign = self._signs.get(x, KnownSign.UNKNOWN) if number is None else of_number(number)
-            common &= scaled(sign, scale)
+            known = self._signs.get(x, KnownSign.UNKNOWN)
+            common &= (known if number is None else KnownSign.of(number)) * KnownSign.of(scale)
         return bool(common)
 
     def _is_negative(self, x: Any, scale: float) -> bool:
-        """Whether a term is subtracted; a constant times a negative number may be a mask."""
+        """Whether a term is subtracted."""
         number = _number(x)
         if number is not None:
             return number * scale < 0
         return (scale < 0) != self._is_negated(x)
 
     def _is_negated(self, node: fx.Node) -> bool:
+        """Whether a node is a negation, or a product with a negative number.
+
+        Such a product of a constant may be a mask, and does not count.
+        """
         negated = False
         while True:
             if node.target is aten.neg.default:
@@ -140,8 +147,8 @@ class Differences:
         return len({self._is_negated(x) for x in stacked.args[0]}) == 2
 
 
-def _terms(node: fx.Node) -> list[tuple[Any, float]] | None:
-    """The two terms of a sum, nodes or numbers, each with its factor; None for other operators."""
+def _terms(node: fx.Node) -> list[Term] | None:
+    """Return the two terms of a sum or difference; None for other operators."""
     if len(node.args) < 2:
         return None
     first, second = node.args[:2]
@@ -155,15 +162,10 @@ def _terms(node: fx.Node) -> list[tuple[Any, float]] | None:
 
 
 def _number(x: Any) -> float | None:
-    """The number that a term is; None if it is a tensor of several values, or a symbolic size."""
+    """Return the number that a term is; None for other tensors and symbolic sizes."""
     if isinstance(x, fx.Node):
         return filled_with(x)
     return float(x) if isinstance(x, (int, float)) else None
-
-
-def _is_one(term: tuple[Any, float]) -> bool:
-    x, scale = term
-    return _number(x) == 1.0 and scale == 1.0
 
 
 def _is_number(x: Any) -> bool:
@@ -175,40 +177,43 @@ def _is_number(x: Any) -> bool:
 
 
 def _factor(node: fx.Node) -> float | None:
-    """The number that a node multiplies its first operand with."""
+    """Return the number that a node multiplies or divides its first operand by."""
     if node.target not in (*PRODUCTS, *QUOTIENTS) or not isinstance(node.args[0], fx.Node):
         return None
     return _number(node.args[1])
 
 
+def _is_negation_or_copy(node: fx.Node) -> bool:
+    return node.target in COPIES or node.target is aten.neg.default
+
+
 def _reduction(x: Any) -> fx.Node | None:
-    """The reduction that a term is the result of, perhaps times a number; None for other terms."""
+    """Return the reduction that computes a term, perhaps times a number; None for other terms."""
     while isinstance(x, fx.Node) and kind(x) is not Kind.REDUCTION:
-        passes = x.target in COPIES or x.target is aten.neg.default or _factor(x) is not None
-        x = x.args[0] if passes else None
+        x = x.args[0] if _is_negation_or_copy(x) or _factor(x) is not None else None
     return graph.operator_of(x) if isinstance(x, fx.Node) else None
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance leaves the first dimension; without dimensions it is one number."""
+    """Whether a variance keeps the first dimension. Without dimensions it is one number."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
 
 
-def expanded_distances(g: fx.Graph) -> set[fx.Node]:
-    """The values of squared distances that are written as x² + y² - 2 x y, with a matrix product.
+def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
+    """Return the x and y of squared distances that a GEMM computes as x² + y² - 2 x y.
 
-    The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel, and the backward may add them in
-    places far from each other.
+    The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel, and the backward may add them far
+    from each other in the graph.
     """
-    found, values = set[fx.Node](), dict[fx.Node, frozenset[fx.Node]]()
-    squares, products = dict(values), dict(values)
     nothing = frozenset[fx.Node]()
+    # The values that a node copies, and the values of squares and of products that it adds up.
+    values = dict[fx.Node, frozenset[fx.Node]]()
+    squares, products, found = dict(values), dict(values), set[fx.Node]()
     for node in g.nodes:
-        operands = node.all_input_nodes
         square, product, value = (
-            nothing.union(*(of.get(x, nothing) for x in operands))
+            nothing.union(*(of.get(x, nothing) for x in node.all_input_nodes))
             for of in (squares, products, values)
         )
         is_product = kind(node) is Kind.GEMM
@@ -236,5 +241,4 @@ def _is_scaled_copy(node: fx.Node) -> bool:
     """Whether a node moves or stacks elements, or multiplies them by a number."""
     if node.target is aten.pow.Tensor_Scalar:  # x¹ is in the gradient of x²
         return bool(node.args[1] == 1)
-    passes = node.target in (*COPIES, *STACKS) or node.target is aten.neg.default
-    return passes or _factor(node) is not None
+    return _is_negation_or_copy(node) or node.target in STACKS or _factor(node) is not None

@@ -1,15 +1,14 @@
-"""Which values may be kept in low bits, derived from the gradients that the backward computes.
+"""Decide which values may be stored in low bits, from the gradients that the backward computes.
 
 The maths of every region of a joint graph (`regions.py`) is perturbed to first order
 (`derivation.py`). The *amplification* of a value is the relative error of the gradients per unit
-relative error of the value, as a worst case (`bound`) and for independent rounding errors
+relative error of the value, in the worst case (`bound`) and for independent rounding errors
 (`expected`). A format is allowed if
 
     bound × half step of the format ≤ error_tolerance
 
-Attention has a rule of its own (`attention.py`). A value whose rule cannot be derived stays exact,
-and the reason is kept. So do values that are not floats, and values that a mask may have made huge
-in places (`ranges.py`).
+Attention has a rule of its own (`attention.py`). A value stays exact, with a reason, if its rule
+cannot be derived, if it is not a float, or if a mask may have made elements huge (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -19,69 +18,72 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect.formats import E2M5, E4M3, Format
-from fp8pass.error_analysis import attention as attention_rule
+from fp8pass.error_analysis.attention import bound_amplification, estimate_amplification
 from fp8pass.error_analysis.derivation import (
     MASKED,
     UNITY,
     Amplification,
-    Known,
+    InputFacts,
     RegionRule,
     derive,
 )
-from fp8pass.error_analysis.differences import expanded_distances
-from fp8pass.error_analysis.expressions import has_formula
+from fp8pass.error_analysis.differences import find_expanded_distances
+from fp8pass.error_analysis.gradient_sums import (
+    CANCELLATION,
+    SCANNED,
+    find_factors_of_small_gradients,
+    find_scan_regions,
+)
 from fp8pass.error_analysis.regions import DERIVABLE, Region, Splitter
 from fp8pass.error_analysis.samples import Moments
-from fp8pass.error_analysis.scans import SCANNED, scanned
-from fp8pass.error_analysis.small_parameters import CANCELLATION, factors_of_small_gradients
 from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import KEPT_BY_CHOICE
 
-aten = torch.ops.aten
-
-# Their gradients are linear in the value kept for them, so that both have the same relative error.
+# Their gradients are linear in the value that is stored for them and have its relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
 
-ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used as no gradient is"
+ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used nonlinearly"
+BY_CHOICE = "a layer that stays in high precision by choice reads it"
 IN_A_DISTANCE = "a distance is computed from its square and its products, which nearly cancel"
 OF_THE_HEAD = "the forward computes it from the logits, for the gradients of an output head"
 FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
 
+Use = Amplification | str  # the amplification of a use, or the reason why the value must be exact
+
 
 @dataclass
 class _Findings:
-    """What the rules of all regions say.
+    """The rules of all regions.
 
     Attributes:
-        rules: of each region.
-        wild: values that may be huge or infinite in a few places.
-        ungrouped: values whose elements cannot share a scale, with the reason.
-        compared: members that must not be computed from inexact values.
+        rules: the rule of each region.
+        outliers: values that may have a few huge or infinite elements.
+        ungrouped: values that cannot be stored with a common scale of elements, with the reason.
+        recomputable: members that may be computed from inexact values.
     """
 
     rules: dict[Region, RegionRule] = field(default_factory=dict)
-    wild: set[fx.Node] = field(default_factory=set)
+    outliers: set[fx.Node] = field(default_factory=set)
     ungrouped: dict[fx.Node, str] = field(default_factory=dict)
-    compared: set[fx.Node] = field(default_factory=set)
+    recomputable: set[fx.Node] = field(default_factory=set)
 
     def add(self, region: Region, rule: RegionRule) -> None:
-        """Another region's."""
-        members = (*region.inputs, *region.nodes)
+        nodes = (*region.inputs, *region.nodes)
         self.rules[region] = rule
-        self.ungrouped.update((members[i], why) for i, why in rule.ungrouped.items())
-        self.wild.update(members[i] for i in rule.wild)
-        self.compared.update(members[i] for i in rule.compared)
+        self.ungrouped.update((nodes[i], why) for i, why in rule.ungrouped.items())
+        self.outliers.update(nodes[i] for i in rule.outliers)
+        if not rule.reason:
+            self.recomputable.update(set(region.nodes) - {nodes[i] for i in rule.jumping})
 
 
 class Rules:
@@ -89,7 +91,7 @@ class Rules:
 
     Args:
         g: the joint graph.
-        config: the user's choices, perhaps with `calibration` of values. Values without have unit
+        config: the user's options, perhaps with `calibration` of values. Other values have unit
             variance.
         facts: which inputs and outputs of the graph are parameters, activations, gradients.
     """
@@ -98,30 +100,25 @@ class Rules:
         self.graph = g
         self.error_tolerance = config.error_tolerance
         self.backward = graph.tangent_dependent(g)
-        self.coded_outputs = self._coded_outputs() if config.attention_output != "exact" else set()
+        outputs = {attention_output(n) for n in self.backward} - self.backward - {None}
+        self.inexact_outputs = outputs if config.attention_output != "exact" else set()
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
         inexact = (facts.held | facts.activations) - facts.parameters
-        exact = inputs - self.backward - inexact
-        splitter = Splitter(g, self.backward, frozenset(exact), has_formula)
+        splitter = Splitter(g, self.backward, inputs - self.backward - inexact)
         self.regions = splitter.split()
         self.junctions = splitter.junctions
         self.constants = splitter.constants
         self.discrete = splitter.discrete
         self.differences = splitter.differences
         self._head_gradients = fused_gradients(g).values - self.constants
-        self._small_sums = factors_of_small_gradients(g, self.backward, facts.num_fwd_outputs)
-        self._distances = expanded_distances(g) - self.constants - self.backward
-        self._weights = self._computed_from(facts.weights)
+        self._small_sums = find_factors_of_small_gradients(g, self.backward, facts.num_fwd_outputs)
+        self._distances = find_expanded_distances(g) - self.constants - self.backward
+        self._weights = self._find_computed_from(facts.weights)
         self._members = {n for region in self.regions for n in region.nodes}
-        self._moments = _moments_of(g, config)
+        self._moments = _read_moments(g, config)
 
-    def _coded_outputs(self) -> set[fx.Node]:
-        """The outputs of attention that may be inexact because the user says so."""
-        found = (attention_output(n) for n in self.backward)
-        return {n for n in found if n is not None and n not in self.backward}
-
-    def _computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
-        """`inputs`, and constants that are computed from these alone."""
+    def _find_computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
+        """Return `inputs`, and constants that are computed from these alone."""
         found = set(inputs)
         for node in self.graph.nodes:
             operands = node.all_input_nodes
@@ -131,26 +128,22 @@ class Rules:
 
     @cached_property
     def _findings(self) -> _Findings:
-        """The rule of each region; none are derived if any error is tolerated."""
+        """The rules of all regions. Inputs of a region are checked for outliers first."""
         if self._are_off:
-            return _Findings(rules={region: RegionRule() for region in self.regions})
-        with compat.real_tensors():  # the passes run where tensors are fake
-            return self._derive_in_order()
-
-    def _derive_in_order(self) -> _Findings:
-        """The rules, each once its inputs are known to be wild or not."""
+            return _Findings({region: RegionRule() for region in self.regions})
         found = _Findings()
         ready = self.by_last_input()
-        for node in self.graph.nodes:
-            if node in self.junctions and not found.wild.isdisjoint(node.all_input_nodes):
-                found.wild.add(node)
-                found.ungrouped[node] = MASKED
-            for region in ready.get(node, ()):
-                found.add(region, derive(region, self._known(region, found.wild)))
+        with compat.real_tensors():  # the passes run where tensors are fake
+            for node in self.graph.nodes:
+                if node in self.junctions and not found.outliers.isdisjoint(node.all_input_nodes):
+                    found.outliers.add(node)
+                    found.ungrouped[node] = MASKED
+                for region in ready.get(node, ()):
+                    found.add(region, derive(region, self.input_facts(region, found.outliers)))
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """The regions by the last of their forward inputs."""
+        """Return the regions by the last of their forward inputs."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:
@@ -159,63 +152,70 @@ class Rules:
             found.setdefault(last, []).append(region)
         return found
 
-    @cached_property
-    def _derived(self) -> set[fx.Node]:
-        """Members of regions with a rule."""
-        return {n for r in self.regions if not self.reason_of(r) for n in r.nodes}
+    def input_facts(self, region: Region, outliers: Set[fx.Node] | None = None) -> InputFacts:
+        """Return the facts about the inputs of a region. `outliers` are all that are known yet."""
+        moments = {n: self._moments[n] for n in region.values if n in self._moments}
+        outliers = self._findings.outliers if outliers is None else outliers
+        return InputFacts(moments, self._weights, outliers)
 
     @cached_property
-    def _scanned(self) -> tuple[set[Region], set[Region]]:
-        """The regions beside sums over positions: those whose values are exact, and the others."""
+    def _uses_in_regions(self) -> dict[fx.Node, list[Use]]:
+        """The uses of each node in regions.
+
+        Next to a scan values are exact, or need signs if no exponential grows there.
+        """
         rules = self._findings.rules
         exact, bounded = set[Region](), set[Region]()
-        for beside in scanned(self.regions, self.backward):
-            may_grow = any(rules[region].reason or rules[region].grows for region in beside)
-            (exact if may_grow else bounded).update(beside)
-        return exact, bounded - exact
-
-    @cached_property
-    def _found(self) -> dict[fx.Node, list[Amplification | str]]:
-        """Each node's uses in regions: the amplification, or the reason why there is none."""
-        found: dict[fx.Node, list[Amplification | str]] = {}
+        for near in find_scan_regions(self.regions, self.backward):
+            may_grow = any(rules[region].reason or rules[region].grows for region in near)
+            (exact if may_grow else bounded).update(near)
+        found: dict[fx.Node, list[Use]] = {}
         for region in self.regions:
-            self._record(region, self._findings.rules[region], found)
+            rule, used = rules[region], bool(region.backward or region.cached)
+            reason = rule.reason or (SCANNED if region in exact else "")
+            signs = region in bounded - exact
+            for index, node in enumerate((*region.inputs, *region.nodes)):
+                uses = found.setdefault(node, [])
+                if reason and used and node not in self.constants:
+                    uses.append(reason)
+                elif (use := rule.amplifications.get(index)) is not None:
+                    uses.append(replace(use, needs_signs=use.needs_signs or signs))
         return found
 
     @property
     def _are_off(self) -> bool:
-        """Whether errors of any size are tolerated, so that nothing has to be derived."""
+        """Whether errors of any size are tolerated, so that no rule has to be derived."""
         return math.isinf(self.error_tolerance)
 
     def why_ungrouped(self, node: fx.Node) -> str:
-        """Why elements of `node` cannot share a scale; '' if they can, as far as is known."""
+        """Return why elements of `node` cannot share a scale, or ''."""
         return self._findings.ungrouped.get(node, "")
 
     def reason_of(self, region: Region) -> str:
-        """Why no rule of `region` could be derived; '' if one was."""
+        """Return why no rule of `region` could be derived, or ''."""
         return self._findings.rules[region].reason
 
     def why_exact(self, node: fx.Node) -> str:
-        """Why the backward needs `node` exactly; '' if it does not."""
+        """Return why the backward needs `node` exactly, or ''."""
         uses = self._uses(node)
-        if self._are_off:  # the user's choices are not
-            uses = (self._by_choice(user) for user in node.users)
-        return next((x for x in uses if x and isinstance(x, str)), "")
+        if self._are_off:  # the user's choices still hold
+            uses = (BY_CHOICE for user in node.users if self._is_by_choice(user))
+        return next((x for x in uses if isinstance(x, str)), "")
 
     def amplification(self, node: fx.Node) -> Amplification:
-        """How much an error of `node` is amplified in the gradients: the worst of all its uses."""
+        """Return how much an error of `node` is amplified in the gradients: the worst use."""
         if self._are_off:
             return UNITY
         uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
         worst = max(uses, key=lambda x: (x.bound, x.expected), default=UNUSED)
-        spread = max((x.spread for x in uses), default=0.0)
-        return replace(worst, spread=spread, needs_signs=any(x.needs_signs for x in uses))
+        flush_bound = max((x.flush_bound for x in uses), default=0.0)
+        needs_signs = any(x.needs_signs for x in uses)
+        return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """How much an error that `node` inherits is amplified, use by use.
+        """Return how much an error that `node` inherits is amplified, use by use.
 
-        The amplifications of a region's inputs include what the region does with its members, and
-        the errors of those that others use.
+        The amplifications of a region's inputs include the errors of all members and outputs.
         """
         if self._are_off:
             return []
@@ -231,7 +231,7 @@ class Rules:
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be computed from operands that were stored in `format`.
 
-        Inside a region it may: the amplifications of the region's inputs include it.
+        The amplifications of a region's inputs include the recomputation of its members.
         """
         if format.lossless or node in self.constants:
             return True
@@ -242,119 +242,83 @@ class Rules:
         summed = node in self.junctions or node in self._small_sums
         if summed or kind(node) in (Kind.GEMM, Kind.CONVOLUTION):
             return self.allows(node, format)
-        if kind(node) is Kind.ATTENTION:
-            return False
-        return kind(node) not in DERIVABLE or (
-            node in self._derived and node not in self._findings.compared
-        )
+        if kind(node) in DERIVABLE:
+            return node in self._findings.recomputable
+        return kind(node) is not Kind.ATTENTION
 
-    def _uses(self, node: fx.Node) -> Iterator[Amplification | str]:
+    def _uses(self, node: fx.Node) -> Iterator[Use]:
         if node in self._distances:
             yield IN_A_DISTANCE
         if node in self._head_gradients:
             yield OF_THE_HEAD
-        yield from self._found.get(node, ())
+        yield from self._uses_in_regions.get(node, ())
         yield from self._uses_outside(node)
 
-    def _uses_outside(self, node: fx.Node) -> Iterator[Amplification | str]:
-        """Uses by operators outside of regions, and by sums that end in other regions."""
+    def _uses_outside(self, node: fx.Node) -> Iterator[Use]:
+        """Yield uses by operators outside of regions, and by sums that end in other regions."""
         if node in self._small_sums:
             yield Amplification(CANCELLATION, CANCELLATION, CANCELLATION, needs_signs=True)
         for user in node.users:
-            yield from self._use_by(user, node)
+            if user.op != "output" and user not in self._members:
+                yield from self._uses_by(user, node)
 
-    def _use_by(self, user: fx.Node, node: fx.Node) -> Iterator[Amplification | str]:
-        if user.op == "output" or user in self._members:
-            return
+    def _uses_by(self, user: fx.Node, node: fx.Node) -> Iterator[Use]:
+        is_backward = user in self.backward
         if user in self.junctions:
-            yield ADDED_TO_GRADIENT if self._leaves_the_forward(user, node) else UNITY
-        elif chosen := self._by_choice(user):
-            yield chosen
+            # `logcumsumexp`, and backwards written by hand, use the exponential of such a sum
+            yield ADDED_TO_GRADIENT if is_backward and node not in self.backward else UNITY
+        elif self._is_by_choice(user):
+            yield BY_CHOICE
         elif kind(user) in LINEAR_KINDS:
             yield UNITY
         elif kind(user) is Kind.ATTENTION:
-            if user in self.backward:
-                coded = node in self.coded_outputs and node is attention_output(user)
-                yield self._output(user) if coded else self._attention(user)
-        elif kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW) and user in self.backward:
+            if is_backward:
+                is_output = node in self.inexact_outputs and node is attention_output(user)
+                yield self._use_output(user) if is_output else self._use_operand(user)
+        elif is_backward and kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW):
             name = operator_name(user)
             yield f"no rule bounds errors in the operator {name} of the backward, which reads it"
 
-    def _leaves_the_forward(self, junction: fx.Node, node: fx.Node) -> bool:
-        """Whether a forward value is added to a gradient.
+    def _is_by_choice(self, user: fx.Node) -> bool:
+        """Whether `user` belongs to a layer that stays in high precision by choice."""
+        return bool(user.meta.get(KEPT_BY_CHOICE)) and user in self.backward
 
-        The sum has the error of its operands, but may be used as no gradient is: `logcumsumexp` and
-        backwards written by hand take its exponential.
-        """
-        return junction in self.backward and node not in self.backward
-
-    def _by_choice(self, user: fx.Node) -> str:
-        """Why `user` needs its operands exactly: its layer stays in high precision by choice.
-
-        '' for other operators.
-        """
-        chosen = user.meta.get(KEPT_BY_CHOICE) and user in self.backward
-        return "a layer that stays in high precision by choice reads it" if chosen else ""
-
-    def _attention(self, user: fx.Node) -> Amplification | str:
-        """The rule for the operands of an attention operator, by the first of them."""
+    def _use_operand(self, user: fx.Node) -> Use:
+        """Return the rule for an operand of attention, from the sizes of the first operand."""
         if user.target in FLEX_ATTENTION:
             return "no rule bounds FlexAttention, whose scores may be changed by any function"
-        sizes = _attention_sizes(user)
-        bound = attention_rule.relative_bound(*sizes)
+        sizes = _read_attention_sizes(user)
+        bound = bound_amplification(*sizes)
         if bound * E4M3.half_step > self.error_tolerance:
             return f"attention may amplify errors {bound:.0f}×"
         with compat.real_tensors():
-            expected = attention_rule.expected(*sizes)
+            expected = estimate_amplification(*sizes)
         if expected * E4M3.half_step > self.error_tolerance:
             return FEW_TOKENS
         return Amplification(max(bound, expected), expected)
 
-    def _output(self, user: fx.Node) -> Amplification | str:
-        """The rule for an output that the user lets be inexact: what is expected, no bound."""
+    def _use_output(self, user: fx.Node) -> Use:
+        """Return the rule for an attention output that the user allows to be inexact.
+
+        The expected amplification counts as the bound.
+        """
         with compat.real_tensors():
-            expected = attention_rule.expected(*_attention_sizes(user), "o")
+            expected = estimate_amplification(*_read_attention_sizes(user), "o")
         if expected * E2M5.half_step > self.error_tolerance:
             return FEW_TOKENS
         return Amplification(expected, expected)
 
-    def known_of(self, region: Region) -> Known:
-        """What is known of the values that enter a region."""
-        return self._known(region, self._findings.wild)
 
-    def _known(self, region: Region, wild: Set[fx.Node]) -> Known:
-        moments = {n: self._moments[n] for n in region.values if n in self._moments}
-        return Known(moments, self._weights, wild)
-
-    def _record(
-        self, region: Region, rule: RegionRule, record: dict[fx.Node, list[Amplification | str]]
-    ) -> None:
-        used = bool(region.backward or region.cached)
-        exact, bounded = self._scanned
-        reason = rule.reason or (SCANNED if region in exact else "")
-        for index, node in enumerate((*region.inputs, *region.nodes)):
-            found = record.setdefault(node, [])
-            if reason and used and node not in self.constants:
-                found.append(reason)
-            elif (amplification := rule.by_index.get(index)) is not None:
-                needs_signs = amplification.needs_signs or region in bounded
-                found.append(replace(amplification, needs_signs=needs_signs))
-
-
-def _moments_of(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
+def _read_moments(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
     known = {name: Moments.rounded(mean, std) for name, mean, std in config.calibration}
     if not known:
         return {}
     return {n: known[name] for n, name in graph.value_names(g).items() if name in known}
 
 
-def _attention_sizes(user: fx.Node) -> tuple[int, int]:
-    """Tokens and head dimension of an attention operator, by the first of its operands."""
-    operand = next(n for n in user.all_input_nodes if _is_matrix(n))
-    *_, length, head_dim = (compat.size_hint(s) for s in graph.tensor(operand).shape)
+def _read_attention_sizes(user: fx.Node) -> tuple[int, int]:
+    """Return tokens and head dimension of an attention operator, from its first matrix."""
+    values = (graph.value(n) for n in user.all_input_nodes)
+    matrix = next(v for v in values if v is not None and v.ndim >= 2 and v.is_floating_point())
+    *_, length, head_dim = (compat.size_hint(s) for s in matrix.shape)
     return length, head_dim
-
-
-def _is_matrix(node: fx.Node) -> bool:
-    val = graph.value(node)
-    return val is not None and val.ndim >= 2 and val.is_floating_point()

@@ -1,14 +1,14 @@
-"""Regions as mathematics: every node a symbol with a sympy definition.
+"""Write regions as mathematics: every node gets a symbol with a sympy definition.
 
-Symbols stand for single elements. Casts, views and broadcasts have the symbol of their operand; a
-reduction defines a *statistic*, one number for many elements. Pointwise operators are defined by
-their formulas (`graph/pointwise.py`); derivatives, bounds and error estimates follow from these
-(`derivation.py`).
+A symbol stands for a single element. Casts, views and broadcasts have the symbol of their operand.
+A reduction defines a *statistic*, one number for many elements. The definition of a pointwise
+operator is its formula (`graph/pointwise.py`). Derivatives, bounds and error estimates follow from
+the definitions (`derivation.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -17,11 +17,10 @@ from sympy import Expr, Symbol
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.error_analysis.regions import Region, Role
-from fp8pass.graph.classify import VIEWS, Kind, kind
-from fp8pass.graph.nodes import aten, prims
+from fp8pass.error_analysis.differences import COPIES, TOTALS
+from fp8pass.error_analysis.regions import FORMULAS, Region, Role
+from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import filled_with
-from fp8pass.graph.pointwise import POINTWISE
 from fp8pass.graph.symbols import Operand, Underivable
 
 
@@ -37,18 +36,28 @@ class Pointwise:
 class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
-    `slope` is the derivative of the summand by its element. The mean of a variance counts as
-    constant, because deviations from it sum to zero. `over_rows` says that the reduction goes over
-    the rows of a matrix, so that its elements are those of a column.
+    The mean in a variance counts as a constant, because deviations from it sum to zero.
+
+    Attributes:
+        symbol: the result.
+        operand: the symbol of an element.
+        value: the summand.
+        weight: the factor of the sum.
+        length: the number of elements.
+        over_rows: whether the elements are a column of a matrix.
     """
 
     symbol: Symbol
     operand: Symbol
     value: Expr
-    slope: Expr
     weight: Expr
     length: int
     over_rows: bool = False
+
+    @property
+    def slope(self) -> Expr:
+        """The derivative of the summand by its element."""
+        return sympy.diff(self.value, self.operand)
 
 
 Definition = Pointwise | Statistic
@@ -62,9 +71,9 @@ class Expressions:
         symbols: the symbol of every input and member.
         definitions: the definitions of members that compute something, in order.
         constants: symbols of exact values.
-        numbers: those of them whose value the graph says.
-        masks: those of them that are booleans.
-        nonpositive: symbols of inputs that are nowhere positive.
+        numbers: the values of constants that are in the graph.
+        masks: constants that are booleans.
+        nonpositive: symbols of inputs without positive elements.
         gradients: symbols of gradients that enter the region.
         values: symbols of forward inputs that may be inexact.
         statistics: symbols with one number for many elements.
@@ -82,20 +91,18 @@ class Expressions:
 
     @property
     def length(self) -> int:
-        """Elements of the longest reduction along rows, 1 if there is none."""
-        lengths = [
-            d.length for d in self.definitions if isinstance(d, Statistic) and not d.over_rows
-        ]
-        return max(lengths, default=1)
+        """The elements of the longest reduction along rows, or 1."""
+        statistics = (d for d in self.definitions if isinstance(d, Statistic))
+        return max((d.length for d in statistics if not d.over_rows), default=1)
 
     @property
-    def exponentials(self) -> set[Expr]:
-        """What the definitions have of exponentials, of any base."""
-        found = (x for d in self.definitions for x in d.value.atoms(sympy.exp, sympy.Pow))
-        return {x for x in found if x.as_base_exp()[1].free_symbols}
+    def has_exponentials(self) -> bool:
+        """Whether a definition contains an exponential, of any base."""
+        powers = (x for d in self.definitions for x in d.value.atoms(sympy.exp, sympy.Pow))
+        return any(x.as_base_exp()[1].free_symbols for x in powers)
 
-    def expanded(self, expression: Expr) -> Expr:
-        """`expression` in terms of inputs and statistics, among which roots keep their symbols."""
+    def expand(self, expression: Expr) -> Expr:
+        """Write `expression` with inputs, statistics, and roots of statistics only."""
         for definition in reversed(self.definitions):
             if isinstance(definition, Pointwise) and not self._is_root(definition):
                 expression = expression.xreplace({definition.symbol: definition.value})
@@ -110,7 +117,7 @@ def express(region: Region) -> Expressions:
     """Write a region in symbols.
 
     Raises:
-        Underivable: an operator has no formula, or it divides by something that may vanish.
+        Underivable: an operator has no formula, or it divides by a value that may vanish.
     """
     found = Expressions()
     for node, role in region.inputs.items():
@@ -137,146 +144,103 @@ def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
 
 
 def _define(node: fx.Node, found: Expressions) -> None:
-    if graph.is_getitem(node):
-        _define_result(node, found)
-    elif node.target in IDENTITIES:
-        _define_identity(node, found)
-    elif node.target in DERIVABLE_REDUCTIONS:
-        _define_reduction(node, found)
-    elif node.target is aten.var_mean.correction:
-        return  # its results are defined one by one
+    operator = graph.operator_of(node)
+    if operator.target is aten.var_mean.correction:
+        if operator is not node:  # its two results are defined one by one
+            (_define_total if node.args[1] else _define_variance)(node, operator, found)
+    elif graph.is_getitem(node):
+        raise _unbounded(operator)
+    elif node.target in COPIES:
+        found.symbols[node] = found.symbols[node.all_input_nodes[0]]
+    elif node.target in TOTALS:
+        _define_total(node, node, found)
     elif node.target is aten.var.correction:
         _define_variance(node, node, found)
-    else:
-        formula = FORMULAS.get(node.target)
-        if formula is None:
-            raise _unbounded(node)
+    elif node.target in FORMULAS:
         operands = [_operand(a, found) for a in node.args]
-        value = formula(*operands, **{k: _operand(v, found) for k, v in node.kwargs.items()})
-        _add_pointwise(node, sympy.sympify(value), found)
-
-
-def _define_identity(node: fx.Node, found: Expressions) -> None:
-    found.symbols[node] = found.symbols[node.all_input_nodes[0]]
-
-
-def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
-    symbol = _symbol_like(node.name, value)
-    found.symbols[node] = symbol
-    found.definitions.append(Pointwise(symbol, value))
-    varying = [s for s in value.free_symbols if s not in found.constants]
-    if not varying:
-        found.constants.add(symbol)
-    elif all(s in found.statistics for s in varying):
-        found.statistics.add(symbol)
-
-
-def _symbol_like(name: str, value: Expr) -> Symbol:
-    """A symbol that is known to be positive or not negative if `value` is."""
-    if value.is_positive:
-        return _symbol(name, positive=True)
-    return _symbol(name, nonnegative=True) if value.is_nonnegative else _symbol(name, real=True)
-
-
-def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """A symbol named as nodes are in printed graphs; no sympy function has such a name."""
-    return Symbol(f"%{name}", **assumptions)
-
-
-def _define_reduction(node: fx.Node, found: Expressions) -> None:
-    operand = found.symbols[node.args[0]]  # type: ignore[index]
-    length = _reduced(node)
-    if length == 1:
-        found.symbols[node] = operand
-        return
-    mean = node.target in (aten.mean.dim, aten.mean.default)
-    weight = sympy.Rational(1, length) if mean else sympy.Integer(1)
-    one = sympy.Integer(1)
-    entry = Statistic(operand, operand, operand, one, weight, length, _is_over_rows(node))
-    _add_statistic(node, entry, found)
-
-
-def _is_over_rows(node: fx.Node) -> bool:
-    """Whether a reduction leaves the last dimension as it is."""
-    ndim = graph.tensor(node.args[0]).ndim  # type: ignore[arg-type]
-    dims = node.args[1] if len(node.args) > 1 else None
-    return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
+        keywords = {k: _operand(v, found) for k, v in node.kwargs.items()}
+        _add_pointwise(node, sympy.sympify(FORMULAS[node.target](*operands, **keywords)), found)
+    else:
+        raise _unbounded(node)
 
 
 def _unbounded(node: fx.Node) -> Underivable:
     return Underivable(f"no rule bounds errors in the operator {graph.operator_name(node)}")
 
 
-def _define_result(node: fx.Node, found: Expressions) -> None:
-    """A result of var_mean: the variance, or the mean."""
-    parent = graph.operator_of(node)
-    if parent.target is not aten.var_mean.correction:
-        raise _unbounded(parent)
-    if node.args[1] == 0:
-        _define_variance(node, parent, found)
+def _operand(argument: Any, found: Expressions) -> Any:
+    if not isinstance(argument, fx.Node):
+        return argument
+    if compat.is_sym_node(argument):
+        raise Underivable("a symbolic size is used as a number")
+    return Operand(found.symbols[argument])
+
+
+def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
+    symbol = _symbol_like(node.name, value)
+    found.symbols[node] = symbol
+    found.definitions.append(Pointwise(symbol, value))
+    varying = value.free_symbols - found.constants
+    if not varying:
+        found.constants.add(symbol)
+    elif varying <= found.statistics:
+        found.statistics.add(symbol)
+
+
+def _symbol_like(name: str, value: Expr) -> Symbol:
+    """Return a symbol that is positive or nonnegative in sympy if `value` is."""
+    if value.is_positive:
+        return _symbol(name, positive=True)
+    return _symbol(name, nonnegative=True) if value.is_nonnegative else _symbol(name, real=True)
+
+
+def _symbol(name: str, **assumptions: bool) -> Symbol:
+    """Return a symbol named as nodes are in printed graphs. No sympy function has such a name."""
+    return Symbol(f"%{name}", **assumptions)
+
+
+def _define_total(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
+    """Define a sum, a mean, or the mean that `parent`, an operator `var_mean`, computes."""
+    operand, length = _find_reduced(parent, found)
+    if length == 1 and node is parent:
+        found.symbols[node] = operand
         return
-    operand = found.symbols[parent.args[0]]  # type: ignore[index]
-    length, one = _reduced(parent), sympy.Integer(1)
-    entry = Statistic(operand, operand, operand, one, sympy.Rational(1, length), length)
-    _add_statistic(node, entry, found)
+    is_sum = parent.target in (aten.sum.dim_IntList, aten.sum.default)
+    weight = sympy.Rational(1, 1 if is_sum else length)
+    symbol = found.symbols[node] = _symbol_like(node.name, operand)
+    over_rows = node is parent and _is_over_rows(node)
+    _add_statistic(Statistic(symbol, operand, operand, weight, length, over_rows), found)
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Whether a reduction does not reduce the last dimension."""
+    ndim = graph.tensor(node.args[0]).ndim  # type: ignore[arg-type]
+    dims = node.args[1] if len(node.args) > 1 else None
+    return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
 
 
 def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
-    """The variance that `parent` computes, as a statistic of deviations from a mean."""
-    operand = found.symbols[parent.args[0]]  # type: ignore[index]
-    length, one = _reduced(parent), sympy.Integer(1)
+    """Define the variance that `parent` computes, with the mean as a statistic of its own."""
+    operand, length = _find_reduced(parent, found)
     mean = _symbol(f"mean_{operand}", real=True)
     if mean not in found.statistics:
         share = sympy.Rational(1, length)
-        found.definitions.append(Statistic(mean, operand, operand, one, share, length))
-        found.statistics.add(mean)
+        _add_statistic(Statistic(mean, operand, operand, share, length), found)
     correction = parent.kwargs.get("correction", 1)
     weight = sympy.Rational(1, max(length - int(correction or 0), 1))  # type: ignore[arg-type]
-    deviation = operand - mean
-    entry = Statistic(operand, operand, deviation**2, 2 * deviation, weight, length)
-    _add_statistic(node, entry, found)
+    value = (operand - mean) ** 2
+    symbol = found.symbols[node] = _symbol_like(node.name, value)
+    _add_statistic(Statistic(symbol, operand, value, weight, length), found)
 
 
-def _add_statistic(node: fx.Node, entry: Statistic, found: Expressions) -> None:
-    symbol = _symbol_like(node.name, entry.value)
-    found.symbols[node] = symbol
-    found.statistics.add(symbol)
-    found.definitions.append(replace(entry, symbol=symbol))
+def _add_statistic(statistic: Statistic, found: Expressions) -> None:
+    found.statistics.add(statistic.symbol)
+    found.definitions.append(statistic)
 
 
-def _reduced(node: fx.Node) -> int:
-    """How many elements are reduced to one."""
+def _find_reduced(node: fx.Node, found: Expressions) -> tuple[Symbol, int]:
+    """Return the symbol that a node reduces, and how many elements it reduces to one."""
     before = graph.numel(graph.tensor(node.args[0]))  # type: ignore[arg-type]
     val = node.meta["val"]
     after = graph.numel(val[0] if isinstance(val, (tuple, list)) else val)
-    return max(before // max(after, 1), 1)
-
-
-def _operand(argument: Any, found: Expressions) -> Any:
-    if isinstance(argument, fx.Node):
-        if compat.is_sym_node(argument):
-            raise Underivable("a size that varies is used as a number")
-        return Operand(found.symbols[argument])
-    return argument
-
-
-IDENTITIES = VIEWS | {
-    prims.convert_element_type.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.alias.default,
-}
-
-DERIVABLE_REDUCTIONS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-}
-
-FORMULAS = {op: row.formula for op, row in POINTWISE.items() if row.formula is not None}
-
-
-def has_formula(node: fx.Node) -> bool:
-    """False for a pointwise operator without a formula; `express` says so of other operators."""
-    return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | IDENTITIES
+    return found.symbols[node.args[0]], max(before // max(after, 1), 1)  # type: ignore[index]

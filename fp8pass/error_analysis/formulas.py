@@ -1,24 +1,40 @@
-"""Bounds of small regions as formulas, for people to read (AGoQ 4.1, 8.1).
+"""Summarize the error rules of a graph for `fp8pass.explain`, with bounds as formulas (AGoQ 4.1).
 
-What `amplification.py` computes in numbers, in symbols: the Jacobian of a region's output,
+A formula is the bound that `amplification.py` computes as a number. The Jacobian of an output,
 
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of a gradient)
 
-perturbed to first order. Both J and its perturbation come from the same chain rule, `respond`.
-Formulas grow with every operator that they go through, numbers do not: no decision waits for these.
+comes from the chain rule, and so does its perturbation. A formula grows exponentially with the
+number of operators, so that no decision depends on formulas.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import sympy
 from sympy import Expr, Symbol
+from torch import fx
 
-from fp8pass.error_analysis.expressions import Expressions, Pointwise, Statistic
+from fp8pass import compat, graph
+from fp8pass.error_analysis.derivation import Derivation, InputFacts
+from fp8pass.error_analysis.error_rules import Rules
+from fp8pass.error_analysis.expressions import Expressions, Pointwise
+from fp8pass.error_analysis.factors import Jacobian
+from fp8pass.error_analysis.regions import Region
+from fp8pass.graph.names import operator_name
+from fp8pass.graph.symbols import Underivable
+from fp8pass.plan import RuleSummary
 
-ZERO = sympy.Integer(0)
+# The most operators of a region with a formula: four times a norm.
+LARGEST_FORMULA = 40
+
+ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
+
+# The coefficients of a total derivative: by the same element of the source, and by statistics.
+Coefficients = dict[Expr, Expr]
 
 
 class Mean(sympy.Function):
@@ -36,111 +52,94 @@ class Norm(sympy.Function):
     is_nonnegative = True
 
 
-@dataclass
-class Response:
-    """The derivative of a symbol: by the same element of the source, and by whole statistics.
+class ChainRule:
+    """The total derivatives of a region's symbols for a change `seed` of `source`.
+
+    Symbols in `stored` do not depend on other symbols.
 
     Attributes:
-        local: the element-wise part.
-        through: the slope by each statistic that changes.
+        coefficients: the total derivative of each symbol that depends on the source.
+        rows: the derivative of each statistic by the elements of the source.
     """
 
-    local: Expr = ZERO
-    through: dict[Expr, Expr] = field(default_factory=dict)
+    def __init__(
+        self,
+        expressions: Expressions,
+        source: Symbol,
+        seed: Expr,
+        stored: frozenset[Symbol] = frozenset(),
+    ) -> None:
+        self.source = source
+        self.coefficients: dict[Symbol, Coefficients] = {source: {source: seed}}
+        self.rows: dict[Expr, Expr] = {}
+        for definition in expressions.definitions:
+            symbol = definition.symbol
+            if symbol in stored or symbol == source:
+                continue
+            if isinstance(definition, Pointwise):
+                found = self.differentiate(definition.value, symbol)
+            else:
+                operand = self.coefficients.get(definition.operand, {})
+                length, slope = definition.length, definition.slope
+                found = self._reduce(symbol, operand, length, slope, definition.weight * length)
+            if found:
+                self.coefficients[symbol] = found
 
-    def __bool__(self) -> bool:
-        return self.local != 0 or bool(self.through)
+    def differentiate(self, expression: Expr, result: Symbol | None = None) -> Coefficients:
+        """Return the total derivative of an expression of symbols and means.
 
-    def add(self, other: Response, factor: Expr) -> None:
-        """Add `factor` times another response."""
-        self.local += factor * other.local
-        for statistic, slope in other.through.items():
-            self.through[statistic] = self.through.get(statistic, ZERO) + factor * slope
-
-
-@dataclass
-class Responses:
-    """The responses of all symbols of a region to one source.
-
-    Attributes:
-        of: the response of each symbol that changes.
-        covectors: the derivative of each statistic by the source's elements.
-    """
-
-    of: dict[Symbol, Response] = field(default_factory=dict)
-    covectors: dict[Expr, Expr] = field(default_factory=dict)
-
-    def to(self, expression: Expr) -> Response:
-        """The response of an expression of symbols and of means over expressions."""
+        A derivative that contains `expression`, as in exp' = exp, is written with `result`.
+        """
         means = {sympy.Dummy(f"mean_{i}"): m for i, m in enumerate(_outermost_means(expression))}
         flat = expression.xreplace({m: dummy for dummy, m in means.items()})
-        total = Response()
+        total: Coefficients = {}
         for symbol in sorted(flat.free_symbols, key=str):
-            response = self._of_mean(means[symbol]) if symbol in means else self.of.get(symbol)
-            if response:
-                total.add(response, derivative(flat, symbol).xreplace(means))
-        return total
+            inner = self.coefficients.get(symbol, {})
+            if mean := means.get(symbol):
+                operand, length = mean.args
+                inner = self._reduce(mean, self.differentiate(operand), length)
+            if not inner:
+                continue
+            slope = sympy.diff(flat, symbol).xreplace(means)
+            if result is not None and _reappears_in_its_derivative(expression):
+                slope = slope.subs(expression, result)
+            for differential, coefficient in inner.items():
+                total[differential] = total.get(differential, ZERO) + slope * coefficient
+        return {differential: c for differential, c in total.items() if c != 0}
 
-    def _of_mean(self, whole: Mean) -> Response:
-        inner, length = whole.args
-        response = self.to(inner)
-        covector = response.local / length
-        for statistic, slope in response.through.items():
-            covector += mean(slope, length) * self.covectors[statistic]
-        if covector == 0:
-            return Response()
-        self.covectors[whole] = covector
-        return Response(ZERO, {whole: sympy.Integer(1)})
+    def _reduce(
+        self,
+        statistic: Expr,
+        operand: Coefficients,
+        length: Expr,
+        slope: Expr = ONE,
+        scale: Expr = ONE,
+    ) -> Coefficients:
+        """Return the total derivative of `scale` times the mean of elements.
+
+        The derivative of an element by the operand is `slope`.
+        """
+        row = ZERO
+        for differential, coefficient in operand.items():
+            if differential == self.source:
+                row += scale / length * slope * coefficient
+            else:
+                row += scale * _mean(slope * coefficient, length) * self.rows[differential]
+        if row == 0:
+            return {}
+        self.rows[statistic] = row
+        return {statistic: ONE}
 
 
 def _outermost_means(expression: Expr) -> list[Mean]:
     if isinstance(expression, Mean):
         return [expression]
-    found = [m for argument in expression.args for m in _outermost_means(argument)]
-    return sorted(set(found), key=str)
-
-
-def derivative(expression: Expr, symbol: Symbol) -> Expr:
-    """∂expression/∂symbol."""
-    return sympy.diff(expression, symbol)
-
-
-def respond(
-    expressions: Expressions, source: Symbol, seed: Expr, kept: frozenset[Symbol]
-) -> Responses:
-    """The chain rule: the response of every symbol to a change `seed` of `source`.
-
-    Symbols in `kept` are stored, so that they respond to nothing but their own perturbation.
-    """
-    found = Responses({source: Response(seed)})
-    for definition in expressions.definitions:
-        symbol = definition.symbol
-        if symbol in kept or symbol == source:
-            continue
-        if isinstance(definition, Pointwise):
-            response = _respond_pointwise(definition, found)
-        else:
-            response = _respond_statistic(definition, found)
-        if response:
-            found.of[symbol] = response
-    return found
-
-
-def _respond_pointwise(definition: Pointwise, found: Responses) -> Response:
-    total = Response()
-    value = definition.value
-    for symbol in sorted(value.free_symbols, key=str):
-        response = found.of.get(symbol)
-        if response:
-            slope = derivative(value, symbol)
-            if _reappears_in_its_derivative(value):
-                slope = slope.subs(value, definition.symbol)
-            total.add(response, slope)
-    return total
+    found = {m for argument in expression.args for m in _outermost_means(argument)}
+    return sorted(found, key=str)
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """Whether the derivative can be computed from the result, as a backward does that caches it.
+    """Whether the derivative is a function of the result, which a backward may have stored.
 
     exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³.
     """
@@ -149,95 +148,64 @@ def _reappears_in_its_derivative(value: Expr) -> bool:
     return isinstance(value, sympy.Function)
 
 
-def _respond_statistic(definition: Statistic, found: Responses) -> Response:
-    response = found.of.get(definition.operand)
-    if not response:
-        return Response()
-    covector = definition.weight * definition.slope * response.local
-    for statistic, slope in response.through.items():
-        share = definition.weight * definition.length
-        share *= mean(definition.slope * slope, definition.length)
-        covector += share * found.covectors[statistic]
-    if covector == 0:
-        return Response()
-    found.covectors[definition.symbol] = covector
-    return Response(ZERO, {definition.symbol: sympy.Integer(1)})
-
-
-def mean(expression: Expr, length: int) -> Expr:
-    """The mean of an expression; a number is its own mean."""
+def _mean(expression: Expr, length: Expr) -> Expr:
     return expression if expression.is_number else Mean(expression, length)
 
 
-@dataclass(frozen=True)
-class GradientFactors:
-    """The gradient factors of one output: J = diag(diagonal) + Σ columns[s] rows[s]ᵀ.
+class Formulas:
+    """The bounds of one region.
 
-    `order` is the norm that `diagonal` is measured in. The diagonal of a Jacobian counts by its
-    largest element. A forward value that a weight gradient uses is its own factor, in the 2-norm.
+    Attributes:
+        expressions: the region in symbols.
+        factors: the Jacobian of each output by each gradient that enters the region. A forward
+            value is its own factor.
     """
 
-    diagonal: Expr
-    columns: tuple[Expr, ...] = ()
-    rows: tuple[Expr, ...] = ()
-    order: Expr | int = sympy.oo
+    def __init__(self, expressions: Expressions, outputs: Iterable[Symbol]) -> None:
+        self.expressions = expressions
+        self._norms: dict[tuple[Expr, float], Expr] = {}
+        chains = [ChainRule(expressions, gradient, ONE) for gradient in expressions.gradients]
+        self.factors = {output: _list_jacobians(output, chains) for output in outputs}
 
+    def bounds(self, source: Symbol, stored: frozenset[Symbol]) -> dict[Symbol, Expr]:
+        """Return ‖Δ‖ of each output's factors per unit relative perturbation of `source`.
 
-def gradient_factors(expressions: Expressions, output: Symbol) -> list[GradientFactors]:
-    """The factors of a backward output, for each gradient that enters the region."""
-    found = []
-    for gradient in expressions.gradients:
-        responses = respond(expressions, gradient, sympy.Integer(1), frozenset())
-        response = responses.of.get(output)
-        if response:
-            statistics = list(response.through)
-            columns = tuple(response.through[s] for s in statistics)
-            rows = tuple(responses.covectors[s] for s in statistics)
-            found.append(GradientFactors(response.local, columns, rows))
-    return found
+        The backward recomputes all symbols that are not in `stored`.
+        """
+        chain = ChainRule(self.expressions, source, source, stored)
+        return {
+            output: sum((self._bound(j, chain) for j in jacobians), ZERO)
+            for output, jacobians in self.factors.items()
+        }
 
-
-def bound(factors: GradientFactors, responses: Responses, calculus: Norms) -> Expr:
-    """‖ΔJ‖₂ per unit of ‖δ‖_∞ of the source of `responses`."""
-    total = calculus.perturbation(factors.diagonal, responses, factors.order)
-    for column, row in zip(factors.columns, factors.rows, strict=True):
-        total += calculus.perturbation(column, responses, 2) * calculus.norm(row, 2)
-        total += calculus.norm(column, 2) * calculus.perturbation(row, responses, 2)
-    return total
-
-
-@dataclass
-class Norms:
-    """Norms over elements, with common factors taken out.
-
-    Statistics and numbers are taken out as they are, constants by their largest element.
-    """
-
-    expressions: Expressions
-    _known: dict[tuple[Expr, Expr | int], Expr] = field(default_factory=dict)
-
-    def perturbation(self, factor: Expr, responses: Responses, order: Expr | int) -> Expr:
-        """The `order`-norm of Δfactor per unit of ‖δ‖_∞: AGoQ's Eq. 8 and Eq. 12."""
-        response = responses.to(factor)
-        total = self.norm(response.local, order)
-        for statistic, slope in response.through.items():
-            total += self.norm(slope, order) * self.norm(responses.covectors[statistic], 1)
+    def _bound(self, jacobian: Jacobian[Expr], chain: ChainRule) -> Expr:
+        total = self._perturbation(jacobian.diagonal, chain, jacobian.order)
+        for column, row in jacobian.pairs:
+            total += self._perturbation(column, chain, 2) * self._norm(row, 2)
+            total += self._norm(column, 2) * self._perturbation(row, chain, 2)
         return total
 
-    def norm(self, expression: Expr, order: Expr | int) -> Expr:
-        """‖expression‖ of order 1, 2 or ∞."""
-        key = expression, order
-        if key not in self._known:
-            self._known[key] = self._norm(expression, order)
-        return self._known[key]
+    def _perturbation(self, factor: Expr, chain: ChainRule, order: float) -> Expr:
+        """Return the `order`-norm of Δfactor per unit of ‖δ‖_∞: AGoQ's Eq. 8 and Eq. 12."""
+        total = ZERO
+        for differential, coefficient in chain.differentiate(factor).items():
+            through = differential != chain.source
+            size = self._norm(chain.rows[differential], 1) if through else ONE
+            total += self._norm(coefficient, order) * size
+        return total
 
-    def _norm(self, expression: Expr, order: Expr | int) -> Expr:
-        expression = self.expressions.expanded(expression)
-        if expression == 0:
-            return ZERO
+    def _norm(self, expression: Expr, order: float) -> Expr:
+        key = expression, order
+        if key not in self._norms:
+            self._norms[key] = self._compute_norm(expression, order)
+        return self._norms[key]
+
+    def _compute_norm(self, expression: Expr, order: float) -> Expr:
+        """Take common factors out of a norm. Constants count by their maximum."""
+        expression = self.expressions.expand(expression)
         if expression.is_Add:
             expression = sympy.factor_terms(expression)
-        outside, inside = sympy.Integer(1), sympy.Integer(1)
+        outside, inside = ONE, ONE
         for factor in sympy.Mul.make_args(expression):
             symbols = factor.free_symbols
             if factor.func is Mean or symbols <= self.expressions.statistics:
@@ -246,41 +214,83 @@ class Norms:
                 outside *= Norm(factor, sympy.oo)
             else:
                 inside *= factor
-        return outside * self._of_elements(inside, order)
-
-    def _of_elements(self, inside: Expr, order: Expr | int) -> Expr:
-        length = self.expressions.length
         if inside == 1:
-            return sympy.Integer(1) if order == sympy.oo else length ** sympy.Rational(1, order)
+            return outside * self.expressions.length ** sympy.Rational(1 / order)
         if order == 1 and inside.is_Pow and inside.exp == 2:
-            return Norm(inside.base, 2) ** 2
-        return Norm(inside, order)
+            return outside * Norm(inside.base, 2) ** 2
+        return outside * Norm(inside, order)
 
 
-class Formulas:
-    """The bounds of one region.
+def _list_jacobians(output: Symbol, chains: Iterable[ChainRule]) -> list[Jacobian[Expr]]:
+    found = []
+    for chain in chains:
+        if coefficients := chain.coefficients.get(output):
+            pairs = [(c, chain.rows[s]) for s, c in coefficients.items() if s != chain.source]
+            found.append(Jacobian(coefficients.get(chain.source, ZERO), pairs))
+    return found or [Jacobian(output, order=2)]
 
-    Attributes:
-        expressions: the region in symbols.
-        factors: the gradient factors of each output; a forward value is its own factor.
-    """
 
-    def __init__(self, expressions: Expressions, outputs: Iterable[Symbol]) -> None:
-        self.expressions = expressions
-        self._norms = Norms(expressions)
-        self.factors = {output: self._factors(output) for output in outputs}
+def summarize_rules(rules: Rules) -> list[RuleSummary]:
+    """Summarize each region that has a backward and values that may be stored."""
+    known: dict[object, tuple[Region, RuleSummary]] = {}  # one of each set of equal regions
+    summaries = []
+    with compat.real_tensors():
+        for region in rules.regions:
+            if not region.backward or not region.values:
+                continue
+            facts = rules.input_facts(region)
+            key = region.key(), facts.key(region)
+            if key not in known:
+                known[key] = region, _summarize(region, facts, rules.reason_of(region))
+            summaries.append(_rename(*known[key], region))
+    return summaries
 
-    def _factors(self, output: Symbol) -> list[GradientFactors]:
-        found = gradient_factors(self.expressions, output)
-        return found or [GradientFactors(output, order=sympy.Integer(2))]
 
-    def bounds(self, source: Symbol, kept: frozenset[Symbol]) -> dict[Symbol, Expr]:
-        """‖Δ‖ of each output's factors per unit relative perturbation of `source`.
+def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
+    """Return the summary of an `equal` region with the names of `region`."""
+    pairs = zip((*equal.inputs, *equal.nodes), (*region.inputs, *region.nodes), strict=True)
+    names = {a.name: b.name for a, b in pairs}
+    bound = re.sub(r"%(\w+)", lambda found: "%" + names.get(found[1], found[1]), summary.bound)
+    forward = [n for n in region.nodes if n not in region.backward]
+    return replace(
+        summary,
+        module=graph.module_path(graph.source((forward or region.nodes)[0])),
+        inputs=tuple(f"{n.name} ({_short_name(n)})" for n in region.values),
+        cached=tuple(f"{n.name} ({_short_name(n)})" for n in region.cached),
+        operators=tuple(dict.fromkeys(map(_short_name, forward))),
+        bound=bound,
+    )
 
-        Symbols in `kept` are stored: the backward reads them and does not recompute them.
-        """
-        responses = respond(self.expressions, source, source, kept)
-        return {
-            output: sum((bound(f, responses, self._norms) for f in factors), ZERO)
-            for output, factors in self.factors.items()
-        }
+
+def _short_name(node: fx.Node) -> str:
+    """Return the name of an operator without its namespace and overload."""
+    parts = operator_name(node).split(".")
+    return parts[min(1, len(parts) - 1)]
+
+
+def _summarize(region: Region, facts: InputFacts, reason: str) -> RuleSummary:
+    """Compute the bounds of the output with the largest one, in both cases."""
+    nothing = RuleSummary("", (), (), (), 0.0, 0.0, "", reason)
+    if reason:
+        return nothing
+    try:
+        derivation = Derivation(region, facts)
+        one, two = derivation.cases()
+    except Underivable as error:
+        return replace(nothing, reason=str(error))
+    if not one:
+        return replace(nothing, reason="no gradient leaves it")
+    worst = max(one, key=lambda s: one[s])
+    bound = _write_bound(derivation, worst)
+    return replace(nothing, case_1=one[worst], case_2=max(two.values()), bound=bound)
+
+
+def _write_bound(derivation: Derivation, output: Symbol) -> str:
+    """Write the bound of an output in Case 1; '' if it would be too long to read."""
+    expressions = derivation.expressions
+    if len(expressions.definitions) > LARGEST_FORMULA:
+        return ""
+    formulas = Formulas(expressions, [output])
+    inputs = frozenset(expressions.values)
+    terms = [formulas.bounds(source, inputs)[output] for source in sorted(inputs, key=str)]
+    return str(sum(terms, ZERO))

@@ -1,64 +1,125 @@
-"""Which values of a region may be huge or infinite in a few places, because of exact inputs.
+"""Find outliers, unbounded exponentials and divisors, which cannot be stored in low bits.
 
-Values in one group share a scale. A mask adds -1e9 or -inf to some elements, and rounding them to
-few bits leaves zeros or NaN of the others in their group, however harmless the mask is where the
-value is used. So such a value is kept as it is, or computed again from what it was before the mask.
+Values in one group share a scale, and values far below the largest one are rounded to zero.
 
-What parameters add is of the size of other values. What anything else adds may be a mask.
+- *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding them to few bits makes the other
+  elements of the group zero or NaN. The value before the mask may be stored instead.
+- *Exponentials*: a cumulative decay is far larger than samples of unit variance. Its exponential
+  turns an error of 1% of the sum into a factor, and elements of one group differ by orders of
+  magnitude. Nothing grows if the argument is bounded from above, as in softmax, or if a bounded
+  function follows, as in a sigmoid.
+- *Divisors*: the backward of atan divides by 1 + x². In a group with an x of 30, 4 bits would make
+  the divisor 0 for all x below 3. A divisor recomputed from an inexact x is never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import sympy
 import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from fp8pass.error_analysis.expressions import Expressions
-from fp8pass.error_analysis.samples import HUGE, SCALES, Samples
+from fp8pass.error_analysis.expressions import Definition, Expressions, Statistic
+from fp8pass.error_analysis.factors import split_at_gradients
+from fp8pass.error_analysis.samples import HUGE, SCALES, Samples, evaluate
 from fp8pass.graph.symbols import Where
 
-MASKED = -1e9  # infinity is found by the same path
+MASK = -1e9  # infinity is found in the same way
+DIVISOR = "something divides by it, and values that share a scale may be rounded to zero"
+
+# Inputs are scaled by this factor. A product of up to four inputs grows by no more than `GROWTH`.
+FACTOR = 8.0
+GROWTH = FACTOR**4
+
+COLUMNS = 64  # elements of each row in which divisors are searched
 
 
-def wild_symbols(
-    expressions: Expressions, samples: Samples, weights: Collection[Symbol], wild: set[Symbol]
+def find_outliers(
+    expressions: Expressions, samples: Samples, weights: Collection[Symbol], outliers: set[Symbol]
 ) -> set[Symbol]:
-    """The forward symbols that may be huge in places.
+    """Return the forward symbols that may have outliers: huge or infinite elements.
+
+    A constant that is added may be a mask, unless it is a parameter.
 
     Args:
         expressions: the region in symbols.
         samples: its samples.
         weights: constants that are parameters.
-        wild: inputs that may be huge themselves.
+        outliers: inputs that may have outliers.
     """
     huge = {s: x for s, x in expressions.numbers.items() if not abs(x) < HUGE}
-    masked = (_added(expressions) - set(weights) - expressions.numbers.keys()) | wild
+    masked = (_list_addends(expressions) - set(weights) - expressions.numbers.keys()) | outliers
     if not masked and not huge:
         return set()
     inputs = {s: x[: len(SCALES)] for s, x in samples.inputs.items()}
     inputs |= {s: torch.full_like(inputs[s], x) for s, x in huge.items()}
-    for number, symbol in enumerate(sorted(masked, key=str)):
-        rest = inputs[symbol] if symbol in wild else torch.zeros_like(inputs[symbol])
-        inputs[symbol] = torch.where(_some_elements(rest, number), MASKED, rest)
+    for seed, symbol in enumerate(sorted(masked, key=str)):
+        rest = inputs[symbol] if symbol in outliers else torch.zeros_like(inputs[symbol])
+        random = torch.Generator().manual_seed(seed)
+        is_masked = torch.rand(rest.shape, generator=random) < 0.25
+        inputs[symbol] = torch.where(is_masked, MASK, rest)
     values = samples.run(inputs)
     return {s for s, x in values.items() if not bool((x.abs() < HUGE).all())}
 
 
-def _added(expressions: Expressions) -> set[Symbol]:
-    """Constants that are a summand or a choice somewhere."""
+def _list_addends(expressions: Expressions) -> set[Symbol]:
+    """Return the constants that are a term of a sum, or a choice of a condition."""
     found: set[Expr] = set()
     for definition in expressions.definitions:
         value = definition.value
-        parts = value.args[1:] if isinstance(value, Where) else (value,)
-        for part in parts:
+        for part in value.args[1:] if isinstance(value, Where) else (value,):
             found.update(term.as_coeff_Mul()[1] for term in sympy.Add.make_args(part))
     return found & expressions.constants
 
 
-def _some_elements(like: Tensor, seed: int) -> Tensor:
-    """A quarter of the elements, others for each input."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(like.shape, generator=generator) < 0.25
+def grows_exponentially(
+    expressions: Expressions, samples: Samples, outputs: Sequence[Symbol]
+) -> bool:
+    """Whether results of a region grow exponentially with its inputs."""
+    if not expressions.has_exponentials:
+        return False
+    inexact = set(expressions.values)
+    inputs = {s: x[:1] * (FACTOR if s in inexact else 1) for s, x in samples.inputs.items()}
+    values = samples.run(inputs)
+    for symbol in outputs:
+        before, after = (x[:1].abs().amax() for x in (samples.values[symbol], values[symbol]))
+        if bool(torch.isnan(after)) or bool(after > GROWTH * before):
+            return True
+    return False
+
+
+def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
+    """Return the symbols that make a result infinite or NaN if they are rounded to zero.
+
+    The sum of a row contains one of its largest values, which is not rounded to zero. The sum of a
+    column may contain zeros only.
+    """
+    few = {s: x[..., :COLUMNS] for s, x in samples.values.items()}
+    _, backward = split_at_gradients(expressions)
+    fixed = expressions.constants.union(expressions.gradients, (d.symbol for d in backward))
+    found: set[Symbol] = set()
+    for definition in reversed(expressions.definitions):
+        is_divisor = definition.symbol in found
+        if isinstance(definition, Statistic) and not (is_divisor and definition.over_rows):
+            continue
+        operands = definition.value.free_symbols - fixed
+        alone = {s for s in operands if _fails_at_zero(definition, few, {s}, is_divisor)}
+        together = operands - expressions.statistics
+        if not alone and together and _fails_at_zero(definition, few, together, is_divisor):
+            alone = together
+        found |= alone
+    return found
+
+
+def _fails_at_zero(
+    definition: Definition, values: dict[Symbol, Tensor], zeros: set[Symbol], is_divisor: bool
+) -> bool:
+    """Whether a definition is infinite or NaN if `zeros` are zero, or a divisor is zero."""
+    before = evaluate(definition.value, values)
+    after = evaluate(definition.value, {**values, **{s: 0 * values[s] for s in zeros}})
+    bad = ~after.isfinite()
+    if is_divisor:
+        bad = bad | ((after == 0) & (before != 0))
+    return bool(torch.any(bad & before.isfinite()))

@@ -1,22 +1,19 @@
-"""Cut a joint graph into the regions whose maths the error rules derive.
+"""Cut a joint graph into regions, for which error rules are derived.
 
-A region is a maximal set of connected pointwise operators, casts, views and reductions, forward
-and backward in one, between GEMMs, attention and the edges of the graph. Two more kinds of nodes
-end a region. Their results have the relative error of their operands, which needs no derivation:
+A region is a maximal set of connected pointwise operators, casts, views and reductions of the
+forward and the backward, between GEMMs, attention and the edges of the graph. Three more kinds of
+nodes end a region:
 
-- a *junction*, a sum of independent values (`x + attention(x)`): without this the residual stream
-  would join all layers into one region. A difference of two values is a junction, too
-  (`differences.py`);
-- *movement* of elements: slices, concatenations, gathers.
-
-What is no longer a float ends a region, too, unless the maths of the comparison that it comes from
-is known: it is *discrete*. An inexact operand may give quite another result, so that the backward
-gets it as it was.
+- a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
+  (`differences.py`). It has the relative error of its operands. Without junctions the residual
+  stream would join all layers into one region;
+- *movement* of elements (slices, concatenations, gathers), which has their error, too;
+- a *discrete* value, such as an index. An inexact operand may change it completely, so that the
+  backward reads the value of the forward. Comparisons with a known formula stay in the region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -24,21 +21,24 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.error_analysis.differences import Differences
-from fp8pass.error_analysis.signs import KnownSign, signs
+from fp8pass.error_analysis.differences import COPIES, Differences
+from fp8pass.error_analysis.signs import KnownSign, infer_signs
 from fp8pass.graph.classify import SELECTIONS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import ADDITIONS, filled_with
+from fp8pass.graph.pointwise import POINTWISE
 
-# Kinds of nodes that a region consists of, junctions aside.
+# Kinds of nodes in a region, apart from junctions.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
+
+FORMULAS = {op: row.formula for op, row in POINTWISE.items() if row.formula is not None}
 
 COMPARISONS = {
     *(aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar),
     *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
 }
 
-# Kinds of nodes whose results may have errors even if all operands are exact.
+# Kinds of nodes that may be inexact even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
 
 
@@ -59,7 +59,7 @@ class Region:
         inputs: nodes outside the region that members use, with their roles.
         outputs: floating point members that are used outside the region.
         backward: the members that depend on a gradient from outside.
-        nonpositive: the inputs that are nowhere positive.
+        nonpositive: the inputs without positive elements.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Region:
         ]
 
     def key(self) -> tuple[object, ...]:
-        """Equal for regions of equal structure and sizes, so that repeated layers share a rule."""
+        """Return a key that is equal for regions of equal structure and sizes: repeated layers."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
             (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)
@@ -114,46 +114,39 @@ def is_movement(node: fx.Node) -> bool:
     return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS
 
 
+def _has_formula(node: fx.Node) -> bool:
+    """Return False for a pointwise operator without a formula, which ends a region."""
+    return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | COPIES
+
+
 class Splitter:
     """Assigns the nodes of a joint graph to regions.
-
-    Pointwise operators without a formula end a region, too; their results are inputs of the next.
 
     Args:
         g: the joint graph.
         backward: the nodes that depend on a gradient from outside.
         exact: inputs that are always exact: parameters, tables, data.
-        has_formula: whether the maths of an operator is known.
 
     Attributes:
         constants: after `split`, the nodes computed from `exact` inputs and discrete values alone.
-        discrete: after `split`, the nodes that are no floats although their operands are.
-        junctions: after `split`, the nodes that end a region and have their operands' error.
+        discrete: after `split`, the nodes that are not floats although their operands are.
+        junctions: after `split`, the sums and movements that end a region.
         differences: after `split`, the nodes that must not be computed from inexact values.
     """
 
-    def __init__(
-        self,
-        g: fx.Graph,
-        backward: set[fx.Node],
-        exact: frozenset[fx.Node],
-        has_formula: Callable[[fx.Node], bool],
-    ) -> None:
-        self.graph = g
-        self.exact = exact
-        self.has_formula = has_formula
-        self.backward = backward
+    def __init__(self, g: fx.Graph, backward: set[fx.Node], exact: set[fx.Node]) -> None:
+        self.graph, self.backward, self.exact = g, backward, exact
         self.junctions: set[fx.Node] = set()
         self.constants: set[fx.Node] = set()
         self.discrete: set[fx.Node] = set()
-        signs_ = signs(g)
-        self.differences = Differences(self.constants, signs_)
+        signs = infer_signs(g)
+        self.differences = Differences(self.constants, signs)
+        self._nonpositive = {n for n, sign in signs.items() if KnownSign.NONPOSITIVE in sign}
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self._members: dict[fx.Node, None] = {}
-        self._nonpositive = {n for n, sign in signs_.items() if KnownSign.NONPOSITIVE in sign}
 
     def split(self) -> list[Region]:
-        """The regions, in the order of their first members."""
+        """Return the regions, in the order of their first members."""
         for node in self.graph.nodes:
             if node.op != "output":
                 self._place(node)
@@ -174,7 +167,7 @@ class Splitter:
         elif self._is_discrete(node):
             self.discrete.add(node)
             self._sources[node] = frozenset()
-        elif junction or kind(node) not in DERIVABLE or not self.has_formula(node):
+        elif junction or kind(node) not in DERIVABLE or not _has_formula(node):
             self._sources[node] = frozenset((node,))
         else:
             self._sources[node] = sources
@@ -183,23 +176,18 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
+        """Whether a forward node is not a float, nor computed from comparisons with a formula."""
         if node in self.backward or graph.value(node) is None or _is_float(node):
             return False
-        return not self._is_mask(node)
-
-    def _is_mask(self, node: fx.Node) -> bool:
-        """Whether a node is a comparison, or follows from some, and its maths is known."""
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)
-        rounds = any(_is_float(n) for n in node.all_input_nodes)
-        return derivable and self.has_formula(node) and (not rounds or node.target in COMPARISONS)
+        rounds = any(_is_float(n) for n in node.all_input_nodes) and node.target not in COMPARISONS
+        return not derivable or not _has_formula(node) or rounds
 
     def _is_junction(self, node: fx.Node) -> bool:
         if node not in self.backward and self.differences.is_of_equals(node):
             return True
-        if node.target not in ADDITIONS:
-            return False
         operands = node.all_input_nodes
-        if len(operands) != 2:
+        if node.target not in ADDITIONS or len(operands) != 2:
             return False
         first, second = (self._sources[n] for n in operands)
         return bool(first and second) and not first & second

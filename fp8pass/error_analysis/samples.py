@@ -1,9 +1,9 @@
-"""Values of a region on random samples, or on real data.
+"""Compute the values of a region on random samples, or on real data.
 
-Inputs are normal, gradients normal with unit variance, masks random. The same numbers come at
-several scales, because a bound has to hold for the values that there are: the amplification of
-`tanh(x) ** 1000` depends on how large x is. Parameters, buffers and data are one, then much larger
-and much smaller, because their values change in training: `tanh(50 * x)` is steep near zero.
+Inputs are normal, gradients are normal with unit variance, masks are random. The same numbers come
+at several scales, because a bound has to hold for the values in training: the amplification of
+`tanh(x) ** 1000` depends on the size of x. Parameters, buffers and data are 1, then much larger and
+much smaller, because their values change in training: `tanh(50 * x)` is steep near zero.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from fp8pass.error_analysis.expressions import Expressions, Pointwise, Statistic
+from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwise
 from fp8pass.graph.symbols import TORCH, Underivable
 
-ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
-HUGE = 1e6  # no sample is as large, but for what a mask adds (`ranges.py`)
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # regardless of the defaults
+HUGE = 1e6  # larger than every sample, except for masks (`ranges.py`)
 SCALES = (1.0, 0.5, 2.0)  # times the given moments, which come first
-CONSTANTS = (64.0, 1 / 64)  # what constants are besides 1, at the first scale
+CONSTANTS = (64.0, 1 / 64)  # the values of constants besides 1, at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # shape of samples, at each scale
 
 
@@ -38,7 +38,7 @@ class Moments:
 
     @classmethod
     def rounded(cls, mean: float, std: float) -> Moments:
-        """Moments rounded to within a fifth, so that similar layers share a rule."""
+        """Round moments to within a fifth, so that similar layers share a rule."""
         if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
             return UNIT_VARIANCE
         near = 2 ** (round(2 * math.log2(std)) / 2)
@@ -49,10 +49,11 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Values of symbols, [scales and constants, rows, width]; a statistic has one for each row.
+    """Values of symbols, [scales and constants, rows, width]. A statistic has one for each row.
 
     Attributes:
-        values: the value of each symbol.
+        inputs: the values of constants, forward inputs and gradients.
+        values: the values of all symbols.
     """
 
     def __init__(self, expressions: Expressions, moments: Mapping[Symbol, Moments]) -> None:
@@ -61,19 +62,23 @@ class Samples:
         self._random = torch.Generator().manual_seed(0)
         size = len(SCALES) + len(CONSTANTS), ROWS, self.width
         constants = sorted(expressions.constants, key=str)
-        self.inputs = {s: self._constant(s).expand(size) for s in constants}
+        self.inputs = {s: self._draw_constant(s).expand(size) for s in constants}
         scales = torch.tensor((*SCALES, *(SCALES[0] for _ in CONSTANTS)), **ON_CPU)[:, None, None]
         for symbol in expressions.values:
             given = moments.get(symbol, UNIT_VARIANCE)
-            x = scales * (given.mean + given.std * self.normal(*size[1:]))
+            x = scales * (given.mean + given.std * self._draw())
             self.inputs[symbol] = -x.abs() if symbol in expressions.nonpositive else x
         for symbol in expressions.gradients:
-            self.inputs[symbol] = self.normal(*size[1:]).expand(size)
+            self.inputs[symbol] = self._draw().expand(size)
         self.values = self.run()
 
-    def _constant(self, symbol: Symbol) -> Tensor:
+    def _draw(self) -> Tensor:
+        """Draw independent standard normal numbers, [rows, width]."""
+        return torch.randn(ROWS, self.width, generator=self._random, **ON_CPU)
+
+    def _draw_constant(self, symbol: Symbol) -> Tensor:
         if symbol in self.expressions.masks:
-            return (self.normal(ROWS, self.width) > 0).to(torch.float64)
+            return (self._draw() > 0).to(torch.float64)
         number = self.expressions.numbers.get(symbol)
         if number is not None:
             return torch.tensor(number if abs(number) < HUGE else 1.0, **ON_CPU)
@@ -82,30 +87,23 @@ class Samples:
         return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Take the inputs from real tensors instead: the same rows of each, a subset."""
+        """Replace the inputs with real tensors: the same subset of rows of each."""
+        constants = self.expressions.constants
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
-        numbers = {x.numel() for s, x in data.items() if s not in self.expressions.constants}
-        if len(numbers) != 1 or (count := numbers.pop()) % length or count < length:
+        counts = {x.numel() for s, x in data.items() if s not in constants}
+        if len(counts) != 1 or (count := counts.pop()) % length or count < length:
             return  # the inputs broadcast against each other: their rows would not match
         self.width = length
-        rows_there = count // length
-        chosen = torch.linspace(
-            0, rows_there - 1, min(rows_there, LARGEST_WIDTH), device="cpu"
-        ).long()
+        rows = min(count // length, LARGEST_WIDTH)
+        chosen = torch.linspace(0, count // length - 1, rows, device="cpu").long()
         for symbol in self.inputs:
-            given = data.get(symbol)
-            if given is None or symbol not in self.expressions.constants:
-                rows = None if given is None else given.reshape(-1, length)[chosen.to(given.device)]
-            else:
-                whole = given.numel() in (1, length)
-                rows = given.reshape(-1) if whole else given.double().mean()
-            x = torch.ones((), **ON_CPU) if rows is None else rows.to(**ON_CPU)
-            self.inputs[symbol] = x.broadcast_to(1, len(chosen), length)
+            x = data.get(symbol, torch.ones(()))
+            if symbol in constants:
+                x = x.reshape(-1) if x.numel() in (1, length) else x.double().mean()
+            elif symbol in data:
+                x = x.reshape(-1, length)[chosen.to(x.device)]
+            self.inputs[symbol] = x.to(**ON_CPU).broadcast_to(1, rows, length)
         self.values = self.run()
-
-    def normal(self, *size: int) -> Tensor:
-        """Independent standard normal numbers."""
-        return torch.randn(size, generator=self._random, **ON_CPU)
 
     def run(
         self,
@@ -113,9 +111,12 @@ class Samples:
         perturbed: Mapping[Symbol, Tensor] | None = None,
         stored: Collection[Symbol] = (),
     ) -> dict[Symbol, Tensor]:
-        """The values of all symbols, those in `perturbed` multiplied by the factors given there.
+        """Compute the values of all symbols.
 
-        Symbols in `stored` are not recomputed from perturbed values.
+        Args:
+            inputs: values to use instead of the samples.
+            perturbed: factors that symbols are multiplied by.
+            stored: symbols that are not recomputed from perturbed values.
         """
         inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
         values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
@@ -123,33 +124,30 @@ class Samples:
             symbol = definition.symbol
             if symbol in inputs:
                 continue
-            result = self.values[symbol] if symbol in stored else compute(definition, values)
+            result = self.values[symbol] if symbol in stored else _compute(definition, values)
             values[symbol] = result * perturbed[symbol] if symbol in perturbed else result
         return values
 
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Relative RMS change of every symbol, for relative rounding errors `noise`."""
+        """Return the relative RMS change of every symbol for relative rounding errors `noise`."""
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(None, perturbed, stored)
         return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
 
 
-def compute(definition: Pointwise | Statistic, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """The value of one definition, of its operands' values."""
+def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
+    """Compute a symbol. The samples are a part of the elements that a statistic reduces."""
     result = evaluate(definition.value, values)
-    return result if isinstance(definition, Pointwise) else reduce(definition, result)
-
-
-def reduce(statistic: Statistic, summand: Tensor) -> Tensor:
-    """A statistic of samples, which are a part of the elements that it reduces."""
-    dim = -2 if statistic.over_rows else -1
-    return float(statistic.weight) * statistic.length * summand.mean(dim=dim, keepdim=True)
+    if isinstance(definition, Pointwise):
+        return result
+    dim = -2 if definition.over_rows else -1
+    return float(definition.weight) * definition.length * result.mean(dim=dim, keepdim=True)
 
 
 def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """An expression of symbols as a tensor.
+    """Evaluate an expression of symbols on tensors.
 
     Raises:
         Underivable: a constant is too large for PyTorch's integers.
@@ -169,11 +167,11 @@ def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., An
 
 
 def rounding(x: Tensor, relative_error: float) -> Tensor:
-    """Factors that round `x` with a relative RMS error of `relative_error`, as a format would.
+    """Return factors that round `x` with a relative RMS error of `relative_error`.
 
-    The error is a function of the value, so that equal values have equal errors: in a sum over
-    tokens the errors of repeated rows add up, where independent ones would average out. The grid is
-    even in the logarithm: unlike a format it has no largest and no smallest number.
+    The error is a function of the value, as in a format: in a sum over tokens the errors of
+    repeated rows add up, while independent errors would average out. The grid is uniform in the
+    logarithm. Unlike a format it has no largest and no smallest number.
     """
     step = relative_error * math.sqrt(12)
     position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step
@@ -181,7 +179,7 @@ def rounding(x: Tensor, relative_error: float) -> Tensor:
 
 
 def relative_change(before: Tensor, after: Tensor) -> float:
-    """‖after - before‖₂ / ‖before‖₂; 0 if `before` is."""
+    """Return ‖after - before‖₂ / ‖before‖₂; 0 if `before` is zero."""
     before, after = before.double(), after.double()
     change, size = (after - before).square().mean().sqrt(), before.square().mean().sqrt()
     return float(change / size) if size > 0 else 0.0

@@ -33,8 +33,8 @@ def test_a_sum_that_is_computed_again_counts():
     x = torch.randn(64, TOKENS, 16, dtype=torch.bfloat16)
     (g,) = explain(model, x).graphs
     (saved,) = (s for s in g.plan.saved if s.expected_error)
-    expected = attention.expected(TOKENS, HEAD_DIM)
+    expected = attention.estimate_amplification(TOKENS, HEAD_DIM)
     assert saved.expected_error == pytest.approx(expected * E4M3.relative_error)
-    bound = attention.relative_bound(TOKENS, HEAD_DIM)
+    bound = attention.bound_amplification(TOKENS, HEAD_DIM)
     text = f"amplifies errors at most 1.0×, and {bound:.1f}× in what is computed again from it"
     assert saved.reason == text

@@ -32,7 +32,8 @@ from fp8pass import graph
 from fp8pass.activation_memory import cuts
 from fp8pass.activation_memory.cuts import Cut, components, min_cut
 from fp8pass.config import Config
-from fp8pass.error_analysis import expressions
+from fp8pass.error_analysis.differences import COPIES, TOTALS
+from fp8pass.error_analysis.regions import FORMULAS
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.plan import Plan
@@ -301,7 +302,7 @@ def test_random_masks_are_kept_or_recomputed_but_not_rounded():
 def has_derivation(node: fx.Node) -> bool:
     """Whether the error rules can say what an error of an operand of `node` does."""
     linear = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE, Kind.MOVEMENT)
-    known = expressions.FORMULAS.keys() | expressions.IDENTITIES | expressions.DERIVABLE_REDUCTIONS
+    known = FORMULAS.keys() | COPIES | set(TOTALS)
     target = graph.operator_of(node).target
     return target in known or target is torch.ops.aten.var_mean.correction or kind(node) in linear
 

@@ -1,4 +1,4 @@
-"""Differences of values that nearly agree: no error of the values is small beside them."""
+"""Differences of nearly equal values, which are small compared with errors of the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def layer_norm(m, x):
-    """Beside another use of `x`, for which `x` itself is kept."""
+    """The second term is another use of `x`, so that `x` itself is saved."""
     return F.layer_norm(x, (x.shape[-1],)) * m.gain + F.silu(x) / 32
 
 
@@ -28,21 +28,21 @@ FUNCTIONS = [layer_norm, layer_norm_by_hand, of_neighbours]
 
 @pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradients_are_right_whatever_the_values_have_in_common(function, save_format):
+def test_gradients_are_right_if_values_share_a_large_mean(function, save_format):
     assert min(gradient_cosines(function, save_format, offset=30.0)) > 0.97
 
 
-def test_a_difference_is_kept_for_itself():
-    """What a norm's backward reads is not computed again from `x`, though that is kept, too."""
+def test_a_difference_is_saved():
+    """The backward of a norm does not recompute it from `x`, although `x` is saved, too."""
     saved = plan_of(layer_norm, "e4m3").saved
-    kept = [s.op for s in saved if s.kept_as.startswith("e4m3")]
-    assert len(kept) == 2
-    assert {"aten.sub.Tensor", "aten.mul.Tensor"} & {*kept}
+    operators = [s.op for s in saved if s.kept_as.startswith("e4m3")]
+    assert len(operators) == 2
+    assert {"aten.sub.Tensor", "aten.mul.Tensor"} & {*operators}
 
 
 @pytest.mark.parametrize("dims", [(), (None,), ([],), ([0, 1],)])
-def test_the_variance_of_everything_is_no_row(dims):
-    """In whichever way a program says so; a mean of one number is subtracted from all of it."""
+def test_the_variance_of_all_elements_is_not_a_difference(dims):
+    """All spellings of the dimensions count. The mean is one number for all elements."""
 
     def standardized(m, x):
         return F.silu((x - x.mean()) * (torch.ops.aten.var.correction(x, *dims) + 1e-5).rsqrt())
@@ -59,8 +59,8 @@ SCALARS = {
 
 @pytest.mark.parametrize("name", SCALARS)
 @pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
-def test_losses_that_compare_two_numbers(name, save_format):
-    """As those of preferences do (DPO), margins, and variances of everything."""
+def test_differences_of_two_scalars(name, save_format):
+    """Losses of preferences (DPO), margins, and variances of all elements."""
 
     def function(m, x):
         number = SCALARS[name](F.silu(x).sum(), x.square().mean())
@@ -77,7 +77,7 @@ def gated(step):
 
 
 def distances(steps):
-    """A number for each row."""
+    """Return a number for each row."""
     return (steps.square() + 1).log().flatten(1).sum(1, keepdim=True)
 
 
@@ -111,7 +111,7 @@ DIFFERENCES = {
 
 
 def expanded(x, y):
-    """Distances as squares and a product of matrices."""
+    """Compute distances from squares and a product of matrices."""
     squares = x.square().sum(-1)[:, None] - 2 * x @ y.T + y.square().sum(-1)
     return (squares.relu() + 1).log().sum(-1, keepdim=True)
 
@@ -119,8 +119,8 @@ def expanded(x, y):
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_differences_in_other_spellings(name, save_format):
-    """Beside another use of the values, for which these are kept."""
+def test_gradients_of_differences(name, save_format):
+    """The second term is another use of the values, so that they are saved."""
     targets = OFFSET + torch.randn(ROWS, D, generator=torch.Generator().manual_seed(0))
 
     def function(m, h, t):
@@ -130,7 +130,7 @@ def test_differences_in_other_spellings(name, save_format):
     assert min(cosines) > 0.97
 
 
-NO_DIFFERENCES = {
+HARMLESS = {
     "gate": lambda m, h: h.roll(1, 0) * (1 - torch.sigmoid(h)),
     "sigmoid by hand": lambda m, h: h.roll(1, 0) * (1 - 1 / (1 + torch.exp(-h))),
     "log sigmoid": lambda m, h: F.logsigmoid(h),
@@ -139,15 +139,15 @@ NO_DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("name", NO_DIFFERENCES)
-def test_what_samples_show_is_no_difference(name):
-    rules = rules_of(NO_DIFFERENCES[name])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_number_and_a_bounded_value_are_not_a_difference(name):
+    rules = rules_of(HARMLESS[name])
     inexact = set(rules.graph.nodes) - rules.backward - rules.constants
     assert not [n for n in inexact if n in rules.differences]
 
 
 class SiluOf211(torch.autograd.Function):
-    """SiLU with the backward that PyTorch 2.11 decomposes it to."""
+    """SiLU with the backward of PyTorch 2.11."""
 
     @staticmethod
     def forward(ctx, x):
@@ -162,7 +162,7 @@ class SiluOf211(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("save_format", ["e2m2", "e4m3"])
-def test_a_gate_saves_no_more_with_the_silu_of_another_version(save_format):
+def test_a_gate_saves_as_much_with_the_silu_of_another_version(save_format):
     def saved(silu):
         plan = plan_of(lambda m, x: silu(x) * x.roll(1, 0), save_format)
         return sorted((s.kept_as, s.bytes) for s in plan.saved)

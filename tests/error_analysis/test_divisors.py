@@ -1,4 +1,4 @@
-"""What something divides by is never rounded to zero beside a larger value of its group."""
+"""Divisors are never rounded to zero, even in a group with a larger value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rules_helpers import ROWS, Between, D, gradients, plan_of, rules_of, saves_
 
 import fp8pass
 
-# One value of each group that is far above the others.
+# Each group has one large value.
 OUTLIERS = torch.ones(ROWS, D).index_fill(1, torch.arange(0, D, 16), 40.0)
 
 
@@ -24,8 +24,8 @@ def root(m, h, outliers):
 
 @pytest.mark.parametrize("save_format", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("function", [atan, root])
-def test_gradients_beside_outliers(function, save_format):
-    """They may be off beside them in 4 bits, but no zero is divided by."""
+def test_gradients_in_groups_with_outliers(function, save_format):
+    """In 4 bits gradients may be inexact there, but finite."""
     torch.manual_seed(0)
     model, x = Between(function), torch.randn(ROWS, D)
     reference = copy.deepcopy(model)
@@ -35,15 +35,15 @@ def test_gradients_beside_outliers(function, save_format):
         assert 0.5 < float(a.norm() / b.norm()) < 2
 
 
-def test_the_argument_is_stored_instead():
+def test_the_argument_is_stored_instead_of_the_divisor():
     def function(m, h):
         return torch.atan(h)
 
     rules = rules_of(function)
     assert {"add"} == {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
-    coded = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.kept_as}
-    assert len(coded) == 2
-    assert "add" not in coded
+    stored = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.kept_as}
+    assert len(stored) == 2
+    assert "add" not in stored
 
 
 def two_terms(m, h):
@@ -59,8 +59,8 @@ def columns(m, h):
 @pytest.mark.parametrize(
     ("function", "names"), [(two_terms, {"exp", "exp_1", "add"}), (columns, {"exp"})]
 )
-def test_terms_of_what_is_divided_by(function, names):
-    """Both terms of a sum may be zero in one place, and all of a column."""
+def test_terms_of_divisors(function, names):
+    """Both terms of a sum may be zero at once, and all elements of a column."""
     rules = rules_of(function)
     divided = {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
     assert names <= divided

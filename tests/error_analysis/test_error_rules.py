@@ -1,4 +1,4 @@
-"""The error rules reproduce AGoQ's, and give one to what nobody listed."""
+"""The error rules reproduce AGoQ's rules, and derive rules for other functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fp8pass import graph
 from fp8pass.dialect.formats import E2M1, E4M3
 from fp8pass.error_analysis import attention as attention_rule
-from fp8pass.error_analysis.derivation import Derivation, Known, derive
+from fp8pass.error_analysis.derivation import Derivation, InputFacts, derive
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import Formulas, Norm
 from fp8pass.error_analysis.regions import Region
@@ -66,7 +66,7 @@ def swiglu(m: Between, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Symbols:
-    """A region's derivation with its symbols by what they stand for."""
+    """The derivation of a region, with access to its symbols."""
 
     def __init__(self, function, operands: int = 1) -> None:
         self.region = region_of(function, operands)
@@ -118,7 +118,7 @@ def test_rms_norm_case_2_is_equation_20():
     assert sympy.simplify(found - 6 * Norm(gain, sympy.oo) * inverse) == 0
 
 
-def test_rms_norm_is_recomputed_the_cases_tie():
+def test_both_cases_of_rms_norm_have_equal_bounds():
     one, two = Symbols(rms_norm).derivation.cases()
     assert max(one.values()) <= max(two.values()) * (1 + 1e-5)
 
@@ -138,7 +138,7 @@ def test_rms_norm_and_gemm():
     found = s.formulas.bounds(x, frozenset((x,)))[u]
     want = Norm(gain, sympy.oo) * (size / r + size**3 / (D * r**3))
     assert sympy.expand(found - want) == 0
-    assert s.derivation.relative_bounds([u])[u][u] == pytest.approx(1)
+    assert s.derivation.bounds([u])[u][u] == pytest.approx(1)
 
 
 # --- AGoQ 8.1.1: SiLU and multiply --------------------------------------------------------------
@@ -157,9 +157,7 @@ def silu_bounds(case: int) -> dict[tuple[str, str], sympy.Expr]:
             factors = s.formulas.factors[output]
             if output in {s.expressions.symbols[n] for n in s.region.backward}:
                 wrt = (
-                    "x"
-                    if x not in s.expressions.expanded(factors[0].diagonal).free_symbols
-                    else "y"
+                    "x" if x not in s.expressions.expand(factors[0].diagonal).free_symbols else "y"
                 )
                 found[wrt, names[source]] = _inside(value).subs({x: X, y: Y})
     return found
@@ -170,12 +168,12 @@ SIGMA = 1 / (1 + sympy.exp(-Y))
 
 
 def _inside(value: sympy.Expr) -> sympy.Expr:
-    """An element-wise bound: what its norm is of."""
+    """Replace the norm of an element-wise bound with the absolute value of its operand."""
     return value.replace(lambda e: isinstance(e, Norm), lambda e: sympy.Abs(e.args[0]))
 
 
 def _same(found: sympy.Expr, want: sympy.Expr) -> bool:
-    """Equal at random points, both absolute values."""
+    """Whether absolute values are equal at random points."""
     points = [(0.3, -0.7), (1.7, 2.3), (-2.1, 0.4), (-0.2, -3.0)]
 
     found = found.replace(
@@ -233,22 +231,22 @@ MODULES = [{"Sigmoid": lambda x: 1 / (1 + math.exp(-x))}, "math"]
 # --- AGoQ 8.1.3: attention ----------------------------------------------------------------------
 
 
-def test_attention_grows_with_length_and_norms_do_not():
+def test_the_bound_of_attention_grows_with_length():
     tokens, dim = Symbol("L", positive=True), Symbol("d", positive=True)
-    bounds = attention_rule.bounds(tokens, dim)
+    bounds = attention_rule.derive_bounds(tokens, dim)
     growth = {"v": tokens * sympy.sqrt(dim), "q": tokens**1.5 * sympy.sqrt(dim)}
     growth["k"] = growth["q"]
     for name, order in growth.items():
         share = sympy.limit(sympy.expand(bounds[name] / order), tokens, sympy.oo)
         assert 0 < share.subs(dim, 128) < sympy.oo
-    bound = attention_rule.relative_bound(4096, 128)
+    bound = attention_rule.bound_amplification(4096, 128)
     assert bound * E4M3.half_step > 10
     assert rule_of(rms_norm).bound < 4
 
 
 @pytest.mark.parametrize(("length", "reason"), [(64, "may amplify"), (1, "few tokens")])
 def test_attention_operands_stay_exact(length, reason):
-    """Of one token gradients of scores cancel, with what the forward has kept and nothing else."""
+    """For one token gradients of scores cancel only if the backward reads the exact values."""
 
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -261,17 +259,19 @@ def test_attention_operands_stay_exact(length, reason):
 
 
 def test_attention_of_one_token_amplifies_without_bound():
-    assert attention_rule.expected(1, 16) > 1e6
-    assert 1 < attention_rule.expected(64, 16) < 10
-    assert attention_rule.expected(1, 16, "o") > 1e6
+    assert attention_rule.estimate_amplification(1, 16) > 1e6
+    assert 1 < attention_rule.estimate_amplification(64, 16) < 10
+    assert attention_rule.estimate_amplification(1, 16, "o") > 1e6
 
 
 def test_an_inexact_output_is_amplified_less_than_inexact_operands():
-    of_output, of_operands = (attention_rule.expected(256, 64, x) for x in ("o", "qkv"))
+    of_output, of_operands = (
+        attention_rule.estimate_amplification(256, 64, x) for x in ("o", "qkv")
+    )
     assert 0 < of_output < of_operands
 
 
-# --- rules for what nobody listed ---------------------------------------------------------------
+# --- rules for other functions ------------------------------------------------------------------
 
 
 def rule_of(function, operands: int = 1):
@@ -305,15 +305,15 @@ UNLISTED = {
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", UNLISTED)
 def test_unlisted_functions_get_a_rule(name):
-    """A finite bound that allows FP8 but is not free, and above what is expected on average."""
+    """The bound is finite and allows FP8. It is not much smaller than the expected error."""
     rule = rule_of(*UNLISTED[name])
     assert 0.5 < rule.bound < 1 / E4M3.half_step
     assert 0 < rule.expected < 2 * rule.bound
 
 
 @pytest.mark.parametrize("name", UNLISTED)
-def test_expected_amplification_is_what_autograd_shows(name):
-    """Against autograd of the function itself, on other random numbers."""
+def test_expected_amplification_agrees_with_autograd(name):
+    """The reference is autograd of the function itself, on other random numbers."""
     function, operands = UNLISTED[name]
     torch.manual_seed(1)
     module = Between(function, operands).double()
@@ -333,7 +333,7 @@ def test_expected_amplification_is_what_autograd_shows(name):
 
 
 def results(module: Between, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-    """The output, which a weight gradient uses, and the gradients of inputs and parameters."""
+    """Return the output, which a weight gradient reads, and the gradients."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     y = module.function(module, *inputs)
     wanted = (*inputs, module.gain, module.shift)
@@ -341,7 +341,7 @@ def results(module: Between, inputs: list[Tensor], grad: Tensor) -> list[Tensor 
 
 
 def test_no_bound_where_a_slope_is_infinite():
-    """The root of the variance of one row of equal data, which a scalar multiplies."""
+    """The root of a variance has an infinite slope for equal data."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -370,7 +370,7 @@ UNDERIVABLE = {
 
 
 @pytest.mark.parametrize("name", UNDERIVABLE)
-def test_what_has_no_bound_stays_exact_and_says_why(name):
+def test_values_without_a_bound_stay_exact_with_a_reason(name):
     function, reason = UNDERIVABLE[name]
     rules = rules_of(function)
     values = [v for r in rules.regions for v in r.values]
@@ -390,8 +390,8 @@ class Head(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_a_head_in_high_precision_uses_stays_exact(autocast):
-    """Also where its weight gradient is cast, and so enters a region."""
+def test_inputs_of_a_head_in_high_precision_stay_exact(autocast):
+    """A cast of the weight gradient makes the gradient enter a region."""
     model = Head()
 
     def step(x):
@@ -403,27 +403,31 @@ def test_what_a_head_in_high_precision_uses_stays_exact(autocast):
     rules = Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts)
     (tanh,) = joint.calls(torch.ops.aten.tanh.default)
     assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
-    rules.error_tolerance = math.inf  # no rule, but asked for all the same
+    rules.error_tolerance = math.inf  # no rule is derived, but the user's choice holds
     assert any("by choice" in rules.why_exact(n) for n in (tanh, *tanh.users))
 
 
-def test_an_unknown_operator_whose_result_enters_a_region_needs_exact_values():
-    """The backward of a cumulative maximum reads what it chose, then goes into a region."""
+def test_an_unknown_operator_in_the_backward_needs_exact_values():
+    """The backward of a cumulative maximum reads indices. Its result enters a region."""
     rules = rules_of(lambda m, x: torch.cummax(torch.tanh(x), dim=-1).values * 2)
     assert "scatter" in "".join(rules.why_exact(v) for v in nodes_of(rules))
 
 
 def nodes_of(rules: Rules):
-    """The nodes of the graph that has these rules."""
+    """Return the nodes of the graph with these rules."""
     return next(iter(rules.regions)).nodes[0].graph.nodes
 
 
-def test_statistics_change_the_numbers():
+def test_moments_change_the_amplification():
     """An exponential amplifies errors by its argument."""
     region = region_of(lambda m, x: torch.exp(x))
     (x,) = region.values
-    narrow = derive(region, Known({x: Moments(0.0, 0.1)})).by_index[list(region.inputs).index(x)]
-    wide = derive(region, Known({x: Moments(0.0, 3.0)})).by_index[list(region.inputs).index(x)]
+    narrow = derive(region, InputFacts({x: Moments(0.0, 0.1)})).amplifications[
+        list(region.inputs).index(x)
+    ]
+    wide = derive(region, InputFacts({x: Moments(0.0, 3.0)})).amplifications[
+        list(region.inputs).index(x)
+    ]
     assert narrow.expected < 0.2 < 2 < wide.expected
 
 
@@ -433,8 +437,8 @@ def test_e2m1_is_allowed_where_agoq_uses_it():
 
 
 @pytest.mark.parametrize("function", [lambda m, x: torch.relu(x), lambda m, x: F.leaky_relu(x)])
-def test_what_is_compared_with_zero_may_not_be_flushed_to_zero(function):
-    """In 4 bits all below a 24th of the largest value is zero, and ReLU's gradient with it."""
+def test_operands_of_comparisons_with_zero_are_not_flushed_to_zero(function):
+    """In 4 bits values below a 24th of the largest one are zero, and so is ReLU's gradient."""
     rule = rule_of(function)
     assert rule.allows(E4M3, 1.0)
     assert not rule.allows(E2M1, 1.0)
@@ -457,16 +461,16 @@ def test_residual_sums_end_regions():
 def test_repeated_regions_are_derived_once(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "fp8pass.error_analysis.derivation._derive", lambda region, known: calls.append(region)
+        "fp8pass.error_analysis.derivation._derive", lambda region, facts: calls.append(region)
     )
     monkeypatch.setattr("fp8pass.error_analysis.derivation._rule_cache", {})
     region = region_of(rms_norm)
-    derive(region, Known())
+    derive(region, InputFacts())
     torch._dynamo.reset()
     again = max(rules_of(rms_norm).regions, key=lambda r: len(r.nodes))
     assert again is not region
     before = len(calls)
-    derive(again, Known())
+    derive(again, InputFacts())
     assert len(calls) == before
 
 
@@ -481,8 +485,8 @@ def test_deriving_is_fast():
     assert time.perf_counter() - start < 5
 
 
-def test_samples_are_those_of_real_tensors():
-    """A region evaluated on samples gives what PyTorch does."""
+def test_samples_agree_with_pytorch():
+    """The formulas of a region on samples give the results of PyTorch."""
     region = region_of(rms_norm)
     derivation = Derivation(region)
     samples: Samples = derivation.samples
@@ -490,5 +494,5 @@ def test_samples_are_those_of_real_tensors():
     output = next(n for n in region.outputs if n not in region.backward)
     found = samples.values[derivation.expressions.symbols[output]]
     want = F.rms_norm(samples.values[x], (samples.width,), eps=1e-6)
-    torch.testing.assert_close(found[: len(SCALES)], want[: len(SCALES)])  # where the gain is 1
+    torch.testing.assert_close(found[: len(SCALES)], want[: len(SCALES)])  # with a gain of 1
     assert graph.tensor(output).shape[-1] == D

@@ -1,4 +1,4 @@
-"""Comparisons: what is continuous gets a rule, what jumps is compared as in the forward."""
+"""Continuous functions get a rule; functions that jump use the masks of the forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rules_helpers import gradient_cosines, plan_of, rules_of
 from torch.nn import functional as F
 
 from fp8pass.error_analysis.derivation import Derivation
-from fp8pass.error_analysis.jumps import sign_roots
+from fp8pass.error_analysis.jumps import find_sign_roots
 from fp8pass.graph.symbols import UnitStep
 
 CONTINUOUS = {
@@ -38,19 +38,19 @@ JUMPING = {
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_piecewise_functions_without_a_jump_get_a_4_bit_rule(name):
-    kept = [s for s in plan_of(CONTINUOUS[name], "e2m1").saved if s.kept_as.startswith("e2m1")]
-    assert kept
+    saved = plan_of(CONTINUOUS[name], "e2m1").saved
+    assert any(s.kept_as.startswith("e2m1") for s in saved)
     assert min(gradient_cosines(CONTINUOUS[name], "e2m1")) > 0.97
 
 
 @pytest.mark.parametrize("name", JUMPING)
-def test_what_jumps_is_compared_as_in_the_forward(name):
-    """With all values in 4 bits, gradients go where they went: recomputed masks would not."""
+def test_functions_that_jump_use_the_masks_of_the_forward(name):
+    """Masks that are recomputed from 4 bits would lead gradients to other elements."""
     assert min(gradient_cosines(JUMPING[name], "e2m1")) > 0.985
     assert min(gradient_cosines(JUMPING[name], "e4m3")) > 0.999
 
 
-def test_a_mask_is_kept_rather_than_its_operand_exactly():
+def test_a_mask_is_saved_instead_of_its_exact_operand():
     plan = plan_of(JUMPING["relu6"], "e2m1")
     assert any(s.dtype == "bool" for s in plan.saved)
     assert any(s.kept_as.startswith("e2m1") for s in plan.saved)
@@ -65,14 +65,14 @@ def test_a_mask_is_kept_rather_than_its_operand_exactly():
         lambda m, h: h.abs(),
     ],
 )
-def test_a_sign_may_come_from_whatever_has_it(function):
+def test_a_sign_may_come_from_a_value_of_the_same_sign(function):
     plan = plan_of(function, "e4m3")
     assert not any(s.dtype == "bool" for s in plan.saved)
     assert min(gradient_cosines(function, "e4m3")) > 0.999
 
 
 def test_a_sign_of_a_difference_does_not_come_from_its_operands():
-    """h - 1/2 crosses zero where h is rounded, although the comparison is with zero."""
+    """h - 1/2 may cross zero when h is rounded."""
 
     def shifted(m, h):
         return torch.tanh(h) * F.relu(h - 0.5)
@@ -80,17 +80,17 @@ def test_a_sign_of_a_difference_does_not_come_from_its_operands():
     assert min(gradient_cosines(shifted, "e2m1")) > 0.98
 
 
-def test_sign_roots_go_through_what_keeps_signs():
+def test_sign_roots_are_found_through_functions_that_keep_signs():
     rules = rules_of(lambda m, h: F.relu(torch.tanh(3 * h) * torch.sigmoid(h)))
     region = max(rules.regions, key=lambda r: len(r.nodes))
     expressions = Derivation(region).expressions
-    roots = sign_roots(expressions)
+    roots = find_sign_roots(expressions)
     compared = [d.symbol for d in expressions.definitions if d.value.atoms(UnitStep)]
     (h,) = expressions.values
     assert all(roots[s] == h for s in compared[:1])
 
 
 def test_a_region_that_computes_indices_alone_has_no_rule():
-    """No result of it is a number that could jump."""
+    """Its results are not floats, so that none of them could jump."""
     plan = plan_of(lambda m, x: x.gather(-1, (x.detach() > 0).long()), "e2m1")
     assert not any(s.kept_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)

@@ -1,4 +1,4 @@
-"""Masks: huge, infinite and undefined values do not take their neighbours along."""
+"""Huge, infinite and undefined values do not change other elements of their group."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_filled_values_do_not_flush_their_neighbours(fill):
     assert min(gradient_cosines(filled, "e2m1", mask(1.0))) > 0.985
 
 
-def test_through_sums_and_cuts_of_the_stream():
-    """What was masked stays so where elements only move, or are added to others."""
+def test_outliers_stay_outliers_in_sums_and_slices():
+    """Masked elements may move, or be added to other values."""
 
     def moved(m, h, added):
         masked = torch.cat([h + added, torch.tanh(m.first(h))], -1)
@@ -43,7 +43,7 @@ def test_through_sums_and_cuts_of_the_stream():
     assert min(gradient_cosines(moved, "e2m1", mask(-1e9))) > 0.98
 
 
-def test_what_is_not_a_number_and_replaced_stays_harmless():
+def test_replaced_nans_are_harmless():
     def replaced(m, h):
         return torch.nan_to_num(torch.where(h > 0.9, torch.nan, h))
 
@@ -52,9 +52,9 @@ def test_what_is_not_a_number_and_replaced_stays_harmless():
 
 def test_the_operand_is_stored_before_the_mask():
     plan = plan_of(sigmoid_masked, "e2m1", mask(-1e9))
-    kept = {s.op: s.kept_as for s in plan.saved}
-    assert kept["fp8pass.scaled_mm"].startswith("e2m1")
-    assert "aten.add.Tensor" not in kept
+    formats = {s.op: s.kept_as for s in plan.saved}
+    assert formats["fp8pass.scaled_mm"].startswith("e2m1")
+    assert "aten.add.Tensor" not in formats
 
 
 def test_masked_values_do_not_share_a_scale():
@@ -71,7 +71,7 @@ def test_parameters_may_be_added():
 
 
 def test_statistics_of_columns_are_not_rounded():
-    """A mean over rows is as long as a row, but one number for all of a column."""
+    """A mean over rows has the length of a row, but is one number for each column."""
 
     def batch_norm(m, h):
         return F.silu((h - h.mean(0)) * torch.rsqrt(h.var(0) + 1e-5) + m.gain)

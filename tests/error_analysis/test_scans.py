@@ -1,4 +1,4 @@
-"""Gradients that are summed over positions, and forward values that are added to a gradient."""
+"""Gradients that are summed over positions, or that a forward value is added to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def gated(m, x):
-    """HGRN and its like, whose decays are multiplied with before the sum and after."""
+    """Multiply by decays before and after the sum, as HGRN does."""
     decay = F.logsigmoid(x).cumsum(0)
     return decay.exp() * ((-decay).exp() * x).cumsum(0)
 
@@ -52,8 +52,8 @@ def in_powers_of_two(m, x):
     return decay.exp2() * by_a_matrix(2.0 ** (-decay) * x)
 
 
-def spelled(scan):
-    """`gated` with a sum of another spelling."""
+def with_scan(scan):
+    """Return `gated` with another implementation of the sum."""
 
     def function(m, x):
         decay = scan(F.logsigmoid(x))
@@ -63,7 +63,7 @@ def spelled(scan):
     return function
 
 
-SPELLINGS = [spelled(f) for f in (by_a_matrix, one_by_one, in_two_levels, in_doubled_steps)]
+SPELLINGS = [with_scan(f) for f in (by_a_matrix, one_by_one, in_two_levels, in_doubled_steps)]
 
 
 @pytest.mark.drawn(2)
@@ -77,5 +77,5 @@ def test_gradients_of_recurrences_are_right(function, save_format):
     ("function", "reason"),
     [(gated, "summed over positions"), (lambda m, x: x.logcumsumexp(0), "adds it to a gradient")],
 )
-def test_the_plan_says_why(function, reason):
+def test_the_plan_contains_the_reason(function, reason):
     assert any(reason in saved.reason for saved in plan_of(function, "e2m1").saved)

@@ -1,4 +1,4 @@
-"""Claims that a value is nowhere positive hold, and find the decays of recurrent models."""
+"""Inferred signs are right, and the decays of recurrent models have a known sign."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fp8pass.error_analysis.signs import KnownSign, signs
+from fp8pass.error_analysis.signs import KnownSign, infer_signs
 
 UNARY = [
     torch.exp, torch.neg, torch.sigmoid, torch.relu, torch.abs, torch.square, torch.tanh,
@@ -38,7 +38,7 @@ BINARY = [
 
 
 def program(seed: int):
-    """A function of two matrices that applies ten operators, mostly to what others gave."""
+    """Return a function of two matrices that chains ten random operators."""
     rng = random.Random(seed)
     steps = [
         (rng.choice(BINARY), (rng.random(), rng.random()))
@@ -58,11 +58,11 @@ def program(seed: int):
 
 
 class Checked(fx.Interpreter):
-    """Holds every value against what is said of its sign."""
+    """Checks the inferred sign of every value."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.signs = signs(gm.graph)
+        self.signs = infer_signs(gm.graph)
 
     def run_node(self, n: fx.Node):
         result = super().run_node(n)
@@ -74,7 +74,7 @@ class Checked(fx.Interpreter):
 
 
 @given(st.integers(0, 2**32))
-def test_what_is_said_is_so(seed):
+def test_signs_of_random_programs(seed):
     torch.manual_seed(seed)
     x, y = torch.randn(2, 4, 4, dtype=torch.float64)
     checked = Checked(make_fx(program(seed), decomposition_table=DECOMPOSED)(x, y))
@@ -90,8 +90,8 @@ def applied(operator, kinds, x, y):
 
 
 @pytest.mark.parametrize("first", range(len(KNOWN)))
-def test_every_operator_says_what_is_so(first):
-    """Of operands of each sign, and of none; what is computed of them afterwards, too."""
+def test_signs_of_every_operator(first):
+    """Operands are nonnegative, nonpositive, zero, or of unknown sign."""
     x, y = torch.randn(2, 4, 4, dtype=torch.float64)
     unary = [partial(applied, operator, (KNOWN[first],)) for operator in UNARY]
     binary = [
@@ -115,8 +115,8 @@ OF_A_SIZE = {
 
 
 @pytest.mark.parametrize("name", OF_A_SIZE)
-def test_sizes_that_vary_may_be_operands(name):
-    """Which are nodes of the graph, no numbers."""
+def test_symbolic_sizes_may_be_operands(name):
+    """They are nodes of the graph and not numbers."""
 
     def function(m, x):
         return OF_A_SIZE[name](x, x.shape[0] // 16)
@@ -134,7 +134,7 @@ DECAYS = {
     "recurrent gemma": lambda a, b: -8.0 * torch.sigmoid(a) * F.softplus(b),
     "retention": lambda a, b: torch.full_like(a, -0.1),
     "summed": lambda a, b: F.logsigmoid(a).cumsum(-1),
-    "what is left": lambda a, b: (s := F.logsigmoid(a).cumsum(-1))[..., -1:] - s,
+    "sum after each position": lambda a, b: (s := F.logsigmoid(a).cumsum(-1))[..., -1:] - s,
 }
 
 
@@ -143,36 +143,36 @@ def test_decays_are_found(name):
     x = torch.randn(2, 4, 4)
     gm = make_fx(DECAYS[name], decomposition_table=DECOMPOSED)(*x)
     (result,) = gm.graph.output_node().all_input_nodes
-    assert KnownSign.NONPOSITIVE in signs(gm.graph)[result]
+    assert KnownSign.NONPOSITIVE in infer_signs(gm.graph)[result]
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        lambda a: a.cumsum(-1)[:, -1:] - a.exp().cumsum(-1),  # of another
+        lambda a: a.cumsum(-1)[:, -1:] - a.exp().cumsum(-1),  # two different sums
         lambda a: (s := (-a.exp()).cumsum(0))[:, -1:] - s,  # along another dimension
-        lambda a: (s := (-a.exp()).cumsum(-1))[:, :1] - s,  # of what comes before
-        lambda a: 1 / -a.relu(),  # a zero has a sign
+        lambda a: (s := (-a.exp()).cumsum(-1))[:, :1] - s,  # the sum before each position
+        lambda a: 1 / -a.relu(),  # the divisor may be -0 or 0
         lambda a: -F.softplus(a) + 1,
         lambda a: torch.where(a > -1, a, 0.0) * -1,
     ],
 )
-def test_nothing_is_said_of_others(function):
+def test_other_signs_are_unknown(function):
     gm = make_fx(function, decomposition_table=DECOMPOSED)(torch.randn(4, 4))
     (result,) = gm.graph.output_node().all_input_nodes
-    assert KnownSign.NONPOSITIVE not in signs(gm.graph).get(result, KnownSign.UNKNOWN)
+    assert KnownSign.NONPOSITIVE not in infer_signs(gm.graph).get(result, KnownSign.UNKNOWN)
 
 
 def chunked_decay(m, x):
-    """The part of Mamba2 and gated delta rules that is within a chunk: positions are columns."""
+    """Mamba2 and gated delta rules within a chunk. Positions are columns."""
     decay = F.logsigmoid(x).view(4, -1, x.shape[1])
     later = decay.cumsum(-1)
     return ((later[..., -1:] - later).exp() * torch.tanh(decay)).view_as(x) + later.exp().view_as(x)
 
 
-def test_decays_that_are_bounded_are_kept_in_formats_of_a_wide_range():
+def test_bounded_decays_are_saved_in_formats_of_a_wide_range():
     for save_format in ("e4m3", "e2m1"):
         assert min(gradient_cosines(chunked_decay, save_format)) > 0.99
-        kept = {s.kept_as.split()[0] for s in plan_of(chunked_decay, save_format).saved}
-        assert "e4m3" in kept
-        assert "e2m1" not in kept
+        formats = {s.kept_as.split()[0] for s in plan_of(chunked_decay, save_format).saved}
+        assert "e4m3" in formats
+        assert "e2m1" not in formats

@@ -1,4 +1,4 @@
-"""Constants that make a function steep: parameters and buffers are seldom 1."""
+"""Parameters and buffers may make a function steep. They are seldom 1."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_steep_slopes_keep_small_values(name, save_format):
 
 
 def test_linear_factors_allow_4_bits():
-    """A gain, which multiplies what it scales, does not make rounding matter more."""
+    """A gain multiplies a value and its error alike."""
     saved = plan_of(lambda m, h: F.silu(h) * m.gain * m.ema, "e2m1").saved
     assert any(s.kept_as.startswith("e2m1") for s in saved)

@@ -1,4 +1,4 @@
-"""Values whose products with a gradient sum up to a few numbers keep 8 bits."""
+"""Values that are multiplied in the gradients of small parameters have 8 bits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def streams(h: Tensor, p: Tensor) -> Tensor:
 
 
 def contraction(h: Tensor, p: Tensor) -> Tensor:
-    """The same as a matrix product."""
+    """`streams` as a matrix product."""
     return torch.einsum("n,bnd->bd", p, h.unflatten(-1, (4, -1)))
 
 
 def tokens(h: Tensor, p: Tensor) -> Tensor:
-    """A weight of each token that depends on a small parameter."""
+    """Each token has a weight that depends on a small parameter."""
     return torch.sigmoid(p[0] * h.mean(-1, keepdim=True)) * h
 
 
@@ -37,7 +37,7 @@ def slope(h: Tensor, p: Tensor) -> Tensor:
 
 
 def vector(h: Tensor, p: Tensor) -> Tensor:
-    """LayerScale: a weight of each column."""
+    """LayerScale: each column has a weight."""
     return p * h
 
 
@@ -59,7 +59,7 @@ class Gated(nn.Module):
 
 
 def formats_before_the_sum(model: nn.Module) -> set[str]:
-    """The low-bit formats of saved values, except for the sum that the norm reads."""
+    """Return the low-bit formats of saved values. The sum that the norm reads is left out."""
     x = torch.randn(256, 64, requires_grad=True)
     (compiled,) = fp8pass.explain(model, x, config=Config.recipe("agoq")).graphs
     low_bit = [s for s in compiled.plan.saved if s.expected_error]
@@ -71,7 +71,7 @@ def test_factors_of_a_small_gradient_have_8_bits(gate):
     assert not {f for f in formats_before_the_sum(Gated(gate, 4)) if f.startswith("e2m")}
 
 
-def test_factors_of_a_vector_s_gradient_have_4_bits():
+def test_factors_of_the_gradient_of_a_vector_have_4_bits():
     assert any(f.startswith("e2m1") for f in formats_before_the_sum(Gated(vector, 128)))
 
 

@@ -1,4 +1,4 @@
-"""Deriving rules takes time linear in operators, or is not tried; nothing raises."""
+"""Deriving rules takes time linear in operators, or is refused. Nothing raises."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rules_helpers import D, gradient_cosines, rules_of
 from torch.nn import functional as F
 
 from fp8pass.error_analysis import derivation
+from fp8pass.error_analysis.formulas import summarize_rules
 from fp8pass.error_analysis.samples import Samples
-from fp8pass.error_analysis.summary import summarize_rules
 
 
 def norms(m, h):
@@ -60,7 +60,7 @@ CHAINS = {"norms": norms, "sinkhorn": sinkhorn, "ode": runge_kutta, "spikes": sp
 
 
 def seconds_for(function) -> float:
-    """CPU seconds for the rules of a function, none of them known before."""
+    """Return the CPU seconds for the rules of a function, with an empty cache."""
     rules = rules_of(function)
     derivation._rule_cache.clear()
     start = time.process_time()
@@ -69,8 +69,8 @@ def seconds_for(function) -> float:
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains_without_a_gemm_are_derived_or_given_up_in_time(name):
-    assert seconds_for(CHAINS[name]) < 3  # tenths of seconds where nothing else runs
+def test_chains_without_a_gemm_are_derived_or_refused_in_time(name):
+    assert seconds_for(CHAINS[name]) < 3  # tenths of seconds on an idle machine
 
 
 @pytest.mark.long
@@ -80,10 +80,10 @@ def test_500_pointwise_operators_take_two_seconds():
             h = torch.tanh(h * 1.1) + torch.sigmoid(h) * 0.3
         return h
 
-    assert seconds_for(many) < 6  # a second where nothing else runs
+    assert seconds_for(many) < 6  # a second on an idle machine
 
 
-def test_what_is_too_large_says_so():
+def test_a_region_that_is_too_large_has_a_reason():
     rules = rules_of(sinkhorn)
     (reason,) = {rule.reason for rule in rules._findings.rules.values()} - {""}
     assert "81 reductions" in reason
@@ -129,5 +129,5 @@ def test_a_tolerance_of_infinity_derives_nothing(monkeypatch):
 
 @pytest.mark.parametrize("save_format", ["e4m3", "e2m1"])
 def test_saturated_powers_hold_their_bound(save_format):
-    """What decides is small where few values are large, and is flushed to zero there."""
+    """Small values count most, and groups with a large value flush them to zero."""
     assert min(gradient_cosines(lambda m, h: torch.tanh(h) ** 1000, save_format)) > 0.97

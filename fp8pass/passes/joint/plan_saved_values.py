@@ -37,7 +37,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.more_bits import more_bits
 from fp8pass.config import bytes_text
 from fp8pass.error_analysis.error_rules import Rules
-from fp8pass.error_analysis.summary import summarize_rules
+from fp8pass.error_analysis.formulas import summarize_rules
 from fp8pass.passes.context import Context
 
 if TYPE_CHECKING:

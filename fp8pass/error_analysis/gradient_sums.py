@@ -1,0 +1,119 @@
+"""Find values that are multiplied by gradients and summed: in scans, and for small parameters.
+
+*Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
+multiplies by exp(c), sums, and multiplies by exp(-c): the smallest elements of a row before the sum
+may be the largest after it. In groups with a common scale they would be rounded to zero. If the
+arguments of all exponentials next to the sum are nonpositive, as in Mamba2 and gated delta rules,
+small elements stay small, and formats of a wide range are allowed.
+
+*Small parameters*. The gradient of a parameter of few elements consists of a few sums:
+
+    out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
+    grad scale = sum over tokens of f(token) * <grad out, streams>
+
+In hyper-connections the sums were 7 to 21% of the norm of their terms, so that an error of 12% of
+each term changed the sign of gradients. Adam divides by the size of the gradient, so that a small
+gradient counts as much as a large one. In the gradient of a matrix few of thousands of sums cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Set
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.error_analysis.differences import COPIES, PRODUCTS
+from fp8pass.error_analysis.regions import Region, is_movement
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.nodes import aten
+from fp8pass.graph.patterns import ADDITIONS
+
+SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+SCANNED = "its gradients are summed over positions, where the smallest may count most"
+
+SMALL = 32  # elements; parameters with fewer are small
+WIDE = 16  # elements of a row that is summed; the smallest group that shares a scale
+CANCELLATION = 10.0  # norm of the terms over their sum; more in one of twelve random sums
+
+
+def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
+    """Return, for each scan in `backward`, the regions that compute its operand or read it."""
+    readers: dict[fx.Node, set[Region]] = {}
+    for region in regions:
+        for node in (*region.inputs, *region.nodes):
+            readers.setdefault(node, set()).add(region)
+    found = []
+    for scan in (n for n in backward if n.target in SCANS):
+        near = _reach(scan, lambda n: n.all_input_nodes) | _reach(scan, lambda n: n.users)
+        found.append({region for node in near for region in readers.get(node, ())})
+    return found
+
+
+def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes that `step` reaches from a scan through views, movement and additions."""
+    found, waiting = set[fx.Node](), [scan]
+    while waiting:
+        for node in step(waiting.pop()):
+            if node in found:
+                continue
+            found.add(node)
+            if kind(node) is Kind.VIEW or is_movement(node) or node.target in ADDITIONS:
+                waiting.append(node)
+    return found
+
+
+def find_factors_of_small_gradients(
+    g: fx.Graph, backward: Collection[fx.Node], forward_outputs: int
+) -> set[fx.Node]:
+    """Return the forward values that are multiplied in the gradients of small parameters.
+
+    Args:
+        g: a joint graph.
+        backward: its nodes that depend on a gradient.
+        forward_outputs: how many of its outputs belong to the forward.
+    """
+    gradients = graph.outputs(g)[forward_outputs:]
+    waiting = [x for x in gradients if isinstance(x, fx.Node) and _is_small(x)]
+    seen, found = set(waiting), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if kind(node) is Kind.GEMM or (node.target in PRODUCTS and _is_wide(node)):
+            found.update(_find_original(x) for x in node.all_input_nodes if x not in backward)
+            continue
+        operands = [x for x in node.all_input_nodes if x in backward and x not in seen]
+        seen.update(operands)
+        waiting += [x for x in operands if _may_lead_to_rows(x, node)]
+    if not found:
+        return found
+    return {node for node in g.nodes if node not in backward and _find_original(node) in found}
+
+
+def _is_small(gradient: fx.Node) -> bool:
+    value = graph.value(gradient)
+    if not isinstance(value, torch.Tensor):
+        return False
+    count = value.numel()
+    return isinstance(count, int) and count < SMALL
+
+
+def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
+    """Whether to search from `user` to its operand: through narrow values, and to one wide value.
+
+    Operators with several results end the search.
+    """
+    is_tensor = isinstance(graph.value(node), torch.Tensor)
+    return is_tensor and not (_is_wide(node) and _is_wide(user))
+
+
+def _is_wide(node: fx.Node) -> bool:
+    shape = graph.tensor(node).shape
+    return bool(shape) and not (isinstance(shape[-1], int) and shape[-1] < WIDE)
+
+
+def _find_original(node: fx.Node) -> fx.Node:
+    """Return the node that `node` is a view, cast or copy of."""
+    while node.target in COPIES and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
