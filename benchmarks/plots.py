@@ -1,6 +1,6 @@
 """Plot docs/{convergence,frontier,projection,stability,memory}.png from benchmarks/results/*.json.
 
-python benchmarks/plots.py    plot all results; needs matplotlib
+python benchmarks/plots.py    what has been measured; needs matplotlib
 """
 
 from __future__ import annotations
