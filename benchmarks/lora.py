@@ -128,7 +128,7 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
 
 
 def bytes_of(weight: Tensor) -> int:
-    """Return the bytes of a weight, or of its FP8 data."""
+    """Bytes of a weight, or of its codes."""
     parts = [weight.codes, weight.scales] if isinstance(weight, CodedWeight) else [weight]
     return sum(x.nbytes for x in parts)
 
