@@ -1,12 +1,12 @@
-"""What each optional part of fp8pass wins: the same model with it and without it, in one process.
+"""Measure the gain of each optional part of fp8pass: the same model with it and without it.
 
     python benchmarks/ablation.py                              all cases
     python benchmarks/ablation.py --cases h2048 gpt2           some of them
     python benchmarks/ablation.py --tiny --out x.json          a small case, on the CPU too
 
-A part stays in fp8pass if some case is at least 1% faster with it. Times are those of forward and
-backward, medians of rounds in which the variants take turns in another order (`layer.py`). All
-variants of a case share their parameters.
+A part stays in fp8pass if some case is at least 1% faster with it. A time is the median of forward
+and backward over rounds; variants alternate, in another order each round (`layer.py`). All variants
+of a case run in one process and share their parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Code from a cache would be that of whoever compiled it.
+# A cache would return code of another variant.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
 from layer import CASES as LAYERS
-from layer import TINY, Case, median_times, sharing, with_own_code
+from layer import TINY, Case, median_times, share_parameters, with_own_code
 from model import MODELS, new_llama
 from models import GPT, Stack, init_weights, rope_tables
 from report import environment, merge, print_rows, write_json
@@ -40,7 +40,7 @@ import fp8pass
 
 @dataclass(frozen=True)
 class Variant:
-    """fp8pass with some of its parts left out.
+    """fp8pass without some of its parts.
 
     Attributes:
         env: environment variables while it compiles.
@@ -80,11 +80,11 @@ class Subject:
         self.model, self.inputs, self._step = model, inputs, step
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self._step(self.model)
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Delete the gradients."""
         self.inputs[0].grad = None
         self.model.zero_grad(set_to_none=True)
 
@@ -93,7 +93,7 @@ Made = tuple[nn.Module, tuple[Tensor, ...], Callable[[nn.Module], None]]
 
 
 def layer_case(case: Case, device: torch.device) -> Made:
-    """A stack of decoder layers, in BF16."""
+    """Return a stack of decoder layers in BF16."""
     model = Stack(case.layers, case.hidden, case.heads, case.ffn).to(device, torch.bfloat16)
     init_weights(model)
     x = torch.randn(case.batch, case.seq, case.hidden, device=device, dtype=torch.bfloat16)
@@ -103,7 +103,7 @@ def layer_case(case: Case, device: torch.device) -> Made:
 
 
 def gpt2_case(device: torch.device, batch: int = 16, seq: int = 1024) -> Made:
-    """GPT-2 124M as nanoGPT trains it: FP32 weights under autocast."""
+    """Return GPT-2 124M as nanoGPT trains it: FP32 weights under autocast."""
     model = GPT(layers=12, hidden=768, heads=12, vocabulary=50304, length=seq).to(device)
     ids = torch.randint(50304, (batch, seq + 1), device=device)
 
@@ -116,7 +116,7 @@ def gpt2_case(device: torch.device, batch: int = 16, seq: int = 1024) -> Made:
 
 
 def llama_case(name: str, device: torch.device) -> Made:
-    """A Hugging Face Llama, in BF16."""
+    """Return a Hugging Face Llama in BF16."""
     size = MODELS[name]
     model = new_llama(size, device)
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
@@ -128,16 +128,16 @@ CASES: dict[str, Callable[[torch.device], Made]] = {
     "gpt2": gpt2_case,
     **{name: partial(llama_case, name) for name in MODELS},
 }
-# Whose launches the CPU is slow for.
+# Cases that wait for the CPU to launch kernels.
 WAITS_FOR_CPU = ("h2048", "gpt2")
 
 
 def compiled(name: str, model: nn.Module, variant: Variant) -> nn.Module:
-    """A copy of a model, compiled as a whole or layer by layer."""
-    model = sharing(model)
+    """Return a copy of a model, compiled as a whole or layer by layer."""
+    model = share_parameters(model)
     if name in MODELS and MODELS[name].per_block:
         layers: Any = model.model.layers  # type: ignore[union-attr]
-        kind = type(with_own_code(layers[0]))  # which all of them share
+        kind = type(with_own_code(layers[0]))  # all layers share the class
         for i, layer in enumerate(layers):
             layer.__class__ = kind
             layers[i] = torch.compile(layer, backend=variant, **variant.how)
@@ -148,7 +148,7 @@ def compiled(name: str, model: nn.Module, variant: Variant) -> nn.Module:
 def run_case(
     name: str, make: Callable[[torch.device], Made], chosen: dict[str, Variant], rounds: int
 ) -> list[dict[str, Any]]:
-    """The times of all variants of a case."""
+    """Measure the times of all variants of a case."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,10 +170,10 @@ def run_case(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--variants", nargs="+", help="leave out the others")
+    parser.add_argument("--variants", nargs="+", help="measure only these")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tiny", action="store_true", help="one small case, on the CPU too")
     default = Path(__file__).parent / "results/ablation.json"

@@ -1,12 +1,12 @@
-"""What precise accumulation in FP8 GEMMs costs: time by role, and the error of the products.
+"""Measure precise accumulation in FP8 GEMMs: time by role, and the error of the products.
 
     python benchmarks/accumulation.py                    needs an NVIDIA GPU with FP8 tensor cores
     python benchmarks/accumulation.py --cases gpt2       one model; results in the file are kept
 
-Every GEMM that fp8pass runs in a step of a model, at its own shape and with its own scales: the
-forward with one scale for each row, dgrad and wgrad with one for each operand, and experts with one
-for each row. dgrads of layers that share an input are one GEMM, as `merge_dgrads` makes them. Each
-GEMM is timed with fast and with precise accumulation, one after the other.
+The script times every FP8 GEMM of a step of a model, at its own shape and with its own scales: the
+forward and experts with row scales, dgrad and wgrad with one scale for each operand. dgrads of
+layers that share an input are one GEMM, as after `merge_dgrads`. Each GEMM is timed with fast and
+with precise accumulation, in turn.
 
 The relative error of a product is measured against FP64 on a sample of rows and columns. Operands
 have a mean of half their standard deviation: activations and gradients are correlated, and
@@ -28,7 +28,7 @@ from tables_kernels import accumulation_table
 from torch import Tensor
 
 MERGED = 16384  # the longest contraction of `merge_dgrads`
-CALLS = 4  # that are timed together
+CALLS = 4  # calls in one measurement
 SAMPLE = 64
 MEAN = 0.5
 ROUNDS = 3
@@ -64,7 +64,7 @@ class Case:
     experts: int = 0
 
     def products(self) -> Iterator[Product]:
-        """The GEMMs of one layer of the model."""
+        """Yield the GEMMs of one layer of the model."""
         for group in self.groups:
             for inputs, outputs in group:
                 yield Product("forward", self.tokens, outputs, inputs, self.experts)
@@ -76,7 +76,7 @@ class Case:
 
 
 def llama(name: str, tokens: int, hidden: int, ffn: int, kv: int, layers: int = 1) -> Case:
-    """A Llama: queries, keys and values; their output; gate and up; down."""
+    """Return the layers of a Llama: queries, keys and values; their output; gate and up; down."""
     qkv = (hidden, hidden), (hidden, kv), (hidden, kv)
     groups = qkv, ((hidden, hidden),), ((hidden, ffn), (hidden, ffn)), ((ffn, hidden),)
     return Case(name, tokens, groups, layers)
@@ -114,12 +114,12 @@ class Result:
 
 
 def codes(rows: int, columns: int) -> Tensor:
-    """A random FP8 matrix."""
+    """Return a random FP8 matrix."""
     return (torch.randn(rows, columns, device="cuda") + MEAN).to(torch.float8_e4m3fn)
 
 
 def ones(*shape: int) -> Tensor:
-    """Scales."""
+    """Return scales."""
     return torch.ones(shape, device="cuda")
 
 
@@ -133,7 +133,7 @@ class Operands:
         self.a, self.b = codes(product.m, product.k), codes(matrices * product.n, product.k)
 
     def multiply(self, *, fast: bool) -> Tensor:
-        """The product in BF16."""
+        """Compute the product in BF16."""
         m, n, k, experts = self.of.m, self.of.n, self.of.k, self.of.experts
         out = torch.bfloat16
         if not experts:
@@ -153,7 +153,7 @@ class Operands:
         )
 
     def error(self, *, fast: bool) -> float:
-        """The relative error on a sample of the (first expert's) rows and columns."""
+        """Return the relative error on a sample of rows and columns (of the first expert)."""
         found = self.multiply(fast=fast)
         found = (found[0] if found.ndim == 3 else found)[:SAMPLE, :SAMPLE].double()
         length = self.of.k
@@ -164,7 +164,7 @@ class Operands:
         return ((found - exact).norm() / exact.norm()).item()
 
     def milliseconds(self, *, fast: bool) -> float:
-        """Of one product."""
+        """Count the FLOPs of one product."""
 
         def several() -> None:
             for _ in range(CALLS):
@@ -174,7 +174,7 @@ class Operands:
 
 
 def measure(case: Case, product: Product, count: int) -> Result:
-    """One GEMM; the smallest median of a few rounds, in which accumulations take turns."""
+    """Measure one GEMM: the smallest median of a few rounds, alternating both accumulations."""
     operands = Operands(product)
     times = [[operands.milliseconds(fast=fast) for fast in (True, False)] for _ in range(ROUNDS)]
     errors = [operands.error(fast=fast) for fast in (True, False)]
@@ -184,7 +184,7 @@ def measure(case: Case, product: Product, count: int) -> Result:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=names, default=names)

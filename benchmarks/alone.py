@@ -1,4 +1,4 @@
-"""Variants of a training, each in a process of its own: none finds what another has left.
+"""Measure variants of a training, each in a process of its own, so that they share no state.
 
 A script calls itself with `--child VARIANT`, where it calls `print_result`; as the parent it calls
 `measure_each`.
@@ -19,11 +19,11 @@ from report import merge, use_expandable_segments, write_json
 
 
 def arguments(doc: str | None, variants: Iterable[str], name: str) -> argparse.Namespace:
-    """The command line of a script: its variants, and `results/<name>.json` to add to."""
+    """Parse the command line of a script: its variants, and `results/<name>.json` to extend."""
     names = list(variants)
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--variants", nargs="+", default=names, choices=names)
-    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
     parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     default = Path(__file__).parent / f"results/{name}.json"
@@ -32,12 +32,12 @@ def arguments(doc: str | None, variants: Iterable[str], name: str) -> argparse.N
 
 
 def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:
-    """In the child: print what is found, or the error in its place."""
+    """Print the result, or the error instead of it. The child calls this."""
     use_expandable_segments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found: dict[str, Any] = measure(device) | {"error": None}
-    except Exception as error:  # out of memory: the others go on
+    except Exception as error:  # such as out of memory: the next variants still run
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     print(json.dumps(found))
 
@@ -45,12 +45,12 @@ def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:
 def measure_each(
     record: dict[str, Any], path: Path, variants: Iterable[str], command: list[str]
 ) -> None:
-    """Add those of `variants` that a record lacks, each written as it ends.
+    """Measure the variants that a record lacks, and write the file after each of them.
 
     Args:
-        record: what `resume` gives; results are added to it.
+        record: the record that `resume` returns; results are added to it.
         path: the file to write it to.
-        variants: names, which the script knows.
+        variants: names of variants of the script.
         command: the script and its options; `--child` is added.
     """
     done = {r["variant"] for r in record["results"] if not r["error"]}

@@ -1,16 +1,16 @@
-"""Compile time: cold against the peers, warm in a second process, and the passes alone.
+"""Measure compile time: cold and warm, with other compilers for comparison, and the passes alone.
 
     python benchmarks/compile_time.py            four layers of hidden 4096 (CUDA)
     python benchmarks/compile_time.py --passes   time of the passes for 1 to 32 layers (any device)
     python benchmarks/compile_time.py --depths   cold, for 10 to 200 small layers (any device)
 
-Every measurement is a process of its own with a cache folder of its own: the first run of a
-variant is cold, the second finds what the first one left. Seconds are those of the first forward
-and backward, imports not counted; `passes` is fp8pass's share of it. Depths are measured in CPU
-time of the process and the compilers it starts, without that of a second forward and backward,
-`--jobs` of them at a time: with many on one machine each takes up to a third longer. What has not
-ended after `--limit` seconds is left out. On the CPU kernels are written and not compiled: the C++
-compiler would take most of the time.
+Every measurement runs in a process and a cache folder of its own. The first run of a variant is
+cold; the second run uses the caches of the first. Seconds are the time of the first forward and
+backward, without imports; `passes` is the share of fp8pass's passes. Depths are measured in CPU
+time of the process and its compilers, minus a second forward and backward. `--jobs` processes run
+at a time; with many of them each takes up to a third longer. Runs longer than `--limit` seconds are
+skipped. On the CPU, kernels are generated but not compiled, because the C++ compiler would take
+most of the time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of those that it started and that have ended."""
+    """Return the CPU seconds of this process and of its child processes that have ended."""
     return sum(os.times()[:4])
 
 
@@ -112,7 +112,7 @@ def measure(
 
 
 def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
-    """Every variant cold, then warm."""
+    """Measure every variant cold, then warm."""
     results = []
     for variant in VARIANTS:
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
 def by_depth(
     depths: Sequence[int], variants: Sequence[str], limit: float, jobs: int
 ) -> list[dict[str, Any]]:
-    """Variants cold for each number of layers, as far as `limit` seconds allow."""
+    """Measure variants cold for each number of layers, as far as `limit` seconds allow."""
     end = time.perf_counter() + limit
     cases = [(layers, variant) for layers in sorted(depths) for variant in variants]
 
@@ -150,7 +150,7 @@ def by_depth(
 
 
 def passes_alone() -> list[dict[str, Any]]:
-    """Seconds of each pass on stacks of growing depth, without Inductor."""
+    """Measure each pass on stacks of growing depth, without Inductor."""
     from models import Stack, rope_tables
 
     import fp8pass
@@ -171,7 +171,7 @@ def passes_alone() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--passes", action="store_true", help="only the passes")
     parser.add_argument("--depths", type=int, nargs="*", help=f"default: {DEPTHS}")

@@ -1,4 +1,4 @@
-"""Does it train as well? A byte-level Llama of 51M parameters, with each variant and two seeds.
+"""Train a byte-level Llama of 51M parameters with each variant and two seeds.
 
     python benchmarks/convergence.py                     all runs that are not in the results yet
     python benchmarks/convergence.py --variants bf16 coat --seeds 0
@@ -11,10 +11,10 @@ seed every variant starts from the same weights and sees the same batches. Measu
 training loss in means of 20 steps; the final loss on all held-out text, by the same compiled
 forward; tokens per second and peak memory of the steps after the first five; whether any loss was
 not finite. Each run is written to the results as soon as it ends. Compare with `bf16` of the same
-seed; how far two seeds of one variant lie apart says what a difference means.
+seed. The difference between two seeds of one variant is the noise.
 
 `--experts` trains a mixture of experts of 97M parameters instead: eight experts in a layer, two of
-them for each token, with Switch's loss that balances them, which is no part of the final loss.
+them for each token, with Switch's balancing loss, which the final loss does not include.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "linear": {"recipe": "linear"},
     "coat": {"recipe": "coat"},
     "agoq": {"recipe": "agoq"},
-    # Four bits wherever they fit, with the rules that bound errors off.
+    # Four bits wherever they fit, without the error rules.
     "uniform4": {"recipe": "agoq", "error_tolerance": float("inf")},
 }
 MODEL = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
@@ -72,7 +72,7 @@ class Result:
 
 
 def corpus(device: torch.device) -> Data:
-    """The standard library, split by file."""
+    """Return the standard library as bytes, split by file into training and held-out text."""
     files = source_files(None)
     held_out = files[::HELD_OUT_EVERY]
     train = [f for f in files if f not in held_out]
@@ -80,7 +80,7 @@ def corpus(device: torch.device) -> Data:
 
 
 def tokens(files: Iterable[Path], device: torch.device) -> Tensor:
-    """Files as bytes, one after the other."""
+    """Concatenate the bytes of files."""
     text = bytearray().join(file.read_bytes() for file in files)
     return torch.frombuffer(text, dtype=torch.uint8).to(device)
 
@@ -127,7 +127,7 @@ def train(
             first_step_s = time.perf_counter() - start
     seconds, peak_bytes = meter.read()
 
-    # With gradients on, as the model was compiled: what is validated is what was trained.
+    # Gradients stay on, so that validation runs the compiled graph that was trained.
     count = (len(data.held_out) - 1) // size.tokens
     with autocast():
         held_out = [compiled(*batch).detach() for batch in data.held_out_batches(size, count)]
@@ -146,7 +146,7 @@ def summary(
     first_step_s: float,
     peak_bytes: int | None,
 ) -> Result:
-    """The result of a run with the losses of its steps."""
+    """Return the result of a run with the losses of its steps."""
     return Result(
         variant,
         seed,
@@ -160,7 +160,7 @@ def summary(
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up over a tenth, then a cosine to zero."""
+    """Return the share of the peak learning rate: linear warm-up over a tenth, then a cosine."""
     warm_up = steps // 10
     progress = max(0, step - warm_up) / (steps - warm_up)
     return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * progress))
@@ -172,7 +172,7 @@ def _finite(loss: Tensor) -> float | None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
@@ -196,7 +196,7 @@ def main() -> None:
         again=args.again,
     )
     done = {(r["variant"], r["seed"]) for r in record["results"]}
-    # Variants in turn for each seed, so that a cut leaves whole comparisons.
+    # All variants of a seed run before the next seed, so that an interrupted run has whole pairs.
     for variant, seed in [(v, s) for s in args.seeds for v in args.variants]:
         if (variant, seed) in done:
             continue

@@ -1,4 +1,4 @@
-"""Training on several GPUs: speed, memory and bytes on the wire, over each link, against the peers.
+"""Measure training on several GPUs: speed, memory and bytes on the wire, over each link.
 
     python benchmarks/distributed.py                    every variant over both links (two GPUs)
     python benchmarks/distributed.py --links host --models 7B --variants "fp8pass coat, compressed"
@@ -7,18 +7,18 @@
     python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
 
 `fsdp` is the 1B Llama of `model.py`, or the first eight layers of its 7B, which keep a GPU busy for
-longer than the CPU takes to launch them. Weights are in FP32, FSDP2 by decoder layer with gathers
-and gradients in BF16, layers compiled in place, the loss, too. `sequence` is 16 decoder layers of
-the 1B's sizes (models.Stack) in tensor parallel with sequence parallel norms.
+longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
+gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is 16 decoder
+layers of the 1B's sizes (models.Stack) in tensor parallel with sequence-parallel norms.
 
 Links: `nvlink` is what NCCL finds; `host` goes through host memory (NCCL_P2P_DISABLE=1), as GPUs
-without peer access do. One process a GPU stays for all variants over a link, which take turns: the
-CPU's speed, which may decide, changes from minute to minute. Tokens per second are those of all
-ranks together, by the median step and by the fastest; the rest is rank 0's: milliseconds in which
-the CPU launches a step, the peak above what the other variants hold, and what it sends of gradients
-and of weights in codes, over the bytes of BF16.
+without peer access do. Each GPU has one process for all variants of a link. Variants alternate,
+because the CPU's speed, which may limit a step, changes from minute to minute. Tokens per second
+count all ranks, by the median step and by the fastest. All other numbers are rank 0's: the
+milliseconds in which the CPU launches a step, the peak above the memory of the other variants, and
+the bytes of gradients and quantized weights that it sends, as a share of BF16's.
 
-`kernels` times what codes and sums: the share of the bandwidth of a copy.
+`kernels` times the kernels that quantize and add: their share of a copy's bandwidth.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from fp8pass.demo.train import Meter, free_memory
 
 HERE = Path(__file__).parent
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
-# Of each GPU; a sequence parallel model has one batch for all.
+# For each GPU; a sequence-parallel model has one batch for all GPUs.
 BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
-# Every variant takes so many steps in its turn. The first is not timed, since the CPU has run other
-# code before; of the second its part is.
+# Steps of a variant's turn. The first step is not timed, because the CPU's caches hold other code.
+# In the second step only the launches of the CPU are timed.
 TURNS, STEPS = 6, 8
 
 
@@ -77,10 +77,10 @@ class Variant:
         way: `fsdp` or `sequence`.
         compiler: `bf16`, `torchao` or `fp8pass`.
         gather: whether torchao gathers weights in FP8.
-        compress: arguments of `fp8pass.distributed.compress`; None: it is not called.
+        compress: arguments of `fp8pass.distributed.compress`; None does not call it.
         optimizer: `fused`, PyTorch's, or `fp8pass`.
-        without: a pass that is left out.
-        keeps: whether gathered weights stay from the forward to the backward.
+        without: a pass to disable.
+        keeps: whether gathered weights stay in memory from the forward to the backward.
         graphs: whether layers are replayed as CUDA graphs.
     """
 
@@ -130,13 +130,13 @@ VARIANTS = {
 
 
 def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[Any, Any]:
-    """A Llama, sharded and compiled; and what `compress` counts."""
+    """Return a Llama, sharded and compiled, and the counters of `compress`."""
     with torch.device(device):
         llama = new_llama(size, device).float()
     if variant.compiler == "torchao":
         _convert(llama, variant.gather)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))  # which all of them share
+    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))  # all layers share the class
     for layer in llama.model.layers:
         layer.__class__ = kind
         layer.compile(**_backend(variant))
@@ -163,7 +163,7 @@ def _backend(variant: Variant) -> dict[str, Any]:
 
 
 def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) -> Any:
-    """Decoder layers that share out features, and tokens where they normalize."""
+    """Return decoder layers in tensor parallel, with sequence-parallel norms."""
     stack: Any = Stack(size.layers, size.hidden, size.heads, size.ffn)
     with torch.no_grad():
         init_weights(stack.to(device, torch.bfloat16))
@@ -186,7 +186,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 
 
 class Run:
-    """One variant on this rank, compiled and warm; see the module's docstring."""
+    """One compiled and warm variant on this rank; see the module's docstring."""
 
     def __init__(self, name: str, size: Size, device: torch.device) -> None:
         self.variant, self.device = VARIANTS[name], device
@@ -204,11 +204,11 @@ class Run:
         meter = Meter(device)
         step_seconds(self.step, 1, device)
         _, peak = meter.read()
-        # What a CUDA graph uses inside is not counted when it is replayed.
+        # A replay does not count the memory that a CUDA graph uses inside.
         self.peak_bytes = None if peak is None or self.variant.graphs else peak - others
 
     def take_turn(self) -> None:
-        """Some more steps."""
+        """Run the steps of one turn."""
         step_seconds(self.step, 1, self.device)
         begin = time.perf_counter()
         self.step()
@@ -216,7 +216,7 @@ class Run:
         self.seconds += step_seconds(self.step, STEPS - 2, self.device)
 
     def result(self) -> dict[str, Any]:
-        """What was measured."""
+        """Return the measurements."""
         sent = {
             f"{kind}_wire": traffic.ratio if traffic and traffic.bytes else None
             for kind in ("gradients", "weights")
@@ -234,17 +234,17 @@ class Run:
 
 
 def measure(names: list[str], size: Size, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Results of variants that take turns, or what went wrong."""
+    """Measure alternating variants. Return the results, or the error of each variant."""
     torch._dynamo.reset()
     results: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for name in names:
         try:
             runs[name] = Run(name, size, device)
-        except Exception as error:  # a missing peer, out of memory: on all ranks alike
+        except Exception as error:  # a missing package or out of memory: the same on all ranks
             results[name] = {"error": f"{type(error).__name__}: {error}"}
             free_memory()
-    # The collector would look through all variants, of which a program has one.
+    # The garbage collector would scan all variants; a real program has only one.
     gc.collect()
     gc.freeze()
     for _ in range(TURNS):
@@ -300,7 +300,7 @@ def _sequence_step(
 
 
 def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
-    """The share of a copy's bandwidth that the kernels of the wire reach on this GPU."""
+    """Measure the share of a copy's bandwidth that the kernels of `compress` reach."""
     from fp8pass.distributed import weight_gather, wire
 
     def seconds(function: Callable[[], Any]) -> float:
@@ -341,7 +341,7 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One rank over one link; rank 0 writes a line for each variant."""
+    """Run one rank over one link; rank 0 prints a line for each variant."""
     use_expandable_segments()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", args.rank) if cuda else torch.device("cpu")
@@ -352,7 +352,7 @@ def child(args: argparse.Namespace) -> None:
         "nccl" if cuda else "gloo", store=store, rank=args.rank, world_size=args.ranks,
         device_id=device if cuda else None,
     )  # fmt: skip
-    # One code for the layers of all variants.
+    # Layers of all variants share compiled code.
     torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
     ways = [(model, "fsdp") for model in args.models] + [("1B", "sequence")]
     for model, way in ways:
@@ -373,7 +373,7 @@ def _size(model: str, *, tiny: bool) -> Size:
 
 
 def run_link(link: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All variants over one link, each rank a process."""
+    """Measure all variants over one link, with one process for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         common = [sys.executable, __file__, "--child", link, "--ranks", str(args.ranks)]
         common += ["--store", f"{folder}/store", *(["--tiny"] if args.tiny else [])]
@@ -399,7 +399,7 @@ def run_link(link: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)

@@ -1,4 +1,4 @@
-"""Rounding error and size of the ways to keep a value in less than a byte an element.
+"""Compare the rounding error and size of formats of less than a byte for each element.
 
     python benchmarks/formats.py            any device
 
@@ -50,23 +50,23 @@ class Element:
 
     @property
     def bits(self) -> int:
-        """Sign, exponent and mantissa."""
+        """Return the number of bits: sign, exponent and mantissa."""
         return 1 + self.exponent + self.mantissa
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the least normal number, with IEEE's bias."""
+        """Return the exponent of the least normal number, with IEEE's bias."""
         return 2 - (1 << self.exponent - 1) if self.exponent else self.mantissa
 
     @property
     def max(self) -> float:
-        """The largest value: all bits set, less the reserved codes."""
+        """Return the largest value: all bits set, without reserved codes."""
         binades = max(0, (1 << self.exponent) - 2)
         ones = (2 if self.exponent else 1) - (1 + self.reserved) * 2.0**-self.mantissa
         return ones * 2.0 ** (self.min_exponent + binades)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """`x` to the nearest value, ties to even, saturating."""
+    def round(self, x: Tensor) -> Tensor:
+        """Round `x` to the nearest value, ties to even, saturating."""
         exponent = torch.frexp(x).exponent.sub(1).clamp_min(self.min_exponent)
         step = torch.ldexp(torch.ones_like(x), exponent - self.mantissa)
         return ((x / step).round() * step).clamp(-self.max, self.max)
@@ -84,7 +84,7 @@ CHOICES = [
 
 
 def group_scale(amax: Tensor, element: Element, kind: str) -> Tensor:
-    """The scale that maps `amax` to the largest value, as it is stored."""
+    """Return the stored scale that maps `amax` to the largest value."""
     scale = torch.where(amax == 0, 1.0, amax / element.max)
     if kind == "bf16":
         return (scale.view(torch.int32) & -1 << 16).view(torch.float32)
@@ -94,15 +94,15 @@ def group_scale(amax: Tensor, element: Element, kind: str) -> Tensor:
 
 
 def relative_error(x: Tensor, element: Element, scale: str, group: int) -> float:
-    """RMS error of `x` [..., K] kept in groups, relative to the RMS of `x`."""
+    """Return the RMS error of `x` [..., K] stored in groups, relative to the RMS of `x`."""
     groups = x.float().unflatten(-1, (-1, group))
     scales = group_scale(groups.abs().amax(-1, keepdim=True), element, scale)
-    error = element.rounded(groups / scales) * scales - groups
+    error = element.round(groups / scales) * scales - groups
     return float(error.norm() / groups.norm())
 
 
 def random_values(device: torch.device) -> dict[str, Tensor]:
-    """Random numbers of different tails, bf16 [*SHAPE]."""
+    """Return random numbers of different tails, bf16 [*SHAPE]."""
     torch.manual_seed(0)
     gate, up = torch.randn(2, *SHAPE)
     heavy = torch.distributions.StudentT(torch.tensor(3.0)).sample(SHAPE)
@@ -111,7 +111,7 @@ def random_values(device: torch.device) -> dict[str, Tensor]:
 
 
 def activations(device: torch.device, steps: int) -> dict[str, Tensor]:
-    """What the last layer of the demo model computes after `steps` of training."""
+    """Return activations of the demo model's last layer after `steps` of training."""
     size = replace(SIZES["small"], steps=steps)
     data = Data.of(read_text(None), size, device)
     model = new_model(size, 0, device)
@@ -137,7 +137,7 @@ def _watch(model: Decoder, found: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """One way to keep values: its size, and its relative RMS error on each of them."""
+    """One format and group size: its bits, and its relative RMS error on each kind of values."""
 
     format: str
     scale: str
@@ -147,7 +147,7 @@ class Result:
 
 
 def measure(values: dict[str, Tensor]) -> list[Result]:
-    """Every choice in every group size."""
+    """Measure every format in every group size."""
     return [
         Result(
             element.name,
@@ -162,9 +162,9 @@ def measure(values: dict[str, Tensor]) -> list[Result]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="of training before activations")
+    parser.add_argument("--steps", type=int, default=100, help="training steps before measurement")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/formats.json")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,15 +1,15 @@
-"""GPT-2 124M as nanoGPT trains it: time and memory of forward and backward, by recipe.
+"""Measure time and memory of forward and backward of GPT-2 124M, as nanoGPT trains it.
 
     python benchmarks/gpt2.py                      all variants, writes results/gpt2.json
     python benchmarks/gpt2.py --tiny --out x.json  a small model, on the CPU too
 
 FP32 weights under BF16 autocast, 16 × 1024 tokens: the residual stream is in FP32 and its branches
-are in BF16, so that branches take half the bytes of the sums they make. Variants share their
-weights, and take turns (`layer.py`).
+are in BF16, so that branches take half the bytes of their sums. Variants share their weights, and
+alternate (`layer.py`).
 
-Per variant: milliseconds of a step (median), milliseconds in which a kernel runs (profiler), bytes
-held between forward and backward, what the plan says of them, and the peaks of either half, all
-above what is allocated before the step.
+Per variant: median milliseconds of a step, milliseconds in which a kernel runs (profiler), bytes
+held between forward and backward, the same bytes by the plan, and the peaks of the forward and of
+the backward. All bytes are above the memory allocated before the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from layer import median_times, sharing, with_own_code
+from layer import median_times, share_parameters, with_own_code
 from models import GPT
 from report import environment, print_rows, use_expandable_segments, write_json
 from tables_layers import gpt2_table
@@ -80,23 +80,23 @@ class Subject:
     planned: list[int] = field(default_factory=list)
 
     def loss(self) -> Tensor:
-        """Forward."""
+        """Run the forward."""
         with torch.autocast(self.inputs[0].device.type, torch.bfloat16):
             return self.model(*self.inputs)
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.loss().backward()
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Delete the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], recipe: Recipe | None) -> Subject:
-    """A variant of a model, not compiled yet; without a recipe, stock `torch.compile`."""
-    model, planned = with_own_code(sharing(base)), list[int]()
+    """Return a variant of a model, not compiled yet; without a recipe, stock `torch.compile`."""
+    model, planned = with_own_code(share_parameters(base)), list[int]()
 
     def observe(compiled: CompiledGraph) -> None:
         planned.append(compiled.plan.saved_bytes)
@@ -107,7 +107,7 @@ def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], recipe: Recipe | 
 
 
 def measure_memory(subject: Subject, result: Result) -> None:
-    """Fill in the bytes held between the halves of a step, and the peak of each."""
+    """Fill in the bytes held between forward and backward, and the peak of each."""
     if subject.inputs[0].device.type != "cuda":
         return
     subject.clear()
@@ -127,7 +127,7 @@ def measure_memory(subject: Subject, result: Result) -> None:
 
 
 def busy_ms(subject: Subject) -> float:
-    """Milliseconds of a step in which a kernel runs, waits for the CPU left out."""
+    """Return the milliseconds of a step in which a kernel runs, without waits for the CPU."""
     if subject.inputs[0].device.type != "cuda":
         return 0.0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -140,7 +140,7 @@ def busy_ms(subject: Subject) -> float:
 
 
 def measure(size: Size, device: torch.device, rounds: int) -> list[Result]:
-    """All variants of a model."""
+    """Measure all variants of a model."""
     torch.manual_seed(0)
     with device:
         base = GPT(size.layers, size.hidden, size.heads, size.vocabulary, size.seq)
@@ -165,7 +165,7 @@ def measure(size: Size, device: torch.device, rounds: int) -> list[Result]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")

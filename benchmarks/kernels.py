@@ -1,15 +1,15 @@
-"""Where a layer's time goes: every kernel beside the limit of the GPU.
+"""Profile the kernels of a layer, and compare each with the limit of the GPU.
 
     python benchmarks/kernels.py                    the cases of layer.py, needs a GPU
     python benchmarks/kernels.py --cases h4096      one of them
 
-Decoder layers, forward + backward, profiled over some steps: recipe coat with the kernels of
-`codegen/`, with Inductor's generated code only, and the peer. For each kernel: calls and
-milliseconds a step, and for those that move memory the bytes of their arguments (read or written
-once, in place twice) over the time, as a share of what a large copy reaches in the same run. GEMMs
-together are compared with the FP8 rate of one large product, attention with its FLOPs. The floor
-is GEMMs and attention as they ran, and the bytes of all else at copy bandwidth; what is left of the
-step is what better kernels, or fewer of them, could win.
+Decoder layers, forward and backward, profiled over some steps: recipe coat with the kernels of
+`codegen/`, with Inductor's generated code only, and torchao. For each kernel: calls and
+milliseconds of a step. For memory-bound kernels also the bandwidth, from the bytes of their
+arguments (counted once, in-place arguments twice), as a share of a large copy's bandwidth in the
+same run. GEMMs are compared with the FP8 rate of one large product. The floor is the time of GEMMs
+and attention, plus all other bytes at copy bandwidth. Better or fewer kernels could save the rest
+of the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KERNEL_PASSES = ",".join(p.__name__ for p in BEFORE_LOWERING)
 
 @dataclass
 class Kernel:
-    """One kernel in a step; `bytes` is 0 where it is not known."""
+    """One kernel in a step; `bytes` is 0 if unknown."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class Kernel:
 
 @dataclass
 class Limits:
-    """What the GPU reaches: bytes read and written a second, FP8 FLOP a second."""
+    """Measured limits of the GPU: bytes read and written per second, FP8 FLOPs per second."""
 
     copy_bandwidth: float
     fp8_flops: float
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass
 class Breakdown:
-    """One case; milliseconds are those of a step, `idle_ms` those between kernels."""
+    """One case; milliseconds of a step, and `idle_ms` between its kernels."""
 
     case: str
     step_ms: float
@@ -82,14 +82,14 @@ class Breakdown:
 
 
 def kind_of(name: str) -> str:
-    """`gemm`, `attention`, `generated` or `other`, by a kernel's name."""
+    """Return `gemm`, `attention`, `ours`, `generated` or `other`, by a kernel's name."""
     return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
 
 
 def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Median milliseconds of a call, on a GPU that a copy keeps busy while the CPU launches it.
+    """Return the median milliseconds of a call. A copy keeps the GPU busy during the launch.
 
-    An earlier call alone would not: short kernels take the GPU less time than the CPU.
+    An earlier call is not enough: the GPU runs short kernels faster than the CPU launches them.
     """
     source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     times = []
@@ -106,7 +106,7 @@ def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def measure_limits() -> Limits:
-    """A copy of 1 GiB, and a product of 16384 × 8192 × 8192."""
+    """Measure a copy of 1 GiB, and a product of 16384 × 8192 × 8192."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_ms = busiest_ms(lambda: target.copy_(source))
@@ -122,8 +122,8 @@ def measure_limits() -> Limits:
 
 
 @contextmanager
-def counted_bytes() -> Iterator[dict[str, list[int]]]:
-    """Bytes of the arguments of every launch of a generated kernel, by its name."""
+def count_bytes() -> Iterator[dict[str, list[int]]]:
+    """Return the bytes of the arguments of every launch of a generated kernel, by its name."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     counted: dict[str, list[int]] = defaultdict(list)
@@ -144,7 +144,7 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
 
 
 def flops_of(subject: Subject) -> tuple[float, float]:
-    """Of the GEMMs and of attention in a step."""
+    """Count the FLOPs of GEMMs and of attention in a step."""
     with FlopCounterMode(display=False) as counter:
         subject.step()
     by_operator = counter.get_flop_counts()["Global"]
@@ -167,7 +167,7 @@ def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
         subject.step()
         subject.clear()
     step_ms = median_times({"": subject}, rounds)[""].ms
-    with counted_bytes() as counted:
+    with count_bytes() as counted:
         subject.step()
     subject.clear()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -192,14 +192,14 @@ def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
 
 
 def start_profiler() -> None:
-    """The first profile of a process starts the GPU's tracing, and nothing runs meanwhile."""
+    """Start GPU tracing, which the first profile of a process waits for."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.ones(1, device="cuda")
         torch.cuda.synchronize()
 
 
 def idle_ms(profiler: torch.profiler.profile) -> float:
-    """Milliseconds between the first and the last kernel in which none ran."""
+    """Return the milliseconds between the first and the last kernel in which no kernel ran."""
     cuda = torch.autograd.DeviceType.CUDA
     ran = [e.time_range for e in profiler.events() or () if e.device_type == cuda]
     idle, until = 0.0, None
@@ -211,7 +211,7 @@ def idle_ms(profiler: torch.profiler.profile) -> float:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,14 +1,14 @@
-"""Time, activation memory and gradient error of decoder layers against the peers, in one process.
+"""Compare time, activation memory and gradient error of decoder layers, in one process.
 
     python benchmarks/layer.py                 all cases, writes benchmarks/results/layer.json
     python benchmarks/layer.py --cases h2048   one case
     python benchmarks/layer.py --tiny          a CPU-sized case, to check that the script works
 
-Per case and variant: compile seconds (cold), milliseconds for forward + backward (CUDA events,
-median; variants take turns, so that drift hits all alike), milliseconds in which the CPU launches
-the first step of a turn, bytes allocated by the forward and held for the backward, without the
-output, and relative L2 errors against eager BF16: output, input gradient, worst weight gradient.
-`kept` is what the plan of fp8pass predicts.
+Per case and variant: compile seconds (cold); median milliseconds of forward and backward (CUDA
+events), where variants alternate so that drift affects all of them; milliseconds in which the CPU
+launches the first step of a turn; bytes that the forward allocates and the backward needs, without
+the output; relative L2 errors against eager BF16: output, input gradient, worst weight gradient.
+`kept` is the prediction of fp8pass's plan.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ CASES = (
     Case("h4096x4", 4, 4096, 32, 11008, 4096),
 )
 TINY = Case("tiny", 1, 128, 2, 384, 64)
-# How long a variant's turn is, if more than one step fits.
+# The length of a variant's turn, if more than one step fits.
 TURN_MS = 20.0
 
 
 @dataclass
 class Times:
-    """Milliseconds of a step, and until the CPU has launched all of it."""
+    """Milliseconds of a step, and of its launches by the CPU."""
 
     ms: float = 0.0
     cpu_ms: float = 0.0
@@ -92,16 +92,16 @@ class Subject:
         self.model, self.inputs, self.grad = model, inputs, grad
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.model(*self.inputs).backward(self.grad)
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Delete the gradients."""
         self.inputs[0].grad = None
         self.model.zero_grad(set_to_none=True)
 
     def activation_bytes(self) -> int:
-        """Bytes that the forward leaves allocated, its output not counted."""
+        """Return the bytes that the forward leaves allocated, without its output."""
         if self.inputs[0].device.type != "cuda":
             return 0
         self.clear()
@@ -115,7 +115,7 @@ class Subject:
         return held
 
     def gradients(self) -> dict[str, Tensor]:
-        """Output and gradients of one step."""
+        """Return output and gradients of one step."""
         self.clear()
         output = self.model(*self.inputs)
         output.backward(self.grad)
@@ -129,7 +129,7 @@ Variant = Callable[[nn.Module], nn.Module]
 
 
 def torchao(recipe: str, **how: Any) -> Variant:
-    """torchao's float8 training recipe, compiled."""
+    """Return a model with torchao's float8 training recipe, compiled."""
 
     def make(model: nn.Module) -> nn.Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -140,17 +140,17 @@ def torchao(recipe: str, **how: Any) -> Variant:
     return make
 
 
-# The option that `mode="reduce-overhead"` stands for; PyTorch takes no mode beside options.
+# The option behind `mode="reduce-overhead"`; PyTorch does not accept a mode and options together.
 CUDA_GRAPHS = {"triton.cudagraphs": True}
 
 
 def with_fp8pass(**options: Any) -> Variant:
-    """fp8pass with options."""
+    """Return fp8pass with options."""
     return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]
 
 
 def without_pass(name: str) -> Variant:
-    """fp8pass without a pass of its pipeline."""
+    """Return fp8pass without one of its passes."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
         with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=name):
@@ -160,7 +160,7 @@ def without_pass(name: str) -> Variant:
 
 
 def variants(extra: bool) -> dict[str, Variant]:
-    """Everything that is compared; the first is the reference."""
+    """Return all variants; the first is the reference."""
     table: dict[str, Variant] = {
         "bf16 eager": lambda m: m,
         "bf16 compile": lambda m: torch.compile(m),  # type: ignore[dict-item, return-value]
@@ -185,10 +185,10 @@ def variants(extra: bool) -> dict[str, Variant]:
 
 
 def with_own_code(model: nn.Module, method: str = "forward") -> nn.Module:
-    """`model`, with a copy of the code of `method`, the one that is compiled.
+    """Return `model` with a copy of the code of `method`, which is compiled.
 
-    Dynamo keeps what it compiles with the code, and at a call checks the guards of all that it
-    finds there: a variant would wait for the others, as no program with one model does.
+    Dynamo stores compiled graphs with the code object, and each call checks the guards of all of
+    them. With shared code every variant would check the guards of the other variants.
     """
     kind = type(model)
     old = getattr(kind, method)
@@ -198,16 +198,16 @@ def with_own_code(model: nn.Module, method: str = "forward") -> nn.Module:
     return model
 
 
-def sharing(model: nn.Module) -> nn.Module:
-    """A copy of a model that shares its parameters and buffers."""
+def share_parameters(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters and buffers."""
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
-    """Median times of each subject, taking turns.
+    """Return the median times of each subject; subjects alternate.
 
-    In another order every round: a GPU at its power limit is slower after what took more of it.
+    Each round has another order: a GPU at its power limit is slower after a demanding variant.
     """
     steps = {
         name: max(1, round(TURN_MS / _turn(subject, 1).ms)) for name, subject in subjects.items()
@@ -226,7 +226,7 @@ def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
 
 
 def _turn(subject: Subject, steps: int) -> Times:
-    """Times of a number of steps, one right after the other, as in training."""
+    """Return the times of a number of steps without pauses, as in training."""
     subject.clear()
     if subject.inputs[0].device.type != "cuda":
         start = time.perf_counter()
@@ -235,7 +235,7 @@ def _turn(subject: Subject, steps: int) -> Times:
         return Times(ms, ms)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    subject.step()  # the GPU is busy, and its clocks up, when the timed steps start
+    subject.step()  # the GPU is busy and at full clock when the timed steps start
     cpu_ms = (time.perf_counter() - start) * 1e3
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start_event.record()
@@ -269,8 +269,8 @@ def compare(
     chosen: dict[str, Variant],
     rounds: int,
 ) -> list[Result]:
-    """Measure every variant of a model; the first of its inputs has a gradient."""
-    torch._dynamo.reset()  # what it saw of other sizes would make these vary
+    """Measure every variant of a model. Its first input has a gradient."""
+    torch._dynamo.reset()  # otherwise sizes that differ from the last case's become dynamic
     (x, *others), device = inputs, grad.device
     subjects, results = {}, {}
     reference: dict[str, Tensor] = {}
@@ -282,7 +282,7 @@ def compare(
         if device.type == "cuda":
             torch.cuda.synchronize()
         result = Result(case, name, rounds, compile_s=time.perf_counter() - start)
-        subject.clear()  # CUDA graphs overwrite what a step before gave
+        subject.clear()  # CUDA graphs overwrite the results of the previous step
         subject.step()
         subject.clear()
         if not name.endswith(GRAPHED):
@@ -306,12 +306,12 @@ def compare(
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
-    """‖x - reference‖ / ‖reference‖."""
+    """Return ‖x - reference‖ / ‖reference‖."""
     return float((x.float() - reference.float()).norm() / reference.float().norm())
 
 
 def table(results: list[Result]) -> list[dict[str, str]]:
-    """Rows for people, with ratios to torchao tensorwise."""
+    """Return printable rows, with ratios to torchao tensorwise."""
     rows = []
     for r in results:
         baseline = BASELINE + GRAPHED * r.variant.endswith(GRAPHED)
@@ -336,11 +336,11 @@ def table(results: list[Result]) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
-    parser.add_argument("--variants", nargs="*", help="leave out the others")
-    parser.add_argument("--extra", action="store_true", help="also other settings of fp8pass")
+    parser.add_argument("--variants", nargs="*", help="measure only these")
+    parser.add_argument("--extra", action="store_true", help="also other settings")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="one small case, on the CPU too")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/layer.json")
@@ -354,7 +354,7 @@ def main() -> None:
     }
     results: list[Result] = []
     for case in cases:
-        waits = case is CASES[0]  # for the CPU, which graphs do without
+        waits = case is CASES[0]  # for the CPU, which does not launch the kernels of CUDA graphs
         run = {n: make for n, make in chosen.items() if waits or not n.endswith(GRAPHED)}
         results += run_case(case, run, device, args.rounds)
         gc.collect()

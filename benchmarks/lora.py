@@ -1,22 +1,21 @@
-"""LoRA on all linear layers: speed and memory of a Llama of 7B, and whether it learns as well.
+"""Train LoRA on all linear layers: speed and memory of a 7B Llama, and losses of a small one.
 
     python benchmarks/lora.py speed                        all that is not in the results yet
     python benchmarks/lora.py speed --variants "fp8pass, frozen in codes"
     python benchmarks/lora.py losses                       a small model, 1,500 steps
     python benchmarks/lora.py speed --tiny --out x.json    small models, on the CPU too
 
-Adapters are of rank 16, in modules that compute what PEFT's do, without dropout; the model is as it
-was drawn, in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
+Adapters have rank 16 and compute the same as PEFT's, without dropout. The model has random weights
+in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
 
-`speed` takes one sequence of 4,096 tokens. Layers are compiled one by one, which all share their
-code; with fp8pass the head and the loss, in chunks of tokens, are a module of their own. Every
-variant is a process of its own. Measured: tokens a second by the median of the steps after the
-first few; the peak of memory in these, which CUDA graphs hide; bytes of all weights;
-the loss of the last step.
+`speed` trains on one sequence of 4,096 tokens. Layers are compiled one by one and share their code.
+With fp8pass the head and the loss, in chunks of tokens, are one module. Every variant runs in a
+process of its own. Measured: tokens per second by the median of the steps after the first few;
+their memory peak, which is unknown with CUDA graphs; bytes of all weights; the last loss.
 
 `losses` trains a model of 51M parameters (`convergence.py`) on the source of Python's standard
-library, in BF16. Of it, every variant makes one that knows PyTorch's source, under autocast: the
-loss on every tenth file of that.
+library, in BF16. Every variant then adapts it to PyTorch's source, under autocast. The result is
+the loss on every tenth file, held out.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ LEARNING_RATE = 1e-4
 HEAD_CHUNKS = 4
 LLAMA = replace(MODELS["7B"], batch=1, seq=4096)
 BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in codes"
-# Shares of what the layers would keep; the rest is computed again.
+# Budgets as shares of the layers' saved bytes; the rest is recomputed.
 BUDGETS = (0.8, 0.6)
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
@@ -76,7 +75,7 @@ STEPS, PEAK_LR = 1500, 1e-3
 
 
 class LoRA(nn.Module):
-    """A linear layer beside the product of two small ones, `y = W x + B A x · α / r`."""
+    """A linear layer plus the product of two small layers: `y = W x + B A x · α / r`."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class LoRA(nn.Module):
 
 
 def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
-    """Freeze a model, with adapters beside the linear layers of `layers`; what is to be trained."""
+    """Freeze a model and add adapters to the linear layers of `layers`. Return their parameters."""
     model.requires_grad_(False)
     for parent in list(layers.modules()):
         for name, child in list(parent.named_children()):
@@ -103,11 +102,11 @@ def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
 
 
 def measure(variant: str, size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
-    """Train adapters in this process; what a result says of it."""
+    """Train adapters in this process. Return the fields of a result."""
     torch.manual_seed(0)
     llama = new_llama(size, device)
     trained = add_lora(llama, llama.model.layers)
-    # The first layer has the gradient of its input, too: all layers are one graph.
+    # The first layer also computes the gradient of its input, so that all layers share one graph.
     llama.model.embed_tokens.register_forward_hook(lambda *args: args[-1].requires_grad_())
     if variant.startswith(FROZEN):
         fp8pass.quantize_frozen(llama)
@@ -124,7 +123,7 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
     found = {**train(model, optimizer, ids), "weight_bytes": weight_bytes}
     if CUDA_GRAPHS.items() <= options.items():
-        found["peak_bytes"] = None  # what graphs hold counts as free
+        found["peak_bytes"] = None  # memory inside graphs counts as free
     return found
 
 
@@ -135,10 +134,10 @@ def bytes_of(weight: Tensor) -> int:
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Time and memory of every variant."""
+    """Measure time and memory of every variant."""
     size = replace(TINY["7B"], batch=1) if args.tiny else LLAMA
     if args.child:
-        # A budget for large layers is too small for what these cannot do without.
+        # A budget for large layers is too small for the smallest plan of tiny layers.
         options = {} if args.tiny else VARIANTS[args.child]
         print_result(partial(measure, args.child, size, **options))
         return
@@ -155,8 +154,8 @@ def speed(args: argparse.Namespace) -> None:
 # --- losses -------------------------------------------------------------------------------------
 
 
-def pretrained(size: SmallSize, data: Data) -> dict[str, Tensor]:
-    """The weights of a small model that knows the standard library."""
+def pretrain(size: SmallSize, data: Data) -> dict[str, Tensor]:
+    """Return the weights of a small model, trained on the standard library."""
     torch.manual_seed(0)
     model = Decoder(size).to(data.train.device)
     optimizer = torch.optim.AdamW(model.parameters(), size.peak_lr, weight_decay=0.1, fused=True)
@@ -164,8 +163,8 @@ def pretrained(size: SmallSize, data: Data) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def another_text(device: torch.device) -> Data:
-    """PyTorch's source, split by file."""
+def pytorch_source(device: torch.device) -> Data:
+    """Return PyTorch's source, split by file."""
     files = [f for f in source_files(Path(torch.__file__).parent) if f.suffix == ".py"]
     held_out = files[:: convergence.HELD_OUT_EVERY]
     train = [f for f in files if f not in held_out]
@@ -175,7 +174,7 @@ def another_text(device: torch.device) -> Data:
 def run(
     variant: str, seed: int, size: SmallSize, weights: dict[str, Tensor], data: Data
 ) -> convergence.Result:
-    """Train adapters beside given weights, and validate them."""
+    """Train adapters on given weights, and validate them."""
     torch.manual_seed(seed)
     model = Decoder(size).to(data.train.device)
     model.load_state_dict(weights)
@@ -190,7 +189,7 @@ def run(
 
 
 def losses(args: argparse.Namespace) -> None:
-    """Losses of every variant."""
+    """Measure the losses of every variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     base = convergence.TINY if args.tiny else convergence.MODEL
     size = replace(base, steps=40 if args.tiny else STEPS, peak_lr=PEAK_LR)
@@ -199,10 +198,10 @@ def losses(args: argparse.Namespace) -> None:
     done = {(r["variant"], r["seed"]) for r in record["results"]}
     names = args.variants or (BASELINE, FP8, FROZEN)
     pairs = [(v, s) for s in args.seeds for v in names if (v, s) not in done]
-    first, data = convergence.corpus(device), another_text(device)
+    first, data = convergence.corpus(device), pytorch_source(device)
     if args.tiny:
         first, data = (Data(d.train, d.held_out[: 8 * base.tokens]) for d in (first, data))
-    weights = pretrained(base, first)
+    weights = pretrain(base, first)
     for variant, seed in pairs:
         free_memory()
         result = asdict(run(variant, seed, size, weights, data))
@@ -213,12 +212,12 @@ def losses(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("speed", "losses"))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of losses")
-    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="seeds of `losses`")
+    parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="results to add to")

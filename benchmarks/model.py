@@ -1,24 +1,24 @@
-"""Training speed and peak memory of whole Hugging Face Llamas, against the peers.
+"""Compare training speed and peak memory of whole Hugging Face Llamas.
 
     python benchmarks/model.py                          all that is not in the results yet
     python benchmarks/model.py --models 7B --variants "fp8pass coat + AdamW"
     python benchmarks/model.py --tiny --out x.json      small models, on the CPU too
 
-A variant is a way to compile and an optimizer. Every variant trains the same initial weights on one
-batch, weights in BF16, and its states, too, with `torch.optim.AdamW(fused=True)`. The first steps
-(compilation, autotuning) are not timed. Measured: seconds of the first step, where code that
-earlier variants compiled comes from Inductor's cache; tokens per second, by the median step; the
-peak of memory in the timed steps; the loss of the last one. Each result is written as it ends; one
-that failed is written with its error, and the next run tries it again.
+A variant is a way to compile and an optimizer. All variants start from the same weights and train
+on one batch. Weights are in BF16, and so are the states of `torch.optim.AdamW(fused=True)`. The
+first steps (compilation, autotuning) are not timed. Measured: seconds of the first step, which may
+find code of earlier variants in Inductor's cache; tokens per second, by the median step; the memory
+peak of the timed steps; the last loss. Each result is written as it ends. A failure is written with
+its error, and the next run tries it again.
 
 `1B` is compiled as a whole. torchao converts the output head there, fp8pass leaves it in BF16.
 
-`7B`, of Llama-2-7B's shape, is compiled as torchtitan does it: each decoder layer alone, which all
-share their code, and the loss. What is outside of the layers is in BF16 for all: fp8pass does not
-see it, so torchao converts no more, and torchtitan's FP8 settings leave out the output head, too.
+`7B`, of Llama-2-7B's shape, is compiled as in torchtitan: each decoder layer alone, with shared
+code, and the loss. All other modules stay in BF16 in every variant: fp8pass does not compile them,
+so torchao does not convert them. torchtitan's FP8 settings also leave out the output head.
 
-`8B`, of Llama-3-8B's shape, too. "head and loss" are compiled by fp8pass as one module, which
-returns the loss alone: all logits at once, or four chunks of tokens.
+`8B`, of Llama-3-8B's shape, is compiled in the same way. fp8pass compiles "head and loss" as one
+module that returns the loss alone: all logits at once, or four chunks of tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, its batch, and whether its layers are compiled each alone."""
+    """A Llama, its batch, and whether its layers are compiled one by one."""
 
     hidden: int
     ffn: int
@@ -85,14 +85,14 @@ COMPILED: dict[str, Compile] = {
 
 
 def torchao_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
-    """torchao's 8-bit states, weights rounded stochastically."""
+    """Return torchao's AdamW with 8-bit states; weights are rounded stochastically."""
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(model.parameters(), lr=LEARNING_RATE, bf16_stochastic_round=True)
 
 
 def fp8pass_adamw(model: nn.Module) -> AdamW:
-    """FP8 states, weights rounded stochastically."""
+    """Return fp8pass's AdamW with FP8 states; weights are rounded stochastically."""
     return AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
@@ -135,7 +135,7 @@ class Result:
 
 
 def new_llama(size: Size, device: torch.device) -> Any:
-    """A Llama in BF16, initialized on the device."""
+    """Return a Llama in BF16, initialized on the device."""
     config = transformers.LlamaConfig(
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
@@ -167,12 +167,12 @@ class HeadAndLoss(nn.Module):
         self.vocabulary = llama.config.vocab_size
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the features of all tokens."""
+        """Return the loss of all tokens from their features."""
         return self.loss_function(self.lm_head(hidden), labels, self.vocabulary)
 
 
 class LossOnly(nn.Module):
-    """A Llama whose head and loss are compiled together; called as Hugging Face's."""
+    """A Llama whose head and loss are compiled together, with Hugging Face's interface."""
 
     def __init__(self, llama: Any, compile_layer: Compile, compile_head: Compile) -> None:
         super().__init__()
@@ -183,13 +183,13 @@ class LossOnly(nn.Module):
         self.model = llama.model
 
     def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
-        """An object with the `loss`."""
+        """Return an object with the `loss`."""
         hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
         return SimpleNamespace(loss=self.head(hidden, labels))
 
 
 def measure(size: Size, compiled: str, optimizer: str, device: torch.device) -> dict[str, Any]:
-    """Train one variant from scratch; what a `Result` says of it."""
+    """Train one variant from scratch. Return the fields of a `Result`."""
     torch.manual_seed(0)
     llama, compile_module = new_llama(size, device), COMPILED[compiled]
     model: Any
@@ -213,7 +213,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach().clone())  # CUDA graphs write the next one to the same memory
+        losses.append(loss.detach().clone())  # CUDA graphs write the next loss to the same memory
 
     (first,) = step_seconds(step, 1, ids.device)
     step_seconds(step, WARM_UP - 1, ids.device)
@@ -229,7 +229,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str
 
 
 def step_seconds(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
-    """Seconds of each step; a GPU does not wait between them."""
+    """Return the seconds of each step, without synchronization between steps."""
     marks = [_mark(device)]
     for _ in range(count):
         step()
@@ -249,22 +249,22 @@ def _mark(device: torch.device) -> Any:
 
 
 def attempt(name: str, size: Size, variant: str, device: torch.device) -> Result:
-    """A result, or the error in its place; what either held is free again."""
+    """Return a result, or the error instead of it, and free the memory."""
     pair = VARIANTS[variant]
     try:
         return Result(name, *pair, **measure(size, *pair, device))
-    except Exception as error:  # out of memory, a missing peer: the others go on
+    except Exception as error:  # out of memory or a missing package: the next variants still run
         return Result(name, *pair, error=f"{type(error).__name__}: {error}")
     finally:
         free_memory()
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
     default = Path(__file__).parent / "results/model.json"
     parser.add_argument("--out", type=Path, default=default, help="results to add to")

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(seq: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embeddings, [seq, head_dim] each, in bf16."""
+    """Return cosines and sines of rotary embeddings, [seq, head_dim] each, in bf16."""
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angles = torch.arange(seq, device=device)[:, None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
@@ -109,7 +109,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 with a tied output head; gives the loss of predicting `targets`."""
+    """GPT-2 with a tied output head. The forward returns the loss of predicting `targets`."""
 
     def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -133,10 +133,10 @@ class GPT(nn.Module):
 
 
 class Experts(nn.Module):
-    """Eight SwiGLU networks, two for each token, as torchtitan writes them.
+    """Eight SwiGLU networks, two for each token, implemented like torchtitan's.
 
     Attributes:
-        imbalance: Switch's loss of the last forward, 1 where experts are used alike.
+        imbalance: Switch's loss of the last forward; 1 if all experts get equally many tokens.
     """
 
     COUNT, TOP = 8, 2
@@ -169,9 +169,9 @@ class Experts(nn.Module):
 
 
 class MoEDecoder(Decoder):
-    """The demo's model with experts in each layer; returns the loss.
+    """The demo's model with experts in each layer. The forward returns the loss.
 
-    Its gradient is that of the loss and a hundredth of the experts' imbalance.
+    The gradient also includes a hundredth of the experts' imbalance.
     """
 
     def __init__(self, size: Size) -> None:

@@ -1,12 +1,11 @@
-"""Time, activation memory and gradient error of mixtures of experts against the peers.
+"""Compare time, activation memory and gradient error of mixtures of experts.
 
     python benchmarks/moe.py                   both cases, writes benchmarks/results/moe.json
     python benchmarks/moe.py --cases mixtral   one case
     python benchmarks/moe.py --tiny            a CPU-sized case, to check that the script works
 
-Per case and variant what `layer.py` measures, and the share of FLOPs that run in FP8 by the plan's
-own count. torchao's GEMMs of experts take tokens in multiples of 16: its layer pads them, as
-torchtitan does.
+Per case and variant: the measurements of `layer.py`, and the share of FLOPs in FP8 by the plan.
+torchao's GEMMs of experts need tokens in multiples of 16: its layer pads them, as in torchtitan.
 """
 
 from __future__ import annotations
@@ -53,19 +52,19 @@ TINY = Case("tiny", 64, 8, 128, 2, 2, 32)
 
 
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Tokens times the weights [E, K, N] of their experts."""
+    """Multiply tokens by the weights [E, K, N] of their experts."""
     return torch._grouped_mm(x, weights, offs=offsets)
 
 
 class MoELayer(nn.Module):
     """RMSNorm, a router, SwiGLU experts, and the sum with the residual stream.
 
-    The router reads what comes before the norm: each variant rounds a norm in its own way, and
-    would send some tokens elsewhere, which says nothing about errors of gradients.
+    The router reads the input of the norm. Each variant rounds a norm differently, so a router
+    behind the norm would send some tokens to other experts and hide the errors of gradients.
 
     Attributes:
-        multiply: the GEMM of experts.
-        multiple: what the number of an expert's tokens is padded to.
+        multiply: computes the GEMM of experts.
+        multiple: the number of tokens of an expert is padded to a multiple of this.
     """
 
     def __init__(self, case: Case) -> None:
@@ -102,7 +101,7 @@ class MoELayer(nn.Module):
         return self.multiply(F.silu(gate) * up, self.down.transpose(-2, -1), offsets)
 
     def _places(self, expert: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens that are sorted by expert go, and where each expert's end."""
+        """Return the padded positions of sorted tokens, and the end of each expert's tokens."""
         ends = torch.searchsorted(
             expert, torch.arange(1, self.case.experts + 1, device=expert.device)
         )
@@ -114,7 +113,7 @@ class MoELayer(nn.Module):
 
 
 def torchao(model: nn.Module) -> nn.Module:
-    """torchao's FP8 GEMMs of experts, by row, and its linear layers likewise, compiled."""
+    """Return a layer with torchao's rowwise FP8 experts and linear layers, compiled."""
     from torchao.prototype.moe_training import fp8_grouped_mm
 
     assert isinstance(model, MoELayer)
@@ -146,7 +145,7 @@ def run_case(
 
 
 def _fp8_share(variant: str, base: nn.Module, x: Tensor) -> float | None:
-    """The share of a layer's FLOPs that fp8pass runs in FP8."""
+    """Return the share of a layer's FLOPs that fp8pass runs in FP8."""
     recipe = variant.removeprefix("fp8pass ")
     if recipe not in fp8pass.RECIPES:
         return None
@@ -158,12 +157,10 @@ def _fp8_share(variant: str, base: nn.Module, x: Tensor) -> float | None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
-    parser.add_argument(
-        "--variants", nargs="*", default=list(VARIANTS), help="leave out the others"
-    )
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help="measure only these")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="one small case, on the CPU too")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/moe.json")

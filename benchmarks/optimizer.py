@@ -11,11 +11,11 @@ numbers, too.
 
 `sums` adds gradients to buffers of every format (`step_in_backward(..., accumulate=n)`): equal
 gradients, and random ones without a common mean. It measures the relative error of the sum, and its
-length along the exact sum.
+projection on the exact sum.
 
 `speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
-step are the weights and states, read and written, and the gradients, read; `limit` is the time that
-they take at the bandwidth of a large copy in the same run.
+step are the weights and states, read and written, and the gradients, read. `limit` is the time of
+these bytes at the bandwidth of a large copy in the same run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results"
 GROUP_SIZE = 128
 EPS = 1e-8
 
-# COAT's errors, in units that it does not give: first moment, then second.
+# COAT's errors, in units that the paper does not state: first moment, then second.
 SECOND = ("e4m3", "e4m3+expand", "e5m2", "e5m2+expand", "de8", "de8+expand")
 COAT = {
     "e4m3": (20.10, 18.08, 25.65, 18.16, None, None),
@@ -65,7 +65,7 @@ COAT = {
 
 
 def trained_states(size_name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """The moments of every parameter of the demo's model after training, in FP32."""
+    """Return the moments of every parameter of the demo's model after training, in FP32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = replace(SIZES[size_name], steps=steps)
     data = Data.of(read_text(None), size, device)
@@ -83,8 +83,8 @@ def trained_states(size_name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(s["exp_avg"], s["exp_avg_sq"]) for s in optimizer.state.values()]
 
 
-def rounded(x: Tensor, number: int, name: str, rounding: str, *, signed: bool) -> Tensor:
-    """A moment of the numbered parameter after storing it in the format `name`."""
+def round_trip(x: Tensor, number: int, name: str, rounding: str, *, signed: bool) -> Tensor:
+    """Return a moment of the numbered parameter after rounding it to the format `name`."""
     format = moment_format(name, signed=signed)
     rows = to_rows(x, GROUP_SIZE, torch.float32)
     bits = bits_of(rows, number, "exp_avg" if signed else "exp_avg_sq")
@@ -93,7 +93,7 @@ def rounded(x: Tensor, number: int, name: str, rounding: str, *, signed: bool) -
 
 
 def bits_of(rows: Tensor, number: int, name: str) -> Tensor:
-    """The bits that an optimizer with seed 0 draws in its first step for the state `name`."""
+    """Return the random bits of an optimizer with seed 0 in its first step for the state `name`."""
     numbers = torch.tensor([number], dtype=torch.int32, device=rows.device)
     key = keys(0, numbers, torch.ones_like(numbers))
     element = torch.arange(rows.numel(), device=rows.device).view_as(rows)
@@ -101,18 +101,18 @@ def bits_of(rows: Tensor, number: int, name: str) -> Tensor:
 
 
 def error(states: list[tuple[Tensor, Tensor]], first: str, second: str, rounding: str) -> float:
-    """The mean squared error of m / (√v + ε), over all elements."""
+    """Return the mean squared error of m / (√v + ε), over all elements."""
     total = 0.0
     for number, (m, v) in enumerate(states):
         exact = m / (v.sqrt() + EPS)
-        root = rounded(v, number, second, rounding, signed=False).sqrt()
-        approximate = rounded(m, number, first, rounding, signed=True) / (root + EPS)
+        root = round_trip(v, number, second, rounding, signed=False).sqrt()
+        approximate = round_trip(m, number, first, rounding, signed=True) / (root + EPS)
         total += (approximate - exact).double().square().sum().item()
     return total / sum(m.numel() for m, _ in states)
 
 
 def measure_errors(size: str, steps: int) -> dict[str, Any]:
-    """Measure errors of every pair of formats in both roundings; add COAT's to those to nearest."""
+    """Measure errors of every pair of formats in both roundings, with COAT's errors to nearest."""
     states = trained_states(size, steps)
     results: list[dict[str, Any]] = [
         {
@@ -137,7 +137,7 @@ def measure_errors(size: str, steps: int) -> dict[str, Any]:
 
 
 def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
-    """How many times smaller the error of E4M3 is with expansion of both moments."""
+    """Return the error of E4M3 without expansion of both moments, divided by the error with it."""
     found = {(r["first"], r["second"]): r["mse"] for r in results if r["rounding"] == rounding}
     return float(found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"])
 
@@ -180,7 +180,7 @@ def sum_errors(
     for count in range(1, max(COUNTS) + 1):
         exact += gradient
         if count in COUNTS:
-            last = stored + gradient  # the optimizer reads the last sum before it is stored
+            last = stored + gradient  # the optimizer reads the last sum before it is rounded
             found = last.bfloat16().double() if name == BF16 else last.double()
             length = (found * exact).sum() / exact.square().sum()
             yield count, ((found - exact).norm() / exact.norm()).item(), length.item()
@@ -189,7 +189,7 @@ def sum_errors(
 
 
 def rounded_sum(rows: Tensor, name: str, count: int) -> Tensor:
-    """A sum [R, G] after storing it in the format `name`."""
+    """Return a sum [R, G] after rounding it to the format `name`."""
     if name == BF16:
         return rows.bfloat16().float()
     format = moment_format(name.removesuffix(", to nearest"), signed=True)
@@ -210,7 +210,7 @@ class Shape:
     vocabulary: int
 
     def parameters(self) -> Iterator[tuple[int, ...]]:
-        """The shapes of all parameters, without grouped queries."""
+        """Return the shapes of all parameters, without grouped queries."""
         yield self.vocabulary, self.hidden
         for _ in range(self.layers):
             yield from [(self.hidden, self.hidden)] * 4
@@ -240,7 +240,7 @@ class Result:
 
 
 def contenders() -> dict[str, Make]:
-    """Optimizers by name, those of torchao if it is there."""
+    """Return optimizers by name, with torchao's if it is installed."""
     found: dict[str, Make] = {
         "torch fused": lambda p: torch.optim.AdamW(p, fused=True),
         "fp8pass coat": lambda p: AdamW(p),
@@ -261,14 +261,14 @@ def contenders() -> dict[str, Make]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a copy of 4 GiB reads and writes."""
+    """Measure the bytes per second that a copy of 4 GiB reads and writes."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (busiest_ms(lambda: target.copy_(source)) / 1e3)
 
 
 def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
-    """Time and memory of one optimizer's step."""
+    """Measure time and memory of one optimizer's step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
@@ -288,7 +288,7 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
     first = time.perf_counter() - start
     state = torch.cuda.memory_allocated() - before
     optimizer.step()
-    peak = torch.cuda.max_memory_allocated()  # without what `busiest_ms` copies
+    peak = torch.cuda.max_memory_allocated()  # without the copy of `busiest_ms`
     ms = busiest_ms(optimizer.step)
     return Result(
         shape,
@@ -302,7 +302,7 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
 
 
 def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
-    """Steps of all optimizers over all shapes; written as they end."""
+    """Measure steps of all optimizers over all shapes, and write each result as it ends."""
     record: dict[str, Any] = {**environment(), "bandwidth": copy_bandwidth(), "results": []}
     for shape in shapes:
         for name, make in contenders().items():
@@ -313,7 +313,7 @@ def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     errors = commands.add_parser("errors", help="rounding errors of all formats")

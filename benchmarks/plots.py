@@ -24,7 +24,7 @@ SMOOTHING = 5
 
 
 def convergence(data: dict[str, Any]) -> Figure:
-    """Training loss of each variant, mean over seeds, and relative to bf16 of the same seeds."""
+    """Plot the training loss of each variant, mean over seeds, and relative to bf16."""
     figure, (curves, difference) = pyplot.subplots(
         2, sharex=True, height_ratios=(3, 2), figsize=(8, 7), layout="constrained"
     )
@@ -60,7 +60,7 @@ def _relative(values: list[float], base: list[float]) -> list[float]:
 
 
 def stability(data: dict[str, Any]) -> Figure:
-    """Final loss by learning rate, and sharpness over steps at the lowest rate of all."""
+    """Plot the final loss by learning rate, and sharpness over steps at the lowest rate."""
     figure, (final, sharp) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     rates = sorted({r["rate"] for r in data["results"]})
     for number, variant in enumerate(dict.fromkeys(r["variant"] for r in data["results"])):
@@ -76,7 +76,7 @@ def stability(data: dict[str, Any]) -> Figure:
             label = variant if i == 0 else None
             sharp.plot(steps, [_or_nan(c) for c in corners], color=color, label=label)
     lowest = min(loss for r in data["results"] for loss in r["losses"] if loss is not None)
-    # What diverges lies above.
+    # Diverged runs are above the plot.
     limits = {"bottom": lowest - 0.05, "top": lowest + 1.25}
     final.set(xlabel="learning rate", ylabel="final loss, nats per byte", xscale="log")
     final.set_ylim(**limits)
@@ -126,7 +126,7 @@ PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
 
 
 def main() -> None:
-    """Plot what has results."""
+    """Make the plots of all results."""
     for name, plot in PLOTS.items():
         path = HERE / f"results/{name}.json"
         if not path.exists():

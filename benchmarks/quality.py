@@ -1,4 +1,4 @@
-"""Does it train as well as BF16? A GPT-2 on Python sources, in paired seeds, on all GPUs.
+"""Compare the loss with BF16: a GPT-2 on Python sources, in paired seeds, on all GPUs.
 
     python benchmarks/quality.py                       every recipe, results/quality.json
     python benchmarks/quality.py accumulation          fast and precise accumulation by role
@@ -13,19 +13,19 @@ The model is nanoGPT's GPT-2 124M with a vocabulary of 256 bytes: FP32 weights u
 16 × 1024 tokens a step, AdamW, gradients clipped at 1.0, a linear warm-up and a cosine to a tenth
 of the learning rate. The text is the Python source of the standard library and of all installed
 packages; every tenth file is held out. For one seed all variants start from the same weights and
-see the same batches, so that losses are compared in pairs. Every GPU trains another variant, and
-replays its steps as CUDA graphs. Variants with several ranks use that many GPUs under FSDP2, with
-the same global batch.
+see the same batches, so that losses are compared in pairs. Every GPU trains another variant and
+replays its steps as CUDA graphs. Variants with several ranks use FSDP2 on that many GPUs, with the
+same global batch.
 
-In `recipes`, `accumulation` and `lengths` BF16 trains the first 1,200 steps of a seed, at a fixed
-rate, and all variants continue from these weights with a new optimizer. From random weights the
-loss stays on a plateau for about 600 steps, and two runs that differ in rounding alone leave it at
-different times: their final losses then differ by 1%.
+In `recipes`, `accumulation` and `lengths` BF16 trains the first 1,200 steps of a seed at a fixed
+rate. All variants continue from these weights with a new optimizer. From random weights the
+loss stays on a plateau for about 600 steps. Two runs that differ only in rounding leave it at
+different times, and their final losses differ by 1%.
 
 The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
 trained forward. Tables give the mean difference to BF16 over seeds with its standard error. A run
-diverges if the mean loss of 50 steps rises half a nat above the lowest one, or is not finite. The
-GPU may be shared with others, so that the speed of a run is no benchmark.
+diverges if the mean loss of 50 steps rises half a nat above the lowest one, or is not finite. Other
+programs may use the GPU at the same time, so do not compare the speed of runs.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Variant:
     """How a model is trained.
 
     Attributes:
-        options: of fp8pass; None without it.
-        torchao: its float8 recipe; '' without it.
-        optimizer: options of fp8pass's AdamW; None is PyTorch's, with FP32 states.
+        options: options of fp8pass; None does not use fp8pass.
+        torchao: float8 recipe of torchao; '' does not use torchao.
+        optimizer: options of fp8pass's AdamW; None uses PyTorch's, with FP32 states.
         ranks: GPUs that share a batch under FSDP2; fp8pass sends 8 bits (`compress`).
     """
 
@@ -129,10 +129,10 @@ class Experiment:
 
     Attributes:
         variants: names of variants, the baseline first.
-        size: of the model and its batches.
-        seeds: how many.
-        rates: peak learning rates; none means that of `size`.
-        start: steps in BF16 before the variants of a seed part.
+        size: sizes of the model and its batches.
+        seeds: number of seeds.
+        rates: peak learning rates; if empty, the rate of `size`.
+        start: steps in BF16 before the variants of a seed start.
     """
 
     variants: tuple[str, ...]
@@ -165,7 +165,7 @@ WARM_UP = 0.04  # share of the steps
 LEAST_RATE = 0.1  # of the peak
 LAST = 50
 WINDOW = 50
-RISE = 0.5  # nats, by which a run has diverged
+RISE = 0.5  # nats: a larger rise of the loss is divergence
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
@@ -197,8 +197,8 @@ class Job:
     """Runs of one variant.
 
     Attributes:
-        start: steps in BF16 before the variants of a seed part.
-        until: wall clock time after which no run begins.
+        start: steps in BF16 before the variants of a seed start.
+        until: wall-clock time after which no new run begins.
     """
 
     variant: str
@@ -209,7 +209,7 @@ class Job:
     until: float = math.inf
 
     def start_file(self, seed: int) -> Path:
-        """Where this machine has the weights that all variants of a seed start from."""
+        """Return the file with the weights that all variants of a seed start from."""
         size = self.size
         name = f"{size.dim}-{size.layers}-{size.tokens}-{size.peak_lr}-{self.start}-{seed}.pt"
         return Path(tempfile.gettempdir()) / "fp8pass-quality" / name
@@ -217,7 +217,7 @@ class Job:
 
 @cache
 def corpus(device: torch.device) -> Data:
-    """Python sources as bytes, split by file."""
+    """Return Python sources as bytes, split by file."""
     texts = [bytearray(), bytearray()]
     for i, file in enumerate(source_files()):
         texts[i % HELD_OUT_EVERY == 0] += file.read_bytes()
@@ -226,7 +226,7 @@ def corpus(device: torch.device) -> Data:
 
 
 def source_files() -> list[Path]:
-    """The files of the standard library and of installed packages other than fp8pass, in order."""
+    """List the files of the standard library and of installed packages other than fp8pass."""
     stdlib, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
     found = [f for f in stdlib.rglob("*.py") if not f.is_relative_to(packages)]
     for package in packages.iterdir():
@@ -235,7 +235,7 @@ def source_files() -> list[Path]:
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> nn.Module:
-    """The model with the weights of a seed."""
+    """Return the model with the weights of a seed."""
     torch.manual_seed(seed)
     with device:
         return GPT(size.layers, size.dim, size.heads, VOCABULARY, size.seq)
@@ -245,8 +245,8 @@ class Trainer:
     """A compiled model of one variant, trained from scratch for each seed.
 
     Attributes:
-        model: what is trained.
-        compiled: what is called.
+        model: the trained module.
+        compiled: the compiled module.
     """
 
     def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
@@ -271,7 +271,7 @@ class Trainer:
                 fp8pass.distributed.compress(self.model)
 
     def optimizer(self, rate: float) -> torch.optim.Optimizer:
-        """A new optimizer; matrices decay, as in nanoGPT."""
+        """Return a new optimizer with weight decay for matrices, as in nanoGPT."""
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -300,7 +300,7 @@ class Trainer:
         return start
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of this rank's part of a batch."""
+        """Compute the loss of this rank's part of a batch."""
         if self.variant.ranks > 1:
             batch = tuple(x.chunk(self.variant.ranks)[dist.get_rank()] for x in batch)  # type: ignore[assignment]
         torch.compiler.cudagraph_mark_step_begin()
@@ -308,7 +308,7 @@ class Trainer:
             return self.model(*batch)
 
     def mean(self, losses: list[Tensor]) -> Tensor:
-        """Losses of steps, as means over ranks."""
+        """Return the losses of steps as means over ranks."""
         stacked = torch.stack(losses)
         if self.variant.ranks > 1:
             dist.all_reduce(stacked)
@@ -350,7 +350,7 @@ class Trainer:
         rate: float,
         share: Callable[[int, int], float],
     ) -> tuple[list[Tensor], float]:
-        """The losses of all steps, and the seconds that all but the first few took."""
+        """Run all steps. Return their losses, and the seconds of all but the first few steps."""
         optimizer = self.optimizer(rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: share(step, self.size.steps)
@@ -366,7 +366,7 @@ class Trainer:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            losses.append(loss.detach().clone())  # a CUDA graph overwrites what it returned
+            losses.append(loss.detach().clone())  # a CUDA graph overwrites its previous results
         self._wait()
         return losses, time.perf_counter() - start
 
@@ -376,7 +376,7 @@ class Trainer:
 
 
 def convert(model: nn.Module, recipe: str) -> None:
-    """Swap a model's linear layers, the output head excepted, for torchao's."""
+    """Replace a model's linear layers, except the output head, by torchao's."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -386,7 +386,7 @@ def convert(model: nn.Module, recipe: str) -> None:
 
 
 def diverged(windows: list[float | None]) -> bool:
-    """Whether a loss is not finite or has risen from its lowest."""
+    """Return whether a loss is not finite or has risen from its lowest value."""
     lowest = math.inf
     for loss in windows:
         if loss is None or loss > lowest + RISE:
@@ -396,24 +396,24 @@ def diverged(windows: list[float | None]) -> bool:
 
 
 def share(step: int, steps: int) -> float:
-    """The learning rate of a step, as a share of the peak."""
+    """Return the learning rate of a step as a share of the peak: warm-up, then a cosine."""
     first = warm_up_steps(steps)
     cosine = 0.5 + 0.5 * math.cos(math.pi * max(step - first, 0) / (steps - first))
     return warm_up(step, steps) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
 
 def warm_up(step: int, steps: int) -> float:
-    """The same, constant after the warm-up."""
+    """Return the learning rate of a step as a share of the peak: warm-up, then constant."""
     return min((step + 1) / warm_up_steps(steps), 1.0)
 
 
 def warm_up_steps(steps: int) -> int:
-    """How long the learning rate rises."""
+    """Return the number of steps in which the learning rate rises."""
     return max(1, int(WARM_UP * steps))
 
 
 def finite(loss: Tensor) -> float | None:
-    """A number, None if it is not finite."""
+    """Return a number, or None if it is not finite."""
     value = loss.item()
     return value if math.isfinite(value) else None
 
@@ -424,7 +424,7 @@ def train(job: Job, device: torch.device) -> Iterator[Result]:
     for seed in job.seeds:
         late = torch.tensor(float(time.time() > job.until), device=device)
         if VARIANTS[job.variant].ranks > 1:
-            dist.all_reduce(late)  # ranks decide alike
+            dist.all_reduce(late)  # all ranks must decide the same
         if late.item():
             return
         trainer = trainer or Trainer(VARIANTS[job.variant], job.size, device)
@@ -432,7 +432,7 @@ def train(job: Job, device: torch.device) -> Iterator[Result]:
 
 
 def make_starts(job: Job, device: torch.device) -> Iterator[Result]:
-    """Make the weights that variants start from."""
+    """Train the weights that variants start from."""
     data, trainer = corpus(device), Trainer(VARIANTS[job.variant], job.size, device)
     for seed in job.seeds:
         trainer.make_start(job, seed, data)
@@ -453,23 +453,23 @@ def start_ids(of: Job) -> dict[int, str]:
 def jobs_of(
     variants: list[str], rates: list[float], done: set[tuple[str, float, int]], of: Job
 ) -> Iterator[Job]:
-    """The runs of `of` without a result, for each variant and rate."""
+    """List the runs of `of` without a result, for each variant and rate."""
     for variant, rate in itertools.product(variants, rates):
         missing = tuple(seed for seed in of.seeds if (variant, rate, seed) not in done)
         if missing:
             yield replace(of, variant=variant, rate=rate, seeds=missing)
 
 
-def parsed() -> argparse.Namespace:
-    """The command line, with the experiment's own values where none are given."""
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line, with the experiment's values as defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS, default="recipes")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--rates", nargs="+", type=float)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--start", type=int, help="steps in BF16 before the variants part")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
+    parser.add_argument("--start", type=int, help="steps in BF16 before variants start")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no later run")
     parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
     parser.add_argument("--out", type=Path, help="results to add to")
@@ -488,8 +488,8 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what has no result yet."""
-    args = parsed()
+    """Run all jobs without a result."""
+    args = parse_arguments()
     until = time.time() + args.seconds
     gpus = torch.cuda.device_count()
     if not gpus and not args.tiny:
@@ -505,7 +505,7 @@ def main() -> None:
     for ranks in sorted({VARIANTS[v].ranks for v in args.variants}):
         some = [v for v in args.variants if VARIANTS[v].ranks == ranks]
         if gpus and ranks > gpus:
-            print(f"left out, for they take {ranks} GPUs: {', '.join(some)}", file=sys.stderr)
+            print(f"skipped, because they need {ranks} GPUs: {', '.join(some)}", file=sys.stderr)
             continue
         jobs = list(jobs_of(some, args.rates, done, of))
         for result in run_jobs(train, jobs, ranks=ranks) if jobs else ():

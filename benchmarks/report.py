@@ -1,4 +1,4 @@
-"""What every benchmark shares: its environment, tables for people, JSON for the record."""
+"""Shared code of all benchmarks: the environment, printed tables, and JSON records."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.table import Table
 
 
 def use_expandable_segments() -> None:
-    """Have memory allocated without gaps, as torchtitan does: a tensor of 11 MiB takes 11, not 12.
+    """Allocate memory without gaps, as torchtitan does: a tensor of 11 MiB takes 11 MiB, not 12.
 
-    Before the first allocation on the GPU.
+    Call this before the first allocation on the GPU.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def environment() -> dict[str, Any]:
-    """GPU, versions and date, as benchmark files carry them."""
+    """Return GPU, versions and date, which every benchmark file contains."""
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else "none",
@@ -46,9 +46,9 @@ def _version(package: str) -> str | None:
 
 
 def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict[str, Any]:
-    """The record in `path`, to add results to, or with `again` or where there is none an empty one.
+    """Return the record in `path`, or an empty one with `again` or if the file does not exist.
 
-    Exits if it comes from another GPU, other versions or other settings: one record, one set-up.
+    Exit if it comes from another GPU, other versions or other settings.
     """
     record = {**environment(), "settings": settings, "results": []}
     if again or not path.exists():
@@ -64,18 +64,18 @@ def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict
 
 
 def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Add a result, in place of the one of the same `keys`."""
+    """Add a result; it replaces the result with the same `keys`."""
     record["results"] = [r for r in record["results"] if any(r[k] != result[k] for k in keys)]
     record["results"].append(result)
 
 
 def print_table(title: str, rows: list[dict[str, str]]) -> None:
-    """Print rows of the same keys."""
+    """Print rows with equal keys."""
     print_rows(title, [list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def print_rows(title: str, rows: list[list[str]]) -> None:
-    """Print a table of tables.py, whose first row is the header."""
+    """Print a table of tables.py. Its first row is the header."""
     header, *body = rows
     table = Table(*header, title=title)
     for row in body:

@@ -21,8 +21,8 @@ from fp8pass.demo.sizes import SIZES
 DOCS = Path(__file__).parent.parent / "docs"
 MODULE = "layers.0.mlp.gate_proj"
 
-# Unfold the module and what it is in, move it to the left of the details, and show how its result
-# is kept.
+# Unfold the module and its parents, move it to the left of the details, and show how its result is
+# saved.
 ARRANGE = """(module) => {
     document.getElementById("picture").scrollIntoView();
     picture.reveal(module);

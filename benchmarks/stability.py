@@ -1,21 +1,21 @@
-"""Where does training fall over? Learning rate × format × seed, for a small byte-level Llama.
+"""Find the learning rates at which training diverges, for formats and seeds of a small Llama.
 
     python benchmarks/stability.py                      all runs that are not in the results yet
     python benchmarks/stability.py --variants bf16 e8m3 --rates 1e-2 --seeds 0
     python benchmarks/stability.py --tiny --out x.json  a minute on a CPU
 
 The protocol of FP8 and back at a small size: linear layers compute in a simulated format, forward
-and backward, all else stays; weights and AdamW's states are fp32, under BF16 autocast, gradients
-clipped; the learning rate warms up and stays. The text is the source of Python's standard library,
+and backward. Weights and AdamW's states are fp32, under BF16 autocast, with clipped gradients. The
+learning rate warms up and then stays constant. The text is the source of Python's standard library,
 every tenth file held out. For one seed every run starts from the same weights and sees the same
 batches. `bf16` is stock torch.compile, which computes in E8M7.
 
-A run's final loss is that of its last 20 steps; it *holds* if that is within a tenth of a nat of
-the lowest of bf16 with the same seed. It *diverges* where the loss of 20 steps is half a nat above
-the lowest before, or not finite. Sharpness is measured every tenth of a run on held-out sequences,
-in the corner of the box alone, and for the first seed with the search, too. A format has one
-compiled model in each process, with one process for each GPU; each run sets its weights. Each run
-is written to the results as soon as it ends.
+A run's final loss is the mean of its last 20 steps. The run *holds* if that is within a tenth of a
+nat of the lowest bf16 loss with the same seed. It *diverges* where the mean loss of 20 steps is
+half a nat above the lowest one before, or not finite. Sharpness is measured every tenth of a run on
+held-out sequences, in the corner of the box, and for the first seed also with the search. A format
+has one compiled model in each process, with one process for each GPU; each run sets its weights.
+Each run is written to the results as soon as it ends.
 """
 
 from __future__ import annotations
@@ -66,35 +66,35 @@ MODEL = Size(256, 4, 4, 4, 768, seq=256, batch=16, steps=400, peak_lr=RATES[0])
 TINY = Size(64, 3, 2, 2, 128, seq=32, batch=4, steps=40, peak_lr=RATES[0])
 WARM_UP = 0.1  # share of the steps
 WINDOW = 20
-RISE = 0.5  # nats, by which a run has diverged
-HOLDS = 0.1  # nats, within which a run holds
-MEASURED = 10  # times in a run
-SEQUENCES = 8  # that sharpness is measured on
+RISE = 0.5  # nats: a larger rise of the loss is divergence
+HOLDS = 0.1  # nats: a smaller distance to the lowest bf16 loss holds
+MEASURED = 10  # measurements in a run
+SEQUENCES = 8  # sequences for sharpness
 
 
 class Model(Decoder):
-    """The demo's model, which gives its logits, too."""
+    """The demo's model, with its logits."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits, [batch, sequence, vocabulary]."""
+        """Return logits [batch, sequence, vocabulary]."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
         return self.lm_head(self.norm(x))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return F.cross_entropy(self.logits(tokens).float().flatten(0, 1), targets.flatten())
 
 
 @dataclass
 class Result:
-    """One run; see the module's docstring. What is not finite is None.
+    """One run; see the module's docstring. None stands for a value that is not finite.
 
     Attributes:
-        losses: means of `WINDOW` steps, up to where they are not finite.
-        diverged_at: the step at the end of the window that rose; None if none did.
-        sharpness: step, corner, and what the search finds, of the first seed.
+        losses: means of `WINDOW` steps, up to the first that is not finite.
+        diverged_at: the last step of the first window that has diverged; None if none has.
+        sharpness: step, value in the corner, and value of the search for the first seed.
     """
 
     variant: str
@@ -108,7 +108,7 @@ class Result:
 
 @dataclass
 class Compiled:
-    """A model, and its compiled versions: to train, and to give logits."""
+    """A model, and its compiled versions for training and for logits."""
 
     model: Model
     train: Any
@@ -116,8 +116,8 @@ class Compiled:
 
 
 def compiled(variant: str, size: Size, device: torch.device) -> Compiled:
-    """The model of a variant."""
-    # One for each variant, of the same code.
+    """Return the compiled model of a variant."""
+    # Variants share code objects.
     torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)
     model, options = Model(size).to(device), VARIANTS[variant]
     if options is None:
@@ -130,7 +130,7 @@ def compiled(variant: str, size: Size, device: torch.device) -> Compiled:
 
 
 def run(of: Compiled, variant: str, rate: float, seed: int, size: Size, data: Data) -> Result:
-    """Train from scratch, up to where the loss is not finite."""
+    """Train from scratch until the loss is not finite."""
     device = data.train.device
     torch.manual_seed(seed)
     of.model.load_state_dict(Model(size).state_dict())
@@ -166,7 +166,7 @@ def run(of: Compiled, variant: str, rate: float, seed: int, size: Size, data: Da
 def sharpness(
     of: Compiled, data: Data, size: Size, *, searched: bool
 ) -> tuple[float | None, float | None]:
-    """Sharpness on held-out sequences: in the corner, and where asked for with the search."""
+    """Measure sharpness on held-out sequences: in the corner, and optionally with the search."""
     tokens, targets = next(data.held_out_batches(replace(size, batch=SEQUENCES), 1))
 
     def last_loss(model: Any, _: object) -> Tensor:
@@ -180,7 +180,7 @@ def sharpness(
 
 
 def diverged_at(means: list[float | None]) -> int | None:
-    """The step by which the loss has risen from its lowest, or is not finite."""
+    """Return the step at which the loss has diverged, or None."""
     lowest = math.inf
     for i, loss in enumerate(means, start=1):
         if loss is None or loss > lowest + RISE:
@@ -198,7 +198,7 @@ class Job:
     """Runs of one variant at one learning rate.
 
     Attributes:
-        until: wall clock time after which no run begins.
+        until: wall-clock time after which no new run begins.
     """
 
     variant: str
@@ -208,10 +208,10 @@ class Job:
     until: float
 
 
-def planned(
+def list_jobs(
     args: argparse.Namespace, done: set[tuple[str, float, int]], size: Size, until: float
 ) -> Iterator[Job]:
-    """The runs without a result; those of a variant follow each other."""
+    """List the runs without a result, ordered by variant."""
     for variant, rate in itertools.product(args.variants, args.rates):
         if seeds := tuple(s for s in args.seeds if (variant, rate, s) not in done):
             yield Job(variant, rate, seeds, size, until)
@@ -222,7 +222,7 @@ data_of = cache(corpus)
 
 
 def work(job: Job, device: torch.device) -> Iterator[Result]:
-    """Run a job; a variant is compiled once in each process."""
+    """Run a job. Each process compiles a variant once."""
     for seed in job.seeds:
         if time.time() > job.until:
             return
@@ -231,14 +231,14 @@ def work(job: Job, device: torch.device) -> Iterator[Result]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
-    parser.add_argument("--again", action="store_true", help="start the results anew")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no later run")
+    parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
     default = Path(__file__).parent / "results/stability.json"
     parser.add_argument("--out", type=Path, default=default, help="results to add to")
@@ -251,7 +251,7 @@ def main() -> None:
     )
     keys = "variant", "rate", "seed"
     done = {tuple(r[key] for key in keys) for r in record["results"]}
-    for found in run_jobs(work, list(planned(args, done, size, until))):
+    for found in run_jobs(work, list(list_jobs(args, done, size, until))):
         result = asdict(found)
         merge(record, result, keys)
         write_json(args.out, record)

@@ -3,13 +3,13 @@
     python benchmarks/tables.py            rewrite the tables
     python benchmarks/tables.py --check    fail if they are not up to date
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; one that has not been measured
-stays as it is.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`. A table without a results file does
+not change.
 
     tables_layers.py    decoder layers and small models
     tables_models.py    whole models, on one GPU and several
     tables_runs.py      training runs
-    tables_kernels.py   kernels, and those of the optimizer
+    tables_kernels.py   kernels and the optimizer
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DOCUMENTS = (
         )
     ),
 )
-# Tables of results that have another name.
+# Results files of tables with another name.
 RESULTS = {
     "stability_ranks": "stability",
     "zoo_operators": "zoo",
@@ -108,13 +108,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Rows as a Markdown table; the first is the header."""
+    """Return rows as a Markdown table; the first row is the header."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
 def caption(data: dict[str, Any]) -> str:
-    """Where, when and at which commit a result was measured, and the exceptions to that."""
+    """Return the device, versions, date and commit of a result, and its note."""
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if k != "fp8pass")
     device = "CPU" if data["gpu"] == "none" else data["gpu"]
     commit = f", commit {data['commit']}" if "commit" in data else ""
@@ -122,8 +122,8 @@ def caption(data: dict[str, Any]) -> str:
     return f"*{device}, {versions}, {data['date']}{commit}{f'; {note}' if note else ''}*"
 
 
-def filled(text: str) -> str:
-    """`text` with every measured table made anew."""
+def fill_tables(text: str) -> str:
+    """Return `text` with every table replaced by the one from its results file."""
 
     def table(match: re.Match[str]) -> str:
         name = match[1]
@@ -138,15 +138,15 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     args = parser.parse_args()
     for document in DOCUMENTS:
         text = document.read_text()
-        new = filled(text)
+        new = fill_tables(text)
         if args.check and new != text:
-            sys.exit(f"{document} is not what benchmarks/results say: python benchmarks/tables.py")
+            sys.exit(f"{document} is outdated. Run python benchmarks/tables.py.")
         document.write_text(new)
 
 

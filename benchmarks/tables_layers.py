@@ -8,16 +8,16 @@ from typing import Any
 from fp8pass.graph.pointwise import POINTWISE
 
 BASELINE = "torchao tensorwise"
-# Ends the names of variants that are replayed as CUDA graphs, which hold their memory themselves.
+# Suffix of variants that replay CUDA graphs. Their memory cannot be measured.
 GRAPHED = ", CUDA graphs"
-# In the place of a recipe: stock `torch.compile`.
+# Stock `torch.compile`, instead of a recipe.
 BF16 = "bf16"
-# Of fp8pass, which `ablation.py` leaves out one by one.
+# The variant of `ablation.py` that leaves nothing out.
 ALL_PARTS = "all parts"
 
 
 def layer_table(data: dict[str, Any]) -> list[list[str]]:
-    """Decoder layers: time, memory and errors, beside torchao tensorwise run likewise."""
+    """Return time, memory and errors of decoder layers, relative to torchao tensorwise."""
     header = ["", "ms", "× torchao", "CPU ms", "activations MiB", "× torchao", "x-grad err"]
     rows = [[*header, "w-grad err"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
@@ -26,12 +26,12 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
         for r in results:
             graphed = GRAPHED * r["variant"].endswith(GRAPHED)
             base = next(b for b in results if b["variant"] == BASELINE + graphed)
-            rows.append(_beside(r, base))
+            rows.append(_compare(r, base))
     return rows
 
 
-def _beside(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """A variant's time, memory and errors, beside time and memory of another one."""
+def _compare(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """Return a variant's time, memory and errors, relative to time and memory of `base`."""
     held, of = r["activation_bytes"], base["activation_bytes"]
     return [
         r["variant"],
@@ -45,7 +45,7 @@ def _beside(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
 
 
 def moe_table(data: dict[str, Any]) -> list[list[str]]:
-    """Mixtures of experts: time, memory and errors, beside `torch.compile` in BF16."""
+    """Return time, memory and errors of experts, relative to `torch.compile` in BF16."""
     header = ["", "ms", "× bf16", "CPU ms", "activations MiB", "of bf16", "x-grad err"]
     rows = [[*header, "w-grad err", "FLOPs in FP8"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
@@ -54,12 +54,12 @@ def moe_table(data: dict[str, Any]) -> list[list[str]]:
         base = next(r for r in results if r["variant"] == "bf16 compile")
         for r in results:
             share = r["fp8_share"]
-            rows.append([*_beside(r, base), "" if share is None else f"{share:.1%}"])
+            rows.append([*_compare(r, base), "" if share is None else f"{share:.1%}"])
     return rows
 
 
 def ablation_table(data: dict[str, Any]) -> list[list[str]]:
-    """The same models with parts of fp8pass left out."""
+    """Return the times of models without parts of fp8pass."""
     rows = [["", "ms", "CPU ms", "over all parts"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
         found = {r["variant"]: r for r in data["results"] if r["case"] == case}
@@ -73,7 +73,7 @@ def ablation_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
-    """GPT-2 under autocast: time and memory of a step by recipe, beside stock `torch.compile`."""
+    """Return time and memory of a GPT-2 step by recipe, relative to stock `torch.compile`."""
     header = ["", "ms", "× bf16", "GPU busy ms", "held MiB", "planned MiB"]
     rows = [[*header, "forward peak MiB", "backward peak MiB"]]
     base = data["results"][0]
@@ -95,7 +95,7 @@ def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def zoo_table(data: dict[str, Any]) -> list[list[str]]:
-    """Small models of all architectures: layers in FP8, what is kept, whether a step is right."""
+    """Return layers in FP8, saved bytes and correctness of one model of each architecture."""
     rows = [["", "FP8", "asked to stay", "kept, of stock", "right", "why others stay in 16 bits"]]
     ran = [r for r in data["results"] if not r["error"]]
     fp8, asked, layers = (sum(r[key] for r in ran) for key in ("fp8", "asked_for", "layers"))
@@ -109,7 +109,7 @@ def zoo_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def zoo_row(r: dict[str, Any]) -> list[str]:
-    """One architecture."""
+    """Return the row of one architecture."""
     if r["error"]:
         return [r["name"], "", "", "", "no", r["error"].splitlines()[0]]
     left = r["layers"] - r["asked_for"]
@@ -120,11 +120,11 @@ def zoo_row(r: dict[str, Any]) -> list[str]:
 
 
 def zoo_operators_table(data: dict[str, Any]) -> list[list[str]]:
-    """The operators of all architectures' graphs, by kind, the frequent ones first."""
+    """Return the operators of all architectures' graphs, by kind, most frequent first."""
     name_of = lambda op: str(op).split(".")[1]  # noqa: E731
     rules = {name_of(op) for op, meaning in POINTWISE.items() if meaning.formula}
     kernels = {name_of(op) for op, meaning in POINTWISE.items() if meaning.triton}
-    kernels.add("pow")  # of the exponents in `POWERS`
+    kernels.add("pow")  # for the exponents in `POWERS`
     counts: dict[str, Counter[str]] = {}
     for r in data["results"]:
         for kind, names in r.get("operators", {}).items():

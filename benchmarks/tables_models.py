@@ -8,7 +8,7 @@ from tables_layers import BASELINE
 
 
 def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
-    """Seconds to the end of the first step, cold and in a second process."""
+    """Return the seconds to the end of the first step, cold and in a second process."""
     rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
     for variant in dict.fromkeys(r["variant"] for r in data["results"]):
         found = {r["cache"]: r for r in data["results"] if r["variant"] == variant}
@@ -19,7 +19,7 @@ def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def depths_table(data: dict[str, Any]) -> list[list[str]]:
-    """CPU seconds of compilation by depth, all and for each layer; the passes alone."""
+    """Return CPU seconds of compilation by depth: total, for each layer, and of the passes."""
     variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
     header = [f"{variant}, CPU s (a layer)" for variant in variants]
     rows = [["layers, hidden 256", *header, "of which passes, ms a layer"]]
@@ -37,7 +37,7 @@ def depths_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def distributed_table(data: dict[str, Any]) -> list[list[str]]:
-    """Training on several GPUs: speed and peak memory over each link, beside torchao."""
+    """Return speed and peak memory on several GPUs over each link, relative to torchao."""
     launches = any(r.get("launch_s") for r in data["results"])  # not in older records
     header = ["", "tokens/s", "fastest step", *(["CPU ms"] if launches else [])]
     header += ["× torchao, FP8 gather", "peak GiB", "gradients sent", "weights sent"]
@@ -72,7 +72,7 @@ def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def model_table(data: dict[str, Any]) -> list[list[str]]:
-    """Whole models in training: speed and peak memory, beside torchao tensorwise with AdamW."""
+    """Return speed and peak memory of whole models, relative to torchao tensorwise with AdamW."""
     steps = data["settings"]["warm_up"] + data["settings"]["timed"]
     versus = "× torchao"
     header = ["", "optimizer", "tokens/s", versus, "peak GiB", versus, f"loss after {steps} steps"]
@@ -108,7 +108,7 @@ def _model_cells(result: dict[str, Any], base: dict[str, Any]) -> list[str]:
 
 
 def lora_table(data: dict[str, Any]) -> list[list[str]]:
-    """Adapters beside frozen weights: speed and memory, beside BF16."""
+    """Return speed and memory of training adapters, relative to BF16."""
     header = ["", "tokens/s", "× BF16", "peak GiB", "× BF16", "weights GiB"]
     rows = [
         [*header, f"loss after {data['settings']['warm_up'] + data['settings']['timed']} steps"]
@@ -131,7 +131,7 @@ def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
 
 
 def formats_table(data: dict[str, Any]) -> list[list[str]]:
-    """Rounding errors with G = 128, of E2M1 in equal bits, and of E4M3 in every group size."""
+    """Return errors for groups of 128, of E2M1 with equal bits, and of E4M3 by group size."""
     names = list(data["results"][0]["errors"])
     rows = [["format", "scales", "G", "bits", *names]]
     for r in data["results"]:

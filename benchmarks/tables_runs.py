@@ -1,4 +1,4 @@
-"""Tables of training runs: losses, how stable they are, what a guard makes of them."""
+"""Tables of training runs: losses and their stability."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scipy.stats import spearmanr
 
 
 def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
-    """Losses of adapters, without the speed of what is too small for it."""
+    """Return losses of adapters. The model is too small to show its speed."""
     rows = convergence_table(data, baseline="BF16")
     return [row[:4] for row in rows]
 
 
 def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list[str]]:
-    """Training runs: final validation loss beside that of the baseline with the same seed."""
+    """Return final validation losses, relative to the baseline with the same seed."""
     rows = [["variant", "seed", "validation loss", f"vs {baseline}", "tokens/s", "peak GiB"]]
     results = data["results"]
     base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == baseline}
@@ -30,7 +30,7 @@ def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list
 
 
 def quality_table(data: dict[str, Any]) -> list[list[str]]:
-    """Losses beside those of BF16 with the same seed and start: mean and standard error."""
+    """Return losses relative to BF16 with the same seed and start: mean and standard error."""
     results = data["results"]
     baseline = next((r["variant"] for r in results if r["variant"].startswith("BF16")), "BF16")
     bases = {_pair(r): r for r in results if r["variant"] == baseline}
@@ -53,7 +53,7 @@ def _pair(run: dict[str, Any]) -> tuple[int, str]:
 
 
 def quality_rates_table(data: dict[str, Any]) -> list[list[str]]:
-    """Mean losses by learning rate, how many runs diverged, and the highest rate where none did."""
+    """Return mean losses and diverged runs by learning rate, and the highest stable rate."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
     rows = [["variant", *(f"{rate:g}" for rate in rates), "highest stable"]]
@@ -77,7 +77,7 @@ def _mean(runs: list[dict[str, Any]], key: str) -> str:
 
 
 def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> str:
-    """The mean relative difference of pairs of runs, with its standard error."""
+    """Return the mean relative difference of pairs of runs, with its standard error."""
     if any(r[key] is None for r in (*own, *base)):
         return "not finite"
     changes = [100 * (a[key] / b[key] - 1) for a, b in zip(own, base, strict=True)]
@@ -87,12 +87,12 @@ def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> 
     return f"{round(mean(changes), 2) + 0.0:+.2f}%{error}"  # -0.0 + 0.0 is 0.0
 
 
-# Of the model of stability.py, whose loss begins at the logarithm of that.
+# Vocabulary of the model of stability.py. Its first loss is the logarithm of this number.
 VOCABULARY = 256
 
 
 def stability_table(data: dict[str, Any]) -> list[list[str]]:
-    """Final losses by format and learning rate, with how many seeds held, and sharpness."""
+    """Return final losses by format and learning rate, the number of seeds that hold, sharpness."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
     header = ["", *(f"{rate:g}" for rate in rates), "highest that holds", "sensitivity"]
@@ -104,7 +104,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
     limit = {seed: loss + data["settings"]["holds"] for seed, loss in lowest.items()}
     variants = list(dict.fromkeys(r["variant"] for r in results))
     pairs = [{(r["rate"], r["seed"]) for r in results if r["variant"] == v} for v in variants]
-    of_all = set.intersection(*pairs)  # sensitivities are of the same runs
+    of_all = set.intersection(*pairs)  # sensitivities compare the same runs
     for variant in variants:
         mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
         cells, highest = [], ""
@@ -132,7 +132,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def stability_ranks(data: dict[str, Any]) -> list[list[str]]:
-    """How the corner of the box ranks what was measured with the search, too."""
+    """Return the rank correlation of sharpness in the corner and by the search."""
     pairs = [
         (corner, searched)
         for r in data["results"]
@@ -153,7 +153,7 @@ def _final_loss(run: dict[str, Any]) -> float:
 
 
 def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
-    """Medians over runs that diverge: of the last measurement before, and of the next."""
+    """Return medians over diverging runs: of the last sharpness before, and of the next one."""
     before, at = [], []
     for r in runs:
         when = r["diverged_at"]

@@ -1,4 +1,4 @@
-"""Runs of a benchmark on all GPUs of a machine: one process for each GPU."""
+"""Run the jobs of a benchmark on all GPUs of a machine, with one process for each GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Work = Callable[[Any, torch.device], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that run the same jobs as the ranks of one process group.
+    """Processes that run the same jobs, as the ranks of one process group.
 
     Attributes:
-        number: of the group.
-        ranks: how many processes it has, with one GPU each.
-        on_gpu: whether there are GPUs.
+        number: number of the group.
+        ranks: number of processes, with one GPU each.
+        on_gpu: whether the processes use GPUs.
         folder: a temporary folder that all processes share.
     """
 
@@ -37,14 +37,14 @@ class Group:
 
 
 def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
-    """Yield what `work(job, device)` yields for all jobs, from processes with a GPU each.
+    """Yield the results of `work(job, device)` for all jobs, from processes with one GPU each.
 
-    Each job runs on `ranks` GPUs as the ranks of a process group; the first rank's results count.
-    Without a GPU there is one group, on the CPU; a single rank is then this process.
+    Each job runs on `ranks` GPUs, as the ranks of a process group; the first rank's results count.
+    Without a GPU one group runs on the CPU, and a single rank runs in this process.
 
     Raises:
-        RuntimeError: jobs failed; their tracebacks are the message. A job on one GPU that fails
-            does not end the others.
+        RuntimeError: jobs failed; the message has their tracebacks. A job that fails on one GPU
+            does not end other jobs.
     """
     gpus = torch.cuda.device_count()
     if not gpus and ranks == 1:
@@ -64,7 +64,7 @@ def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
         ]
         for gpu, process in enumerate(processes):
             with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu) if gpus else ""):
-                process.start()  # which inherits the variable: PyTorch may read it at its import
+                process.start()  # the child inherits the variable
         try:
             yield from _results_of(results, len(processes), ranks)
         finally:
@@ -88,7 +88,7 @@ def _results_of(results: Any, processes: int, ranks: int) -> Iterator[Any]:
 
 
 def _serve(work: Work, rank: int, group: Group, waiting: Any, results: Any) -> None:
-    """Run jobs as one rank of a group until there are none."""
+    """Run jobs as one rank of a group until no jobs are left."""
     device = _device(group)
     if group.ranks > 1:
         dist.init_process_group(
@@ -110,7 +110,7 @@ def _serve(work: Work, rank: int, group: Group, waiting: Any, results: Any) -> N
 
 
 def _device(group: Group) -> torch.device:
-    """The GPU of a process, which sees no other: all processes share compiled code."""
+    """Return the only visible GPU of a process, so that all processes share compiled code."""
     if not group.on_gpu:
         torch.set_num_threads(1)
         return torch.device("cpu")
