@@ -1,7 +1,8 @@
 """Every private PyTorch symbol that fp8pass uses, for every supported version.
 
 Nothing else in the package imports from `torch._*`. When a PyTorch release moves or changes
-something, this folder is the first place to look. Each module lists its exports in `__all__`.
+something, this folder is the first place to look. Each module lists in `__all__` what this package
+re-exports.
 
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
