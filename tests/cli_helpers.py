@@ -1,4 +1,4 @@
-"""What tests of the command line share: models to name on it, and running it."""
+"""Helpers of the tests of the command line: model factories, and functions that run commands."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ constant = 3
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The current directory, with a module `factories`."""
+    """Change to a new directory with a module `factories`, and return it."""
     (tmp_path / "factories.py").write_text(FACTORIES)
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)
@@ -142,7 +142,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(here, capsys):
-    """Run a command line: (exit code, stdout, stderr)."""
+    """Return a function that runs a command line: (exit code, stdout, stderr)."""
 
     def run(*argv):
         try:
@@ -156,14 +156,14 @@ def run(here, capsys):
 
 
 def ok(result) -> str:
-    """stdout of a command that did what it should."""
+    """Check that a command succeeded, and return its stdout."""
     code, out, err = result
     assert code == 0, err
     return out
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What a fresh Python process prints; it must succeed."""
+    """Run a new Python process, which must succeed, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, check=True

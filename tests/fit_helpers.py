@@ -1,4 +1,4 @@
-"""The small model of the tests of fit, and what a step of it keeps."""
+"""A small model for the tests of `fit`, and its traced step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Layered(nn.Module):
-    """Equal blocks between an embedding and an output head; gives the loss."""
+    """Equal blocks between an embedding and an output head. Returns the loss."""
 
     def __init__(self, layers: int = 2, hidden: int = 256) -> None:
         super().__init__()

@@ -24,8 +24,8 @@ from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size
 
 SIZE = Size(64, 2, 2, 2, 128, seq=32, batch=4, steps=16, peak_lr=5e-3)
-CHANGE = SIZE.steps // 2  # the step before which features that interrupt a training do so
-MEASURED = range(CHANGE + 1, SIZE.steps, 2)  # the steps whose gradients are checked
+CHANGE = SIZE.steps // 2  # features interrupt a training before this step
+MEASURED = range(CHANGE + 1, SIZE.steps, 2)  # steps with checked gradients
 
 
 class Feature:
@@ -304,7 +304,7 @@ def whole(x: Tensor) -> Tensor:
 
 @dataclass
 class Outcome:
-    """What is compared of a training with the same one without fp8pass."""
+    """Complaints from the comparison of a training with the plain training."""
 
     complaints: list[str] = field(default_factory=list)
 
@@ -329,7 +329,7 @@ COSINE = 0.15
 
 
 def compare(ours: Training, plain: Training) -> list[str]:
-    """What is wrong with a training beside the plain one."""
+    """Compare a training with the plain training, and return complaints."""
     outcome = Outcome()
     last = slice(-4, None)
     mean, want = (sum(t.losses[last]) / 4 for t in (ours, plain))

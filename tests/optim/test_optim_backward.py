@@ -238,7 +238,7 @@ def test_what_is_attached_to_may_be_a_wrapper():
 
 
 class Fails(torch.autograd.Function):
-    """A function whose backward fails on request."""
+    """A function with a backward that fails on request."""
 
     told = False
 
@@ -254,7 +254,7 @@ class Fails(torch.autograd.Function):
 
 
 def model_that_fails(dtype=torch.bfloat16) -> nn.Module:
-    """Return a model whose last layer gets gradients before the backward fails."""
+    """Return a model with a backward that fails after the last layer got gradients."""
     torch.manual_seed(0)
 
     class Middle(nn.Module):
@@ -555,7 +555,7 @@ WRAPS = [
 @pytest.mark.parametrize("attaches_first", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
 def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_first, runs):
-    """The first forward is the latest point of the error, in either order of step_in_backward and wrapper."""
+    """The first forward raises the error at the latest, in any order of attaching and wrapping."""
     with single_process(tmp_path):
         model = small_model()
         optimizer = AdamW(model.parameters(), lr=0.01)

@@ -149,7 +149,7 @@ def test_optimizers_of_torch_take_no_codes_for_moments(foreign, options):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_way_back_to_torch(preset):
-    """Moments in FP32 have the keys and the meaning of those of torch.optim.AdamW."""
+    """Moments in FP32 have the keys and the meaning of torch.optim.AdamW's moments."""
     params = parameters()
     optimizer = AdamW(params, lr=0.02, preset=preset)
     run(params, optimizer, range(3))
@@ -208,7 +208,7 @@ def load_distributed(path, optimizer, model, planner=None, **options) -> None:
     ids=str,
 )
 def test_a_distributed_checkpoint_in_other_formats_is_converted(tmp_path, options, dtype, flat):
-    """The states equal those that `load_state_dict` makes, in both directions."""
+    """In both directions the states equal the states after `load_state_dict`."""
     for source, target in (({}, options), (options, {})):
         model, optimizer = trained(0, dtype, **source)
         folder = tmp_path / str(bool(source))

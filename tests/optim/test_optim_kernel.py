@@ -80,7 +80,7 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             # E5M2 has the coarsest step.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
             # Cancellation in the smallest value of a group changes its range. It occurs more often
-            # in larger groups, whose smallest values are smaller.
+            # in larger groups, which have smaller values.
             group = got.param_groups[0]["group_size"] if off.numel() > 1024 else 1
             assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
@@ -243,7 +243,7 @@ def test_squares_that_no_code_has_end_training(device, monkeypatch):
 
 @pytest.mark.parametrize("rate", [0.0, 1e-20])
 def test_a_rate_of_zero_moves_no_weight(device, rate):
-    """Neither does a rate whose steps are below the last bit of every weight.
+    """Neither does a rate with steps below the last bit of every weight.
 
     States are updated.
     """

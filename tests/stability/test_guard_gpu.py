@@ -1,4 +1,4 @@
-"""`Guard` on a GPU: nothing waits for it, and what it copies arrives."""
+"""`Guard` on a GPU: steps do not wait for the device, and copies to the host are correct."""
 
 import pytest
 import torch

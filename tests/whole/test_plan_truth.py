@@ -1,4 +1,4 @@
-"""Invariant 2: what autograd keeps between forward and backward is what the plan says."""
+"""Invariant 2: autograd saves exactly the tensors of the plan."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ MODELS = {
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_saved_tensors_are_the_plan(name, recipe):
+def test_saved_tensors_match_the_plan(name, recipe):
     check(name, Config.recipe(recipe, compiler="eager"))
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
-def test_saved_tensors_are_the_plan_inductor(recipe):
+def test_saved_tensors_of_generated_code_match_the_plan(recipe):
     check("normed", Config.recipe(recipe))
 
 
 @pytest.mark.parametrize("format", ["e2m1", "e2m2", "e2m3"])
-def test_packed_tensors_are_the_plan(format):
+def test_packed_tensors_match_the_plan(format):
     plan = check("decoder", Config(save_format=format, compiler="eager"))
     low_bit = [s for s in plan.saved if s.kept_as.startswith(format)]
     assert low_bit
@@ -87,7 +87,7 @@ def test_packed_tensors_are_the_plan(format):
         assert len(s.tensors) == len(FORMATS[format].planes) + 1
 
 
-def test_packed_tensors_are_the_plan_inductor():
+def test_packed_tensors_of_generated_code_match_the_plan():
     check("normed", Config(save_format="e2m3"))
 
 
@@ -105,8 +105,8 @@ def check(name, config):
     return spy.plan
 
 
-def test_a_graph_input_that_needs_a_gradient_is_not_kept_as_it_is():
-    """Blocks compiled one by one: the second block's input is the first one's output."""
+def test_a_graph_input_that_needs_a_gradient_is_saved_quantized():
+    """Blocks are compiled one by one. The input of the second block is the output of the first."""
     blocks = [nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(2)]
     programs = [compiled(block) for block in blocks]
     x = torch.randn(32, 128, requires_grad=True)
@@ -117,7 +117,7 @@ def test_a_graph_input_that_needs_a_gradient_is_not_kept_as_it_is():
     assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
 
 
-def test_coat_keeps_less_than_linear_and_stock():
+def test_coat_saves_fewer_bytes_than_linear_and_stock():
     kept = {}
     for recipe in ("coat", "linear"):
         torch._dynamo.reset()
