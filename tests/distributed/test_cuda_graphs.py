@@ -133,7 +133,7 @@ def test_only_cuda_graphs_have_weights_that_move(two):
 
 
 def test_a_graph_returns_its_inputs_themselves():
-    """Results are not copies in the memory of a CUDA graph, and the list of arguments is cleared."""
+    """Results are not copies in a CUDA graph's memory, and the list of arguments is cleared."""
     given, other = torch.ones(2), torch.zeros(2)
 
     def half(arguments: list[Tensor]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The examples train, each as it stands, on a CPU, op by op in place of Inductor."""
+"""The examples train, on a CPU and op by op instead of with Inductor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from helpers import Residuals
 import fp8pass
 
 EXAMPLES = Path(fp8pass.__file__).parents[1] / "examples"
-# That of FSDP2 takes two ranks: tests/distributed/test_frameworks.py.
+# tests/distributed/test_frameworks.py runs the example of FSDP2 on two ranks.
 SCRIPTS = {path.stem for path in EXAMPLES.glob("*.py")} - {"common", "fsdp2"}
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_example(name, plans, monkeypatch, tmp_path):
+def test_example_trains(name, plans, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # tiny models
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -32,8 +32,8 @@ def test_example(name, plans, monkeypatch, tmp_path):
     assert min(losses[-2:]) < losses[0] - 0.1
 
 
-def test_the_lines_for_nanogpt(plans):
-    """Of the diff, which applies to files that are not here, those that it adds."""
+def test_the_lines_for_nanogpt_run(plans):
+    """nanoGPT is not installed, so only the added lines run."""
     lines = (EXAMPLES / "nanogpt.diff").read_text().splitlines()
     added = [line[1:].strip() for line in lines if line.startswith("+") and line[:3] != "+++"]
     assert len(added) == 3
