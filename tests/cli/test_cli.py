@@ -1,4 +1,4 @@
-"""The command line: what explain, diagnose and bisect get to run and what they print."""
+"""The command line: inputs and outputs of explain, diagnose, bisect and fit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import fp8pass
 from fp8pass import Config
 from fp8pass.tools.cli.target import parse_beside
 
-ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")  # of fit
+SIZES = ("--gpu", "H200,2GiB", "--host", "8GiB")  # required by fit
 
 
-def without_times(data):
-    """An explanation as data, without the only numbers that differ from run to run."""
+def remove_times(data):
+    """Remove the times from an explanation as data, because they differ between runs."""
     for graph in data["graphs"]:
         del graph["pass_seconds"]
     return data
@@ -37,26 +37,26 @@ def test_explains_what_a_factory_returns(run, name):
 
 
 @pytest.mark.parametrize("name", ["model", "MLP", "ready"])
-def test_inputs_from_the_command_line(run, name):
+def test_inputs_can_be_given_on_the_command_line(run, name):
     assert "float32 32×128" in ok(run("explain", f"factories:{name}", "--input", "32x64"))
 
 
-def test_inputs_replace_those_of_the_factory(run):
+def test_inputs_replace_inputs_of_the_factory(run):
     out = ok(run("explain", "factories:with_args", "--input", "x=48x64"))
     assert "48×128" in out
 
 
-def test_json_is_all_that_stdout_has_and_equals_to_dict(run):
+def test_stdout_has_only_json(run):
     out = ok(run("explain", "factories:with_tensor", "--json", "--rules"))
     from factories import MLP, x
 
     want = fp8pass.explain(MLP(), x(), rules=True)
-    assert without_times(json.loads(out)) == without_times(json.loads(want.to_json()))
+    assert remove_times(json.loads(out)) == remove_times(json.loads(want.to_json()))
 
 
 def test_progress_is_shown_on_a_terminal_only(run, monkeypatch):
     assert "building" not in run("explain", "factories:with_args")[2]
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's variable for a terminal
     code, out, err = run("explain", "factories:with_args", "--json")
     assert code == 0
     assert json.loads(out)
@@ -64,7 +64,7 @@ def test_progress_is_shown_on_a_terminal_only(run, monkeypatch):
     assert all(stage in err for stage in stages)
 
 
-def test_what_the_model_prints_goes_to_stderr(run):
+def test_output_of_the_model_goes_to_stderr(run):
     code, out, err = run("explain", "factories:with_tensor", "--json")
     assert code == 0
     assert "built" in err
@@ -74,8 +74,8 @@ def test_what_the_model_prints_goes_to_stderr(run):
 
 def test_files_can_import_their_neighbours(run, here):
     (here / "folder").mkdir()
-    (here / "folder" / "beside.py").write_text("from factories import with_args as build\n")
-    (here / "folder" / "my-model.py").write_text("from beside import build\n")
+    (here / "folder" / "neighbour.py").write_text("from factories import with_args as build\n")
+    (here / "folder" / "my-model.py").write_text("from neighbour import build\n")
     assert "2 of 2" in ok(run("explain", "./folder/my-model.py:build"))
 
 
@@ -98,21 +98,21 @@ def test_options_become_a_config(run):
     assert data["config"] == json.loads(json.dumps(vars(want))) | {"error_tolerance": "inf"}
 
 
-def test_without_options_those_the_model_was_compiled_with(run):
+def test_default_options_are_the_options_of_the_compiled_model(run):
     data = json.loads(ok(run("explain", "factories:compiled", "--json")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("none", ["up"])
     data = json.loads(ok(run("explain", "factories:compiled", "--json", "--recipe", "coat")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("e4m3", [])
 
 
-def test_dtype_is_that_of_model_and_inputs(run):
+def test_dtype_applies_to_model_and_inputs(run):
     words = "factories:with_args", "--dtype", "bfloat16", "--device", "cpu"
     assert "bfloat16 32×128" in ok(run("explain", *words))
     words = "factories:model", "--dtype", "bfloat16", "--input", "32x64"
     assert "bfloat16 32×128" in ok(run("explain", *words))
 
 
-def test_frontier(run):
+def test_the_frontier_is_printed(run):
     assert "memory against time" in ok(run("explain", "factories:with_args", "--frontier"))
 
 
@@ -128,7 +128,7 @@ def test_html_is_saved(run, here):
         (("--option", "skip=down"), "skip", "agoq"),
     ],
 )
-def test_another_recipe_beside(run, here, given, first, second):
+def test_the_page_compares_another_recipe(run, here, given, first, second):
     words = "--html", here / "report.html", *given, "--beside", "recipe=agoq"
     ok(run("explain", "factories:with_args", *words))
     page = (here / "report.html").read_text()
@@ -137,7 +137,7 @@ def test_another_recipe_beside(run, here, given, first, second):
     assert second in heading
 
 
-def test_what_is_beside_keeps_the_other_options():
+def test_the_compared_configuration_keeps_other_options():
     given = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
     own = fp8pass.Config.recipe("agoq", skip=("a",))
     assert parse_beside(given, own) == fp8pass.Config.recipe("agoq", skip=("a",), memory_budget=0.5)
@@ -150,7 +150,7 @@ def test_what_is_beside_keeps_the_other_options():
 
 
 def llama_config(folder: Path, **changes) -> Path:
-    """A folder with the config.json of a tiny Llama."""
+    """Write the config.json of a tiny Llama to a folder, and return the folder."""
     from transformers import LlamaConfig
 
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 176}
@@ -161,7 +161,7 @@ def llama_config(folder: Path, **changes) -> Path:
 
 
 def vit_config(folder: Path, **changes) -> Path:
-    """A folder with the config.json of a tiny ViT."""
+    """Write the config.json of a tiny ViT to a folder, and return the folder."""
     from transformers import ViTConfig
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 128}
@@ -196,13 +196,13 @@ def test_vit_from_its_config(run, here):
 @pytest.mark.parametrize(
     ("write", "head"), [(llama_config, "lm_head"), (vit_config, "")], ids=["llama", "vit"]
 )
-def test_without_an_architecture_a_language_model_or_a_base(run, here, write, head):
+def test_the_default_architecture_is_a_language_or_base_model(run, here, write, head):
     folder = write(here / "model", architectures=None)
     data = json.loads(ok(run("explain", folder, "--json", "--recipe", "linear")))
     assert (data["graphs"][0]["linears"][-1]["module"] == head) == bool(head)
 
 
-def test_no_inputs_known(run, here):
+def test_unknown_inputs_are_an_error(run, here):
     from transformers import WhisperConfig
 
     sizes = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 96}
@@ -222,7 +222,7 @@ def test_configs_that_transformers_cannot_read(run, here):
     assert "model_type" in err
 
 
-def test_without_transformers(run, here, monkeypatch):
+def test_missing_transformers_is_an_error(run, here, monkeypatch):
     (here / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = run("explain", "config.json")
@@ -234,14 +234,14 @@ def test_without_transformers(run, here, monkeypatch):
 
 
 @pytest.mark.parametrize("factory", ["with_loss", "with_loss_of_a_dict"])
-def test_diagnose_by_the_factory_s_loss(run, here, factory):
-    """Which has the signature of the function's own."""
+def test_diagnose_uses_the_loss_of_the_factory(run, here, factory):
+    """It has the signature of `loss_fn` in `fp8pass.diagnose`."""
     out = ok(run("diagnose", f"factories:{factory}"))
     assert "gradient error by layer" in out
     assert "down" in out
 
 
-def test_a_loss_of_the_output_alone(run, here):
+def test_a_loss_of_the_output_is_refused(run, here):
     code, _, err = run("diagnose", "factories:with_loss_of_the_output")
     assert code == 2
     assert "loss_fn of TARGET takes the model and the batch" in err
@@ -270,9 +270,9 @@ def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
         (["llama", "--input", "input_ids=2x8:int64:96"], "the model returned CausalLM"),
     ],
 )
-def test_without_a_loss(run, here, command, words, returned):
+def test_a_missing_loss_is_an_error(run, here, command, words, returned):
     llama_config(here / "llama")
-    code, out, err = run(command, *words, *(ROOM if command == "fit" else ()))
+    code, out, err = run(command, *words, *(SIZES if command == "fit" else ()))
     assert (code, out) == (2, "")
     assert returned in err
     assert "return loss_fn last" in err
@@ -297,7 +297,7 @@ def test_plots_of_other_extensions_are_refused_before_anything_runs(run, command
 
 
 class Found:
-    """What a stand-in for `fp8pass.bisect` returns."""
+    """The result of a stand-in for `fp8pass.bisect`."""
 
     def __str__(self):
         return "the culprit\n"
@@ -306,7 +306,7 @@ class Found:
         return '{"culprit": 1}'
 
 
-def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
+def test_bisect_receives_model_loss_batch_and_config(run, monkeypatch):
     calls = []
 
     def stand_in(model, loss_fn, batch, *, config=None):
@@ -327,41 +327,41 @@ def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
 # --- fit ----------------------------------------------------------------------------------------
 
 
-def test_fit_gives_lines_to_paste(run, tmp_path):
-    out = ok(run("fit", "factories:with_loss", *ROOM, "--plot", str(tmp_path / "memory.png")))
+def test_fit_prints_lines_to_paste(run, tmp_path):
+    out = ok(run("fit", "factories:with_loss", *SIZES, "--plot", str(tmp_path / "memory.png")))
     assert "MLP on H200: default · AdamW" in out
     assert "◀ fits" in out
     assert "optimizer = fp8pass.optim.AdamW(model.parameters())" in out
     assert (tmp_path / "memory.png").stat().st_size
 
 
-def test_fit_passes_a_batch_of_one_tensor_as_the_other_commands_do(run):
-    assert "◀ fits" in ok(run("fit", "factories:with_loss_of_a_tensor", *ROOM))
+def test_fit_accepts_a_batch_of_one_tensor(run):
+    assert "◀ fits" in ok(run("fit", "factories:with_loss_of_a_tensor", *SIZES))
 
 
 @pytest.mark.parametrize(
     "name", ["WithLoss", "loss_of_kwargs", "loss_of_both", "loss_of_a_tensor_and_kwargs"]
 )
-def test_fit_takes_the_loss_that_a_model_returns(run, here, name):
+def test_fit_uses_the_loss_that_a_model_returns(run, here, name):
     words = ("--input", "32x64") if name == "WithLoss" else ()
-    assert "◀ fits" in ok(run("fit", f"factories:{name}", *ROOM, *words))
+    assert "◀ fits" in ok(run("fit", f"factories:{name}", *SIZES, *words))
 
 
-def test_fit_does_not_take_errors_of_a_model_for_its_own(run):
-    code, _, err = run("fit", "factories:broken", *ROOM)
+def test_errors_of_a_model_are_not_reported_as_errors_of_fit(run):
+    code, _, err = run("fit", "factories:broken", *SIZES)
     assert code == 1
     assert "it broke. --traceback shows where; unless that is in the model or its loss_fn" in err
 
 
 @pytest.mark.long
-def test_fit_says_the_dtype_that_nobody_named(run, tmp_path):
+def test_fit_notes_the_default_dtype(run, tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
     sizes = {"intermediate_size": 128, "vocab_size": 256, "num_attention_heads": 2}
     config |= {**sizes, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     note = "Weights are in float32: the config names no dtype."
-    assert note in ok(run("fit", str(tmp_path), *ROOM))
-    assert note not in ok(run("fit", str(tmp_path), *ROOM, "--dtype", "bfloat16"))
+    assert note in ok(run("fit", str(tmp_path), *SIZES))
+    assert note not in ok(run("fit", str(tmp_path), *SIZES, "--dtype", "bfloat16"))
 
 
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
@@ -370,7 +370,7 @@ def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, **heads}))
     words = ("--blocks", "model.layers", "--option", "memory_budget=0.9", "--json")
-    code, out, err = run("fit", str(tmp_path), *ROOM, *words)
+    code, out, err = run("fit", str(tmp_path), *SIZES, *words)
     assert code == 1
     found = json.loads(out)
     assert not found["fits"]
@@ -389,6 +389,6 @@ def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     ],
 )
 def test_wrong_options_of_fit(run, words, message):
-    code, out, err = run("fit", "factories:with_loss", *ROOM, *words)
+    code, out, err = run("fit", "factories:with_loss", *SIZES, *words)
     assert (code, out) == (2, "")
     assert message in err
