@@ -122,14 +122,14 @@ def test_html_is_saved(run, here):
 
 
 @pytest.mark.parametrize(
-    ("given", "first", "second"),
+    ("arguments", "first", "second"),
     [
         ((), "coat", "agoq"),
         (("--option", "skip=down"), "skip", "agoq"),
     ],
 )
-def test_the_page_compares_another_recipe(run, here, given, first, second):
-    words = "--html", here / "report.html", *given, "--beside", "recipe=agoq"
+def test_the_page_compares_another_recipe(run, here, arguments, first, second):
+    words = "--html", here / "report.html", *arguments, "--beside", "recipe=agoq"
     ok(run("explain", "factories:with_args", *words))
     page = (here / "report.html").read_text()
     heading = page[page.index("Side by side") :]
@@ -138,12 +138,14 @@ def test_the_page_compares_another_recipe(run, here, given, first, second):
 
 
 def test_the_compared_configuration_keeps_other_options():
-    given = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
+    arguments = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
     own = fp8pass.Config.recipe("agoq", skip=("a",))
-    assert parse_beside(given, own) == fp8pass.Config.recipe("agoq", skip=("a",), memory_budget=0.5)
-    given.beside.append(("recipe", "linear"))
+    assert parse_beside(arguments, own) == fp8pass.Config.recipe(
+        "agoq", skip=("a",), memory_budget=0.5
+    )
+    arguments.beside.append(("recipe", "linear"))
     want = fp8pass.Config.recipe("linear", skip=("a",), memory_budget=0.5)
-    assert parse_beside(given, own) == want
+    assert parse_beside(arguments, own) == want
 
 
 # --- Hugging Face -------------------------------------------------------------------------------

@@ -265,8 +265,8 @@ def states_of_columns(device: str) -> dict[str, Any]:
         scale = state.get("exp_avg:e4m3+expand:scale")
         assert scale is None or scale.placements == p.placements
         shapes = scale if scale is None else (tuple(scale.shape), tuple(scale.to_local().shape))
-        codes = state["exp_avg" if scale is None else "exp_avg:e4m3+expand"]
-        found[name] = str(codes.dtype), shapes
+        data = state["exp_avg" if scale is None else "exp_avg:e4m3+expand"]
+        found[name] = str(data.dtype), shapes
     return found
 
 

@@ -134,17 +134,17 @@ def test_only_cuda_graphs_have_weights_that_move(two):
 
 def test_a_graph_returns_its_inputs_themselves():
     """Results are not copies in a CUDA graph's memory, and the list of arguments is cleared."""
-    given, other = torch.ones(2), torch.zeros(2)
+    weight, other = torch.ones(2), torch.zeros(2)
 
-    def half(arguments: list[Tensor]) -> tuple[Tensor, ...]:
+    def graph(arguments: list[Tensor]) -> tuple[Tensor, ...]:
         copies = [x.clone() for x in arguments]
         arguments.clear()
         return copies[0] + 1, copies[1], copies[0]
 
-    arguments = [other, given]
-    results = pass_inputs(half, [(1, 1)])(arguments)
+    arguments = [other, weight]
+    results = pass_inputs(graph, [(1, 1)])(arguments)
     assert not arguments
-    assert results[1] is given
+    assert results[1] is weight
     assert results[2] is not other
 
 
@@ -161,14 +161,14 @@ def test_a_saved_weight_is_the_input_itself(monkeypatch):
 
     monkeypatch.setattr(compat, "input_index", lambda node: ["weight", "x"].index(node.name))
     monkeypatch.setattr(compat, "compile_fx_inner", compile_with_copies)
-    half = compile_for_moving(
+    graph = compile_for_moving(
         fx.GraphModule(nn.Module(), g), [], frozenset({0}), static_input_idxs=[0, 1]
     )
-    given = [torch.ones(2), torch.zeros(2)]
-    _, activation, saved = half(list(given))
+    inputs = [torch.ones(2), torch.zeros(2)]
+    _, activation, saved = graph(list(inputs))
     assert options["static_input_idxs"] == [1]
-    assert saved is given[0]
-    assert activation is not given[1]
+    assert saved is inputs[0]
+    assert activation is not inputs[1]
 
 
 def test_models_on_one_device_have_no_moving_weights():

@@ -208,9 +208,9 @@ def ddp_with_options(device: str) -> None:
     """Small buckets, gradients as views of buckets, and a static graph; also compressed."""
     options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True, "static_graph": True}
     found = []
-    for given, compresses in (({}, False), (options, False), (options, True)):
+    for arguments, compresses in (({}, False), (options, False), (options, True)):
         torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(parallel.Decoder().to(device), **given)
+        model = nn.parallel.DistributedDataParallel(parallel.Decoder().to(device), **arguments)
         model.compile(backend=fp8pass.backend(Config.recipe("exact", compiler="eager")))
         if compresses:
             fp8pass.distributed.compress(model)

@@ -49,8 +49,8 @@ class Outcome:
     """The outcome of a program.
 
     Attributes:
-        failure: kind of failure, '' for none: `error`, `bits`, `close`, `codes`, `plan`, `memory`,
-            `slow`, `recompiled`.
+        failure: kind of failure, '' for none: `error`, `bits`, `close`, `plan`, `memory`, `slow`,
+            `recompiled`.
         message: what is wrong.
         stock: an error of stock PyTorch on the same program, which excuses fp8pass.
         refused: whether no plan meets the memory budget.

@@ -79,9 +79,9 @@ def _simpler_compilation(program: Program) -> Iterator[Program]:
 
 
 def _simpler_inputs(program: Program) -> Iterator[Program]:
-    for name, given in program.inputs.items():
+    for name, input_ in program.inputs.items():
         for change in ({"layout": "contiguous"}, {"grad": False}):
-            simpler = given.changed(**change)
+            simpler = input_.changed(**change)
             yield program.changed(inputs={**program.inputs, name: simpler})
 
 

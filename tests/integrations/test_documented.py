@@ -46,9 +46,9 @@ def test_documented_example_runs(name, plans, monkeypatch, tmp_path):
     model = llama(num_hidden_layers=1)
     names = set(model.state_dict())
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
-    given = {"model": model, "data": rows, "tokenizer": tokenizer()}
+    namespace = {"model": model, "data": rows, "tokenizer": tokenizer()}
     try:
-        exec(code, given)
+        exec(code, namespace)
     except ModuleNotFoundError as error:  # an optional package
         pytest.skip(str(error))
     trains = re.search(r"train\(\)|fit\(|backward\(", code) is not None

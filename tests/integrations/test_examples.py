@@ -39,10 +39,10 @@ def test_the_lines_for_nanogpt_run(plans):
     assert len(added) == 3
     model = Residuals(1)
     stock = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    given = {"torch": torch, "model": model, "optimizer": stock}
-    exec("\n".join(added), given)
-    assert isinstance(given["optimizer"], fp8pass.optim.AdamW)
-    assert given["optimizer"].param_groups[0]["betas"] == (0.9, 0.95)
-    given["model"](torch.randn(32, 64)).square().mean().backward()
-    given["optimizer"].step()
+    namespace = {"torch": torch, "model": model, "optimizer": stock}
+    exec("\n".join(added), namespace)
+    assert isinstance(namespace["optimizer"], fp8pass.optim.AdamW)
+    assert namespace["optimizer"].param_groups[0]["betas"] == (0.9, 0.95)
+    namespace["model"](torch.randn(32, 64)).square().mean().backward()
+    namespace["optimizer"].step()
     assert [sum(bool(layer.fp8) for layer in plan.linears) for plan in plans] == [2]

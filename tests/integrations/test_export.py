@@ -45,11 +45,11 @@ def test_the_files_have_the_format(trained, tmp_path, compiled):
         if layer not in layers:
             assert torch.equal(found[name], weight)
             continue
-        codes, scales = found[name], found[f"{layer}.weight_scale"]
-        assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, weight.shape)
+        data, scales = found[name], found[f"{layer}.weight_scale"]
+        assert (data.dtype, data.shape) == (torch.float8_e4m3fn, weight.shape)
         assert (scales.dtype, scales.shape) == (torch.float32, (len(weight), 1))
-        assert codes.float().abs().amax(1).ge(224).all()  # at least half of the largest value
-        error = (codes.float() * scales - weight.float()).abs()
+        assert data.float().abs().amax(1).ge(224).all()  # at least half of the largest value
+        error = (data.float() * scales - weight.float()).abs()
         assert (error <= weight.float().abs() / 16 + scales * 2**-10 + 1e-12).all()
     assert all(torch.equal(x, before[name]) for name, x in trained.state_dict().items())
     assert not hasattr(trained.config, "quantization_config")
@@ -67,8 +67,8 @@ def test_fp8_data_are_the_operands_of_training(trained, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     weight = trained.state_dict()[name]
     scale = torch.ops.fp8pass.scale(torch.ops.fp8pass.amax(weight, "row"), "e4m3 row")
-    codes = torch.ops.fp8pass.quantize(weight, scale, "e4m3 tensor")
-    assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+    data = torch.ops.fp8pass.quantize(weight, scale, "e4m3 tensor")
+    assert torch.equal(found[name].view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(found[f"{name}_scale"], scale)
 
 
@@ -86,10 +86,10 @@ def test_served_weights_give_the_forward_of_training(weights, request, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     served = copy.deepcopy(model)
     for layer in layers:
-        codes, scales = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
+        data, scales = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
         weight = served.get_submodule(layer).weight
-        assert not torch.equal(codes.float() * scales, weight.float())
-        weight.data = (codes.float() * scales).to(weight.dtype)
+        assert not torch.equal(data.float() * scales, weight.float())
+        weight.data = (data.float() * scales).to(weight.dtype)
     logits = []
     for each in (model, served):
         program = torch.compile(each, backend=Backend(COAT_EAGER))
@@ -120,8 +120,8 @@ def test_transformers_loads_it(weights, request, tmp_path):
     assert 0.001 < error < 0.1  # an error of FP8, but not more
     found = load_file(tmp_path / "model.safetensors")
     for layer in layers:
-        decoded = found[f"{layer}.weight"].float() * found[f"{layer}.weight_scale"]
-        assert relative(loaded.get_submodule(layer).weight.float(), decoded) < 0.005
+        dequantized = found[f"{layer}.weight"].float() * found[f"{layer}.weight_scale"]
+        assert relative(loaded.get_submodule(layer).weight.float(), dequantized) < 0.005
 
 
 def test_layers_too_narrow_for_fp8_are_not_quantized(tmp_path):

@@ -135,9 +135,9 @@ def losses(folder, backend: str, ranks: int, *options: str) -> list[float]:
         model += ["--model.hf_assets_path", "tests/assets/tokenizer"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc_per_node", str(ranks), "--local-ranks-filter", "0", "-m", NAME]
-    given = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
-    given["lr_scheduler.warmup_steps"] = 2
-    settings = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    arguments = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
+    arguments["lr_scheduler.warmup_steps"] = 2
+    settings = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     command = [*launch, *model, "--compile.enable", *settings, *options]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=300

@@ -84,7 +84,7 @@ def test_models_change_their_dtype(before, after, weights):
         assert (decayed - 0.9 * moments[i]).norm() <= 0.1 * moments[i].norm()
 
 
-def test_what_else_is_stored_of_a_parameter_stays():
+def test_other_states_of_a_parameter_do_not_change():
     (p,) = params = parameters(((64,),))
     optimizer = AdamW(params)
     run(params, optimizer, range(1))
@@ -99,16 +99,16 @@ def test_states_follow_the_offload_option(offload):
     """The results are the same for every previous location of the states."""
     changed = () if offload else ("states",)
     found = []
-    for given in (offload, None):
+    for option in (offload, None):
         params = parameters(((256, 256), (64,)), torch.bfloat16)
         optimizer = AdamW(params, 0.01, offload=offload)
         run(params, optimizer, range(2))
-        if given is not None:
+        if option is not None:
             optimizer.param_groups[0].update(offload=changed, first_moment="e4m3")
         else:
             optimizer.param_groups[0].update(first_moment="e4m3")
         assert is_offloaded(optimizer.param_groups[0], "states", params[0]) != (
-            (given is None) == (offload == ())
+            (option is None) == (offload == ())
         )
         run(params, optimizer, range(2, 4))
         found.append(optimizer)

@@ -116,7 +116,7 @@ def test_checkpoints_are_converted_between_formats(source, target):
 
 
 @pytest.mark.parametrize("changed", [{}, {"group_size": 64}, {"weights": "nearest"}], ids=str)
-def test_options_of_a_checkpoints_groups_do_not_say_what_its_states_are(changed):
+def test_options_of_a_checkpoint_do_not_determine_formats_of_states(changed):
     """The keys of states determine their formats."""
     params = parameters(dtype=torch.bfloat16)
     optimizer = AdamW(params, weights="fp16")
@@ -134,7 +134,7 @@ def test_options_of_a_checkpoints_groups_do_not_say_what_its_states_are(changed)
     [{}, {"preset": "fp8-lm"}, {"first_moment": "fp32"}, {"second_moment": "bf16"}],
     ids=str,
 )
-def test_optimizers_of_torch_take_no_codes_for_moments(foreign, options):
+def test_optimizers_of_torch_refuse_quantized_moments(foreign, options):
     params = parameters(((128, 64),))
     optimizer = AdamW(params, **options)
     run(params, optimizer, range(2))
@@ -349,14 +349,14 @@ def test_full_state_dicts_of_pytorch_are_converted(source, target):
     same_state(other, directly)
 
 
-def test_codes_without_their_format_are_refused():
+def test_quantized_states_without_their_format_are_refused():
     params = parameters()
     optimizer = AdamW(params)
     run(params, optimizer, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
     key = "exp_avg:e4m3+expand"
-    codes = saved["state"][0].pop(key)
-    saved["state"][0]["exp_avg"] = codes
+    data = saved["state"][0].pop(key)
+    saved["state"][0]["exp_avg"] = data
     same_options = {"lr": 0.5}
     other = AdamW(params, **same_options)
     run(params, other, range(1))
@@ -368,10 +368,10 @@ def test_codes_without_their_format_are_refused():
     for p, q in zip(params, all_parameters(before), strict=True):
         assert all(torch.equal(x, before.state[q][k]) for k, x in other.state[p].items())
     del saved["state"][0]["exp_avg"]
-    saved["state"][0]["exp_avg:e4m4"] = codes
+    saved["state"][0]["exp_avg:e4m4"] = data
     with pytest.raises(fp8pass.ConfigError, match="exp_avg: Unknown format 'e4m4'"):
         other.load_state_dict(saved)
-    saved["state"][0] |= {key: codes, "exp_avg:e5m2": codes}
+    saved["state"][0] |= {key: data, "exp_avg:e5m2": data}
     with pytest.raises(fp8pass.ConfigError, match=r"has exp_avg:e4m4 and exp_avg:e5m2"):
         other.load_state_dict(saved)
     del saved["state"][0]["exp_avg:e4m4"], saved["state"][0]["exp_avg:e5m2"]
@@ -417,7 +417,7 @@ def test_checkpoints_of_torch(fused):
         ({"seed": None}, "seed must be an int"),
     ],
 )
-def test_wrong_options_of_checkpoints_say_what_to_do(options, message):
+def test_wrong_options_of_checkpoints_are_refused(options, message):
     params = parameters()
     optimizer = AdamW(params)
     run(params, optimizer, range(1))
@@ -431,7 +431,7 @@ def test_wrong_options_of_checkpoints_say_what_to_do(options, message):
 
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": {}}, None, "checkpoint.pt", [1]], ids=str)
-def test_what_is_no_checkpoint_is_refused(given):
+def test_invalid_checkpoints_are_refused(given):
     with pytest.raises(fp8pass.ConfigError, match=r"has no param_groups, state.* Load what"):
         AdamW(parameters()).load_state_dict(given)
 

@@ -69,7 +69,7 @@ def move_gradients(params, step: int) -> None:
 
 
 def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
-    """Check that few codes differ, by one step, where values lie between two codes."""
+    """Check that few quantized values differ, by one rounding step."""
     for number, (p, q) in enumerate(zip(all_parameters(got), all_parameters(want), strict=True)):
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
         torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
@@ -95,7 +95,7 @@ def test_every_format(device, monkeypatch, name):
 
 @pytest.mark.parametrize("name", [name for name in MOMENT_FORMATS if name != "fp32"])
 def test_every_format_rounded_to_nearest(device, monkeypatch, name):
-    """Less than 0.4% of the codes differ where scales agree.
+    """Less than 0.4% of the quantized values differ if scales agree.
 
     With random bits half of them would.
     """
@@ -107,12 +107,12 @@ def test_every_format_rounded_to_nearest(device, monkeypatch, name):
     for p, q in zip(all_parameters(got), all_parameters(want), strict=True):
         for state in (f"exp_avg:{name}", f"exp_avg_sq:{name}", "master:fp16"):
             state = state.removesuffix(":bf16")
-            differ = codes_that_differ(got.state[p], want.state[q], state)
+            differ = find_differences(got.state[p], want.state[q], state)
             assert differ.sum() <= 0.004 * p.numel()
 
 
-def codes_that_differ(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.Tensor:
-    """Return where states with equal scales and powers have different codes: bool [elements]."""
+def find_differences(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.Tensor:
+    """Return which elements differ among states with equal scales and powers: bool [elements]."""
     differ = (a[name] != b[name]).reshape(-1)
     for part in (f"{name}:scale", f"{name}:power"):
         if part in a:
@@ -138,7 +138,7 @@ def test_states_rounded_to_nearest_draw_no_bits(device):
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("weights", ["nearest", "fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_way_to_keep_weights(device, monkeypatch, weights, dtype):
+def test_every_kind_of_weights(device, monkeypatch, weights, dtype):
     options = {"preset": "fp8-lm", "weights": weights, "lr": 0.01, "maximize": True}
     got, want = both(device, monkeypatch, dtype, group_size=32, **options)
     assert_alike(got, want, dtype)
@@ -182,7 +182,7 @@ def test_gradients_of_another_dtype_or_place(device, monkeypatch, preset, expand
     same_state(*optimizers)
 
 
-def test_scaled_gradients_and_steps_left_out(device):
+def test_gradients_can_be_scaled_and_steps_skipped(device):
     params, plain = on(device, parameters(((40,), (200,)))), on(device, parameters(((40,), (200,))))
     scaled, unscaled = AdamW(params), AdamW(plain)
     for step in range(3):
@@ -223,7 +223,7 @@ def test_gradients_whose_squares_are_infinite(device, monkeypatch):
     assert torch.equal(*found)
 
 
-def test_squares_that_no_code_has_end_training(device, monkeypatch):
+def test_squares_beyond_the_format_end_training(device, monkeypatch):
     """A group with an infinite second moment gets the scale NaN.
 
     Its weights become NaN in this step if the update is fused, and in the next step otherwise.
@@ -260,7 +260,7 @@ def test_a_rate_of_zero_moves_no_weight(device, rate):
 
 
 @pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3, -1e-3])
-def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
+def test_steps_are_proportional_to_the_rate(device, monkeypatch, rate):
     """Weights of zero become the step, exact but for two digits. Schedulers may set any rate."""
     steps = []
     for why_not in (None, "for comparison"):
@@ -273,7 +273,7 @@ def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
     torch.testing.assert_close(*steps, rtol=5e-5, atol=0.0)
 
 
-def test_what_is_not_finite_is_not_hidden(device):
+def test_nonfinite_gradients_are_not_hidden(device):
     (p,) = on(device, parameters(((300,),)))
     optimizer = AdamW([p])
     for step in range(3):
@@ -417,7 +417,7 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
 
 
 @pytest.mark.long
-def test_what_is_updated_together_does_not_matter(device):
+def test_parameters_can_be_updated_together_or_alone(device):
     """Updating all parameters at once, or one at a time, gives the same result."""
     together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
     one, other = AdamW(together), AdamW(apart)

@@ -41,11 +41,11 @@ def test_parameter_groups_have_options_of_their_own():
         for p in (first, second, third)
     ]
     step = {"step": torch.float32}
-    codes = [{f"{x}:e4m3+expand": torch.uint8} for x in ("exp_avg", "exp_avg_sq")]
+    fp8 = [{f"{x}:e4m3+expand": torch.uint8} for x in ("exp_avg", "exp_avg_sq")]
     assert dtypes == [
-        step | codes[0] | codes[1],
-        step | {"exp_avg": torch.bfloat16} | codes[1],
-        step | codes[0] | {"exp_avg_sq": torch.float32},
+        step | fp8[0] | fp8[1],
+        step | {"exp_avg": torch.bfloat16} | fp8[1],
+        step | fp8[0] | {"exp_avg_sq": torch.float32},
     ]
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'e4m3'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "first_moment": "e4m4"})

@@ -189,17 +189,17 @@ def test_rolling_back_ends_after_several_attempts():
 # --- learning rates -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_the_rate_is_lower_only_during_the_step(given):
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_the_rate_is_lower_only_during_the_step(rate):
     p = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([p], lr=given)
+    optimizer = torch.optim.SGD([p], lr=rate)
     lower = LowerRate(optimizer)
     lower.factor = 0.1
     p.grad = torch.ones(1)
     optimizer.step()
     assert p.item() == pytest.approx(1 - 0.05)
-    assert optimizer.param_groups[0]["lr"] is given
-    assert float(given) == 0.5
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
     lower.close()
     optimizer.step()
     assert p.item() == pytest.approx(1 - 0.05 - 0.5)

@@ -66,11 +66,11 @@ def test_warnings_are_logged(caplog):
 def test_an_alarm_is_false_if_the_loss_continues_normally():
     training = Training(quiet=30).run(154)
     weight = training.model.get_submodule("0").weight
-    kept = weight.detach().clone()
+    before = weight.detach().clone()
     with torch.no_grad():  # restored before the next forward
         weight.mul_(100)
         training.guard.step()
-        weight.copy_(kept)
+        weight.copy_(before)
     training.run(36)
     assert kinds(training.guard) == ["alarm", "false alarm"]
     assert "1 alarms: 0 confirmed, 1 false" in str(training.guard)
@@ -140,11 +140,11 @@ def test_a_checkpoint_contains_history_and_alarm():
     assert [e.step for e in second.guard.events] == [e.step for e in whole.guard.events]
 
 
-@pytest.mark.parametrize("given", [{}, {"guard": {}}, None, "guard.json"])
-def test_invalid_checkpoints_are_refused(given):
+@pytest.mark.parametrize("state", [{}, {"guard": {}}, None, "guard.json"])
+def test_invalid_checkpoints_are_refused(state):
     guard = fed([1.0] * 3)
     with pytest.raises(ConfigError, match=r"has no alarm, .* Load what guard\.state_dict"):
-        guard.load_state_dict(given)
+        guard.load_state_dict(state)
     assert guard.steps == 3
 
 

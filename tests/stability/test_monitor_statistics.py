@@ -33,7 +33,7 @@ def matrices(draw):
     return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
 
 
-def reference(x, dequantized, codes, fmt):
+def reference(x, dequantized, quantized, fmt):
     """Compute the statistics in float64."""
     finite = x.isfinite()
     exact, back = x.double()[finite], dequantized.double()[finite]
@@ -42,8 +42,9 @@ def reference(x, dequantized, codes, fmt):
     return {
         "elements": x.numel(),
         "amax": exact.abs().max().item() if len(exact) else 0.0,
-        "saturated": (codes[finite].abs() == fmt.max).sum().item() / x.numel(),
-        "underflow": (nonzero & (codes[finite] == 0)).sum().item() / max(nonzero.sum().item(), 1),
+        "saturated": (quantized[finite].abs() == fmt.max).sum().item() / x.numel(),
+        "underflow": (nonzero & (quantized[finite] == 0)).sum().item()
+        / max(nonzero.sum().item(), 1),
         "sqnr_db": math.inf if noise == 0 else (10 * torch.log10(signal / noise)).item(),
         "nonfinite": (~finite).sum().item(),
     }
@@ -74,8 +75,8 @@ def fp32_rounding(sqnr_db):
 @given(x=matrices())
 def test_statistics_of_linear_operands_are_right(x, format, by_row):
     scale = fp8.scale(fp8.amax(x, "row") if by_row else fp8.amax(x, "tensor"), f"{format} row")
-    codes = fp8.quantize(x, scale, f"{format} tensor").float()
-    expected = reference(x, codes * scale, codes, FORMATS[format])
+    data = fp8.quantize(x, scale, f"{format} tensor").float()
+    expected = reference(x, data * scale, data, FORMATS[format])
     check(measure(x, scale, FORMATS[format], x.shape[-1]), expected)
 
 
@@ -88,8 +89,8 @@ def test_statistics_of_groups_are_right(x, format, group):
     planes = [fp8.quantize(x, scales, f"{format} 1×{group}", i) for i in range(len(fmt.planes))]
     back = fp8.dequantize(planes, scales, f"{format} 1×{group}", torch.float32)
     ones = torch.ones_like(scales)
-    codes = fp8.dequantize(planes, ones, f"{format} 1×{group}", torch.float32)
-    check(measure(x, scales, fmt, group), reference(x, back, codes, fmt))
+    data = fp8.dequantize(planes, ones, f"{format} 1×{group}", torch.float32)
+    check(measure(x, scales, fmt, group), reference(x, back, data, fmt))
 
 
 @given(x=matrices(), y=matrices())

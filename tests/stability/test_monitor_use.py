@@ -230,9 +230,9 @@ def test_other_wrong_arguments_are_refused(tmp_path):
     (tmp_path / "notes.csv").write_text("name,value\n")
     with pytest.raises(ConfigError, match="not written by a Monitor"):
         Monitor(csv=tmp_path / "notes.csv")
-    for given in (5, True, tmp_path):
+    for path in (5, True, tmp_path):
         with pytest.raises(ConfigError, match="csv must be a file to append to"):
-            Monitor(csv=given)
+            Monitor(csv=path)
     with pytest.raises(ConfigError, match="folder or a SummaryWriter, got int"):
         Monitor(tensorboard=3)
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module, got str"):

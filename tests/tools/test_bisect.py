@@ -334,7 +334,7 @@ def test_units_of_a_llama():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"most": 0}, ConfigError, "must be at least 1, got 0"),
         ({"most": True}, ConfigError, "must be at least 1, got True"),
@@ -346,9 +346,9 @@ def test_units_of_a_llama():
         ({"model": MLP((32, 32, 32)).requires_grad_(False)}, ValueError, "nothing to compare"),
     ],
 )
-def test_invalid_arguments_raise_errors(options, error, says):
+def test_invalid_arguments_raise_errors(options, error, message):
     arguments = {"model": MLP((32, 32, 32)), "loss_fn": loss, "batch": X} | options
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         fp8pass.bisect(**arguments)
 
 

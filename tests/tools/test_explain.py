@@ -64,9 +64,9 @@ def test_tables_are_as_wide_as_the_terminal(llama_explanation, monkeypatch, colu
     for reason in {row.reason for row in shown}:
         assert columns == 80 or set(reason.split()) <= words
     assert render_text(["a sentence " * 20]) == "a sentence " * 20 + "\n"
-    kept = [float(line.split()[-1].lstrip("<")) for line in lines if " e4m3 " in line]
-    assert kept == sorted(kept, reverse=True)
-    assert len(kept) > 2
+    sizes = [float(line.split()[-1].lstrip("<")) for line in lines if " e4m3 " in line]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) > 2
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def evaluated():
 
 
 @pytest.mark.parametrize(
-    ("explained", "says"),
+    ("explained", "message"),
     [
         (evaluated, True),
         (lambda: explain(MLP().requires_grad_(False), torch.randn(32, 64)), True),
@@ -317,10 +317,10 @@ def evaluated():
     ],
     ids=["inference mode", "frozen", "trained"],
 )
-def test_without_a_backward_it_reports_why_nothing_is_saved(explained, says):
+def test_without_a_backward_it_reports_why_nothing_is_saved(explained, message):
     found = explained()
-    assert (found.saved_bytes == 0) == says
-    assert ("none has a backward, as in evaluation" in str(found)) == says
+    assert (found.saved_bytes == 0) == message
+    assert ("none has a backward, as in evaluation" in str(found)) == message
 
 
 def test_skipped_and_unsupported_layers_have_reasons():

@@ -264,7 +264,7 @@ class Positives(MLP):
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    ("parts", "message"),
     [
         ([nn.Identity(), Positive()], r"but aten.nonzero.default in parts.1 reads them"),
         (
@@ -273,8 +273,8 @@ class Positives(MLP):
         ),
     ],
 )
-def test_a_model_that_reads_values_is_refused(parts, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_model_that_reads_values_is_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
         fit(Positives(*parts), torch.randn(32, 64), gpu="16GiB", host="8GiB")
 
 

@@ -129,8 +129,8 @@ def test_gpu_and_host_bytes_add_up_for_every_offload(place, preset, accumulate):
     assert none.total == 0
     assert here.states + host.states == pytest.approx(all_here.states)
     assert here.sums + host.sums == pytest.approx(all_here.sums)
-    codes = 0.5 * host.weights
-    assert here.weights + host.weights == pytest.approx(all_here.weights + codes, rel=0.02)
+    fp8_data = 0.5 * host.weights
+    assert here.weights + host.weights == pytest.approx(all_here.weights + fp8_data, rel=0.02)
     assert (host.total > 0) == bool(set(offload) - ({"gradients"} if accumulate == 1 else set()))
 
 

@@ -132,8 +132,8 @@ def test_folding_loses_no_bytes(llama_explanation, picture):
 
 def test_edges_to_the_next_equal_layer_are_drawn():
     picture = chain([1, 1, 1])
-    kept = [Edge("1:0", "2:0", True, 8), Edge("2:0", "3:0", True, 8)]
-    picture.edges = [*picture.edges[:1], *kept, *picture.edges[3:]]
+    saved = [Edge("1:0", "2:0", True, 8), Edge("2:0", "3:0", True, 8)]
+    picture.edges = [*picture.edges[:1], *saved, *picture.edges[3:]]
     (edge,) = [e for e in fold(picture).edges if e.bytes]
     assert (edge.source, edge.target, edge.bytes) == ("1:0", "1:0", 8)
 

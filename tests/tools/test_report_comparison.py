@@ -75,19 +75,19 @@ def test_another_model_is_refused(in_8_bits):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"beside": Config()}, "beside must be what fp8pass.explain returned, got Config"),
         ({"diagnosis": "a.html"}, "diagnosis must be what fp8pass.diagnose returned, got str"),
     ],
 )
-def test_other_arguments_are_refused(in_8_bits, tmp_path, given, message):
+def test_other_arguments_are_refused(in_8_bits, tmp_path, options, message):
     with pytest.raises(TypeError, match=message):
-        in_8_bits.save(tmp_path / "report.html", **given)
+        in_8_bits.save(tmp_path / "report.html", **options)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "expected"),
     [
         (Config(), ("coat", {})),
         (Config.recipe("agoq"), ("agoq", {})),
@@ -96,8 +96,8 @@ def test_other_arguments_are_refused(in_8_bits, tmp_path, given, message):
         (Config.recipe("linear", skip=("up",)), ("linear", {"skip": ("up",)})),
     ],
 )
-def test_the_recipe_and_changed_options_are_found(config, said):
-    assert find_recipe(config) == said
+def test_the_recipe_and_changed_options_are_found(config, expected):
+    assert find_recipe(config) == expected
 
 
 def test_the_page_shows_both(in_8_bits, exact):

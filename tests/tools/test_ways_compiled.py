@@ -149,7 +149,7 @@ def test_moments_of_blocks_have_names_within_blocks():
 
 @pytest.mark.parametrize("tool", [fp8pass.diagnose, fp8pass.bisect, fp8pass.calibrate])
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"model": len}, "takes a torch.nn.Module, got builtin_function_or_method"),
         ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
@@ -159,9 +159,9 @@ def test_moments_of_blocks_have_names_within_blocks():
         ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it returned \(4, 64\)"),
     ],
 )
-def test_wrong_arguments_are_refused(tool, changes, says):
+def test_wrong_arguments_are_refused(tool, changes, message):
     arguments = {"model": nn.ReLU(), "loss_fn": loss, "batch": X[0, :4], "config": None} | changes
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         tool(**arguments)
 
 
@@ -184,16 +184,16 @@ class Skipping(MLP):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         ({"recipe": "agoq"}, "takes options as config="),
         ({"memory_budget": 0.5}, "takes options as config="),
         ({"cnfig": Config()}, "Did you mean 'config'"),
     ],
 )
-def test_options_of_a_tool_are_not_passed_to_the_model(given, says):
-    with pytest.raises(TypeError, match=says):
-        fp8pass.explain(AnyArguments(), X, **given)
+def test_options_of_a_tool_are_not_passed_to_the_model(options, message):
+    with pytest.raises(TypeError, match=message):
+        fp8pass.explain(AnyArguments(), X, **options)
     fp8pass.explain(AnyArguments(), X, use_cache=False, skip=False, block_mask=None)
 
 

@@ -30,7 +30,7 @@ def fresh():
 
 
 @pytest.fixture
-def said(caplog):
+def logged_lines(caplog):
     """A function that returns the logged lines about layers, with their levels."""
 
     def lines() -> list[tuple[str, str]]:
@@ -87,28 +87,28 @@ LAYERS = {"whole": [8], "in place": [8], "by blocks": [2], "graph breaks": [2]}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_graph_logs_a_line_when_it_is_compiled(way, said):
+def test_each_graph_logs_a_line_when_it_is_compiled(way, logged_lines):
     model = WAYS[way]()
     train(model, steps=1)
-    lines = said()
+    lines = logged_lines()
     train(model)
-    assert said() == lines
+    assert logged_lines() == lines
     assert {level for level, _ in lines} == {"INFO"}
     starts = [f"{n} of {n} linear layers in FP8, " for n in LAYERS[way]]
     assert [line[: len(start)] for (_, line), start in zip(lines, starts, strict=True)] == starts
     assert all(" kept for the backward instead of " in line for _, line in lines)
 
 
-def test_evaluation_logs_nothing(said):
+def test_evaluation_logs_nothing(logged_lines):
     with torch.no_grad():
         in_place().eval()(torch.randn(32, WIDTH))
-    assert not said()
+    assert not logged_lines()
 
 
-def test_a_tool_logs_nothing(said):
+def test_a_tool_logs_nothing(logged_lines):
     model, x = MLP((WIDTH, 128, WIDTH)), torch.randn(32, WIDTH)
     bisect(model, lambda m, b: m(b).square().mean(), x, config=Config(compiler="eager"), most=1)
-    assert not said()
+    assert not logged_lines()
 
 
 class Headed(nn.Module):
@@ -148,11 +148,11 @@ class HeadedBlocks(nn.Module):
         return sum(results)
 
 
-def test_a_model_is_warned_about_once(said, caplog):
+def test_a_model_is_warned_about_once(logged_lines, caplog):
     for count in (1, 2):
         torch._dynamo.reset()
         train(compiled(HeadedBlocks()))
-        assert len(said()) == 2 * count
+        assert len(logged_lines()) == 2 * count
         assert sum(r.levelno == logging.WARNING for r in caplog.records) == count
 
 
@@ -168,14 +168,14 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def test_an_adapter_of_rank_8_causes_no_warning(said):
+def test_an_adapter_of_rank_8_causes_no_warning(logged_lines):
     train(compiled(Adapted(8)))
-    ((level, line),) = said()
+    ((level, line),) = logged_lines()
     assert (level, line[:27]) == ("INFO", "1 of 3 linear layers in FP8")
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING, logging.INFO])
-def test_lines_go_to_stderr_unless_logging_is_configured(level, monkeypatch, capsys, said):
+def test_lines_go_to_stderr_unless_logging_is_configured(level, monkeypatch, capsys, logged_lines):
     log = logging.getLogger("fp8pass")
     monkeypatch.setattr(log, "hasHandlers", lambda: False)
     monkeypatch.setattr(log, "level", level)
@@ -187,25 +187,25 @@ def test_lines_go_to_stderr_unless_logging_is_configured(level, monkeypatch, cap
         assert printed.count("linear layers") == 1
     else:
         assert "fp8pass: " not in printed
-        assert len(said()) == (level == logging.INFO)
+        assert len(logged_lines()) == (level == logging.INFO)
 
 
-def test_only_the_first_rank_logs(monkeypatch, said):
+def test_only_the_first_rank_logs(monkeypatch, logged_lines):
     monkeypatch.setattr(compile_log, "is_later_rank", lambda: True)
     train(in_place())
-    assert not said()
+    assert not logged_lines()
 
 
-def test_a_configured_backend_logs(said):
+def test_a_configured_backend_logs(logged_lines):
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend=backend(Config(compiler="eager"))))
-    assert [line[: len(ALL_OF_TWO)] for _, line in said()] == [ALL_OF_TWO]
+    assert [line[: len(ALL_OF_TWO)] for _, line in logged_lines()] == [ALL_OF_TWO]
 
 
-def test_a_line_can_end_with_a_remark(said):
+def test_a_line_can_end_with_a_remark(logged_lines):
     """The remark here is that offloading has no budget."""
     options = {"compiler": "eager", "offload": True}
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend="fp8pass", options=options))
-    ((_, line),) = said()
+    ((_, line),) = logged_lines()
     assert ALL_OF_TWO in line
     assert line.endswith("; offload=True has no memory_budget to meet")
 

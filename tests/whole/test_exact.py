@@ -262,14 +262,14 @@ ALL_EXACT = {"skip": ("*",), "keep_exact": ("*",), "compiler": "eager"}
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_options_can_make_everything_exact(monkeypatch, make, options):
     config = Config.recipe("agoq", **ALL_EXACT, **options)
-    monkeypatch.setitem(PATHS, "kept", (Backend(config), stock_eager))
-    check(make().train(), (tokens(),), path="kept")
+    monkeypatch.setitem(PATHS, "all exact", (Backend(config), stock_eager))
+    check(make().train(), (tokens(),), path="all exact")
 
 
 def test_options_can_make_checkpointed_regions_exact(monkeypatch):
     config = Config.recipe("agoq", **ALL_EXACT)
-    monkeypatch.setitem(PATHS, "kept", (Backend(config), stock_eager))
-    check(Checkpointed(0.2), (randn(32, 64),), path="kept")
+    monkeypatch.setitem(PATHS, "all exact", (Backend(config), stock_eager))
+    check(Checkpointed(0.2), (randn(32, 64),), path="all exact")
 
 
 # --- random programs ----------------------------------------------------------------------------
@@ -293,6 +293,6 @@ def test_random_program_inductor(case):
 @given(programs())
 def test_options_can_make_a_random_program_exact(case):
     program, inputs = case
-    kept = Backend(Config(save_format="e2m1", error_tolerance=math.inf, **ALL_EXACT))
-    with patch.dict(PATHS, {"kept": (kept, stock_eager)}):
-        check(program, tuple(inputs), path="kept")
+    exact = Backend(Config(save_format="e2m1", error_tolerance=math.inf, **ALL_EXACT))
+    with patch.dict(PATHS, {"all exact": (exact, stock_eager)}):
+        check(program, tuple(inputs), path="all exact")

@@ -100,10 +100,10 @@ def test_gpt2_breaks_even_and_causes_a_warning(models):
     saved = 1e3 * gain.gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
     of = measured("gpt2")
     assert of["fp8pass linear"] < saved < of["fp8pass coat"] + 1
-    said = gain.doubt(found, CUDA)
-    assert "FP8 is expected to take " in said  # on an H100, with slower memory
-    assert f"that 8 linear layers take in BF16 on {H100}" in said
-    assert "such as blocks.0.out (768 → 768)" in said
+    message = gain.doubt(found, CUDA)
+    assert "FP8 is expected to take " in message  # on an H100, with slower memory
+    assert f"that 8 linear layers take in BF16 on {H100}" in message
+    assert "such as blocks.0.out (768 → 768)" in message
 
 
 def test_gpt2_saves_little_on_an_h200(models, monkeypatch):
@@ -190,6 +190,6 @@ def test_training_warns_once_and_explain_reports_it(monkeypatch, caplog):
     for _ in range(3):
         program(x).sum().backward()
     texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    (said,) = [text for text in texts if "FP8 is expected to " in text]
+    (message,) = [text for text in texts if "FP8 is expected to " in text]
     text = str(fp8pass.explain(program, x))
-    assert " ".join(said.split()) in " ".join(text.split())
+    assert " ".join(message.split()) in " ".join(text.split())

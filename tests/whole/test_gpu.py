@@ -126,11 +126,11 @@ def test_the_allocator_agrees_with_the_plan(recipe):
     before = requested_bytes()
     y = program(*args)
     torch.cuda.synchronize()
-    kept = requested_bytes() - before - y.untyped_storage().nbytes()
+    saved = requested_bytes() - before - y.untyped_storage().nbytes()
     # The rotary tables are in the plan, but the caller owns their memory.
     tables = sum(s.bytes for s in spy.plan.saved if s.op == "placeholder")
     planned = spy.plan.saved_bytes - tables
-    assert abs(kept - planned) <= 0.02 * planned, (kept, planned)
+    assert abs(saved - planned) <= 0.02 * planned, (saved, planned)
     del y
 
 
@@ -279,10 +279,10 @@ def test_values_are_quantized_with_the_stored_scales(fmt):
         return fp8.quantize(x, scales, f"{fmt} 1×128").view(torch.uint8), scales
 
     x = torch.randn(512, 512, device="cuda")
-    codes, scales = torch.compile(function, backend=with_inductor)(x)
+    data, scales = torch.compile(function, backend=with_inductor)(x)
     want, want_scales = function(x)
     assert torch.equal(scales, want_scales)
-    assert torch.equal(codes, want)
+    assert torch.equal(data, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -301,38 +301,38 @@ def test_packing_in_triton_agrees_with_the_reference(fmt, dtype):
         scales = fp8.scale(fp8.amax(x, "1×128"), f"{fmt} 1×128")
         return scales, *(fp8.quantize(x, scales, f"{fmt} 1×128", i) for i in planes)
 
-    def unpack(scales, *codes):
-        return fp8.dequantize(codes, scales, f"{fmt} 1×128", dtype)
+    def unpack(scales, *planes):
+        return fp8.dequantize(planes, scales, f"{fmt} 1×128", dtype)
 
     x = (torch.randn(512, 512, device="cuda") * torch.logspace(-7, 4, 512, device="cuda")).to(dtype)
     x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 0
     metrics.reset()
-    scales, *codes = torch.compile(pack, backend=with_inductor)(x)
+    scales, *planes = torch.compile(pack, backend=with_inductor)(x)
     assert metrics.generated_kernel_count == len(planes)
-    want_scales, *want_codes = pack(x)
+    want_scales, *want_planes = pack(x)
     assert identical(scales, want_scales)
 
-    def distance(codes):
-        values = fp8.dequantize(codes, scales, f"{fmt} 1×128", torch.float32)
+    def distance(planes):
+        values = fp8.dequantize(planes, scales, f"{fmt} 1×128", torch.float32)
         return (x.double() - values).abs()[2:]
 
-    excess = distance(codes) - distance(want_codes)
+    excess = distance(planes) - distance(want_planes)
     assert (excess <= x[2:].double().abs() * 2.0**-20).all()
     assert identical(
-        torch.compile(unpack, backend=with_inductor)(scales, *codes), unpack(scales, *codes)
+        torch.compile(unpack, backend=with_inductor)(scales, *planes), unpack(scales, *planes)
     )
-    assert not unpack(scales, *codes)[:2, :128].isfinite().any()
+    assert not unpack(scales, *planes)[:2, :128].isfinite().any()
 
 
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])
 def test_packed_saves(fmt):
     model, args = layer()
-    kept = {}
+    results = {}
     for format in ("e4m3", fmt):
         torch._dynamo.reset()
         program, spy = compiled(model, Config(save_format=format))
-        kept[format] = step(program, model, args), spy.plan.saved_bytes
-    (got, less), (want, more) = kept[fmt], kept["e4m3"]
+        results[format] = step(program, model, args), spy.plan.saved_bytes
+    (got, less), (want, more) = results[fmt], results["e4m3"]
     assert less < more
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert relative(a, b) < 0.02

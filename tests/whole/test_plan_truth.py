@@ -94,10 +94,10 @@ def test_packed_tensors_of_generated_code_match_the_plan():
 def check(name, config):
     model, args, held = MODELS[name]()
     program, spy = compiled(model.train(), config)
-    kept = count_saved(program, args, (*held, *model.buffers()))
-    assert kept == count_planned(spy.plan)
+    saved = count_saved(program, args, (*held, *model.buffers()))
+    assert saved == count_planned(spy.plan)
     sizes = {(t.dtype, t.shape): t.bytes for s in spy.plan.saved for t in s.tensors}
-    assert sum(sizes[key] * count for key, count in kept.items()) == spy.plan.saved_bytes
+    assert sum(sizes[key] * count for key, count in saved.items()) == spy.plan.saved_bytes
     for key, bytes_ in sizes.items():
         dims = [] if key[1] == "scalar" else [int(d) for d in key[1].split("×")]
         element = getattr(torch, key[0]).itemsize
@@ -111,19 +111,19 @@ def test_a_graph_input_that_needs_a_gradient_is_saved_quantized():
     programs = [compiled(block) for block in blocks]
     x = torch.randn(32, 128, requires_grad=True)
     h = programs[0][0](x)
-    kept = count_saved(programs[1][0], (h,), ())
-    assert kept == count_planned(programs[1][1].plan)
-    assert ("float32", "32×128") not in kept
+    saved = count_saved(programs[1][0], (h,), ())
+    assert saved == count_planned(programs[1][1].plan)
+    assert ("float32", "32×128") not in saved
     assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
 
 
 def test_coat_saves_fewer_bytes_than_linear_and_stock():
-    kept = {}
+    saved = {}
     for recipe in ("coat", "linear"):
         torch._dynamo.reset()
         model, args, _ = decoder()
         program, spy = compiled(model, Config.recipe(recipe, compiler="eager"))
         program(*args)
-        kept[recipe] = spy.plan.saved_bytes
+        saved[recipe] = spy.plan.saved_bytes
         stock = spy.plan.stock_bytes
-    assert kept["coat"] < 0.9 * kept["linear"] < 0.9 * stock
+    assert saved["coat"] < 0.9 * saved["linear"] < 0.9 * stock

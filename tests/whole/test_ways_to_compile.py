@@ -123,8 +123,8 @@ def test_the_default_dtype_changes_nothing(dtype):
             layers = fp8pass.diagnose(model, loss, x, config=config).layers
         finally:
             torch.set_default_dtype(torch.float32)
-        codes = [p.after for g in explanation.graphs for p in g.passes]
-        found.append((explanation.saved_bytes, layers, codes))
+        code = [p.after for g in explanation.graphs for p in g.passes]
+        found.append((explanation.saved_bytes, layers, code))
     assert found[0] == found[1]
 
 

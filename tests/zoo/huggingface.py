@@ -116,8 +116,8 @@ def tiny(config: type, changes: Mapping[str, Any]) -> Any:
     """Return a small config of a class."""
     known = set(inspect.signature(config).parameters) | set(getattr(config, "attribute_map", {}))
     known |= {n for c in config.__mro__ for n in getattr(c, "__annotations__", {})}
-    given = {**{k: v for k, v in TINY.items() if k in known}, **changes}
-    return config(**{k: v for k, v in given.items() if v is not DEFAULT})
+    values = {**{k: v for k, v in TINY.items() if k in known}, **changes}
+    return config(**{k: v for k, v in values.items() if v is not DEFAULT})
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
