@@ -155,14 +155,14 @@ def run(here, capsys):
     return run
 
 
-def ok(result) -> str:
+def expect_ok(result) -> str:
     """Check that a command succeeded, and return its stdout."""
     code, out, err = result
     assert code == 0, err
     return out
 
 
-def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a new Python process, which must succeed, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(

@@ -40,17 +40,17 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def on_meta(layers: int = 2, batch: int = 4, seq: int = 64) -> tuple[Layered, Tensor]:
+def make_on_meta(layers: int = 2, batch: int = 4, seq: int = 64) -> tuple[Layered, Tensor]:
     with torch.device("meta"):
         return Layered(layers).bfloat16(), torch.empty(batch, seq, dtype=torch.long)
 
 
-def on_cpu(layers: int = 2) -> tuple[Layered, Tensor]:
+def make_on_cpu(layers: int = 2) -> tuple[Layered, Tensor]:
     torch.manual_seed(0)
     return Layered(layers).bfloat16(), torch.randint(VOCABULARY, (4, 64))
 
 
-def recorded(model, paths, ids) -> TracedStep:
+def trace_step(model, paths, ids) -> TracedStep:
     return TracedStep(record_step(model, paths, ((ids,), {}), compute_own_loss))
 
 

@@ -47,7 +47,7 @@ class Training:
         return found
 
 
-def fed(losses, **options):
+def guard_losses(losses, **options):
     """Return a guard of a constant model after steps with these losses."""
     model = nn.Linear(1, 1)
     guard = Guard(None, torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
@@ -56,6 +56,6 @@ def fed(losses, **options):
     return guard
 
 
-def kinds(guard):
+def event_kinds(guard):
     """Return the kinds of a guard's events, in order."""
     return [event.kind for event in guard.events]

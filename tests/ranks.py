@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 # Limit for a rank that waits for a failed rank, or for a collective that no other rank joins.
-PATIENCE = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 class Ranks:
@@ -42,7 +42,7 @@ class Ranks:
         errors: dict[int, str] = {}
         while len(found) + len(errors) < len(self._tasks):
             try:
-                rank, result, error = self._results.get(timeout=2 * PATIENCE.seconds)
+                rank, result, error = self._results.get(timeout=2 * TIMEOUT.seconds)
             except queue.Empty:
                 self.broken = function.__name__
                 missing = set(range(len(self._tasks))) - found.keys() - errors.keys()
@@ -84,7 +84,7 @@ def _serve(rank: int, world: int, device: str, store: Path, tasks: Any, results:
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
     )
     while (task := tasks.get()) is not None:
         function, args = task

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_helpers import ok
+from cli_helpers import expect_ok
 
 import fp8pass
 from fp8pass import Config
@@ -31,23 +31,23 @@ def remove_times(data):
     "name", ["with_args", "with_kwargs", "with_both", "with_tensor", "with_loss"]
 )
 def test_explains_what_a_factory_returns(run, name):
-    out = ok(run("explain", f"factories:{name}"))
+    out = expect_ok(run("explain", f"factories:{name}"))
     assert "2 of 2 linear layers in FP8" in out
     assert "graph 0: saved for the backward" in out
 
 
 @pytest.mark.parametrize("name", ["model", "MLP", "ready"])
 def test_inputs_can_be_given_on_the_command_line(run, name):
-    assert "float32 32×128" in ok(run("explain", f"factories:{name}", "--input", "32x64"))
+    assert "float32 32×128" in expect_ok(run("explain", f"factories:{name}", "--input", "32x64"))
 
 
 def test_inputs_replace_inputs_of_the_factory(run):
-    out = ok(run("explain", "factories:with_args", "--input", "x=48x64"))
+    out = expect_ok(run("explain", "factories:with_args", "--input", "x=48x64"))
     assert "48×128" in out
 
 
 def test_stdout_has_only_json(run):
-    out = ok(run("explain", "factories:with_tensor", "--json", "--rules"))
+    out = expect_ok(run("explain", "factories:with_tensor", "--json", "--rules"))
     from factories import MLP, x
 
     want = fp8pass.explain(MLP(), x(), rules=True)
@@ -76,7 +76,7 @@ def test_files_can_import_their_neighbours(run, here):
     (here / "folder").mkdir()
     (here / "folder" / "neighbour.py").write_text("from factories import with_args as build\n")
     (here / "folder" / "my-model.py").write_text("from neighbour import build\n")
-    assert "2 of 2" in ok(run("explain", "./folder/my-model.py:build"))
+    assert "2 of 2" in expect_ok(run("explain", "./folder/my-model.py:build"))
 
 
 def test_options_become_a_config(run):
@@ -84,7 +84,7 @@ def test_options_become_a_config(run):
     words += ("--option", "fast_accumulation=")
     words += ("--option", "error_tolerance=inf", "--option", "group_size=64")
     words += ("--option", "keep_exact=down", "--option", "quantize_lm_head=True")
-    data = json.loads(ok(run("explain", "factories:with_args", "--json", *words)))
+    data = json.loads(expect_ok(run("explain", "factories:with_args", "--json", *words)))
     want = Config.recipe(
         "agoq",
         skip=("up", "*.gate"),
@@ -99,25 +99,27 @@ def test_options_become_a_config(run):
 
 
 def test_default_options_are_the_options_of_the_compiled_model(run):
-    data = json.loads(ok(run("explain", "factories:compiled", "--json")))
+    data = json.loads(expect_ok(run("explain", "factories:compiled", "--json")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("none", ["up"])
-    data = json.loads(ok(run("explain", "factories:compiled", "--json", "--recipe", "coat")))
+    data = json.loads(expect_ok(run("explain", "factories:compiled", "--json", "--recipe", "coat")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("e4m3", [])
 
 
 def test_dtype_applies_to_model_and_inputs(run):
     words = "factories:with_args", "--dtype", "bfloat16", "--device", "cpu"
-    assert "bfloat16 32×128" in ok(run("explain", *words))
+    assert "bfloat16 32×128" in expect_ok(run("explain", *words))
     words = "factories:model", "--dtype", "bfloat16", "--input", "32x64"
-    assert "bfloat16 32×128" in ok(run("explain", *words))
+    assert "bfloat16 32×128" in expect_ok(run("explain", *words))
 
 
 def test_the_frontier_is_printed(run):
-    assert "memory against time" in ok(run("explain", "factories:with_args", "--frontier"))
+    assert "memory against time" in expect_ok(run("explain", "factories:with_args", "--frontier"))
 
 
 def test_html_is_saved(run, here):
-    assert "2 of 2" in ok(run("explain", "factories:with_args", "--html", here / "report.html"))
+    assert "2 of 2" in expect_ok(
+        run("explain", "factories:with_args", "--html", here / "report.html")
+    )
     assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
@@ -130,7 +132,7 @@ def test_html_is_saved(run, here):
 )
 def test_the_page_compares_another_recipe(run, here, arguments, first, second):
     words = "--html", here / "report.html", *arguments, "--beside", "recipe=agoq"
-    ok(run("explain", "factories:with_args", *words))
+    expect_ok(run("explain", "factories:with_args", *words))
     page = (here / "report.html").read_text()
     heading = page[page.index("Side by side") :]
     assert first in heading
@@ -175,7 +177,7 @@ def vit_config(folder: Path, **changes) -> Path:
 @pytest.mark.long
 def test_llama_from_its_config(run, here):
     folder = llama_config(here / "llama", dtype="bfloat16")
-    out = ok(run("explain", folder / "config.json", "--option", "quantize_lm_head=True"))
+    out = expect_ok(run("explain", folder / "config.json", "--option", "quantize_lm_head=True"))
     assert "8 of 8 linear layers in FP8" in out
     assert "bfloat16 2×64×176" in out
 
@@ -184,13 +186,13 @@ def test_llama_from_its_config(run, here):
 def test_input_replaces_the_default_ones(run, here):
     folder = llama_config(here / "llama")
     words = "--recipe", "linear", "--input", "input_ids=3x16:int64:96"
-    data = json.loads(ok(run("explain", folder, "--json", *words)))
+    data = json.loads(expect_ok(run("explain", folder, "--json", *words)))
     assert data["graphs"][0]["linears"][0]["rows"] == "48"
 
 
 def test_vit_from_its_config(run, here):
     folder = vit_config(here / "vit", architectures=["ViTForImageClassification"], num_labels=10)
-    data = json.loads(ok(run("diagnose", folder, "--json")))
+    data = json.loads(expect_ok(run("diagnose", folder, "--json")))
     assert {"classifier", "vit.layers.0.mlp.fc1"} & {y["module"] for y in data["layers"]}
 
 
@@ -200,7 +202,7 @@ def test_vit_from_its_config(run, here):
 )
 def test_the_default_architecture_is_a_language_or_base_model(run, here, write, head):
     folder = write(here / "model", architectures=None)
-    data = json.loads(ok(run("explain", folder, "--json", "--recipe", "linear")))
+    data = json.loads(expect_ok(run("explain", folder, "--json", "--recipe", "linear")))
     assert (data["graphs"][0]["linears"][-1]["module"] == head) == bool(head)
 
 
@@ -238,7 +240,7 @@ def test_missing_transformers_is_an_error(run, here, monkeypatch):
 @pytest.mark.parametrize("factory", ["with_loss", "with_loss_of_a_dict"])
 def test_diagnose_uses_the_loss_of_the_factory(run, here, factory):
     """It has the signature of `loss_fn` in `fp8pass.diagnose`."""
-    out = ok(run("diagnose", f"factories:{factory}"))
+    out = expect_ok(run("diagnose", f"factories:{factory}"))
     assert "gradient error by layer" in out
     assert "down" in out
 
@@ -253,13 +255,13 @@ def test_a_loss_of_the_output_is_refused(run, here):
 def test_diagnose_a_model_that_returns_its_loss(run, here):
     pytest.importorskip("matplotlib")
     words = ("--input", "32x64", "--plot", "errors.png", "--json")
-    data = json.loads(ok(run("diagnose", "factories:WithLoss", *words)))
+    data = json.loads(expect_ok(run("diagnose", "factories:WithLoss", *words)))
     assert {y["module"] for y in data["layers"]} >= {"up", "down"}
     assert (here / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
-    data = json.loads(ok(run("diagnose", llama_config(here / "llama"), "--json")))
+    data = json.loads(expect_ok(run("diagnose", llama_config(here / "llama"), "--json")))
     assert "model.layers.0.mlp.down_proj" in {y["module"] for y in data["layers"]}
 
 
@@ -318,8 +320,8 @@ def test_bisect_receives_model_loss_batch_and_config(run, monkeypatch):
         return Found()
 
     monkeypatch.setattr(fp8pass, "bisect", stand_in, raising=False)
-    assert ok(run("bisect", "factories:with_loss", "--recipe", "agoq")) == "the culprit\n"
-    assert ok(run("bisect", "factories:with_loss", "--json")) == '{"culprit": 1}\n'
+    assert expect_ok(run("bisect", "factories:with_loss", "--recipe", "agoq")) == "the culprit\n"
+    assert expect_ok(run("bisect", "factories:with_loss", "--json")) == '{"culprit": 1}\n'
     (model, shape, config), (*_, without) = calls
     assert model.up.weight.grad is not None
     assert shape == ()
@@ -330,7 +332,9 @@ def test_bisect_receives_model_loss_batch_and_config(run, monkeypatch):
 
 
 def test_fit_prints_lines_to_paste(run, tmp_path):
-    out = ok(run("fit", "factories:with_loss", *SIZES, "--plot", str(tmp_path / "memory.png")))
+    out = expect_ok(
+        run("fit", "factories:with_loss", *SIZES, "--plot", str(tmp_path / "memory.png"))
+    )
     assert "MLP on H200: default · AdamW" in out
     assert "◀ fits" in out
     assert "optimizer = fp8pass.optim.AdamW(model.parameters())" in out
@@ -338,7 +342,7 @@ def test_fit_prints_lines_to_paste(run, tmp_path):
 
 
 def test_fit_accepts_a_batch_of_one_tensor(run):
-    assert "◀ fits" in ok(run("fit", "factories:with_loss_of_a_tensor", *SIZES))
+    assert "◀ fits" in expect_ok(run("fit", "factories:with_loss_of_a_tensor", *SIZES))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +350,7 @@ def test_fit_accepts_a_batch_of_one_tensor(run):
 )
 def test_fit_uses_the_loss_that_a_model_returns(run, here, name):
     words = ("--input", "32x64") if name == "WithLoss" else ()
-    assert "◀ fits" in ok(run("fit", f"factories:{name}", *SIZES, *words))
+    assert "◀ fits" in expect_ok(run("fit", f"factories:{name}", *SIZES, *words))
 
 
 def test_errors_of_a_model_are_not_reported_as_errors_of_fit(run):
@@ -362,8 +366,8 @@ def test_fit_notes_the_default_dtype(run, tmp_path):
     config |= {**sizes, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     note = "Weights are in float32: the config names no dtype."
-    assert note in ok(run("fit", str(tmp_path), *SIZES))
-    assert note not in ok(run("fit", str(tmp_path), *SIZES, "--dtype", "bfloat16"))
+    assert note in expect_ok(run("fit", str(tmp_path), *SIZES))
+    assert note not in expect_ok(run("fit", str(tmp_path), *SIZES, "--dtype", "bfloat16"))
 
 
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):

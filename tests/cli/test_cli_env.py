@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from cli_helpers import ok, python
+from cli_helpers import expect_ok, run_python
 
 import fp8pass
 from fp8pass.codegen import lowering
@@ -16,7 +16,7 @@ from fp8pass.codegen import lowering
 
 @pytest.mark.long
 def test_env_prints_versions():
-    done = python("-m", "fp8pass", "env", "--json", TORCH_LOGS="dynamo", FP8PASS_CHECK="1")
+    done = run_python("-m", "fp8pass", "env", "--json", TORCH_LOGS="dynamo", FP8PASS_CHECK="1")
     found = json.loads(done.stdout)
     # The metadata of a package may omit the local version label.
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -30,7 +30,7 @@ def test_env_prints_versions():
 @pytest.mark.long
 @pytest.mark.skipif(bool(torch.version.cuda), reason="about PyTorch without CUDA")
 def test_env_without_cuda_reports_no_error():
-    out = python("-m", "fp8pass", "env").stdout
+    out = run_python("-m", "fp8pass", "env").stdout
     assert "no GPU" in out
     assert "Error" not in out
 
@@ -44,7 +44,7 @@ def test_env_works_without_pytorch():
         sys.modules.update(dict.fromkeys({missing}))
         main(["env"])
     """
-    out = python("-c", textwrap.dedent(script), PATH="").stdout
+    out = run_python("-c", textwrap.dedent(script), PATH="").stdout
     assert "fp8_product      ModuleNotFoundError" in out
     assert "torch_supported  ModuleNotFoundError" in out
 
@@ -52,7 +52,7 @@ def test_env_works_without_pytorch():
 def test_env_lists_reasons_against_paths(run, monkeypatch):
     monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: "too old")
     monkeypatch.setattr("fp8pass.compat.get_cpp_compiler", lambda: 1 / 0)
-    out = ok(run("env"))
+    out = expect_ok(run("env"))
     assert "fp8_gemms        too old" in out
     assert "fp8_product      not run: too old" in out
     assert "cpp_compiler     ZeroDivisionError" in out
@@ -60,7 +60,7 @@ def test_env_lists_reasons_against_paths(run, monkeypatch):
 
 @pytest.mark.gpu
 def test_env_checks_all_paths_on_a_gpu(run):
-    gpu = json.loads(ok(run("env", "--json")))["devices"]["cuda:0"]
+    gpu = json.loads(expect_ok(run("env", "--json")))["devices"]["cuda:0"]
     assert gpu["name"] == torch.cuda.get_device_name()
     assert re.fullmatch(r"sm\d+", gpu["capability"])
     assert re.fullmatch(r"\d+\.\d GiB", gpu["memory"])
@@ -82,4 +82,4 @@ def test_env_reports_a_wrong_product(run, monkeypatch):
         gm.recompile()
 
     monkeypatch.setattr(lowering, "lower", spoil)
-    assert "fp8_product      wrong by 100%" in ok(run("env"))
+    assert "fp8_product      wrong by 100%" in expect_ok(run("env"))

@@ -6,7 +6,7 @@ import re
 import textwrap
 
 import pytest
-from cli_helpers import ok, python
+from cli_helpers import expect_ok, run_python
 
 import fp8pass
 from fp8pass.tools.cli import COMMANDS
@@ -148,7 +148,7 @@ def test_an_interrupt_exits_quietly(run, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_and_exit_codes(run, name):
-    out = ok(run(name, "--help"))
+    out = expect_ok(run(name, "--help"))
     assert f"examples:\n  fp8pass {name}" in out
     assert re.search(r"exit codes:\n  0 .*\n  1 .*\n  2 ", out)
 
@@ -179,5 +179,5 @@ def test_help_and_version_do_not_load_pytorch():
                 assert stopped.code == 0
         assert "torch" not in sys.modules
     """
-    out = python("-c", textwrap.dedent(script)).stdout
+    out = run_python("-c", textwrap.dedent(script)).stdout
     assert out.startswith(f"fp8pass {fp8pass.__version__}\n")

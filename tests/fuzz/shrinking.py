@@ -79,9 +79,9 @@ def _simpler_compilation(program: Program) -> Iterator[Program]:
 
 
 def _simpler_inputs(program: Program) -> Iterator[Program]:
-    for name, input_ in program.inputs.items():
+    for name, value in program.inputs.items():
         for change in ({"layout": "contiguous"}, {"grad": False}):
-            simpler = input_.changed(**change)
+            simpler = value.changed(**change)
             yield program.changed(inputs={**program.inputs, name: simpler})
 
 
@@ -106,8 +106,8 @@ def _smaller_sizes(program: Program) -> Iterator[Program]:
 def _renamed_width(program: Program, width: int, smaller: int) -> Program:
     """Replace a width by a smaller width everywhere."""
 
-    def sizes(given: tuple) -> tuple:
-        return tuple(smaller if d == width else d for d in given)
+    def sizes(dims: tuple) -> tuple:
+        return tuple(smaller if d == width else d for d in dims)
 
     return program.changed(
         inputs={n: i.changed(dims=sizes(i.dims)) for n, i in program.inputs.items()},

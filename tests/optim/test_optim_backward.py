@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from optim_helpers import EXACT_STATES, all_parameters, same_state, single_process
+from optim_helpers import EXACT_STATES, all_parameters, assert_same_state, single_process
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -56,7 +56,7 @@ def test_steps_in_the_backward_equal_steps_after_it(dtype, monkeypatch):
             ours.backward()
     assert alive == [1] * 3 * 5
     assert all(p.grad is None for p in model.parameters())
-    same_state(optimizer, after)
+    assert_same_state(optimizer, after)
     attached.detach()
     next(losses(model, 1)).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -139,7 +139,7 @@ def test_sums_go_on_alike_after_a_checkpoint():
     for trained in (model, resumed):
         for loss in losses(trained, 3):
             loss.backward()
-    same_state(again, optimizer)
+    assert_same_state(again, optimizer)
 
 
 def trained_by_branches(used, offload=None):
@@ -291,7 +291,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
         after.step()
         after.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-    same_state(optimizer, after)
+    assert_same_state(optimizer, after)
     (message,) = (r.getMessage() for r in caplog.records)
     assert "failed after 4 of 6 gradients: it updated 4 parameters" in message
     assert "sums" not in message
@@ -320,7 +320,7 @@ def test_all_sums_have_the_same_backwards_after_a_backward_that_failed(
     for trained in (model, resumed):
         for loss in losses(trained, 4):
             loss.backward()
-    same_state(again, optimizer)
+    assert_same_state(again, optimizer)
 
 
 def test_updates_are_waited_for_if_a_backward_fails(failing, monkeypatch):
@@ -459,7 +459,7 @@ def test_layers_that_are_unfrozen_later_are_updated(accumulate):
     assert all(p.grad is None for p in model.parameters())
     assert not torch.equal(frozen[0], model[2].weight)
     if accumulate == 1:
-        same_state(optimizer, after)
+        assert_same_state(optimizer, after)
 
 
 def trained_parameters(model: nn.Module):

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import all_parameters, parameters, same_state, set_gradients, values_of
+from optim_helpers import (
+    all_parameters,
+    assert_same_state,
+    moment_values,
+    parameters,
+    set_gradients,
+)
 from torch import nn
 
 from fp8pass.optim import AdamW, fused, kernel
@@ -75,7 +81,7 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
         torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
         assert got.state[p]["step"] == want.state[q]["step"]
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            a, b = (values_of(o, number, name, signed) for o in (got, want))
+            a, b = (moment_values(o, number, name, signed) for o in (got, want))
             off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
             # E5M2 has the coarsest step.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
@@ -131,7 +137,7 @@ def test_states_rounded_to_nearest_draw_no_bits(device):
         params = on(device, parameters(SHAPES, torch.bfloat16))
         found.append(AdamW(params, seed=seed, **options))
         run_on(params, found[-1], range(2))
-    same_state(*found)
+    assert_same_state(*found)
 
 
 @pytest.mark.long
@@ -172,14 +178,14 @@ def test_gradients_of_another_dtype_or_place(device, monkeypatch, preset, expand
                     room = torch.empty(p.numel() + 1, device=device)
                     p.grad = room[1:].view_as(p).copy_(p.grad)
             optimizer.step()
-    same_state(*optimizers)
+    assert_same_state(*optimizers)
     params[0].grad = None
     params[1].grad = params[1].grad.t().contiguous().t()
     copies[0].grad = None
     for optimizer in optimizers:
         optimizer.step()
     assert [optimizers[0].state[p]["step"].item() for p in params] == [2, 3]
-    same_state(*optimizers)
+    assert_same_state(*optimizers)
 
 
 def test_gradients_can_be_scaled_and_steps_skipped(device):
@@ -195,7 +201,7 @@ def test_gradients_can_be_scaled_and_steps_skipped(device):
         scaled.step()
         if step != 1:
             unscaled.step()
-    same_state(scaled, unscaled)
+    assert_same_state(scaled, unscaled)
 
 
 @pytest.mark.parametrize("betas", [(0, 0.9), (0.9, 0), (0.9, 0.999)])
@@ -295,7 +301,7 @@ def test_resuming_is_bit_exact(device):
     resumed = AdamW(params)
     resumed.load_state_dict(optimizer.state_dict())
     run_on(params, resumed, range(1, 3))
-    same_state(resumed, uninterrupted)
+    assert_same_state(resumed, uninterrupted)
 
 
 def run_on(params, optimizer, steps: range) -> None:
@@ -381,7 +387,7 @@ def test_replays_of_cuda_graphs(device, dtype, preset):
             q.grad.copy_(source.grad)
         graph.replay()
         plain.step()
-    same_state(captured, plain)
+    assert_same_state(captured, plain)
 
 
 def test_a_graph_that_saved_the_weights_is_outdated(device):
@@ -413,7 +419,7 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
         params = on(device, parameters(((CHUNK // 50 + 3, 50),), torch.bfloat16))
         results.append(AdamW(params))
         run_on(params, results[-1], range(2))
-    same_state(*results)
+    assert_same_state(*results)
 
 
 @pytest.mark.long
@@ -427,7 +433,7 @@ def test_parameters_can_be_updated_together_or_alone(device):
         move_gradients(apart, step)
         for p in reversed(apart):
             other.update(other.param_groups[0], [p])
-    same_state(one, other)
+    assert_same_state(one, other)
 
 
 COMPILATION = """

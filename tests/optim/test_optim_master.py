@@ -8,12 +8,12 @@ import pytest
 import torch
 from optim_helpers import (
     all_parameters,
+    assert_same_state,
+    moment_values,
     parameters,
+    reload_from_file,
     run,
-    same_state,
     set_gradients,
-    through_a_file,
-    values_of,
 )
 from torch import Tensor, nn
 
@@ -151,7 +151,7 @@ def test_weights_that_are_swapped_and_swapped_back(path, weights):
             copy_into(params, trained)
         run(params, optimizer, range(3, 6))
         found.append(optimizer)
-    same_state(*found)
+    assert_same_state(*found)
 
 
 def linear(seed: int) -> nn.Module:
@@ -166,7 +166,7 @@ def test_any_order_of_loading_resumes_bit_by_bit(path, weights, first):
     model = linear(0)
     optimizer = AdamW(model.parameters(), 1e-4, weights=weights)
     run(list(model.parameters()), optimizer, range(3))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = reload_from_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     other = linear(1)
     resumed = AdamW(other.parameters(), weights=weights)
     parts = {"model": other, "optimizer": resumed}
@@ -174,7 +174,7 @@ def test_any_order_of_loading_resumes_bit_by_bit(path, weights, first):
         parts[name].load_state_dict(saved[name])
     for each in (optimizer, resumed):
         run(all_parameters(each), each, range(3, 6))
-    same_state(optimizer, resumed)
+    assert_same_state(optimizer, resumed)
 
 
 def test_copies_that_a_checkpoint_lacks_begin_with_the_weights_of_the_first_step(path):
@@ -256,4 +256,4 @@ def test_skipped_steps_write_nothing(path):
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert (p == 0.5).all()
-    assert values_of(optimizer, 0, "exp_avg", True).isfinite().all()
+    assert moment_values(optimizer, 0, "exp_avg", True).isfinite().all()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import EXACT_STATES, SHAPES, parameters, run, same_state, set_gradients
+from optim_helpers import EXACT_STATES, SHAPES, assert_same_state, parameters, run, set_gradients
 from torch import nn
 
 import fp8pass
@@ -140,7 +140,7 @@ def test_grad_scaler_skips_steps_that_overflow():
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**9
-    same_state(optimizer, unscaled)
+    assert_same_state(optimizer, unscaled)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optim_helpers import parameters, run, same_state, values_of
+from optim_helpers import assert_same_state, moment_values, parameters, run
 from torch import nn
 
 from fp8pass.optim import AdamW, rounding
@@ -158,7 +158,7 @@ def test_second_moments_follow_gradients_that_shrink(name):
         p.grad = torch.randn(4096) * (1.0 if step < 500 else 0.2)
         exact = 0.999 * exact + 0.001 * p.grad**2
         optimizer.step()
-    found = values_of(optimizer, 0, "exp_avg_sq", False)
+    found = moment_values(optimizer, 0, "exp_avg_sq", False)
     assert (found.mean() / exact.mean()).item() == pytest.approx(1, abs=0.15)
     assert (exact / found).sqrt().mean().item() == pytest.approx(1, abs=0.1)
 
@@ -180,7 +180,7 @@ def test_first_moments_follow_gradients_that_shrink(name):
         p.grad = (mean + 0.3 * torch.randn(4096)) * (1.0 if step < 500 else 0.2)
         exact = 0.999 * exact + 0.001 * p.grad
         optimizer.step()
-    found = values_of(optimizer, 0, "exp_avg", True)
+    found = moment_values(optimizer, 0, "exp_avg", True)
     assert ((found @ exact) / (exact @ exact)).item() == pytest.approx(1, abs=0.15)
 
 
@@ -243,9 +243,9 @@ def test_states_rounded_to_nearest_do_not_depend_on_the_seed():
         optimizer = AdamW(params, weights="fp16", state_rounding=rounding_, seed=seed)
         run(params, optimizer, range(3))
         results.append(optimizer)
-    same_state(*results[:2])
+    assert_same_state(*results[:2])
     with pytest.raises(AssertionError):
-        same_state(*results[1:])
+        assert_same_state(*results[1:])
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -260,7 +260,7 @@ def test_states_rounded_to_nearest_equal_quantize(name):
     ):
         format = moment_format(name, signed=signed)
         want = dequantize(quantize(exact, format), format).reshape(-1)
-        found = values_of(optimizer, 0, state, signed)
+        found = moment_values(optimizer, 0, state, signed)
         off = (found - want).abs() > 1e-5 * want.abs()
         assert off.sum() <= 0.01 * want.numel()  # ties
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from optim_helpers import EXACT_STATES, same_state
+from optim_helpers import EXACT_STATES, assert_same_state
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -129,7 +129,7 @@ def test_a_checkpoint_leaves_a_sum_as_it_is(way, when):
         assert {x.count for x in attached.accumulated.values()} == {when % 3}
         run_backwards(model, range(when, 6))
         found.append(optimizer)
-    same_state(*found)
+    assert_same_state(*found)
     assert all(state["step"] == 2 for state in found[1].state.values())
 
 

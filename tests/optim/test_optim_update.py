@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from optim_helpers import (
     EXACT_STATES,
     SHAPES,
+    assert_same_state,
+    moment_values,
     parameters,
     run,
-    same_state,
     set_gradients,
-    values_of,
 )
 from torch import nn
 
@@ -87,7 +87,7 @@ def test_rounded_states_are_near_fp64(name, distance, options, shapes, steps):
     for number, q in enumerate(wide):
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             want = exact.state[q][name].reshape(-1)
-            error = values_of(optimizer, number, name, signed).double() - want
+            error = moment_values(optimizer, number, name, signed).double() - want
             assert error.norm() <= distance * steps**0.5 * want.norm() + 1e-30
 
 
@@ -163,7 +163,7 @@ def test_large_and_many_parameters_are_batched(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("fp8pass.optim.update.CPU_BATCH", 300)
             run(batched, in_pieces, range(3))
-        same_state(optimizer, in_pieces)
+        assert_same_state(optimizer, in_pieces)
 
 
 def test_parameters_that_are_not_contiguous():

@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from optim_helpers import through_a_file
+from optim_helpers import reload_from_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -201,12 +201,12 @@ def test_state_dicts_have_the_weights(device):
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(2)
-    model.load_state_dict(through_a_file(other.state_dict()))
+    model.load_state_dict(reload_from_file(other.state_dict()))
     assert torch.equal(model.down.weight.source, other.down.weight)
     assert torch.equal(
         model.down.weight.decoded().cpu(), new(device).down.weight.decoded().cpu() * 2
     )
-    Model().bfloat16().load_state_dict(through_a_file(model.state_dict()))
+    Model().bfloat16().load_state_dict(reload_from_file(model.state_dict()))
 
 
 def test_weights_that_cannot_be_offloaded_are_refused():

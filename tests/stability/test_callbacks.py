@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from guard_helpers import kinds
+from guard_helpers import event_kinds
 from helpers import MLP, llama, tokens
 
 from fp8pass import Guard
@@ -114,10 +114,10 @@ def test_the_lightning_callback_counts_optimizer_steps_and_keeps_state(monkeypat
         trainer.global_step = (batch + 1) // 2  # two micro-batches a step
         callback.on_train_batch_end(trainer, model, {"loss": loss}, None, batch)
     assert guard.steps == 2
-    assert kinds(guard)[0] == "alarm"
+    assert event_kinds(guard)[0] == "alarm"
     other = Guard(every=1)
     other.lightning().load_state_dict(json.loads(json.dumps(callback.state_dict())))
-    assert kinds(other) == kinds(guard)
+    assert event_kinds(other) == event_kinds(guard)
 
 
 @pytest.mark.parametrize(

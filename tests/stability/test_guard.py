@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from guard_helpers import Training, fed, kinds
+from guard_helpers import Training, event_kinds, guard_losses
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +58,7 @@ def test_a_compiled_model_is_guarded():
 
 
 def test_warnings_are_logged(caplog):
-    fed([1.0, torch.nan, 1.0, 1.0, 1.0])
+    guard_losses([1.0, torch.nan, 1.0, 1.0, 1.0])
     messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert any(m.startswith("step 5: alarm: loss is nan") for m in messages)
 
@@ -72,14 +72,14 @@ def test_an_alarm_is_false_if_the_loss_continues_normally():
         training.guard.step()
         weight.copy_(before)
     training.run(36)
-    assert kinds(training.guard) == ["alarm", "false alarm"]
+    assert event_kinds(training.guard) == ["alarm", "false alarm"]
     assert "1 alarms: 0 confirmed, 1 false" in str(training.guard)
 
 
 def test_a_permanent_change_raises_one_alarm():
     losses = [1.0 + 0.01 * (i % 3) for i in range(200)]
-    guard = fed(losses + [3 * x for x in losses] * 3, quiet=50)
-    assert kinds(guard) == ["alarm", "confirmed"]
+    guard = guard_losses(losses + [3 * x for x in losses] * 3, quiet=50)
+    assert event_kinds(guard) == ["alarm", "confirmed"]
 
 
 def test_steps_between_readings_read_nothing_from_the_device():
@@ -114,11 +114,11 @@ def test_a_loss_is_copied_before_it_is_overwritten():
     for value in (1.0, torch.nan, 1.0, 1.0, 1.0):
         loss.fill_(value)
         guard.step(loss)
-    assert kinds(guard)[0] == "alarm"
+    assert event_kinds(guard)[0] == "alarm"
 
 
 def test_missing_gradients_are_reported_once(caplog):
-    fed([1.0] * 20)
+    guard_losses([1.0] * 20)
     (message,) = [r.getMessage() for r in caplog.records]
     assert "call guard.step(loss) before optimizer.zero_grad()" in message
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_contains_history_and_alarm():
     whole, first, second = (Training(act="lower lr", hold=40, quiet=30) for _ in range(3))
     for training in (whole, first):
         training.run(120).run(20, factor=30.0)
-    assert "lower lr" in kinds(whole.guard)
+    assert "lower lr" in event_kinds(whole.guard)
     state = json.loads(json.dumps(first.guard.state_dict()))
     second.guard.load_state_dict(state)
     second.model.load_state_dict(first.model.state_dict())
@@ -135,14 +135,14 @@ def test_a_checkpoint_contains_history_and_alarm():
     second.step = first.step
     for training in (whole, second):
         training.run(60, factor=30.0)
-    assert kinds(second.guard) == kinds(whole.guard)
-    assert "end of lower lr" in kinds(second.guard)
+    assert event_kinds(second.guard) == event_kinds(whole.guard)
+    assert "end of lower lr" in event_kinds(second.guard)
     assert [e.step for e in second.guard.events] == [e.step for e in whole.guard.events]
 
 
 @pytest.mark.parametrize("state", [{}, {"guard": {}}, None, "guard.json"])
 def test_invalid_checkpoints_are_refused(state):
-    guard = fed([1.0] * 3)
+    guard = guard_losses([1.0] * 3)
     with pytest.raises(ConfigError, match=r"has no alarm, .* Load what guard\.state_dict"):
         guard.load_state_dict(state)
     assert guard.steps == 3

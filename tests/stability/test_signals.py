@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from guard_helpers import fed, kinds
+from guard_helpers import event_kinds, guard_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def make_falling_losses(seed, steps=400, start=6.0, end=2.0, pace=80.0, noise=0.
 )
 def test_noisy_falling_losses_raise_no_alarm(seed, end, pace, noise):
     losses = make_falling_losses(seed, start=2 * end, end=end, pace=pace, noise=noise * end)
-    assert not fed(losses).events
+    assert not guard_losses(losses).events
 
 
 @settings(max_examples=6, deadline=None)
@@ -40,7 +40,7 @@ def test_single_outliers_raise_no_alarm(seed, where):
         losses[step] = 50.0
     # The median of the eight recent losses ignores three outliers.
     if all(sum(abs(a - b) < 8 for b in where) <= 3 for a in where):
-        assert not fed(losses).events
+        assert not guard_losses(losses).events
 
 
 @settings(max_examples=6, deadline=None)
@@ -50,7 +50,7 @@ def test_a_growing_loss_raises_an_alarm_before_it_has_doubled(seed, growth):
     doubled = 300 + math.log(2) / math.log(growth)
     for step in range(300, 500):
         losses[step] *= min(growth ** (step - 300), 8.0)
-    alarm = fed(losses).events[0]
+    alarm = guard_losses(losses).events[0]
     assert alarm.kind == "alarm"
     assert alarm.step > 300
     # The median of eight losses, read in every fifth step, is at most this late.
@@ -59,8 +59,8 @@ def test_a_growing_loss_raises_an_alarm_before_it_has_doubled(seed, growth):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_nonfinite_loss_raises_an_alarm_at_once(value):
-    guard = fed([2.0, 1.9, value, 1.8, 1.7])
-    assert kinds(guard)[:2] == ["alarm", "confirmed"]
+    guard = guard_losses([2.0, 1.9, value, 1.8, 1.7])
+    assert event_kinds(guard)[:2] == ["alarm", "confirmed"]
     assert guard.events[0].step == 5
     assert guard.events[0].signals[0].strong
     assert str(value) in guard.events[0].message

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fit_helpers import MIB, on_cpu, on_meta
+from fit_helpers import MIB, make_on_cpu, make_on_meta
 from helpers import MLP
 from torch import nn
 
@@ -29,7 +29,7 @@ from fp8pass.tools.fitting.setup import Setup
 @pytest.fixture(scope="module")
 def fitted() -> fp8pass.Fit:
     """A fit on a GPU that is too small for all candidates, so that all are tried."""
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     return fit(model, ids, gpu="H200, 1MiB", host="8GiB", accumulate=2, blocks="blocks")
 
 
@@ -64,7 +64,7 @@ def test_smaller_budgets_save_less_and_take_longer(fitted):
 
 
 def test_the_first_that_fits_is_taken(fitted):
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     sizes = [c.gpu_bytes for c, _ in fitted.tried]
     room = int(min(sizes) * 1.001)
     found = fit(model, ids, gpu=room, host="8GiB", accumulate=2, blocks="blocks")
@@ -114,7 +114,7 @@ class FakeStepWithWholeHead(FakeStep):
 def test_candidates_that_cannot_help_are_not_tried(kind, chunks):
     """Budgets below an impossible budget, and chunks of a head that cannot be chunked."""
     traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
-    candidates = Candidates(traced, Parameters(on_meta()[0]), Config(), 1, GPUS["H200"])
+    candidates = Candidates(traced, Parameters(make_on_meta()[0]), Config(), 1, GPUS["H200"])
     for config in candidates._list_configs(Config()):
         candidates._time(config)
     assert {config.head_chunks for config in traced.configs} == chunks
@@ -126,7 +126,7 @@ def test_candidates_that_cannot_help_are_not_tried(kind, chunks):
 def test_one_note_explains_why_budgets_are_left_out(monkeypatch):
     monkeypatch.setattr(BudgetProblem, "within", lambda self, budget: None)
     monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)
-    model, ids = on_meta(layers=8)
+    model, ids = make_on_meta(layers=8)
     found = fit(model, ids, gpu="H200, 1MiB", host="8GiB")
     (note,) = (note for note in found.notes if "budgets are left out, 0.8 first" in note)
     assert "With few of the 8 layers of blocks, memory_budget of" in note
@@ -144,7 +144,7 @@ def test_one_note_reports_large_logits_of_all_tokens(fitted):
 
 
 def test_a_host_that_is_too_small_is_reported():
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     options = {"config": Config(memory_budget=0.9), "blocks": "blocks"}
     found = fit(model, ids, gpu="H200, 1MiB", host="4GiB", **options)
     reasons = [why for candidate, why in found.tried if candidate.host]
@@ -153,14 +153,14 @@ def test_a_host_that_is_too_small_is_reported():
 
 
 def test_a_host_that_is_too_small_for_the_process_is_reported():
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     found = fit(model, ids, gpu="H200", host="2GiB", blocks="blocks")
     assert len(found.tried) == 1
     assert "a host of 2 GiB: Python, PyTorch and the driver take 4 GiB of it" in found.why_not
 
 
 def test_offloading_over_a_slow_link_takes_time():
-    parameters = Parameters(on_meta()[0])
+    parameters = Parameters(make_on_meta()[0])
     setup = Setup(step_in_backward=True, offload=("states", "gradients"))
     slow = fp8pass.Gpu("slow", 1e12, 1e15, 1e15, 1e15, 1e12, link=1e6)
     work = Work(bf16_flops=1e9), Work(bf16_flops=2e9)
@@ -173,7 +173,7 @@ def test_offloading_over_a_slow_link_takes_time():
 
 
 def test_the_time_of_copies_is_reported():
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     slow = fp8pass.Gpu("slow", 690 * MIB, 1e15, 1e15, 1e15, 1e12, link=1e6)
     found = fit(model, ids, gpu=slow, host="8GiB", accumulate=4, blocks="blocks")
     if found.shown.setup.offload:
@@ -183,7 +183,7 @@ def test_the_time_of_copies_is_reported():
 # --- unchanged models and invalid arguments -------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [on_meta, on_cpu])
+@pytest.mark.parametrize("make", [make_on_meta, make_on_cpu])
 def test_the_model_does_not_change(make):
     model, ids = make()
     before = dict(model.named_parameters())
@@ -193,12 +193,12 @@ def test_the_model_does_not_change(make):
     assert all(after[name] is p and p.grad is None for name, p in before.items())
     assert not any(isinstance(p, compat.FakeTensor) for p in after.values())
     assert all("forward" not in vars(m) for m in model.modules())
-    if make is on_cpu:
+    if make is make_on_cpu:
         assert all(torch.equal(a, b) for a, b in zip(values, after.values(), strict=True))
 
 
 def test_configuration_and_loss_of_the_model():
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     for block in model.blocks:
         block.compile(backend="fp8pass", options={"skip": ("down",), "memory_budget": 0.9})
     found = fit(
@@ -224,7 +224,7 @@ def test_configuration_and_loss_of_the_model():
     ],
 )
 def test_wrong_options_are_refused(changes, message):
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     with pytest.raises(ConfigError, match=message):
         fit(model, ids, **{"gpu": "16GiB", "host": "8GiB", **changes})
 
@@ -237,7 +237,7 @@ def test_a_model_without_a_loss_is_refused():
 
 
 def test_a_loss_function_without_a_loss_is_refused():
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     with pytest.raises(TypeError, match=r"must return a tensor.* it returned NoneType"):
         fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=lambda model, batch: None)
     with pytest.raises(ValueError, match="does not depend on a trainable parameter"):

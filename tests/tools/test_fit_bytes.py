@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from fit_helpers import STAY, VOCABULARY, Layered, nbytes, on_cpu, on_meta, recorded
+from fit_helpers import STAY, VOCABULARY, Layered, make_on_cpu, make_on_meta, nbytes, trace_step
 from helpers import llama
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ from fp8pass.tools.saved_bytes import saved_bytes
 
 @pytest.fixture(scope="module")
 def by_blocks() -> TracedStep:
-    return recorded(on_meta()[0], ("blocks.0", "blocks.1"), on_meta()[1])
+    return trace_step(make_on_meta()[0], ("blocks.0", "blocks.1"), make_on_meta()[1])
 
 
 # --- compared with PyTorch's allocations ----------------------------------------------------------
@@ -34,8 +34,8 @@ def by_blocks() -> TracedStep:
 
 @pytest.mark.parametrize("config", [Config(), Config.recipe("agoq", memory_budget=0.6)])
 def test_saved_bytes_equal_explain_and_autograd(config):
-    model, ids = on_cpu(layers=1)
-    (planned,) = recorded(model, WHOLE, ids).planned(config).values()
+    model, ids = make_on_cpu(layers=1)
+    (planned,) = trace_step(model, WHOLE, ids).planned(config).values()
     assert planned.plan.saved_bytes == explain(model, ids, config=config).saved_bytes
     torch._dynamo.reset()
     eager = Config(**{**vars(config), "compiler": "eager"})
@@ -45,8 +45,8 @@ def test_saved_bytes_equal_explain_and_autograd(config):
 
 
 def test_eager_parts_count_what_autograd_saves():
-    model, ids = on_cpu()
-    moments = recorded(model, (), ids).moments(Config(), STAY)
+    model, ids = make_on_cpu()
+    moments = trace_step(model, (), ids).moments(Config(), STAY)
     between = next(m for m in moments if m.backward)
     loss = 4
     assert between.activations + nbytes(ids) == saved_bytes(model, ids) + loss
@@ -54,7 +54,7 @@ def test_eager_parts_count_what_autograd_saves():
 
 
 def test_gradients_at_the_end_are_all_or_one_block(by_blocks):
-    model, _ = on_meta()
+    model, _ = make_on_meta()
     most = {
         stay: max(m.gradients for m in by_blocks.moments(Config(), Fate(stay)))
         for stay in (True, False)
@@ -80,7 +80,7 @@ def test_inputs_that_blocks_share_count_once(by_blocks):
 
 @pytest.mark.parametrize("preset", ["coat", "fp8-lm", None])
 def test_bytes_of_states_equal_the_optimizers(preset):
-    model, ids = on_cpu()
+    model, ids = make_on_cpu()
     optimizer = AdamW(model.parameters(), preset=preset) if preset else None
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     model(ids).backward()
@@ -93,7 +93,7 @@ def test_bytes_of_states_equal_the_optimizers(preset):
 
 @pytest.mark.parametrize("accumulate", [2, 9])  # 8 bits, 16 bits
 def test_bytes_of_sums_equal_the_optimizers(accumulate):
-    model, ids = on_cpu()
+    model, ids = make_on_cpu()
     attached = step_in_backward(model, AdamW(model.parameters()), accumulate=accumulate)
     model(ids).backward()
     pieces = [piece for a in attached.accumulated.values() for piece in a.pieces]
@@ -103,7 +103,7 @@ def test_bytes_of_sums_equal_the_optimizers(accumulate):
 
 
 def test_bytes_of_quantized_weights_equal_offload_weights():
-    model, _ = on_cpu()
+    model, _ = make_on_cpu()
     here, host = Parameters(model).place(Setup(step_in_backward=True, offload=("weights",)), 1)
     moved = offload_weights(model, "cpu")
     inner = [p for p in moved.parameters() if hasattr(p, "codes")]
@@ -119,7 +119,7 @@ def test_bytes_of_quantized_weights_equal_offload_weights():
     accumulate=st.integers(1, 20),
 )
 def test_gpu_and_host_bytes_add_up_for_every_offload(place, preset, accumulate):
-    parameters = Parameters(on_meta()[0])
+    parameters = Parameters(make_on_meta()[0])
     in_backward, offload = place
     setup = Setup(step_in_backward=in_backward, offload=offload, preset=preset)
     here, host = parameters.place(setup, accumulate)
@@ -189,8 +189,8 @@ def test_autocast_of_other_threads_is_not_redirected():
 
 @pytest.mark.long
 def test_many_equal_layers_are_extrapolated_from_few(monkeypatch):
-    model, ids = on_meta(layers=5)
-    full = recorded(model, WHOLE, ids)
+    model, ids = make_on_meta(layers=5)
+    full = trace_step(model, WHOLE, ids)
     monkeypatch.setattr("fp8pass.tools.fitting.traced.WORTHWHILE", 5)
     deep = trace(model, (), ((ids,), {}), compute_own_loss)
     assert isinstance(deep, TracedLayers)
@@ -206,7 +206,7 @@ def test_many_equal_layers_are_extrapolated_from_few(monkeypatch):
 
 
 def test_layers_that_differ_are_all_traced():
-    model, _ = on_meta(layers=8)
+    model, _ = make_on_meta(layers=8)
     assert find_layers(model).count == 8
     model.blocks[3].mlp.requires_grad_(False)
     assert find_layers(model) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fit_helpers import on_cpu
+from fit_helpers import make_on_cpu
 
 import fp8pass
 from fp8pass import Config
@@ -14,7 +14,7 @@ from fp8pass.tools.fitting.setup import Setup, format_config
 
 def run_lines(text: str, accumulate: int) -> None:
     """Run the printed lines and train a model for a step, on the CPU."""
-    model, ids = on_cpu()
+    model, ids = make_on_cpu()
     names = {"fp8pass": fp8pass, "torch": torch, "model": model}
     exec(text.replace('"cuda"', '"cpu"').replace(", fused=True", ""), names)
     before = [p.detach().clone() for p in model.lm_head.parameters()]
