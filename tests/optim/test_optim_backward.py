@@ -555,7 +555,7 @@ WRAPS = [
 @pytest.mark.parametrize("attaches_first", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
 def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_first, runs):
-    """The first forward raises the error at the latest, in any order of attaching and wrapping."""
+    """In either order of `step_in_backward` and wrapper, the error comes in the first forward."""
     with single_process(tmp_path):
         model = small_model()
         optimizer = AdamW(model.parameters(), lr=0.01)
