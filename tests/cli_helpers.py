@@ -129,7 +129,7 @@ constant = 3
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     """Change to a new directory with a module `factories`, and return it."""
     (tmp_path / "factories.py").write_text(FACTORIES)
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
@@ -141,7 +141,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(here, capsys):
+def run(workdir, capsys):
     """Return a function that runs a command line: (exit code, stdout, stderr)."""
 
     def run(*argv):

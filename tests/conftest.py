@@ -26,8 +26,8 @@ if not torch.cuda.is_available():  # tests run kernels in Triton's interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Fixtures of the tests of the command line and of kernels.
-from cli_helpers import here as here
 from cli_helpers import run as run
+from cli_helpers import workdir as workdir
 from interpreter import convert_as_gpus_do
 from kernel_helpers import graphs as graphs
 from kernel_helpers import interpreted as interpreted

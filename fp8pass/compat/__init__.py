@@ -7,7 +7,7 @@ re-exports.
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
 symbols.py        properties of tensors, sizes and operators
-launching.py      our kernels and buffers in Inductor's generated code
+launching.py      kernels and buffers of fp8pass in Inductor's generated code
 fakes.py          running a model without memory
 frames.py         the function that Dynamo traces
 loading.py        loads of distributed checkpoints

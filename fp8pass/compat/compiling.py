@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import OptimizedModule, compiled_autograd, convert_frame, trace_rules
 from torch._dynamo.guards import DeletedGuardManagerWrapper
-from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -30,12 +29,12 @@ from torch._logging import trace_structured
 __all__ = [
     "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of", "box",
     "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain", "compiles_backward",
-    "copy_captured", "counters", "disable_gradient_hooks", "find_replayed_memory",
-    "fresh_compilation", "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret",
-    "is_checkpointing", "is_of_fsdp", "is_region", "list_mode_options", "list_options",
-    "match_generated_code", "multiplies_bf16_on_cpu", "original_of", "recompile",
-    "run_uncompiled", "running_backward", "seeded_random_ops", "source_of", "static_inputs",
-    "trace_structured", "type_of_option", "uncached", "uses_cuda_graphs",
+    "copy_captured", "disable_gradient_hooks", "find_replayed_memory", "fresh_compilation",
+    "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret", "is_checkpointing",
+    "is_of_fsdp", "is_region", "list_mode_options", "list_options", "match_generated_code",
+    "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled", "running_backward",
+    "seeded_random_ops", "source_of", "static_inputs", "trace_structured", "type_of_option",
+    "uncached", "uses_cuda_graphs",
 ]  # fmt: skip
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)

@@ -1,4 +1,4 @@
-"""Our kernels and buffers in Inductor's generated code."""
+"""Kernels and buffers of fp8pass in Inductor's generated code."""
 
 from __future__ import annotations
 

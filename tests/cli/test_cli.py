@@ -72,10 +72,10 @@ def test_output_of_the_model_goes_to_stderr(run):
     assert json.loads(out)
 
 
-def test_files_can_import_their_neighbours(run, here):
-    (here / "folder").mkdir()
-    (here / "folder" / "neighbour.py").write_text("from factories import with_args as build\n")
-    (here / "folder" / "my-model.py").write_text("from neighbour import build\n")
+def test_files_can_import_their_neighbours(run, workdir):
+    (workdir / "folder").mkdir()
+    (workdir / "folder" / "neighbour.py").write_text("from factories import with_args as build\n")
+    (workdir / "folder" / "my-model.py").write_text("from neighbour import build\n")
     assert "2 of 2" in expect_ok(run("explain", "./folder/my-model.py:build"))
 
 
@@ -116,11 +116,11 @@ def test_the_frontier_is_printed(run):
     assert "memory against time" in expect_ok(run("explain", "factories:with_args", "--frontier"))
 
 
-def test_html_is_saved(run, here):
+def test_html_is_saved(run, workdir):
     assert "2 of 2" in expect_ok(
-        run("explain", "factories:with_args", "--html", here / "report.html")
+        run("explain", "factories:with_args", "--html", workdir / "report.html")
     )
-    assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert (workdir / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_html_is_saved(run, here):
         (("--option", "skip=down"), "skip", "agoq"),
     ],
 )
-def test_the_page_compares_another_recipe(run, here, arguments, first, second):
-    words = "--html", here / "report.html", *arguments, "--beside", "recipe=agoq"
+def test_the_page_compares_another_recipe(run, workdir, arguments, first, second):
+    words = "--html", workdir / "report.html", *arguments, "--beside", "recipe=agoq"
     expect_ok(run("explain", "factories:with_args", *words))
-    page = (here / "report.html").read_text()
+    page = (workdir / "report.html").read_text()
     heading = page[page.index("Side by side") :]
     assert first in heading
     assert second in heading
@@ -175,23 +175,23 @@ def vit_config(folder: Path, **changes) -> Path:
 
 
 @pytest.mark.long
-def test_llama_from_its_config(run, here):
-    folder = llama_config(here / "llama", dtype="bfloat16")
+def test_llama_from_its_config(run, workdir):
+    folder = llama_config(workdir / "llama", dtype="bfloat16")
     out = expect_ok(run("explain", folder / "config.json", "--option", "quantize_lm_head=True"))
     assert "8 of 8 linear layers in FP8" in out
     assert "bfloat16 2×64×176" in out
 
 
 @pytest.mark.long
-def test_input_replaces_the_default_ones(run, here):
-    folder = llama_config(here / "llama")
+def test_input_replaces_the_default_ones(run, workdir):
+    folder = llama_config(workdir / "llama")
     words = "--recipe", "linear", "--input", "input_ids=3x16:int64:96"
     data = json.loads(expect_ok(run("explain", folder, "--json", *words)))
     assert data["graphs"][0]["linears"][0]["rows"] == "48"
 
 
-def test_vit_from_its_config(run, here):
-    folder = vit_config(here / "vit", architectures=["ViTForImageClassification"], num_labels=10)
+def test_vit_from_its_config(run, workdir):
+    folder = vit_config(workdir / "vit", architectures=["ViTForImageClassification"], num_labels=10)
     data = json.loads(expect_ok(run("diagnose", folder, "--json")))
     assert {"classifier", "vit.layers.0.mlp.fc1"} & {y["module"] for y in data["layers"]}
 
@@ -200,34 +200,34 @@ def test_vit_from_its_config(run, here):
 @pytest.mark.parametrize(
     ("write", "head"), [(llama_config, "lm_head"), (vit_config, "")], ids=["llama", "vit"]
 )
-def test_the_default_architecture_is_a_language_or_base_model(run, here, write, head):
-    folder = write(here / "model", architectures=None)
+def test_the_default_architecture_is_a_language_or_base_model(run, workdir, write, head):
+    folder = write(workdir / "model", architectures=None)
     data = json.loads(expect_ok(run("explain", folder, "--json", "--recipe", "linear")))
     assert (data["graphs"][0]["linears"][-1]["module"] == head) == bool(head)
 
 
-def test_unknown_inputs_are_an_error(run, here):
+def test_unknown_inputs_are_an_error(run, workdir):
     from transformers import WhisperConfig
 
     sizes = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 96}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     WhisperConfig(
         **sizes, **ids, architectures=["WhisperForConditionalGeneration"]
-    ).save_pretrained(here / "whisper")
-    code, _, err = run("explain", here / "whisper")
+    ).save_pretrained(workdir / "whisper")
+    code, _, err = run("explain", workdir / "whisper")
     assert code == 2
     assert "--input input_features=" in err
 
 
-def test_configs_that_transformers_cannot_read(run, here):
-    (here / "config.json").write_text("{}")
+def test_configs_that_transformers_cannot_read(run, workdir):
+    (workdir / "config.json").write_text("{}")
     code, _, err = run("explain", "config.json")
     assert code == 1
     assert "model_type" in err
 
 
-def test_missing_transformers_is_an_error(run, here, monkeypatch):
-    (here / "config.json").write_text("{}")
+def test_missing_transformers_is_an_error(run, workdir, monkeypatch):
+    (workdir / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = run("explain", "config.json")
     assert code == 1
@@ -238,30 +238,30 @@ def test_missing_transformers_is_an_error(run, here, monkeypatch):
 
 
 @pytest.mark.parametrize("factory", ["with_loss", "with_loss_of_a_dict"])
-def test_diagnose_uses_the_loss_of_the_factory(run, here, factory):
+def test_diagnose_uses_the_loss_of_the_factory(run, workdir, factory):
     """It has the signature of `loss_fn` in `fp8pass.diagnose`."""
     out = expect_ok(run("diagnose", f"factories:{factory}"))
     assert "gradient error by layer" in out
     assert "down" in out
 
 
-def test_a_loss_of_the_output_is_refused(run, here):
+def test_a_loss_of_the_output_is_refused(run, workdir):
     code, _, err = run("diagnose", "factories:with_loss_of_the_output")
     assert code == 2
     assert "loss_fn of TARGET takes the model and the batch" in err
     assert "lambda model, batch:" in err
 
 
-def test_diagnose_a_model_that_returns_its_loss(run, here):
+def test_diagnose_a_model_that_returns_its_loss(run, workdir):
     pytest.importorskip("matplotlib")
     words = ("--input", "32x64", "--plot", "errors.png", "--json")
     data = json.loads(expect_ok(run("diagnose", "factories:WithLoss", *words)))
     assert {y["module"] for y in data["layers"]} >= {"up", "down"}
-    assert (here / "errors.png").read_bytes().startswith(b"\x89PNG")
+    assert (workdir / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
-    data = json.loads(expect_ok(run("diagnose", llama_config(here / "llama"), "--json")))
+def test_diagnose_a_model_with_a_loss_in_its_output(run, workdir):
+    data = json.loads(expect_ok(run("diagnose", llama_config(workdir / "llama"), "--json")))
     assert "model.layers.0.mlp.down_proj" in {y["module"] for y in data["layers"]}
 
 
@@ -274,8 +274,8 @@ def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
         (["llama", "--input", "input_ids=2x8:int64:96"], "the model returned CausalLM"),
     ],
 )
-def test_a_missing_loss_is_an_error(run, here, command, words, returned):
-    llama_config(here / "llama")
+def test_a_missing_loss_is_an_error(run, workdir, command, words, returned):
+    llama_config(workdir / "llama")
     code, out, err = run(command, *words, *(SIZES if command == "fit" else ()))
     assert (code, out) == (2, "")
     assert returned in err
@@ -348,7 +348,7 @@ def test_fit_accepts_a_batch_of_one_tensor(run):
 @pytest.mark.parametrize(
     "name", ["WithLoss", "loss_of_kwargs", "loss_of_both", "loss_of_a_tensor_and_kwargs"]
 )
-def test_fit_uses_the_loss_that_a_model_returns(run, here, name):
+def test_fit_uses_the_loss_that_a_model_returns(run, workdir, name):
     words = ("--input", "32x64") if name == "WithLoss" else ()
     assert "◀ fits" in expect_ok(run("fit", f"factories:{name}", *SIZES, *words))
 

@@ -163,7 +163,7 @@ class Training:
         way: how ranks share the training.
         model: the decoder, or the part of it that this rank trains in a pipeline.
         outer: the module that is called: the model, or DistributedDataParallel around it.
-        patches: what is patched until the training ends.
+        patches: contexts that end with the training.
         measured: weights and gradients, by step.
     """
 
@@ -279,7 +279,7 @@ class Training:
 def batches_of(accumulate: int, share: int = 0) -> list[list[Tensor]]:
     """Return the micro-batches of all steps: repeated sequences of few bytes, learned quickly.
 
-    Each `share` of the ranks has other batches.
+    Each `share` of the ranks has different batches.
     """
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(8, (64,), generator=generator).repeat(SIZE.seq)
@@ -309,7 +309,7 @@ class Outcome:
     complaints: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, complaint: str) -> None:
-        """Note what does not hold."""
+        """Add a complaint unless `holds`."""
         if not holds:
             self.complaints.append(complaint)
 

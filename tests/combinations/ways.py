@@ -197,7 +197,7 @@ class Pipeline(Distributed):
         clip_by_total(t.model.parameters(), norm, over_ranks=True)
 
     def _input(self, t: Training) -> Tensor:
-        """Return what a stage gets of a batch."""
+        """Return an input of this stage."""
         batch = t.batches[0][0][:, :-1]
         if self._index == 0:
             return batch

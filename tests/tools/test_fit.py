@@ -12,9 +12,10 @@ import torch
 from fit_helpers import MIB, make_on_cpu, make_on_meta
 from helpers import MLP
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import fp8pass
-from fp8pass import Config, ConfigError, compat, fit
+from fp8pass import Config, ConfigError, fit
 from fp8pass.activation_memory.budget import BudgetProblem
 from fp8pass.activation_memory.planner import BudgetTooSmall
 from fp8pass.hardware import GPUS, Work
@@ -191,7 +192,7 @@ def test_the_model_does_not_change(make):
     fit(model, ids, gpu="H200", host="8GiB", blocks="blocks")
     after = dict(model.named_parameters())
     assert all(after[name] is p and p.grad is None for name, p in before.items())
-    assert not any(isinstance(p, compat.FakeTensor) for p in after.values())
+    assert not any(isinstance(p, FakeTensor) for p in after.values())
     assert all("forward" not in vars(m) for m in model.modules())
     if make is make_on_cpu:
         assert all(torch.equal(a, b) for a, b in zip(values, after.values(), strict=True))

@@ -310,7 +310,7 @@ def test_training_reduces_the_loss_as_much_as_without():
 
 
 def test_layers_may_read_a_tensor_in_two_shapes():
-    """The layers read the same tensor in two shapes, so it is quantized twice."""
+    """The tensor is quantized twice."""
 
     class Two(nn.Module):
         def __init__(self):
