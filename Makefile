@@ -1,10 +1,10 @@
 # make demo       train a small language model with and without fp8pass
-# make test       run the tests: of the long ones and of many cases a part, drawn by a hash of the sources
-# make test-all   run all tests once: the long ones, and all pairs of features
-# make test-long  run all tests, with many more random examples of each
+# make test       run the tests; a hash of the sources draws some of the long tests and of the many cases
+# make test-all   run all tests, with all long tests and all pairs of features
+# make test-long  run all tests, with 500 random examples each
 # make lint       ruff and mypy
-# make docs       the documentation as a site, in site/; nothing is fetched
-# make dist       wheel and sdist, in dist/, checked
+# make docs       build the documentation site in site/, without network access
+# make dist       build and check wheel and sdist in dist/
 #
 # All set-up happens in .venv. Choose with PYTHON=python3.12, TORCH="torch==2.11.*", and pass
 # options with ARGS="--steps 50".
@@ -13,10 +13,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Named after the PyTorch asked for, so that asking for another installs that.
+# Named after the requested PyTorch, so that a request for another version installs it.
 TORCH_STAMP := $(VENV)/torch-$(firstword $(shell echo '$(TORCH)' | cksum)).stamp
 
-# Threads that spin while they wait slow each other down tenfold where others use the cores.
+# Threads that spin while they wait are ten times slower if other processes use the cores.
 export OMP_WAIT_POLICY ?= passive
 # Some virtual machines advertise AMX and kill the process that uses it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
@@ -40,7 +40,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# mkdocs-material asks its users to leave for another tool otherwise.
+# Suppress mkdocs-material's advertisement of another tool.
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/docs.stamp
 	$(BIN)/mkdocs build --strict $(ARGS)
@@ -56,7 +56,7 @@ $(TORCH_STAMP):
 	$(BIN)/pip install '$(TORCH)'
 	touch $@
 
-# One for each extra of the package.
+# One stamp for each extra of the package.
 $(VENV)/%.stamp: pyproject.toml $(TORCH_STAMP)
 	$(BIN)/pip install -e '.[$*]'
 	touch $@

@@ -1,8 +1,8 @@
-"""The README as PyPI shows it; all else is in pyproject.toml.
+"""Build the README for PyPI. All other metadata is in pyproject.toml.
 
-PyPI has none of the repository's files. Their links lead to the repository, at the tag of the
-version, where pyproject.toml has its address, `Source` in [project.urls]; without one they are
-plain text.
+PyPI does not host the repository's files. If pyproject.toml has the address of the repository
+(`Source` in [project.urls]), links to files lead to the repository, at the tag of the version.
+Otherwise they become plain text.
 """
 
 import re
@@ -11,12 +11,12 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
-# A target in the repository: neither an address nor a heading of the page.
+# The target of a link to a file: not an address and not a heading of the page.
 _FILE = r"\((?![a-z]+:|#)([^)]+)\)"
 
 
 def for_pypi(text: str, source: str | None, tag: str) -> str:
-    """`text` with its links to files as absolute ones; without a `source` as plain text."""
+    """Make links to files in `text` absolute, or plain text if `source` is None."""
     image, link = rf"!\[([^\]]*)\]{_FILE}", rf"\[([^\]]*|!\[[^\]]*\]\([^)]*\))\]{_FILE}"
     if source:
         text = re.sub(image, rf"![\1]({source}/raw/{tag}/\2)", text)
@@ -24,7 +24,7 @@ def for_pypi(text: str, source: str | None, tag: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", re.sub(link, r"\1", re.sub(image, "", text)))
 
 
-def _found(pattern: str, file: str) -> str | None:
+def _search(pattern: str, file: str) -> str | None:
     match = re.search(pattern, (HERE / file).read_text(encoding="utf-8"), re.MULTILINE)
     return match[1].rstrip("/") if match else None
 
@@ -33,8 +33,8 @@ if __name__ == "__main__":
     setup(
         long_description=for_pypi(
             (HERE / "README.md").read_text(encoding="utf-8"),
-            _found(r'^Source = "(.*)"', "pyproject.toml"),
-            f"v{_found(r'^__version__ = .(.*).$', 'fp8pass/__init__.py')}",
+            _search(r'^Source = "(.*)"', "pyproject.toml"),
+            f"v{_search(r'^__version__ = .(.*).$', 'fp8pass/__init__.py')}",
         ),
         long_description_content_type="text/markdown",
     )

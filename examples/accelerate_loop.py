@@ -1,4 +1,4 @@
-"""A loop of your own with Hugging Face accelerate, and fp8pass's optimizer.
+"""A custom training loop with Hugging Face accelerate and fp8pass's optimizer.
 
 python examples/accelerate_loop.py
 accelerate launch examples/accelerate_loop.py
@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from common import BATCH, RATE, llama, rows
 
 import fp8pass
-import fp8pass.integrations.accelerate  # with which accelerate takes the name
+import fp8pass.integrations.accelerate  # makes accelerate accept "fp8pass"
 
 
 def main() -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     accelerator = Accelerator(dynamo_backend="fp8pass")
     model = llama()
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=RATE)

@@ -1,7 +1,7 @@
-"""What the examples share: a Llama of bytes and Python's own library to learn.
+"""Shared by the examples: a Llama that predicts bytes, and Python's own library as its data.
 
-On a GPU it has 160M parameters in BF16, on a CPU one tiny layer, to see that everything works.
-Put your model and your data in their place.
+On a GPU the model has 160M parameters in BF16, on a CPU one tiny layer, enough to try the script.
+Replace both with your model and your data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RATE = 3e-4 if CUDA else 1e-2
 
 
 def llama() -> LlamaForCausalLM:
-    """A new model, on the CPU."""
+    """Return a new model, on the CPU."""
     large = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
     tiny = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 16 if CUDA else 4, "num_key_value_heads": 4}
@@ -33,7 +33,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """As many rows of `input_ids` and `labels` as `STEPS` steps take."""
+    """Return rows of `input_ids` and `labels` for `STEPS` steps."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[: STEPS * BATCH * LENGTH]
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

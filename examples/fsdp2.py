@@ -1,6 +1,6 @@
-"""FSDP2 with 8 bits on the wire: gradients, and the weights of linear layers.
+"""FSDP2 that sends gradients and the weights of linear layers in 8 bits.
 
-torchrun --nproc_per_node 2 examples/fsdp2.py       # on CPUs, with gloo, if there are no GPUs
+torchrun --nproc_per_node 2 examples/fsdp2.py       # without GPUs: on CPUs, with gloo
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def train() -> list[float]:
-    """Train on this rank's share of the data; its losses."""
+    """Train on this rank's share of the data, and return its losses."""
     device = "cuda" if CUDA else "cpu"
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device, (world,))

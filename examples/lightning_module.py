@@ -1,4 +1,4 @@
-"""Lightning, with the health of quantized tensors in a CSV file.
+"""Lightning, with a monitor that writes the health of quantized tensors to a CSV file.
 
 python examples/lightning_module.py
 """
@@ -14,7 +14,7 @@ import fp8pass
 
 
 class Module(lightning.LightningModule):
-    """A model that is compiled in place, so that checkpoints have its own keys."""
+    """A model that is compiled in place, so that the keys of checkpoints do not change."""
 
     def __init__(self, monitor: fp8pass.Monitor) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Module(lightning.LightningModule):
 
 
 def main() -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     monitor = fp8pass.Monitor(every=100, csv="health.csv")
     module = Module(monitor)
     loader = torch.utils.data.DataLoader(rows(), batch_size=BATCH, drop_last=True)

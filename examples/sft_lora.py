@@ -1,6 +1,6 @@
 """Supervised fine-tuning of LoRA matrices with TRL and PEFT: `python examples/sft_lora.py`.
 
-The frozen weights run in FP8, too, and so do matrices of a rank that is a multiple of 16.
+The frozen weights run in FP8, too, and so do LoRA matrices if their rank is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-import fp8pass.integrations.accelerate  # noqa: F401, with which accelerate takes the name
+import fp8pass.integrations.accelerate  # noqa: F401, makes accelerate accept "fp8pass"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of bytes, which `rows` has already made tokens of."""
+    """Return a tokenizer of bytes. It is not used, because `rows` returns token ids."""
     words = {f"<{byte}>": byte for byte in range(256)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")),
@@ -26,12 +26,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     arguments = SFTConfig(
         "sft-output",
         torch_compile=True,
         torch_compile_backend="fp8pass",
-        gradient_checkpointing=False,  # on by default, which leaves nothing to keep in low bits
+        gradient_checkpointing=False,  # on by default; no saved tensor would be left to quantize
         max_steps=STEPS,
         max_length=LENGTH,
         per_device_train_batch_size=BATCH,

@@ -1,4 +1,4 @@
-"""Transformers' Trainer, which takes the backend by its name.
+"""Transformers' Trainer, with the backend selected by name.
 
 python examples/trainer.py
 torchrun --nproc_per_node 8 examples/trainer.py     # DDP
@@ -9,11 +9,11 @@ from __future__ import annotations
 from common import BATCH, CUDA, RATE, STEPS, llama, rows
 from transformers import Trainer, TrainingArguments
 
-import fp8pass.integrations.accelerate  # noqa: F401, with which accelerate takes the name
+import fp8pass.integrations.accelerate  # noqa: F401, makes accelerate accept "fp8pass"
 
 
 def main() -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     arguments = TrainingArguments(
         "trainer-output",
         torch_compile=True,

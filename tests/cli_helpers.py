@@ -1,4 +1,4 @@
-"""What tests of the command line share: models to name on it, and running it."""
+"""Helpers of the tests of the command line: model factories, and functions that run commands."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ constant = 3
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """The current directory, with a module `factories`."""
+def workdir(tmp_path, monkeypatch):
+    """Change to a new directory with a module `factories`, and return it."""
     (tmp_path / "factories.py").write_text(FACTORIES)
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)
@@ -141,8 +141,8 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(here, capsys):
-    """Run a command line: (exit code, stdout, stderr)."""
+def run(workdir, capsys):
+    """Return a function that runs a command line: (exit code, stdout, stderr)."""
 
     def run(*argv):
         try:
@@ -155,15 +155,15 @@ def run(here, capsys):
     return run
 
 
-def ok(result) -> str:
-    """stdout of a command that did what it should."""
+def expect_ok(result) -> str:
+    """Check that a command succeeded, and return its stdout."""
     code, out, err = result
     assert code == 0, err
     return out
 
 
-def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What a fresh Python process prints; it must succeed."""
+def run_python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a new Python process, which must succeed, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""What every test runs under: graphs verified between passes, nothing left over from another."""
+"""Setup of all tests: graphs are verified between passes, and each test starts without caches."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import os
 from draw import seed_of_sources, undrawn
 
 os.environ["FP8PASS_CHECK"] = "1"
-# Decides what tests draw; processes of pytest-xdist and of tests draw the same.
+# Seed of all random draws. Processes of pytest-xdist, and processes that tests start, inherit it.
 if "FP8PASS_SEED" not in os.environ:
     os.environ["FP8PASS_SEED"] = str(seed_of_sources())
-# Threads that spin while they wait slow each other down where others use the cores.
+# Threads that spin while they wait are slow if other processes use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# pytest keeps the cores busy: a pool of processes for Inductor, in every process, would only cost.
+# pytest uses all cores already: a pool of compile processes in each process would not help.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():  # the kernels' tests run them in Triton's interpreter
+if not torch.cuda.is_available():  # tests run kernels in Triton's interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Fixtures of the tests of the command line, and of what kernels take over.
-from cli_helpers import here as here
+# Fixtures of the tests of the command line and of kernels.
 from cli_helpers import run as run
+from cli_helpers import workdir as workdir
 from interpreter import convert_as_gpus_do
 from kernel_helpers import graphs as graphs
 from kernel_helpers import interpreted as interpreted
@@ -39,12 +39,12 @@ from fp8pass.compilation import Compilation
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     convert_as_gpus_do()
 
-# A compilation makes objects by the million and keeps most of them: looking for garbage among them
-# as often as Python does by itself takes an eighth of the time.
+# A compilation allocates millions of objects and frees few of them. With Python's default
+# thresholds garbage collection takes an eighth of the time.
 gc.set_threshold(100_000, 20, 20)
 
-# Where somebody listens PyTorch writes down every graph and guard of every compilation, and pytest
-# listens to all loggers that do not propagate.
+# PyTorch formats every graph and guard if its trace logger has a handler, and pytest adds a handler
+# to all loggers that do not propagate.
 if "TORCH_TRACE" not in os.environ:
     trace = logging.getLogger("torch.__trace")
     trace.handlers.clear()
@@ -76,33 +76,36 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
-    if reason is None:  # all tests run on a GPU
+    if reason is None:  # on a GPU all tests run
         return
-    able = []
+    runnable = []
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
         else:
-            able.append(item)
-    for item in undrawn(able, config.args):
+            runnable.append(item)
+    for item in undrawn(runnable, config.args):
         item.add_marker(pytest.mark.skip(reason="not drawn this time"))
 
 
 @pytest.fixture(autouse=True)
-def halves_only_where_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests that keep plans do not look at what the passes make of halves."""
+def lower_only_observed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the passes on forward and backward graphs for observers with `halves` only.
+
+    Most tests that observe plans do not need these graphs.
+    """
     shows_halves = Compilation.shows_halves.fget
 
-    def shown(compilation: Compilation) -> bool:
+    def shows_if_observed(compilation: Compilation) -> bool:
         observers = (getattr(hook, "observer", None) for hook in compilation.hooks)
         return shows_halves(compilation) and all(getattr(x, "halves", True) for x in observers)
 
-    monkeypatch.setattr(Compilation, "shows_halves", property(shown))
+    monkeypatch.setattr(Compilation, "shows_halves", property(shows_if_observed))
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch):
-    """Every test compiles anew: a cached graph would not run the passes."""
+    """Disable caches, because a cached graph would not run the passes."""
     monkeypatch.setenv("FP8PASS_CHECK", "1")
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What tests of experts in a batch share: many spellings of their products, and models of them."""
+"""Helpers of the tests of batched experts: spellings of their GEMMs, and models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ E, T, K, N = 4, 24, 32, 48
 
 @dataclass(frozen=True)
 class Spelling:
-    """A way to write products of experts: a function of a weight and tokens, and their shapes."""
+    """A way to write the GEMMs of experts: a function of a weight and tokens, and their shapes."""
 
     function: Callable[..., Tensor]
     weight: tuple[int, ...]
@@ -67,7 +67,7 @@ SPELLINGS = {
 
 
 class Batched(nn.Module):
-    """Experts written in one of these ways, behind an operator."""
+    """Experts in one spelling, with an operator before them."""
 
     def __init__(self, spelling: Spelling, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Batched(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU as Llama 4 writes it, without chunks: of all tokens in each expert."""
+    """SwiGLU experts of Llama 4, without chunks: each expert computes all tokens."""
 
     def __init__(self, experts: int = 4, hidden: int = 32, ffn: int = 64) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) 
 
 
 def rewritten(model: nn.Module, *args: Tensor, config: Config = COAT_EAGER) -> JointGraph:
-    """The joint graph after the passes that quantize layers."""
+    """Return the joint graph after the passes that quantize layers."""
     joint = capture_joint(model, *args, config=config)
     quantize_linears(joint.gm, joint.ctx)
     quantize_experts(joint.gm, joint.ctx)
@@ -115,7 +115,10 @@ def rewritten(model: nn.Module, *args: Tensor, config: Config = COAT_EAGER) -> J
 def only_layer(
     function: Callable[..., Tensor], weight: tuple[int, ...], *args: Tensor, **options: Any
 ) -> Linear:
-    """The only layer of a function of a weight and `args`; batched GEMMs are left or gone."""
+    """Return the only layer of `function(weight, *args)`.
+
+    Check that batched GEMMs are replaced exactly if the layer is in FP8.
+    """
     model = Batched(Spelling(function, weight, ()), options.pop("dtype", torch.bfloat16))
     joint = rewritten(model, *args, **options)
     (layer,) = joint.ctx.plan.linears

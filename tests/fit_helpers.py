@@ -1,4 +1,4 @@
-"""The small model of the tests of fit, and what a step of it keeps."""
+"""A small model for the tests of `fit`, and its traced step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Layered(nn.Module):
-    """Equal blocks between an embedding and an output head; gives the loss."""
+    """Equal blocks between an embedding and an output head. Returns the loss."""
 
     def __init__(self, layers: int = 2, hidden: int = 256) -> None:
         super().__init__()
@@ -40,17 +40,17 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def on_meta(layers: int = 2, batch: int = 4, seq: int = 64) -> tuple[Layered, Tensor]:
+def make_on_meta(layers: int = 2, batch: int = 4, seq: int = 64) -> tuple[Layered, Tensor]:
     with torch.device("meta"):
         return Layered(layers).bfloat16(), torch.empty(batch, seq, dtype=torch.long)
 
 
-def on_cpu(layers: int = 2) -> tuple[Layered, Tensor]:
+def make_on_cpu(layers: int = 2) -> tuple[Layered, Tensor]:
     torch.manual_seed(0)
     return Layered(layers).bfloat16(), torch.randint(VOCABULARY, (4, 64))
 
 
-def recorded(model, paths, ids) -> TracedStep:
+def trace_step(model, paths, ids) -> TracedStep:
     return TracedStep(record_step(model, paths, ((ids,), {}), compute_own_loss))
 
 

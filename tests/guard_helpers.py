@@ -1,4 +1,4 @@
-"""What tests of `Guard` share: trainings with one, real ones and such that only have losses."""
+"""Helpers of the tests of `Guard`: a real training, and guards that get only losses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LAYERS = 4
 
 
 def network(seed=0):
-    """Linear layers and activations, whose modules are `0`, `2`, `4`, `6`."""
+    """Return linear layers (modules `0`, `2`, `4`, `6`) with activations between them."""
     torch.manual_seed(seed)
     layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(LAYERS))
     return nn.Sequential(*(part for layer in layers for part in layer))
 
 
 class Training:
-    """Regression with a guard; each step's batch depends on its number alone."""
+    """A regression with a guard. The number of a step determines its batch."""
 
     def __init__(self, make_optimizer=torch.optim.AdamW, **options):
         self.model = network()
@@ -39,7 +39,7 @@ class Training:
         return self
 
     def state(self):
-        """Copies of all weights and optimizer states."""
+        """Return copies of all weights and optimizer states."""
         found = [p.detach().clone() for p in self.model.parameters()]
         for p in self.model.parameters():
             state = self.optimizer.state[p]
@@ -47,8 +47,8 @@ class Training:
         return found
 
 
-def fed(losses, **options):
-    """A guard that has seen losses, of a model that does not change."""
+def guard_losses(losses, **options):
+    """Return a guard of a constant model after steps with these losses."""
     model = nn.Linear(1, 1)
     guard = Guard(None, torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
     for loss in losses:
@@ -56,6 +56,6 @@ def fed(losses, **options):
     return guard
 
 
-def kinds(guard):
-    """The kinds of events, in order."""
+def event_kinds(guard):
+    """Return the kinds of a guard's events, in order."""
     return [event.kind for event in guard.events]

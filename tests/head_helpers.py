@@ -1,4 +1,4 @@
-"""What tests of output heads in chunks share: losses in many spellings, and a model with one."""
+"""Helpers of the tests of chunked output heads: spellings of losses, and a model with a head."""
 
 from __future__ import annotations
 
@@ -101,20 +101,20 @@ class Model(nn.Module):
 
 
 def batch(tokens=(2, 12), seed=0):
-    """Token ids and targets."""
+    """Return token ids and targets."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, tokens, generator=generator) for _ in range(2)]
 
 
 def in_parts(model, chunks, recipe="exact", **options):
-    """The model with its head in so many chunks, and what was decided."""
+    """Compile a model with its head in chunks. Return the compiled model and the spy."""
     dynamic, halves = options.pop("dynamic", False), options.pop("halves", False)
     config = Config.recipe(recipe, **{"compiler": "eager", **options, "head_chunks": chunks})
     return compiled(model, config, halves=halves, dynamic=dynamic)
 
 
 def run(model, data, chunks, **options):
-    """Loss and gradients of one step, and what was decided."""
+    """Return the loss and gradients of one step, and the spy."""
     model = copy.deepcopy(model)
     program, spy = in_parts(model, chunks, **options)
     loss = program(*data)
@@ -122,16 +122,13 @@ def run(model, data, chunks, **options):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, spy
 
 
-def assert_same(got, want, of_head=1e-6):
-    """Bit-equal, but for what is summed over tokens in another order.
-
-    GEMMs of a few rows may sum in another order as well: then it is 1e-6.
-    """
+def assert_same(got, want, head_tolerance=1e-6):
+    """Check loss and gradients. Chunks and small GEMMs sum in another order, so bits may differ."""
     assert relative(got[0], want[0]) < 1e-6
     for name, gradient in want[1].items():
         if gradient is None:
             assert got[1][name] is None
         elif "lm_head" in name:
-            assert relative(got[1][name], gradient) < of_head, name
+            assert relative(got[1][name], gradient) < head_tolerance, name
         else:
             assert relative(got[1][name], gradient) < 1e-6, name

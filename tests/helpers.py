@@ -1,4 +1,4 @@
-"""What several tests share: capturing plans and graphs, running steps, comparing results."""
+"""Helpers of many tests: capture plans and graphs, run steps, compare results."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ COAT_EAGER = Config.recipe("coat", compiler="eager")
 
 @dataclass(eq=False)
 class Spy:
-    """An observer that keeps every plan and every pass's graphs.
+    """Observer that records every plan and the graphs of every pass.
 
     Attributes:
-        halves: whether halves of which no code is generated are rewritten to be looked at, which
-            takes as long as all the rest.
+        halves: whether the passes on forward and backward graphs run even if no code is generated
+            from them. This doubles the time.
     """
 
     halves: bool = False
@@ -62,7 +62,7 @@ class Spy:
 
     @property
     def plan(self) -> Plan:
-        """The only plan there is."""
+        """Return the only plan."""
         (plan,) = self.plans
         return plan
 
@@ -70,38 +70,38 @@ class Spy:
 def compiled(
     model: Callable[..., Any], config: Config = COAT_EAGER, *, halves: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Spy]:
-    """`model` compiled with fp8pass, and what it decided; `halves` is as in `Spy`."""
+    """Compile `model` with fp8pass. Return the compiled model and the spy with its plans."""
     spy = Spy(halves)
     return torch.compile(model, backend=Backend(config, spy), **kwargs), spy
 
 
 def pad_gemms(monkeypatch: Any, padded: bool = True) -> None:
-    """Inductor pads every GEMM, or none: it decides by timing, and on GPUs only."""
+    """Make Inductor pad every GEMM, or no GEMM. By default it decides by timing, on GPUs only."""
     for check in ("can_pad", "_should_pad"):
         monkeypatch.setattr(pad_mm, check, lambda *args, **kwargs: padded)
 
 
 @dataclass
 class JointGraph:
-    """A joint graph as the passes get it, before any of them ran."""
+    """A joint graph before any pass."""
 
     gm: fx.GraphModule
     ctx: Context
 
     def calls(self, target: Any) -> list[fx.Node]:
-        """The nodes that call `target`."""
+        """Return the nodes that call `target`."""
         return [n for n in self.gm.graph.nodes if n.target is target]
 
     @property
     def code(self) -> str:
-        """The graph as Python."""
+        """Return the graph as Python code."""
         return self.gm.graph.python_code("self").src
 
 
 def capture_joint(
     model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
 ) -> JointGraph:
-    """The only joint graph of `model(*args)` and its context, untouched by the passes."""
+    """Return the only joint graph of `model(*args)`, before any pass."""
     (joint,) = capture_joints(model, *args, config=config, **compile_options)
     return joint
 
@@ -109,7 +109,7 @@ def capture_joint(
 def capture_joints(
     model: Callable[..., Any], *args: Any, config: Config = COAT_EAGER, **compile_options: Any
 ) -> list[JointGraph]:
-    """The joint graphs of `model(*args)`; none where nothing has a gradient."""
+    """Return the joint graphs of `model(*args)`, which exist only if something needs a gradient."""
     found: list[JointGraph] = []
 
     class Capture(Partitioner):
@@ -136,7 +136,7 @@ def capture_joints(
 
 
 def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`aot_eager` with our partitioner, recipe `exact`: the very same joint graph, rewritten."""
+    """Backend `aot_eager` with fp8pass's partitioner and recipe `exact`."""
     return aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
@@ -149,29 +149,29 @@ def aot_exact(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def sqnr(got: Tensor, want: Tensor) -> float:
-    """Signal to quantization noise ratio in dB."""
+    """Return the signal to quantization noise ratio in dB."""
     noise = (got.double() - want.double()).norm()
     return float(20 * torch.log10(want.double().norm() / noise))
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of the angle between two tensors."""
+    """Return the cosine of the angle between two tensors."""
     return float(torch.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference over the norm of `b`."""
+    """Return the norm of the difference over the norm of `b`."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def benchmark_models() -> Any:
-    """The module benchmarks/models.py."""
+    """Import benchmarks/models.py."""
     path = Path(__file__).parents[1] / "benchmarks" / "models.py"
     spec = importlib.util.spec_from_file_location("benchmark_models", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where Dynamo looks up the functions that a model calls
+    sys.modules[spec.name] = module  # Dynamo looks up functions here
     spec.loader.exec_module(module)
     return module
 
@@ -206,7 +206,7 @@ class FFN(nn.Module):
 
 
 class Residuals(nn.Module):
-    """Equal layers, with a tenth of a Llama's operators."""
+    """Equal residual layers with a tenth of the operators of a Llama."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Residuals(nn.Module):
 
 
 def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
-    """A tiny Llama with grouped-query attention, of one layer unless asked otherwise."""
+    """Return a tiny Llama with grouped-query attention and by default one layer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -239,12 +239,12 @@ def llama(attention: str = "sdpa", **changes: Any) -> nn.Module:
 
 @cache
 def explained_llama() -> Explanation:
-    """A Llama of four layers, of which two are drawn as one."""
+    """Explain a Llama of four layers. The report draws two equal layers as one."""
     return explain(llama(num_hidden_layers=4).bfloat16(), tokens(), labels=tokens())
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """A tiny GPT-2: Conv1D layers, dropout, tied embeddings."""
+    """Return a tiny GPT-2, with Conv1D layers, dropout and tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
@@ -253,7 +253,7 @@ def gpt2(**changes: Any) -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """A tiny ViT."""
+    """Return a tiny ViT."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
@@ -271,5 +271,5 @@ def vit() -> nn.Module:
 
 
 def tokens(batch: int = 2, seq: int = 16, vocab: int = 96) -> Tensor:
-    """Random token ids."""
+    """Return random token ids."""
     return torch.randint(vocab, (batch, seq), generator=torch.Generator().manual_seed(batch * seq))

@@ -1,6 +1,6 @@
-"""Triton's interpreter, made to convert floats as GPUs do.
+"""Patch Triton's interpreter so that it converts floats like a GPU.
 
-By itself it neither rounds nor saturates where it narrows them, and takes codes of NaN for numbers.
+By default it truncates and overflows in conversions to narrow formats, and reads NaN as a number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NARROW = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": to
 
 
 def convert_as_gpus_do() -> None:
-    """Have the interpreter convert from and to fp32 as PyTorch does, and as GPUs do."""
+    """Make the interpreter convert from and to fp32 like PyTorch and GPUs."""
     from triton.runtime import interpreter
 
     original = interpreter._convert_float

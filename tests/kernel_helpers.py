@@ -1,4 +1,4 @@
-"""What tests of kernels share: programs, their inputs, launching them, and comparing results."""
+"""Helpers of the tests of kernels: programs, their inputs, launches, and comparisons."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ DEVICES = [
 ]
 both_devices = pytest.mark.parametrize("device", DEVICES)
 
-# Operators of which the hardware's, or Triton's, differ from PyTorch's in the last bits.
+# Operators that hardware or Triton computes with other last bits than PyTorch.
 INEXACT = ("exp", "log", "sin", "cos", "erf", "sigmoid", "tanh", "silu", "rsqrt", "sqrt", "div")
 
-
-# The passes that put kernels in a half, and count them.
+# The passes that insert kernels in a forward or backward graph, and count them.
 KERNEL_PASSES = LOWERING_PASSES[: LOWERING_PASSES.index(lower_dialect)]
 
 
 def interpret_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what the passes make of a half run op by op, where Inductor would compile it."""
+    """Run lowered graphs op by op instead of compiling them with Inductor."""
     monkeypatch.setattr(
         compat, "compile_fx_inner", lambda gm, inputs, **kwargs: compat.interpret(gm)
     )
@@ -48,19 +47,19 @@ def interpret_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch) -> None:
-    """What the passes make of a half is run op by op, where Inductor would compile it."""
+    """Run lowered graphs op by op instead of compiling them with Inductor."""
     interpret_halves(monkeypatch)
 
 
 @pytest.fixture
 def graphs(kernels_on_cpu, interpreted) -> list[fx.Graph]:
-    """Kernels work on the CPU; the graphs after they took what they take, which are interpreted."""
+    """Enable kernels on the CPU, and interpret graphs. Return the list of graphs with kernels."""
     return kernels_on_cpu
 
 
 @pytest.fixture
 def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
-    """Kernels work on the CPU; the graphs after they took what they take."""
+    """Enable kernels on the CPU. Compilations append graphs with kernels to the returned list."""
     pytest.importorskip("triton")
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     found: list[fx.Graph] = []
@@ -75,12 +74,12 @@ def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
 
 
 def use_kernels(gm: fx.GraphModule) -> None:
-    """Put kernels in a graph."""
+    """Run the passes that insert kernels."""
     run_passes(KERNEL_PASSES, gm, Context(Config()), of="forward")
 
 
 def counts(graphs: list[fx.Graph]) -> Counter[str]:
-    """How many programs each kernel runs, and matrices are quantized without one."""
+    """Count programs by kernel. "quantize" counts matrices that are quantized without a kernel."""
     found: Counter[str] = Counter()
     for g in graphs:
         ctx = Context(Config())
@@ -92,12 +91,12 @@ def counts(graphs: list[fx.Graph]) -> Counter[str]:
 
 
 def run(module, program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Launch the Triton kernel of `program`, with its results poisoned first."""
+    """Launch the Triton kernel of `program`. Poisoned outputs reveal elements that it skips."""
     return run_batch(module, Batch((program,)), inputs)
 
 
 def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Launch the Triton kernels of a batch, with their results poisoned first."""
+    """Launch the Triton kernels of a batch. Poisoned outputs reveal elements that they skip."""
     results = batch.empty_outputs(inputs)
     for x in results:
         x.view(torch.uint8).fill_(0x55)
@@ -106,7 +105,7 @@ def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Te
 
 
 def operands(program: Program, rows: int, columns: int, device: str, scale: float = 1.0):
-    """Random inputs of a program."""
+    """Return random inputs of a program."""
     inputs: list[torch.Tensor] = []
     shapes = {"full": (rows, columns), "row": (rows, 1), "column": (columns,), "scalar": ()}
     for load in program.loads:
@@ -133,7 +132,7 @@ def values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> None:
-    """Equal bits, or codes that differ by one step, and few of them: last bits round two ways."""
+    """Check that bits are equal, or differ by one rounding step in few elements."""
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     nan = values(want).isnan()
@@ -152,7 +151,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> None:
 
 
 def check(module, program: Program, inputs: list[torch.Tensor], *, exact: bool = False) -> None:
-    """The kernel of a program computes what its reference does."""
+    """Check that the kernel of a program agrees with its reference."""
     wanted = reference(program, inputs)
     for got, want in zip(run(module, program, inputs), wanted, strict=True):
         assert_same(got, want, exact=exact)
@@ -164,7 +163,7 @@ CAST = Program(
 
 
 def swiglu_backward(group: int, saved: str = "e4m3") -> Program:
-    """Down's input again, and the gradients of gate and up, in three stores."""
+    """Return a program that recomputes the input of down, and the gradients of gate and up."""
     return Program(
         (
             Load("s", "scalar"),
@@ -191,7 +190,7 @@ def swiglu_backward(group: int, saved: str = "e4m3") -> Program:
 
 
 def by_row(x: str) -> tuple[tuple[Step, ...], Store]:
-    """`x` quantized by row."""
+    """Return the steps and the store that quantize `x` by row."""
     steps = Step("amax", "row_amax", (x,)), Step("scale", "scale", ("amax", "e4m3"))
     return steps, Store(x, ("rows",), "scale", "e4m3")
 
@@ -200,7 +199,7 @@ ROW_CAST = Program((Load("x", "full"),), by_row("x")[0], (by_row("x")[1],))
 
 
 def norm(columns: int, group: int) -> Program:
-    """Residual sum, kept in groups; its RMS norm, quantized by row."""
+    """Return a program that saves a residual sum in groups, and quantizes its RMS norm by row."""
     steps, store = by_row("h")
     return Program(
         (Load("w", "column"), Load("x", "full"), Load("y", "full")),
@@ -227,7 +226,7 @@ def norm(columns: int, group: int) -> Program:
 
 
 def swiglu(group: int, saved: str = "e4m3") -> Program:
-    """Gate and up kept in groups; their product, quantized by row."""
+    """Return a program that saves gate and up in groups, and quantizes their product by row."""
     steps, store = by_row("h")
     return Program(
         (Load("g", "full"), Load("u", "full")),
@@ -242,14 +241,14 @@ def swiglu(group: int, saved: str = "e4m3") -> Program:
 
 
 def in_parts(program: Program, columns: int, gap: int) -> Program:
-    """A program whose matrices each follow `gap` other columns, and are followed by as many."""
+    """Make a program read matrices with `gap` unused columns before and after them."""
     wider = {"columns": columns, "width": columns + 2 * gap, "offset": gap}
     loads = (replace(x, **wider) if x.operand in ("full", "groups") else x for x in program.loads)
     return replace(program, loads=tuple(loads))
 
 
 def norm_backward(columns: int, saved: str = "e4m3") -> Program:
-    """Gradient of a residual stream through a norm, with that of the norm's weight."""
+    """Return a program for the gradients of a residual stream and of the weight of its norm."""
     return Program(
         (
             Load("w", "column"),
@@ -285,9 +284,9 @@ def norm_backward(columns: int, saved: str = "e4m3") -> Program:
 
 
 def fused(monkeypatch, function, *args: torch.Tensor) -> fx.GraphModule:
-    """The graph of a function after kernels took what they take; its results are as before.
+    """Return the graph of a function with kernels. Check that its results do not change.
 
-    It is not verified: that functions here return codes as bytes, to be compared, breaks the spec.
+    The graph is not verified, because the spec does not allow the uint8 views of FP8 data here.
     """
     monkeypatch.setenv("FP8PASS_CHECK", "0")
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
@@ -300,19 +299,19 @@ def fused(monkeypatch, function, *args: torch.Tensor) -> fx.GraphModule:
 
 
 def programs_of(gm: fx.GraphModule, op) -> list[int]:
-    """How many programs each operator of a kind runs."""
+    """Return the number of programs of each node that calls `op`."""
     return [len(Batch.parse(n.args[1]).programs) for n in gm.graph.nodes if n.target is op]
 
 
 def by_rows(x):
-    """Codes with a scale for each row, and the largest magnitudes of rows."""
+    """Quantize by row. Return the FP8 data as bytes, and the amax of each row."""
     largest = fp8.amax(x, "row")
     codes = fp8.quantize(x, fp8.scale(largest, "e4m3 row"), "e4m3 row")
     return codes.view(torch.uint8), largest
 
 
 def random(*shape: int) -> torch.Tensor:
-    """The same numbers for the same shape."""
+    """Return random numbers that depend on the shape only."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -320,7 +319,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 class Layers(nn.Module):
-    """Decoder layers of the benchmarks, small."""
+    """Small decoder layers of the benchmarks."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear layers, and what `quantize_linears` makes of them."""
+"""Linear layers, and their joint graphs after `quantize_linears`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
 def rewritten(model, *args, config=COAT_EAGER, **options) -> JointGraph:
-    """The joint graph after the pass."""
+    """Return the joint graph after `quantize_linears`."""
     joint = capture_joint(model, *args, config=config, **options)
     quantize_linears(joint.gm, joint.ctx)
     joint.gm.graph.eliminate_dead_code()

@@ -1,4 +1,4 @@
-"""What tests of `Monitor` share: monitored models, training, and what to train on."""
+"""Helpers of the tests of `Monitor`: monitored models, training, and batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ BATCHES = torch.randn(4, 32, 64, dtype=torch.bfloat16, generator=torch.Generator
 
 
 def batches(count=3, rows=32, features=64):
-    """Random inputs of an `MLP`, other ones each time."""
+    """Return random inputs of an `MLP`, different in each call."""
     return torch.randn(count, rows, features, dtype=torch.bfloat16)
 
 
 def monitored(model, monitor, config=COAT_EAGER, **options):
-    """`model` compiled to be sampled by `monitor`."""
+    """Compile `model` with a monitor."""
     return torch.compile(model, backend=fp8pass.backend(config, monitor=monitor), **options)
 
 
 def train(run, model, batches, monitor=None):
-    """Parameters after plain SGD steps."""
+    """Train with plain SGD, and return the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i, batch in enumerate(batches):
         torch.manual_seed(i)
@@ -35,7 +35,7 @@ def train(run, model, batches, monitor=None):
 
 
 class Broken(nn.Module):
-    """Two graphs."""
+    """A model with a graph break."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
+def assert_same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
     """Check that parameters and states are equal bit for bit."""
     for p, q in zip(all_parameters(a), all_parameters(b), strict=True):
         assert torch.equal(p, q)
@@ -56,7 +56,7 @@ def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
             assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
+def moment_values(optimizer, number: int, name: str, signed: bool) -> Tensor:
     """Return the values of a moment of the parameter with index `number`, flat."""
     p = all_parameters(optimizer)[number]
     (group,) = optimizer.param_groups
@@ -68,7 +68,7 @@ def values_of(optimizer, number: int, name: str, signed: bool) -> Tensor:
     return dequantize(Quantized(rows_, *parts), format).reshape(-1)[: p.numel()]
 
 
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+def reload_from_file(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Save a checkpoint to a file, and load it."""
     file = io.BytesIO()
     torch.save(state_dict, file)

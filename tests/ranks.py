@@ -1,6 +1,6 @@
-"""Processes that stay, one a rank, to which tests send functions.
+"""Persistent processes, one for each rank, that run functions for tests.
 
-Starting a process and importing PyTorch in it takes as long as ten small cases of a matrix.
+Starting a process and importing PyTorch takes as long as ten small test cases.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-# A rank that waits for one that failed, or for a collective that nobody joins.
-PATIENCE = timedelta(seconds=60)
+# Limit for a rank that waits for a failed rank, or for a collective that no other rank joins.
+TIMEOUT = timedelta(seconds=60)
 
 
 class Ranks:
-    """Runs functions on all ranks at once, with the type of their device as first argument."""
+    """Runs functions on all ranks at once. Their first argument is the device type."""
 
     def __init__(self, tasks: list[Any], results: Any, device: str) -> None:
         self._tasks, self._results, self.device = tasks, results, device
         self.broken = ""
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(device, *args)` returns on each rank, in CPU tensors and numbers.
+        """Return the results of `function(device, *args)` on each rank: CPU tensors and numbers.
 
         Raises:
-            AssertionError: it raised on some rank, or took too long.
+            AssertionError: the function raised an error on a rank, or took too long.
         """
         assert not self.broken, f"an earlier function broke the process group: {self.broken}"
         for tasks in self._tasks:
@@ -42,14 +42,14 @@ class Ranks:
         errors: dict[int, str] = {}
         while len(found) + len(errors) < len(self._tasks):
             try:
-                rank, result, error = self._results.get(timeout=2 * PATIENCE.seconds)
+                rank, result, error = self._results.get(timeout=2 * TIMEOUT.seconds)
             except queue.Empty:
                 self.broken = function.__name__
                 missing = set(range(len(self._tasks))) - found.keys() - errors.keys()
                 errors |= dict.fromkeys(missing, "did not answer")
                 break
             (errors if error else found)[rank] = error or result
-        if found and errors:  # some wait in a collective that others have left
+        if found and errors:  # some ranks may wait in a collective
             self.broken = function.__name__
         assert not errors, "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
         return [found[rank] for rank in range(len(self._tasks))]
@@ -57,7 +57,7 @@ class Ranks:
 
 @contextmanager
 def ranks(folder: Path, device: str, world: int = 2) -> Iterator[Ranks]:
-    """Processes with a process group, of NCCL on GPUs and of gloo on CPUs."""
+    """Start processes with a process group: NCCL on GPUs, gloo on CPUs."""
     context = multiprocessing.get_context("spawn")
     tasks, results = [context.Queue() for _ in range(world)], context.Queue()
     store = folder / "store"
@@ -78,13 +78,13 @@ def ranks(folder: Path, device: str, world: int = 2) -> Iterator[Ranks]:
 
 
 def _serve(rank: int, world: int, device: str, store: Path, tasks: Any, results: Any) -> None:
-    """Answer tasks until there is a None."""
+    """Run tasks until a task is None."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
     )
     while (task := tasks.get()) is not None:
         function, args = task

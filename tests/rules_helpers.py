@@ -1,4 +1,4 @@
-"""A function between two linear layers, its rules, and a step of it with inexact saves alone."""
+"""A function between two linear layers: its error rules, its plan, and its gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D, ROWS = 128, 64
 
 
 class Between(nn.Module):
-    """`function(module, h, *others)` between two linear layers; `ema` is a buffer of it."""
+    """`function(module, h, *inputs)` between two linear layers. The module has a buffer `ema`."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Between(nn.Module):
 
 
 def saves_only(save_format: str) -> Config:
-    """Exact GEMMs, so that all errors are those of saved values."""
+    """Return a configuration with exact GEMMs, so that all errors come from saved tensors."""
     return Config(
         forward_format="exact",
         gradient_format="exact",
@@ -56,7 +56,7 @@ def plan_of(function: Callable[..., Tensor], save_format: str, *others: Tensor) 
 
 
 def gradients(model: nn.Module, run: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The gradients of the first input and of all parameters."""
+    """Return the gradients of the first input and of all parameters."""
     x = inputs[0].clone().requires_grad_()
     run(x, *inputs[1:]).square().sum().backward()
     assert x.grad is not None
@@ -70,9 +70,9 @@ def gradient_cosines(
     offset: float = 0.0,
     **options: Any,
 ) -> list[float]:
-    """The cosines of all gradients with those of eager PyTorch; lengths within a tenth.
+    """Return the cosine of each gradient with eager PyTorch. Check that lengths agree within 10%.
 
-    The first layer adds `offset` to all that it gives.
+    `offset` is added to the outputs of the first layer.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -1,12 +1,13 @@
 """Every private PyTorch symbol that fp8pass uses, for every supported version.
 
 Nothing else in the package imports from `torch._*`. When a PyTorch release moves or changes
-something, this folder is the first place to look. Each module lists its exports in `__all__`.
+something, this folder is the first place to look. Each module lists in `__all__` what this package
+re-exports.
 
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
 symbols.py        properties of tensors, sizes and operators
-launching.py      our kernels and buffers in Inductor's generated code
+launching.py      kernels and buffers of fp8pass in Inductor's generated code
 fakes.py          running a model without memory
 frames.py         the function that Dynamo traces
 loading.py        loads of distributed checkpoints

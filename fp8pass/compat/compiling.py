@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import OptimizedModule, compiled_autograd, convert_frame, trace_rules
 from torch._dynamo.guards import DeletedGuardManagerWrapper
-from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -30,12 +29,12 @@ from torch._logging import trace_structured
 __all__ = [
     "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of", "box",
     "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain", "compiles_backward",
-    "copy_captured", "counters", "disable_gradient_hooks", "find_replayed_memory",
-    "fresh_compilation", "get_cpp_compiler", "half_of", "has_cpp_compiler", 
-    "interpret", "is_checkpointing", "is_of_fsdp", "is_region", "list_mode_options", "list_options",
-    "match_generated_code", "multiplies_bf16_on_cpu", "original_of", "recompile",
-    "run_uncompiled", "running_backward", "seeded_random_ops", "source_of", "static_inputs",
-    "trace_structured", "type_of_option", "uncached", "uses_cuda_graphs", 
+    "copy_captured", "disable_gradient_hooks", "find_replayed_memory", "fresh_compilation",
+    "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret", "is_checkpointing",
+    "is_of_fsdp", "is_region", "list_mode_options", "list_options", "match_generated_code",
+    "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled", "running_backward",
+    "seeded_random_ops", "source_of", "static_inputs", "trace_structured", "type_of_option",
+    "uncached", "uses_cuda_graphs",
 ]  # fmt: skip
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -49,7 +48,7 @@ def half_of(kwargs: dict[str, Any]) -> str:
 
 
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return the indices of inputs whose address is fixed, as for parameters and buffers."""
+    """Return the indices of inputs with fixed addresses, such as parameters and buffers."""
     return frozenset(kwargs.get("static_input_idxs") or ())
 
 
@@ -242,7 +241,7 @@ def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph that Dynamo captured, with the sources of its inputs.
 
-    From the sources AOTAutograd knows which inputs are parameters.
+    AOTAutograd recognizes parameters by these sources.
     """
     copies: dict[fx.Node, fx.Node] = {}
     g = fx.Graph()
@@ -258,7 +257,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the expression by which Dynamo reached a graph input; '' for other nodes."""
+    """Return the expression that Dynamo read a graph input from; '' for other nodes."""
     source = getattr(node, "_dynamo_source", None)
     # A method in older versions, an attribute in newer ones.
     name = "" if source is None else source.name
@@ -293,7 +292,7 @@ def fresh_compilation() -> Iterator[None]:
     """Compile within regardless of caches and recompile limits, and forget the result on exit.
 
     Forgetting matters because Dynamo limits the number of versions of a function, and never
-    compiles a function again whose compilation raised an exception. A function that had versions
+    retries a function after its compilation raised an exception. A function that had versions
     before keeps empty entries, which count only for `accumulated_recompile_limit`.
     """
     unlimited = 1 << 20
@@ -327,7 +326,7 @@ def _live_entries(code: CodeType) -> list[Any]:
 
 
 def _forget(code: CodeType, known: set[int]) -> None:
-    """Drop all versions of a function, except those with the given ids of guard managers."""
+    """Drop all versions of a function, except versions with the given ids of guard managers."""
     if not known:
         reset_code(code)
         return

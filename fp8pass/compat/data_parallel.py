@@ -23,7 +23,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group whose ranks replicate a module that has not run yet."""
+    """Return the process group of the ranks that replicate a module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)

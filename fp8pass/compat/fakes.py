@@ -26,7 +26,7 @@ __all__ = [
     "use_fake_tensors",
 ]  # fmt: skip
 
-# Errors of operators whose result or shape depends on values. `func` is the operator.
+# Errors of operators with a result or shape that depends on values. `func` is the operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, once for each context.
 _redirected: list[int] = []

@@ -12,7 +12,7 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """Rename the module whose method Dynamo traced to `self` in the module paths of a graph."""
+    """Rename the owner of the method that Dynamo traced to `self` in a graph's module paths."""
     name = _find_self()
     if name in (None, "self"):
         return

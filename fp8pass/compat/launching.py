@@ -1,4 +1,4 @@
-"""Our kernels and buffers in Inductor's generated code."""
+"""Kernels and buffers of fp8pass in Inductor's generated code."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Cache the analysis of which arguments a kernel writes, for which Inductor compiles it.
+    """Cache Inductor's analysis of the arguments that a kernel writes, which compiles the kernel.
 
     The analysis has another name since PyTorch 2.13.
     """

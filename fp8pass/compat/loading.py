@@ -33,7 +33,7 @@ def _patch_planner(prepare: Prepare) -> None:
         for name in ("finish_plan", "commit_tensor"):  # left by an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Without flattening, the state dict is the caller's, whose entries must not be replaced.
+        # Without flattening, this is the caller's state dict. Its entries must not be replaced.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
             _call_after_reads(planner, conversions)

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 __all__ = [
-    "FLEX_ATTENTION", "FakeTensor", "StorageWeakRef", "arg_tree_leaves", "calls_graphs",
-    "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
-    "guard_count", "has_unbacked", "is_opaque", "is_operator", "is_sym_node", "real_tensors",
-    "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true", "stream_of",
-    "tree_leaves", "tree_map_only", "version_of", "weak_storage", "wrapper",
+    "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "enable_dynamic_shapes",
+    "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm", "guard_count", "has_unbacked",
+    "is_opaque", "is_operator", "is_sym_node", "real_tensors", "restrictions", "scaled_mm",
+    "schema_of", "size_hint", "statically_known_true", "stream_of", "tree_leaves", "tree_map_only",
+    "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
 # The grouped GEMM of experts, which older code calls instead of `torch.nn.functional.grouped_mm`.
@@ -34,7 +34,7 @@ scaled_mm = torch._scaled_mm
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# The hint of a data-dependent size whose upper bound is `_LARGEST_BOUND` or more.
+# The hint of a data-dependent size with an upper bound of `_LARGEST_BOUND` or more.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 

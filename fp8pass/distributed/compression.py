@@ -31,13 +31,13 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-PATIENCE_S = 30  # seconds until a warning that this rank waits for others
+PATIENCE_S = 30  # seconds until a warning that this rank waits for another rank
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What `compress` has changed in a model, and counts of what this rank sent since.
+    """Changes that `compress` made to a model, and counts of the bytes that this rank sent since.
 
     Attributes:
         modules: paths of the modules that reduce compressed gradients; '' is the model itself.
@@ -80,7 +80,7 @@ def compress(
             is sharded by `fully_shard`, itself or in its submodules.
         gradients: `groups`, or `none` for PyTorch's own reduction.
         weights: `row`, or `none` for PyTorch's own gathers. DDP does not gather weights.
-        skip: paths or patterns, as in `Config.skip`, of layers whose weights are gathered in high
+        skip: paths or patterns, as in `Config.skip`, of layers that gather their weights in high
             precision: name the layers that the compiled model leaves in high precision.
         monitor: measures the gradients that this rank sends, in the steps that it samples.
 
@@ -137,11 +137,11 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
     """Raise ConfigError on all ranks if their arguments differ; they would wait for each other.
 
-    A rank that refuses its arguments takes part, so that the others do not wait for it.
+    A rank with invalid arguments takes part, so that the remaining ranks do not wait for it.
     """
     found = {arguments}
     with _warn_after_waiting():
-        for group in groups:  # each mesh dimension passes on what the dimensions before it found
+        for group in groups:  # each mesh dimension forwards the results of the earlier dimensions
             received: list[set[str]] = [set()] * group.size()
             dist.all_gather_object(received, found, group=group)
             found = set().union(*received)

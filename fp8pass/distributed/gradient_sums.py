@@ -112,9 +112,9 @@ class GradientSums:
     """Adds gradients up over ranks, sent in E4M3 with a scale for each group of 128 (AGoQ 5).
 
     Args:
-        traffic: counts what is sent.
-        monitor: measures what is sent, in the steps that it samples.
-        path: path of the module whose gradients these are, for the monitor.
+        traffic: counts the bytes that are sent.
+        monitor: measures the gradients that are sent, in the steps that it samples.
+        path: path of the module that owns these gradients, for the monitor.
     """
 
     def __init__(self, traffic: Traffic, monitor: Monitor | None = None, path: str = "") -> None:

@@ -44,7 +44,7 @@ def pipeline_configs(
 
     `base.memory_budget` is here the budget of a rank. Bytes ("24GiB") work for any stages, each
     compiled as one graph. A share of the default works for stages that are alike: a stage that
-    saves more than the others, such as logits, gets proportionally more.
+    saves more tensors, such as logits, gets proportionally more.
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`. Or, if stages are compiled before it
@@ -52,7 +52,7 @@ def pipeline_configs(
         stages: number of stages (model chunks) of all ranks together.
         ranks: number of ranks; not needed if each rank has one stage.
         microbatches: number of micro-batches in a batch.
-        base: all other options; by default those of recipe `agoq`.
+        base: all other options; by default recipe `agoq`.
 
     Raises:
         ConfigError: the schedule is unknown or does not support these numbers, or `base` has no

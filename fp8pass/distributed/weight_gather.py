@@ -107,13 +107,13 @@ class SendBuffers:
 class WeightGather:
     """FSDP2's all-gather extension for the weights of one module.
 
-    FSDP2 calls the extension of each weight in order. The first one sends the FP8 data of all and
-    unpacks what was received; the others send nothing. FSDP2 spends as much CPU time on each tensor
-    as on a kernel launch.
+    FSDP2 calls the extension of each weight in order. The first call sends the FP8 data of all
+    weights and unpacks the received data; later calls send nothing. FSDP2 spends as much CPU time
+    on each tensor as on a kernel launch.
 
     Attributes:
         layers: layers of the weights, in FSDP2's order.
-        traffic: counts what is sent.
+        traffic: counts the bytes that are sent.
         buffers: send buffers.
         received: the gathered weights, in memory that FSDP2 frees and allocates. None before the
             first gather.
@@ -263,7 +263,7 @@ def why_too_late(modules: Iterable[nn.Module]) -> str:
     return "the model has run already: call compress before its first forward." if has_run else ""
 
 
-# --- layers whose weights stay in high precision --------------------------------------------------
+# --- layers that keep high precision --------------------------------------------------------------
 
 
 def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:

@@ -40,7 +40,7 @@ def _clamp_remaining(length, first, most: tl.constexpr):
 
 @triton.jit
 def _read(values, inside, left, MOST: tl.constexpr):
-    # A mask whose end is unknown at compile time makes Triton read element by element.
+    # A mask with an end that Triton cannot derive makes it read element by element.
     if left == MOST:
         found = tl.load(values + inside)
     else:

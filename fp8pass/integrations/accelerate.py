@@ -1,4 +1,4 @@
-"""Adds `fp8pass` to the Dynamo backends of Hugging Face accelerate.
+"""Add `fp8pass` to the Dynamo backends of Hugging Face accelerate.
 
     import fp8pass.integrations.accelerate
 

@@ -2,8 +2,8 @@
 
 The format is `float-quantized` of compressed-tensors. Each linear layer has `NAME.weight`,
 float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1]; their product is the weight. Inputs
-get a scale for each token at run time. The FP8 data are bit-identical to those that recipes with
-scales by row multiply in the forward. FP32 weights are rounded to BF16 first, as in autocast.
+get a scale for each token at run time. The FP8 data are bit-identical to the operands of the
+forward in recipes with scales by row. FP32 weights are rounded to BF16 first, as in autocast.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ fp8 = torch.ops.fp8pass
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
     """Write a transformers model with its linear layers in FP8, for serving.
 
-    As in training, output heads, layers in `skip`, and layers whose sizes are not multiples of 16
-    or too narrow to gain from FP8 keep their weights and dtype. The model is not changed.
+    As in training, output heads, layers in `skip`, and layers with sizes that are not multiples of
+    16 or too narrow to gain from FP8 keep their weights and dtype. The model is not changed.
 
     Args:
         model: a `PreTrainedModel`, compiled or not.
         path: the folder to write, in the layout of `save_pretrained`.
-        config: a configuration whose `skip` replaces that of the compiled model.
+        config: its `skip` replaces the `skip` of the compiled model.
 
     Returns:
         Paths of the layers in FP8.

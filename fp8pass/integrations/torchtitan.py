@@ -1,4 +1,4 @@
-"""Runs `torchtitan.train` with `--compile.backend fp8pass` and FP8 on the wire.
+"""Run `torchtitan.train` with `--compile.backend fp8pass` and FP8 on the wire.
 
     torchrun --nproc_per_node 8 -m fp8pass.integrations.torchtitan --compress \\
         --module llama3 --config llama3_8b --compile.enable --compile.backend fp8pass

@@ -1,4 +1,4 @@
-"""Benchmarks are scripts: their modules are imported from their folder."""
+"""Fixture to import benchmarks, which are scripts in a folder."""
 
 import importlib
 from pathlib import Path
@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/."""
+    """Return a function that imports a module of benchmarks/."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     return importlib.import_module

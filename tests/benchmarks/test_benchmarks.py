@@ -1,6 +1,6 @@
-"""The benchmark of whole models runs, small and on the CPU, and its table says what it found.
+"""Benchmarks run with small models on the CPU, and their tables are right.
 
-Of those that only a GPU can run: that they find what they are to measure.
+Benchmarks that need a GPU are tested only for finding the measured kernels and layers.
 """
 
 import json
@@ -18,10 +18,10 @@ PEERS = "torchao tensorwise + torchao AdamW8bit"
 
 @pytest.fixture
 def benchmark(load, monkeypatch):
-    """The module benchmarks/model.py, where torchao is not installed."""
+    """Import benchmarks/model.py without torchao."""
     monkeypatch.setitem(sys.modules, "torchao", None)
     module = load("model")
-    # Inductor would take most of the time, and is not what is tested.
+    # Inductor would take most of the time.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setitem(module.COMPILED, "fp8pass coat", module.with_fp8pass(compiler="eager"))
     return module
@@ -34,7 +34,9 @@ def run(benchmark, monkeypatch, out, *options):
 
 
 @pytest.mark.long
-def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monkeypatch, tmp_path):
+def test_models_train_whole_and_by_blocks_and_failures_are_recorded(
+    benchmark, monkeypatch, tmp_path
+):
     out = tmp_path / "model.json"
     record = run(benchmark, monkeypatch, out, "--variants", OURS, PEERS)
     results = {(r["model"], r["variant"]): r for r in record["results"]}
@@ -43,9 +45,9 @@ def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monke
         ours = results[model, "fp8pass coat"]
         assert ours["error"] is None
         assert ours["tokens_per_second"] > 0
-        assert ours["loss"] < 5.5  # log 256 is that of a new model
+        assert ours["loss"] < 5.5  # a new model has log 256
         assert "torchao" in results[model, "torchao tensorwise"]["error"]
-    # What is done is not done again, what failed is.
+    # A second run repeats only failed variants.
     monkeypatch.setattr(benchmark, "measure", lambda *_: {"loss": 1.0, "tokens_per_second": 2.0})
     again = run(benchmark, monkeypatch, out, "--variants", OURS, PEERS)
     assert len(again["results"]) == len(results)
@@ -59,13 +61,13 @@ def test_models_train_whole_and_by_blocks_and_failures_are_kept(benchmark, monke
 def test_blocks_share_code(benchmark):
     torch._dynamo.utils.counters.clear()
     benchmark.measure(benchmark.TINY["7B"], *benchmark.VARIANTS[OURS], torch.device("cpu"))
-    # All layers are one graph, and the loss is another.
+    # One graph for all layers, one for the loss.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("variant", [OURS, PEERS])
-def test_nothing_of_a_variant_is_left_to_the_next(benchmark, monkeypatch, variant):
+def test_variants_do_not_affect_each_other(benchmark, monkeypatch, variant):
     made = []
     new_llama = benchmark.new_llama
 
@@ -81,7 +83,7 @@ def test_nothing_of_a_variant_is_left_to_the_next(benchmark, monkeypatch, varian
     assert all(p() is None for p in made)
 
 
-def test_table_compares_with_torchao_of_the_same_model(benchmark):
+def test_the_table_compares_with_torchao_on_the_same_model(benchmark):
     def result(model, variant, speed, peak, error=None):
         return {
             "model": model,
@@ -115,8 +117,8 @@ def test_table_compares_with_torchao_of_the_same_model(benchmark):
 
 
 @pytest.mark.parametrize("compared", [True, False])
-def test_steps_and_floors_beside_those_of_torchao(load, compared):
-    """Which is not installed everywhere."""
+def test_the_table_compares_step_times_and_floors_with_torchao(load, compared):
+    """torchao is optional."""
 
     def breakdown(case, ms):
         kernels = [("gemm", 4.0, 0.0), ("attention", 1.0, 0.0), ("ours", 2.0, 1e9)]
@@ -139,7 +141,7 @@ def test_steps_and_floors_beside_those_of_torchao(load, compared):
 
 
 def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
-    """From few layers to many; what takes too long, and what comes after it, is left out."""
+    """Depths increase. A depth that takes too long ends the series."""
     module, clock = load("compile_time"), [0.0]
 
     def measure(variant, layers, hidden, cache, timeout, **variables):
@@ -163,14 +165,11 @@ def test_depths_are_measured_as_far_as_time_allows(load, monkeypatch):
     assert twenty[1:] == ["20.0 (1.00)", "20.0 (1.00)", "", "5"]
 
 
-# --- memory, predicted ----------------------------------------------------------------------------
-
-
 # --- adapters -----------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_adapters_are_trained_beside_codes(load, monkeypatch):
+def test_adapters_are_trained_with_quantized_weights(load, monkeypatch):
     lora, layer = load("lora"), load("layer")
     eager = partial(layer.with_fp8pass, compiler="eager")
     for name, value in {"with_fp8pass": eager, "WARM_UP": 1, "TIMED": 2}.items():
@@ -178,16 +177,16 @@ def test_adapters_are_trained_beside_codes(load, monkeypatch):
     torch._dynamo.utils.counters.clear()
     size = lora.replace(lora.TINY["7B"], batch=1, vocabulary=512)
     found = lora.measure(lora.FROZEN, size, torch.device("cpu"))
-    # All layers are one graph, head and loss another.
+    # One graph for all layers, one for head and loss.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert found["loss"] == pytest.approx(6.24, abs=0.1)  # log 512 is that of a new model
+    assert found["loss"] == pytest.approx(6.24, abs=0.1)  # a new model has log 512
     linears, adapters = 4 * 128 * 128 + 3 * 128 * 256, 16 * (4 * 2 * 128 + 3 * (128 + 256))
     embeddings = 2 * 2 * 512 * 128
     expected = 2 * (linears + 2 * adapters) + embeddings
     assert expected < found["weight_bytes"] < 1.05 * expected
 
 
-def test_table_of_adapters(load):
+def test_the_table_of_adapters_is_right(load):
     def result(variant, speed, peak, error=None):
         return {
             "variant": variant,
@@ -213,7 +212,7 @@ def test_table_of_adapters(load):
     ]
 
 
-def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
+def test_the_mixture_of_experts_is_balanced_by_its_gradient(load):
     models, size = load("models"), load("convergence").TINY
     model = models.MoEDecoder(size)
     tokens = torch.randint(256, (2, size.batch, size.seq)).unbind()
@@ -231,7 +230,7 @@ def test_the_mixture_of_experts_is_balanced_by_its_gradient_alone(load):
 
 
 @pytest.mark.long
-def test_a_variant_that_fails_leaves_its_error_and_is_tried_again(load, tmp_path):
+def test_the_error_of_a_failed_variant_is_recorded_and_it_runs_again(load, tmp_path):
     alone = load("alone")
     script, path = tmp_path / "script.py", tmp_path / "results.json"
     benchmarks = Path(alone.__file__).parent

@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture
 def quality(load, monkeypatch):
-    """The module benchmarks/quality.py, without Inductor."""
+    """Import benchmarks/quality.py, and replace Inductor."""
     module = load("quality")
     compile_ = torch.compile
 
@@ -48,7 +48,7 @@ def test_seeds_are_paired_and_runs_are_resumed(quality, monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_variants_continue_from_weights_that_bf16_has_trained(quality, monkeypatch, tmp_path):
+def test_variants_continue_from_weights_trained_in_bf16(quality, monkeypatch, tmp_path):
     monkeypatch.setattr(quality.tempfile, "gettempdir", lambda: str(tmp_path))
     path = tmp_path / "quality.json"
     options = "--variants", "BF16", "coat", "--seeds", "0", "--start", "60"
@@ -59,14 +59,14 @@ def test_variants_continue_from_weights_that_bf16_has_trained(quality, monkeypat
     assert coat == pytest.approx(bf16, rel=0.02)
     (other,) = tmp_path.glob("fp8pass-quality/*.pt")
     assert trained(quality, monkeypatch, path, *options) == results
-    other.unlink()  # as on another machine, whose runs are not compared with these
+    other.unlink()  # like another machine with runs that are not comparable
     assert len(trained(quality, monkeypatch, path, *options)) == 4
     (scratch, *_) = trained(quality, monkeypatch, tmp_path / "x.json", *options[:-2])
     assert scratch["loss"] > bf16 + 0.1
 
 
 @pytest.mark.long
-def test_learning_rates(quality, monkeypatch, tmp_path):
+def test_learning_rates_are_compared(quality, monkeypatch, tmp_path):
     options = "--variants", "BF16", "E8M3", "--seeds", "0", "--rates", "1e-3", "1e-2"
     results = trained(quality, monkeypatch, tmp_path / "x.json", *options)
     assert {(r["variant"], r["rate"]) for r in results} == {
@@ -77,7 +77,7 @@ def test_learning_rates(quality, monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_ranks_share_a_batch(load):
-    """With the batches and weights of one rank; in processes, which compile with Inductor."""
+    """Two ranks train with the batches and weights of one rank, and compile with Inductor."""
     quality = load("quality")
     size = quality.replace(quality.TINY, steps=8)
     variants = quality.BASELINE, "coat, FP8 AdamW, 8-bit wire, 2 ranks"
@@ -99,7 +99,7 @@ def _fail(job, device):
     yield job / 0
 
 
-def test_a_run_diverges_where_its_loss_has_risen(load):
+def test_a_run_diverges_if_its_loss_has_risen(load):
     diverged = load("quality").diverged
     assert not diverged([3.0, 2.5, 2.9])
     assert diverged([3.0, 2.5, 3.1, 2.0])
@@ -126,7 +126,7 @@ def result(variant, seed, loss, rate=1e-3, diverged=False):
     }
 
 
-def test_table_of_paired_losses(load):
+def test_the_table_of_paired_losses_is_right(load):
     results = [result("coat", 0, 2.02), result("coat", 1, 1.02)]
     results += [result("BF16", 0, 2.0), result("BF16", 1, 1.0), result("agoq", 0, None)]
     _, coat, bf16, agoq = load("tables").TABLES["quality"]({"results": results})
@@ -139,7 +139,7 @@ def test_table_of_paired_losses(load):
     assert len(load("tables").TABLES["quality"]({"results": results[:2]})) == 1
 
 
-def test_table_of_learning_rates(load):
+def test_the_table_of_learning_rates_is_right(load):
     results = [result("BF16", 0, 2.0), result("BF16", 0, 3.0, 1e-2, diverged=True)]
     results += [result("coat", 0, 2.0), result("coat", 0, 2.5, 1e-2)]
     _, bf16, coat = load("tables").TABLES["quality_rates"]({"results": results})
@@ -147,7 +147,7 @@ def test_table_of_learning_rates(load):
     assert coat == ["coat", "2.000", "2.500", "0.01"]
 
 
-def test_table_of_accumulation(load):
+def test_the_table_of_accumulation_is_right(load):
     def gemm(role, length, fast_ms, precise_ms, experts=0):
         return {
             "case": "x", "role": role, "size": [64, 64, length], "experts": experts, "count": 2,

@@ -1,4 +1,4 @@
-"""The grid of formats and learning rates: runs are measured, and the table says what held."""
+"""The benchmark of formats and learning rates: measured runs and their table."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture
 def stability(load, monkeypatch):
-    """The module benchmarks/stability.py, without Inductor."""
+    """Import benchmarks/stability.py, and replace Inductor."""
     module = load("stability")
     compile_ = torch.compile
 
@@ -40,7 +40,7 @@ def test_runs_of_simulated_formats_are_measured(stability, monkeypatch, tmp_path
     options = ["--variants", "bf16", "e8m3", "--rates", "1e-2", "--seeds", "0", "--steps", "20"]
     monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--out", str(out), *options])
     stability.main()
-    stability.main()  # nothing is left to do
+    stability.main()  # nothing remains to do
     bf16, e8m3 = json.loads(out.read_text())["results"]
     assert (bf16["variant"], e8m3["variant"]) == ("bf16", "e8m3")
     assert bf16["losses"] != e8m3["losses"]
@@ -50,13 +50,13 @@ def test_runs_of_simulated_formats_are_measured(stability, monkeypatch, tmp_path
             assert corner == pytest.approx(searched, rel=0.02)
 
 
-def test_a_run_diverges_where_its_loss_has_risen(stability):
+def test_a_run_diverges_if_its_loss_has_risen(stability):
     assert stability.diverged_at([3.0, 2.5, 2.9]) is None
     assert stability.diverged_at([3.0, 2.5, 3.1, 2.0]) == 60
     assert stability.diverged_at([3.0, None]) == 40
 
 
-def test_table_of_stability(load):
+def test_the_table_of_stability_is_right(load):
     tables = load("tables")
     at_divergence = [(10, 0.2, 0.2), (20, 1.5, 1.4)]
     data = {
@@ -82,7 +82,7 @@ def test_table_of_stability(load):
     load("plots").stability(data)
 
 
-def test_sensitivities_are_of_the_runs_that_all_variants_have(load):
+def test_sensitivities_use_runs_that_all_variants_have(load):
     runs = [("bf16", 0.01, 2.0), ("bf16", 0.1, 4.0), ("e8m3", 0.01, 2.2)]
     results = [stability_run(variant, rate, 0, loss) for variant, rate, loss in runs]
     data = {"settings": {"rise": 0.5, "holds": 0.1}, "results": results}

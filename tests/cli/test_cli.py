@@ -1,4 +1,4 @@
-"""The command line: what explain, diagnose and bisect get to run and what they print."""
+"""The command line: inputs and outputs of explain, diagnose, bisect and fit."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_helpers import ok
+from cli_helpers import expect_ok
 
 import fp8pass
 from fp8pass import Config
 from fp8pass.tools.cli.target import parse_beside
 
-ROOM = ("--gpu", "H200,2GiB", "--host", "8GiB")  # of fit
+SIZES = ("--gpu", "H200,2GiB", "--host", "8GiB")  # required by fit
 
 
-def without_times(data):
-    """An explanation as data, without the only numbers that differ from run to run."""
+def remove_times(data):
+    """Remove the times from an explanation as data, because they differ between runs."""
     for graph in data["graphs"]:
         del graph["pass_seconds"]
     return data
@@ -31,32 +31,32 @@ def without_times(data):
     "name", ["with_args", "with_kwargs", "with_both", "with_tensor", "with_loss"]
 )
 def test_explains_what_a_factory_returns(run, name):
-    out = ok(run("explain", f"factories:{name}"))
+    out = expect_ok(run("explain", f"factories:{name}"))
     assert "2 of 2 linear layers in FP8" in out
     assert "graph 0: saved for the backward" in out
 
 
 @pytest.mark.parametrize("name", ["model", "MLP", "ready"])
-def test_inputs_from_the_command_line(run, name):
-    assert "float32 32×128" in ok(run("explain", f"factories:{name}", "--input", "32x64"))
+def test_inputs_can_be_given_on_the_command_line(run, name):
+    assert "float32 32×128" in expect_ok(run("explain", f"factories:{name}", "--input", "32x64"))
 
 
-def test_inputs_replace_those_of_the_factory(run):
-    out = ok(run("explain", "factories:with_args", "--input", "x=48x64"))
+def test_inputs_replace_inputs_of_the_factory(run):
+    out = expect_ok(run("explain", "factories:with_args", "--input", "x=48x64"))
     assert "48×128" in out
 
 
-def test_json_is_all_that_stdout_has_and_equals_to_dict(run):
-    out = ok(run("explain", "factories:with_tensor", "--json", "--rules"))
+def test_stdout_has_only_json(run):
+    out = expect_ok(run("explain", "factories:with_tensor", "--json", "--rules"))
     from factories import MLP, x
 
     want = fp8pass.explain(MLP(), x(), rules=True)
-    assert without_times(json.loads(out)) == without_times(json.loads(want.to_json()))
+    assert remove_times(json.loads(out)) == remove_times(json.loads(want.to_json()))
 
 
 def test_progress_is_shown_on_a_terminal_only(run, monkeypatch):
     assert "building" not in run("explain", "factories:with_args")[2]
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's variable for a terminal
     code, out, err = run("explain", "factories:with_args", "--json")
     assert code == 0
     assert json.loads(out)
@@ -64,7 +64,7 @@ def test_progress_is_shown_on_a_terminal_only(run, monkeypatch):
     assert all(stage in err for stage in stages)
 
 
-def test_what_the_model_prints_goes_to_stderr(run):
+def test_output_of_the_model_goes_to_stderr(run):
     code, out, err = run("explain", "factories:with_tensor", "--json")
     assert code == 0
     assert "built" in err
@@ -72,11 +72,11 @@ def test_what_the_model_prints_goes_to_stderr(run):
     assert json.loads(out)
 
 
-def test_files_can_import_their_neighbours(run, here):
-    (here / "folder").mkdir()
-    (here / "folder" / "beside.py").write_text("from factories import with_args as build\n")
-    (here / "folder" / "my-model.py").write_text("from beside import build\n")
-    assert "2 of 2" in ok(run("explain", "./folder/my-model.py:build"))
+def test_files_can_import_their_neighbours(run, workdir):
+    (workdir / "folder").mkdir()
+    (workdir / "folder" / "neighbour.py").write_text("from factories import with_args as build\n")
+    (workdir / "folder" / "my-model.py").write_text("from neighbour import build\n")
+    assert "2 of 2" in expect_ok(run("explain", "./folder/my-model.py:build"))
 
 
 def test_options_become_a_config(run):
@@ -84,7 +84,7 @@ def test_options_become_a_config(run):
     words += ("--option", "fast_accumulation=")
     words += ("--option", "error_tolerance=inf", "--option", "group_size=64")
     words += ("--option", "keep_exact=down", "--option", "quantize_lm_head=True")
-    data = json.loads(ok(run("explain", "factories:with_args", "--json", *words)))
+    data = json.loads(expect_ok(run("explain", "factories:with_args", "--json", *words)))
     want = Config.recipe(
         "agoq",
         skip=("up", "*.gate"),
@@ -98,59 +98,63 @@ def test_options_become_a_config(run):
     assert data["config"] == json.loads(json.dumps(vars(want))) | {"error_tolerance": "inf"}
 
 
-def test_without_options_those_the_model_was_compiled_with(run):
-    data = json.loads(ok(run("explain", "factories:compiled", "--json")))
+def test_default_options_are_the_options_of_the_compiled_model(run):
+    data = json.loads(expect_ok(run("explain", "factories:compiled", "--json")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("none", ["up"])
-    data = json.loads(ok(run("explain", "factories:compiled", "--json", "--recipe", "coat")))
+    data = json.loads(expect_ok(run("explain", "factories:compiled", "--json", "--recipe", "coat")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("e4m3", [])
 
 
-def test_dtype_is_that_of_model_and_inputs(run):
+def test_dtype_applies_to_model_and_inputs(run):
     words = "factories:with_args", "--dtype", "bfloat16", "--device", "cpu"
-    assert "bfloat16 32×128" in ok(run("explain", *words))
+    assert "bfloat16 32×128" in expect_ok(run("explain", *words))
     words = "factories:model", "--dtype", "bfloat16", "--input", "32x64"
-    assert "bfloat16 32×128" in ok(run("explain", *words))
+    assert "bfloat16 32×128" in expect_ok(run("explain", *words))
 
 
-def test_frontier(run):
-    assert "memory against time" in ok(run("explain", "factories:with_args", "--frontier"))
+def test_the_frontier_is_printed(run):
+    assert "memory against time" in expect_ok(run("explain", "factories:with_args", "--frontier"))
 
 
-def test_html_is_saved(run, here):
-    assert "2 of 2" in ok(run("explain", "factories:with_args", "--html", here / "report.html"))
-    assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
+def test_html_is_saved(run, workdir):
+    assert "2 of 2" in expect_ok(
+        run("explain", "factories:with_args", "--html", workdir / "report.html")
+    )
+    assert (workdir / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
-    ("given", "first", "second"),
+    ("arguments", "first", "second"),
     [
         ((), "coat", "agoq"),
         (("--option", "skip=down"), "skip", "agoq"),
     ],
 )
-def test_another_recipe_beside(run, here, given, first, second):
-    words = "--html", here / "report.html", *given, "--beside", "recipe=agoq"
-    ok(run("explain", "factories:with_args", *words))
-    page = (here / "report.html").read_text()
+def test_the_page_compares_another_recipe(run, workdir, arguments, first, second):
+    words = "--html", workdir / "report.html", *arguments, "--beside", "recipe=agoq"
+    expect_ok(run("explain", "factories:with_args", *words))
+    page = (workdir / "report.html").read_text()
     heading = page[page.index("Side by side") :]
     assert first in heading
     assert second in heading
 
 
-def test_what_is_beside_keeps_the_other_options():
-    given = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
+def test_the_compared_configuration_keeps_other_options():
+    arguments = argparse.Namespace(option=[("skip", ("a",))], beside=[("memory_budget", 0.5)])
     own = fp8pass.Config.recipe("agoq", skip=("a",))
-    assert parse_beside(given, own) == fp8pass.Config.recipe("agoq", skip=("a",), memory_budget=0.5)
-    given.beside.append(("recipe", "linear"))
+    assert parse_beside(arguments, own) == fp8pass.Config.recipe(
+        "agoq", skip=("a",), memory_budget=0.5
+    )
+    arguments.beside.append(("recipe", "linear"))
     want = fp8pass.Config.recipe("linear", skip=("a",), memory_budget=0.5)
-    assert parse_beside(given, own) == want
+    assert parse_beside(arguments, own) == want
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
 
 
 def llama_config(folder: Path, **changes) -> Path:
-    """A folder with the config.json of a tiny Llama."""
+    """Write the config.json of a tiny Llama to a folder, and return the folder."""
     from transformers import LlamaConfig
 
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 176}
@@ -161,7 +165,7 @@ def llama_config(folder: Path, **changes) -> Path:
 
 
 def vit_config(folder: Path, **changes) -> Path:
-    """A folder with the config.json of a tiny ViT."""
+    """Write the config.json of a tiny ViT to a folder, and return the folder."""
     from transformers import ViTConfig
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 128}
@@ -171,24 +175,24 @@ def vit_config(folder: Path, **changes) -> Path:
 
 
 @pytest.mark.long
-def test_llama_from_its_config(run, here):
-    folder = llama_config(here / "llama", dtype="bfloat16")
-    out = ok(run("explain", folder / "config.json", "--option", "quantize_lm_head=True"))
+def test_llama_from_its_config(run, workdir):
+    folder = llama_config(workdir / "llama", dtype="bfloat16")
+    out = expect_ok(run("explain", folder / "config.json", "--option", "quantize_lm_head=True"))
     assert "8 of 8 linear layers in FP8" in out
     assert "bfloat16 2×64×176" in out
 
 
 @pytest.mark.long
-def test_input_replaces_the_default_ones(run, here):
-    folder = llama_config(here / "llama")
+def test_input_replaces_the_default_ones(run, workdir):
+    folder = llama_config(workdir / "llama")
     words = "--recipe", "linear", "--input", "input_ids=3x16:int64:96"
-    data = json.loads(ok(run("explain", folder, "--json", *words)))
+    data = json.loads(expect_ok(run("explain", folder, "--json", *words)))
     assert data["graphs"][0]["linears"][0]["rows"] == "48"
 
 
-def test_vit_from_its_config(run, here):
-    folder = vit_config(here / "vit", architectures=["ViTForImageClassification"], num_labels=10)
-    data = json.loads(ok(run("diagnose", folder, "--json")))
+def test_vit_from_its_config(run, workdir):
+    folder = vit_config(workdir / "vit", architectures=["ViTForImageClassification"], num_labels=10)
+    data = json.loads(expect_ok(run("diagnose", folder, "--json")))
     assert {"classifier", "vit.layers.0.mlp.fc1"} & {y["module"] for y in data["layers"]}
 
 
@@ -196,34 +200,34 @@ def test_vit_from_its_config(run, here):
 @pytest.mark.parametrize(
     ("write", "head"), [(llama_config, "lm_head"), (vit_config, "")], ids=["llama", "vit"]
 )
-def test_without_an_architecture_a_language_model_or_a_base(run, here, write, head):
-    folder = write(here / "model", architectures=None)
-    data = json.loads(ok(run("explain", folder, "--json", "--recipe", "linear")))
+def test_the_default_architecture_is_a_language_or_base_model(run, workdir, write, head):
+    folder = write(workdir / "model", architectures=None)
+    data = json.loads(expect_ok(run("explain", folder, "--json", "--recipe", "linear")))
     assert (data["graphs"][0]["linears"][-1]["module"] == head) == bool(head)
 
 
-def test_no_inputs_known(run, here):
+def test_unknown_inputs_are_an_error(run, workdir):
     from transformers import WhisperConfig
 
     sizes = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 96}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     WhisperConfig(
         **sizes, **ids, architectures=["WhisperForConditionalGeneration"]
-    ).save_pretrained(here / "whisper")
-    code, _, err = run("explain", here / "whisper")
+    ).save_pretrained(workdir / "whisper")
+    code, _, err = run("explain", workdir / "whisper")
     assert code == 2
     assert "--input input_features=" in err
 
 
-def test_configs_that_transformers_cannot_read(run, here):
-    (here / "config.json").write_text("{}")
+def test_configs_that_transformers_cannot_read(run, workdir):
+    (workdir / "config.json").write_text("{}")
     code, _, err = run("explain", "config.json")
     assert code == 1
     assert "model_type" in err
 
 
-def test_without_transformers(run, here, monkeypatch):
-    (here / "config.json").write_text("{}")
+def test_missing_transformers_is_an_error(run, workdir, monkeypatch):
+    (workdir / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = run("explain", "config.json")
     assert code == 1
@@ -234,30 +238,30 @@ def test_without_transformers(run, here, monkeypatch):
 
 
 @pytest.mark.parametrize("factory", ["with_loss", "with_loss_of_a_dict"])
-def test_diagnose_by_the_factory_s_loss(run, here, factory):
-    """Which has the signature of the function's own."""
-    out = ok(run("diagnose", f"factories:{factory}"))
+def test_diagnose_uses_the_loss_of_the_factory(run, workdir, factory):
+    """It has the signature of `loss_fn` in `fp8pass.diagnose`."""
+    out = expect_ok(run("diagnose", f"factories:{factory}"))
     assert "gradient error by layer" in out
     assert "down" in out
 
 
-def test_a_loss_of_the_output_alone(run, here):
+def test_a_loss_of_the_output_is_refused(run, workdir):
     code, _, err = run("diagnose", "factories:with_loss_of_the_output")
     assert code == 2
     assert "loss_fn of TARGET takes the model and the batch" in err
     assert "lambda model, batch:" in err
 
 
-def test_diagnose_a_model_that_returns_its_loss(run, here):
+def test_diagnose_a_model_that_returns_its_loss(run, workdir):
     pytest.importorskip("matplotlib")
     words = ("--input", "32x64", "--plot", "errors.png", "--json")
-    data = json.loads(ok(run("diagnose", "factories:WithLoss", *words)))
+    data = json.loads(expect_ok(run("diagnose", "factories:WithLoss", *words)))
     assert {y["module"] for y in data["layers"]} >= {"up", "down"}
-    assert (here / "errors.png").read_bytes().startswith(b"\x89PNG")
+    assert (workdir / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
-    data = json.loads(ok(run("diagnose", llama_config(here / "llama"), "--json")))
+def test_diagnose_a_model_with_a_loss_in_its_output(run, workdir):
+    data = json.loads(expect_ok(run("diagnose", llama_config(workdir / "llama"), "--json")))
     assert "model.layers.0.mlp.down_proj" in {y["module"] for y in data["layers"]}
 
 
@@ -270,9 +274,9 @@ def test_diagnose_a_model_with_a_loss_in_its_output(run, here):
         (["llama", "--input", "input_ids=2x8:int64:96"], "the model returned CausalLM"),
     ],
 )
-def test_without_a_loss(run, here, command, words, returned):
-    llama_config(here / "llama")
-    code, out, err = run(command, *words, *(ROOM if command == "fit" else ()))
+def test_a_missing_loss_is_an_error(run, workdir, command, words, returned):
+    llama_config(workdir / "llama")
+    code, out, err = run(command, *words, *(SIZES if command == "fit" else ()))
     assert (code, out) == (2, "")
     assert returned in err
     assert "return loss_fn last" in err
@@ -297,7 +301,7 @@ def test_plots_of_other_extensions_are_refused_before_anything_runs(run, command
 
 
 class Found:
-    """What a stand-in for `fp8pass.bisect` returns."""
+    """The result of a stand-in for `fp8pass.bisect`."""
 
     def __str__(self):
         return "the culprit\n"
@@ -306,7 +310,7 @@ class Found:
         return '{"culprit": 1}'
 
 
-def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
+def test_bisect_receives_model_loss_batch_and_config(run, monkeypatch):
     calls = []
 
     def stand_in(model, loss_fn, batch, *, config=None):
@@ -316,8 +320,8 @@ def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
         return Found()
 
     monkeypatch.setattr(fp8pass, "bisect", stand_in, raising=False)
-    assert ok(run("bisect", "factories:with_loss", "--recipe", "agoq")) == "the culprit\n"
-    assert ok(run("bisect", "factories:with_loss", "--json")) == '{"culprit": 1}\n'
+    assert expect_ok(run("bisect", "factories:with_loss", "--recipe", "agoq")) == "the culprit\n"
+    assert expect_ok(run("bisect", "factories:with_loss", "--json")) == '{"culprit": 1}\n'
     (model, shape, config), (*_, without) = calls
     assert model.up.weight.grad is not None
     assert shape == ()
@@ -327,41 +331,43 @@ def test_bisect_gets_model_loss_batch_and_config(run, monkeypatch):
 # --- fit ----------------------------------------------------------------------------------------
 
 
-def test_fit_gives_lines_to_paste(run, tmp_path):
-    out = ok(run("fit", "factories:with_loss", *ROOM, "--plot", str(tmp_path / "memory.png")))
+def test_fit_prints_lines_to_paste(run, tmp_path):
+    out = expect_ok(
+        run("fit", "factories:with_loss", *SIZES, "--plot", str(tmp_path / "memory.png"))
+    )
     assert "MLP on H200: default · AdamW" in out
     assert "◀ fits" in out
     assert "optimizer = fp8pass.optim.AdamW(model.parameters())" in out
     assert (tmp_path / "memory.png").stat().st_size
 
 
-def test_fit_passes_a_batch_of_one_tensor_as_the_other_commands_do(run):
-    assert "◀ fits" in ok(run("fit", "factories:with_loss_of_a_tensor", *ROOM))
+def test_fit_accepts_a_batch_of_one_tensor(run):
+    assert "◀ fits" in expect_ok(run("fit", "factories:with_loss_of_a_tensor", *SIZES))
 
 
 @pytest.mark.parametrize(
     "name", ["WithLoss", "loss_of_kwargs", "loss_of_both", "loss_of_a_tensor_and_kwargs"]
 )
-def test_fit_takes_the_loss_that_a_model_returns(run, here, name):
+def test_fit_uses_the_loss_that_a_model_returns(run, workdir, name):
     words = ("--input", "32x64") if name == "WithLoss" else ()
-    assert "◀ fits" in ok(run("fit", f"factories:{name}", *ROOM, *words))
+    assert "◀ fits" in expect_ok(run("fit", f"factories:{name}", *SIZES, *words))
 
 
-def test_fit_does_not_take_errors_of_a_model_for_its_own(run):
-    code, _, err = run("fit", "factories:broken", *ROOM)
+def test_errors_of_a_model_are_not_reported_as_errors_of_fit(run):
+    code, _, err = run("fit", "factories:broken", *SIZES)
     assert code == 1
     assert "it broke. --traceback shows where; unless that is in the model or its loss_fn" in err
 
 
 @pytest.mark.long
-def test_fit_says_the_dtype_that_nobody_named(run, tmp_path):
+def test_fit_notes_the_default_dtype(run, tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
     sizes = {"intermediate_size": 128, "vocab_size": 256, "num_attention_heads": 2}
     config |= {**sizes, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     note = "Weights are in float32: the config names no dtype."
-    assert note in ok(run("fit", str(tmp_path), *ROOM))
-    assert note not in ok(run("fit", str(tmp_path), *ROOM, "--dtype", "bfloat16"))
+    assert note in expect_ok(run("fit", str(tmp_path), *SIZES))
+    assert note not in expect_ok(run("fit", str(tmp_path), *SIZES, "--dtype", "bfloat16"))
 
 
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
@@ -370,7 +376,7 @@ def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, **heads}))
     words = ("--blocks", "model.layers", "--option", "memory_budget=0.9", "--json")
-    code, out, err = run("fit", str(tmp_path), *ROOM, *words)
+    code, out, err = run("fit", str(tmp_path), *SIZES, *words)
     assert code == 1
     found = json.loads(out)
     assert not found["fits"]
@@ -389,6 +395,6 @@ def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     ],
 )
 def test_wrong_options_of_fit(run, words, message):
-    code, out, err = run("fit", "factories:with_loss", *ROOM, *words)
+    code, out, err = run("fit", "factories:with_loss", *SIZES, *words)
     assert (code, out) == (2, "")
     assert message in err

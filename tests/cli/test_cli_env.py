@@ -1,4 +1,4 @@
-"""`fp8pass env`: what is installed, and which FP8 paths are open and work."""
+"""`fp8pass env`: installed versions, and available FP8 paths and their checks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import textwrap
 
 import pytest
 import torch
-from cli_helpers import ok, python
+from cli_helpers import expect_ok, run_python
 
 import fp8pass
 from fp8pass.codegen import lowering
 
 
 @pytest.mark.long
-def test_env_as_a_process():
-    done = python("-m", "fp8pass", "env", "--json", TORCH_LOGS="dynamo", FP8PASS_CHECK="1")
+def test_env_prints_versions():
+    done = run_python("-m", "fp8pass", "env", "--json", TORCH_LOGS="dynamo", FP8PASS_CHECK="1")
     found = json.loads(done.stdout)
-    # Without the local version label, which a package's metadata may leave out.
+    # The metadata of a package may omit the local version label.
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["versions"]["fp8pass"] == fp8pass.__version__
     assert found["versions"]["torch_supported"] == fp8pass.compat.SUPPORTED
@@ -30,13 +30,13 @@ def test_env_as_a_process():
 @pytest.mark.long
 @pytest.mark.skipif(bool(torch.version.cuda), reason="about PyTorch without CUDA")
 def test_env_without_cuda_reports_no_error():
-    out = python("-m", "fp8pass", "env").stdout
+    out = run_python("-m", "fp8pass", "env").stdout
     assert "no GPU" in out
     assert "Error" not in out
 
 
-def test_env_without_pytorch():
-    """And without anything else that may be missing."""
+def test_env_works_without_pytorch():
+    """All other optional packages are missing, too."""
     missing = ("torch", "triton", "transformers", "torchao", "rich")
     script = f"""
         import sys
@@ -44,23 +44,23 @@ def test_env_without_pytorch():
         sys.modules.update(dict.fromkeys({missing}))
         main(["env"])
     """
-    out = python("-c", textwrap.dedent(script), PATH="").stdout
+    out = run_python("-c", textwrap.dedent(script), PATH="").stdout
     assert "fp8_product      ModuleNotFoundError" in out
     assert "torch_supported  ModuleNotFoundError" in out
 
 
-def test_env_lists_why_not(run, monkeypatch):
+def test_env_lists_reasons_against_paths(run, monkeypatch):
     monkeypatch.setattr("fp8pass.hardware.why_no_fp8_gemm", lambda device: "too old")
     monkeypatch.setattr("fp8pass.compat.get_cpp_compiler", lambda: 1 / 0)
-    out = ok(run("env"))
+    out = expect_ok(run("env"))
     assert "fp8_gemms        too old" in out
     assert "fp8_product      not run: too old" in out
     assert "cpp_compiler     ZeroDivisionError" in out
 
 
 @pytest.mark.gpu
-def test_env_on_a_gpu(run):
-    gpu = json.loads(ok(run("env", "--json")))["devices"]["cuda:0"]
+def test_env_checks_all_paths_on_a_gpu(run):
+    gpu = json.loads(expect_ok(run("env", "--json")))["devices"]["cuda:0"]
     assert gpu["name"] == torch.cuda.get_device_name()
     assert re.fullmatch(r"sm\d+", gpu["capability"])
     assert re.fullmatch(r"\d+\.\d GiB", gpu["memory"])
@@ -68,7 +68,7 @@ def test_env_on_a_gpu(run):
     assert {gpu[name] for name in paths} == {"yes", "ok"}
 
 
-def test_env_notices_a_wrong_product(run, monkeypatch):
+def test_env_reports_a_wrong_product(run, monkeypatch):
     lower = lowering.lower
 
     def spoil(gm):
@@ -82,4 +82,4 @@ def test_env_notices_a_wrong_product(run, monkeypatch):
         gm.recompile()
 
     monkeypatch.setattr(lowering, "lower", spoil)
-    assert "fp8_product      wrong by 100%" in ok(run("env"))
+    assert "fp8_product      wrong by 100%" in expect_ok(run("env"))

@@ -1,4 +1,4 @@
-"""The command line: its exit codes, its help, and what it says when something is wrong."""
+"""The command line: exit codes, help and error messages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 import textwrap
 
 import pytest
-from cli_helpers import ok, python
+from cli_helpers import expect_ok, run_python
 
 import fp8pass
 from fp8pass.tools.cli import COMMANDS
 
-# --- what goes wrong ----------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ from fp8pass.tools.cli import COMMANDS
     ],
     ids=" ".join,
 )
-def test_wrong_usage(run, words, message):
+def test_wrong_usage_exits_with_2(run, words, message):
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
-    assert len(err.splitlines()) == 2  # the message, and where help is
+    assert len(err.splitlines()) == 2  # the message, and a pointer to help
     assert err.endswith(" --help.\n")
 
 
@@ -101,7 +101,7 @@ def test_failures_take_one_line(run, words, message):
     assert message in line
 
 
-def test_failures_of_fp8pass_say_how_to_report_them(run, monkeypatch):
+def test_failures_of_fp8pass_explain_how_to_report_them(run, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("No cut.")
 
@@ -112,14 +112,14 @@ def test_failures_of_fp8pass_say_how_to_report_them(run, monkeypatch):
     assert "fp8pass env" in err
 
 
-def test_options_that_turn_out_wrong_are_usage(run):
+def test_invalid_options_are_usage_errors(run):
     code, _, err = run("explain", "factories:with_args", "--option", "memory_budget=1e-6")
     assert code == 2
     assert "cannot be met" in err
     assert "Raise memory_budget to" in err
 
 
-def test_what_a_variable_says_is_usage(run, monkeypatch):
+def test_invalid_environment_variables_are_usage_errors(run, monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "plan_saved_value")
     code, _, err = run("explain", "factories:with_args")
     assert code == 2
@@ -127,7 +127,7 @@ def test_what_a_variable_says_is_usage(run, monkeypatch):
     assert "'plan_saved_value'. Did you mean 'plan_saved_values'?" in err
 
 
-def test_traceback(run):
+def test_a_traceback_is_printed_on_request(run):
     code, _, err = run("explain", "factories:fails", "--traceback")
     assert code == 1
     assert "ZeroDivisionError" in err
@@ -135,7 +135,7 @@ def test_traceback(run):
     assert err.splitlines()[-1].startswith("fp8pass explain: error: ")
 
 
-def test_interrupted(run, monkeypatch):
+def test_an_interrupt_exits_quietly(run, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -148,7 +148,7 @@ def test_interrupted(run, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_and_exit_codes(run, name):
-    out = ok(run(name, "--help"))
+    out = expect_ok(run(name, "--help"))
     assert f"examples:\n  fp8pass {name}" in out
     assert re.search(r"exit codes:\n  0 .*\n  1 .*\n  2 ", out)
 
@@ -162,7 +162,7 @@ def test_examples_can_be_parsed(name):
         assert _make_parsers()[0].parse_args(words).command == name
 
 
-def test_help_without_a_command(run):
+def test_help_is_printed_without_a_command(run):
     code, out, err = run()
     assert (code, out) == (2, "")
     assert all(command.summary.split()[0] in err for command in COMMANDS.values())
@@ -179,5 +179,5 @@ def test_help_and_version_do_not_load_pytorch():
                 assert stopped.code == 0
         assert "torch" not in sys.modules
     """
-    out = python("-c", textwrap.dedent(script)).stdout
+    out = run_python("-c", textwrap.dedent(script)).stdout
     assert out.startswith(f"fp8pass {fp8pass.__version__}\n")

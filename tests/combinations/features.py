@@ -1,4 +1,4 @@
-"""The features whose pairs are trained. One table: the tests and the documentation read it."""
+"""The table of features that are trained in pairs, used by the tests and the documentation."""
 
 from __future__ import annotations
 

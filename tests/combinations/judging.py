@@ -13,7 +13,7 @@ from training import Training, compare
 
 from fp8pass import compat
 
-# A refusal has at most this many sentences: what is wrong, and what to do.
+# The largest number of sentences of a refusal: the problem, and the fix.
 SENTENCES = 2
 
 
@@ -21,7 +21,7 @@ class Result(NamedTuple):
     """The outcome of a pair.
 
     Attributes:
-        complaints: what is wrong with the training with fp8pass.
+        complaints: errors of the training with fp8pass.
         failed: "PyTorch" if the plain training failed, "fp8pass" if only the other training failed,
             "nothing" if a feature found that it has no meaning, or "".
         error: the error that the training failed with.
@@ -55,7 +55,7 @@ def train_on_rank(device: str, names: Sequence[str]) -> Result:
 
 
 def judge(names: tuple[str, ...], results: Sequence[Result]) -> list[str]:
-    """Return what is wrong with a pair, which must be refused as the table states."""
+    """Return complaints about a pair, which must train or be refused as in the table."""
     failed = [r for r in results if r.failed]
     refused = REFUSED.get(names)
     if refused is None:

@@ -33,7 +33,7 @@ def drawn() -> list[tuple[str, str]]:
 
 
 def results_of(names: tuple[str, ...], groups) -> list[Result]:
-    """Return what comes out of a training, on each rank."""
+    """Train a pair, and return the result of each rank."""
     features = [BY_NAME[name] for name in names]
     world = ranks_of(features)
     if world == 1:

@@ -24,8 +24,8 @@ from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size
 
 SIZE = Size(64, 2, 2, 2, 128, seq=32, batch=4, steps=16, peak_lr=5e-3)
-CHANGE = SIZE.steps // 2  # the step before which features that interrupt a training do so
-MEASURED = range(CHANGE + 1, SIZE.steps, 2)  # the steps whose gradients are checked
+CHANGE = SIZE.steps // 2  # features interrupt a training before this step
+MEASURED = range(CHANGE + 1, SIZE.steps, 2)  # steps with checked gradients
 
 
 class Feature:
@@ -163,7 +163,7 @@ class Training:
         way: how ranks share the training.
         model: the decoder, or the part of it that this rank trains in a pipeline.
         outer: the module that is called: the model, or DistributedDataParallel around it.
-        patches: what is patched until the training ends.
+        patches: contexts that end with the training.
         measured: weights and gradients, by step.
     """
 
@@ -279,7 +279,7 @@ class Training:
 def batches_of(accumulate: int, share: int = 0) -> list[list[Tensor]]:
     """Return the micro-batches of all steps: repeated sequences of few bytes, learned quickly.
 
-    Each `share` of the ranks has other batches.
+    Each `share` of the ranks has different batches.
     """
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(8, (64,), generator=generator).repeat(SIZE.seq)
@@ -304,12 +304,12 @@ def whole(x: Tensor) -> Tensor:
 
 @dataclass
 class Outcome:
-    """What is compared of a training with the same one without fp8pass."""
+    """Complaints from the comparison of a training with the plain training."""
 
     complaints: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, complaint: str) -> None:
-        """Note what does not hold."""
+        """Add a complaint unless `holds`."""
         if not holds:
             self.complaints.append(complaint)
 
@@ -329,7 +329,7 @@ COSINE = 0.15
 
 
 def compare(ours: Training, plain: Training) -> list[str]:
-    """What is wrong with a training beside the plain one."""
+    """Compare a training with the plain training, and return complaints."""
     outcome = Outcome()
     last = slice(-4, None)
     mean, want = (sum(t.losses[last]) / 4 for t in (ours, plain))

@@ -123,8 +123,8 @@ class Stage(nn.Module):
     def __init__(self, decoder: nn.Module, index: int, count: int) -> None:
         super().__init__()
         blocks = len(decoder.layers) // count
-        kept = range(index * blocks, (index + 1) * blocks)
-        self.layers = nn.ModuleDict({str(i): decoder.layers[i] for i in kept})
+        indices = range(index * blocks, (index + 1) * blocks)
+        self.layers = nn.ModuleDict({str(i): decoder.layers[i] for i in indices})
         self.embed = decoder.embed if index == 0 else None
         self.norm = decoder.norm if index == count - 1 else None
         self.lm_head = decoder.lm_head if index == count - 1 else None
@@ -197,7 +197,7 @@ class Pipeline(Distributed):
         clip_by_total(t.model.parameters(), norm, over_ranks=True)
 
     def _input(self, t: Training) -> Tensor:
-        """Return what a stage gets of a batch."""
+        """Return an input of this stage."""
         batch = t.batches[0][0][:, :-1]
         if self._index == 0:
             return batch

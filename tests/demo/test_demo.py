@@ -1,4 +1,4 @@
-"""The demo trains both variants, measures what it says, and refuses what it cannot do."""
+"""The demo trains both variants, prints measured numbers, and refuses invalid options."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TINY = SIZES["tiny"]
 COMPILE = torch.compile
 
 
-def compiled_without_inductor(model, backend=stock_eager, options=None, **kwargs):
-    """`torch.compile` that runs graphs op by op: generated code of both takes a minute."""
+def compile_without_inductor(model, backend=stock_eager, options=None, **kwargs):
+    """Compile like `torch.compile`, but run graphs op by op, which saves a minute."""
     options = options and {**options, "compiler": "eager"}
     return COMPILE(model, backend=backend, options=options, **kwargs)
 
@@ -48,14 +48,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("demo") / "out"
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        mock.patch.object(torch, "compile", compiled_without_inductor),
+        mock.patch.object(torch, "compile", compile_without_inductor),
     ):
         stock, ours = main(["--device", "cpu", "--size", "tiny", "--out", str(folder)])
     return Outcome(stock, ours, folder, printed.getvalue())
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_weights_are_in_what_a_cpu_multiplies(has_bf16, monkeypatch) -> None:
+def test_the_dtype_of_weights_depends_on_the_cpu(has_bf16, monkeypatch) -> None:
     monkeypatch.setattr(compat, "multiplies_bf16_on_cpu", lambda: has_bf16)
     model = new_model(TINY, 0, CPU)
     dtype = torch.bfloat16 if has_bf16 else torch.float32
@@ -75,7 +75,7 @@ def test_both_start_from_the_same_weights_and_batches(outcome: Outcome) -> None:
     assert outcome.ours.losses[0] == pytest.approx(outcome.stock.losses[0], rel=0.01)
 
 
-def test_measured_bytes_are_those_of_the_plan(outcome: Outcome) -> None:
+def test_measured_bytes_equal_the_plan(outcome: Outcome) -> None:
     data = Data.of(read_text(None), TINY, CPU)
     model = new_model(TINY, 0, CPU)
     explanation = fp8pass.explain(model, *next(data.train_batches(TINY, 0)))
@@ -106,7 +106,7 @@ def test_writes_the_report(outcome: Outcome) -> None:
     assert f"Report: {outcome.folder / 'report.html'}" in outcome.printed
 
 
-def test_says_how_to_get_matplotlib(
+def test_missing_matplotlib_prints_how_to_install_it(
     outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,4 +1,4 @@
-"""Two ranks for all tests of a process: on CPUs with gloo, and on two GPUs with NCCL."""
+"""Two ranks that all tests of a process share: with gloo on CPUs, with NCCL on two GPUs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ on_two_gpus = pytest.param(
 
 @pytest.fixture(scope="session", params=["cpu", on_two_gpus])
 def two(request, tmp_path_factory) -> Iterator[Ranks]:
-    """Two processes that run what tests send them."""
+    """Two processes that run functions of tests."""
     with ranks(tmp_path_factory.mktemp("ranks"), request.param) as started:
         yield started

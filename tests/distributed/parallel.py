@@ -1,4 +1,4 @@
-"""A small decoder, and the ways to train it on several ranks."""
+"""A small decoder, and ways to distribute it over ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Of the heads of this rank: the number follows from the width that is there.
+        # The width of the shard determines the number of heads on this rank.
         q, k, v = (
             layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits of tokens; `checkpoints` computes each block again in the backward."""
+    """Computes logits of tokens. With `checkpoints` the backward recomputes each block."""
 
     def __init__(self, blocks: int = 2, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class Decoder(nn.Module):
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Cross entropy with the token before, which a model can learn."""
+    """Return the cross entropy for the previous token, which a model can learn."""
     return nn.functional.cross_entropy(logits[:, 1:].flatten(0, 1), ids[:, :-1].flatten())
 
 
 def batch(device: str, seed: int = 0, *, of_rank: bool) -> Tensor:
-    """Tokens: of every rank its own, or the same for all."""
+    """Return tokens, different on each rank or equal on all."""
     offset = 100 * dist.get_rank() if of_rank else 0
     generator = torch.Generator().manual_seed(seed + offset)
     return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator).to(device)
@@ -101,7 +101,7 @@ Backend = Callable[..., Any] | None
 
 
 def compile_in_place(module: nn.Module, backend: Backend) -> None:
-    """Compile with a backend, or leave eager without one."""
+    """Compile a module in place if there is a backend."""
     if backend is not None:
         module.compile(backend=backend)
 
@@ -113,7 +113,7 @@ def ddp(model: nn.Module, backend: Backend) -> nn.Module:
 
 
 def replicated(model: nn.Module, backend: Backend) -> nn.Module:
-    """DDP without a module of its own, of blocks compiled in place, as torchtitan has it."""
+    """DDP by `replicate`, with blocks compiled in place, as in torchtitan."""
     for block in model.blocks:
         compile_in_place(block, backend)
     return replicate(model, device_mesh=mesh_of(model))
@@ -138,7 +138,7 @@ def fsdp_whole(model: nn.Module, backend: Backend) -> nn.Module:
 
 
 def hsdp(model: nn.Module, backend: Backend) -> nn.Module:
-    """Replicas of shards; with two ranks, one shard of each of two replicas."""
+    """HSDP. Two ranks have two replicas, each with one shard."""
     for block in model.blocks:
         compile_in_place(block, backend)
     mesh = init_device_mesh(device_of(model), (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -184,7 +184,7 @@ def sequence_parallel(model: nn.Module, backend: Backend) -> nn.Module:
 
 
 class Gathered(nn.Module):
-    """The whole of a sharded parameter, whose gradient is the mean over ranks."""
+    """Gathers a sharded parameter. Its gradient is the mean over ranks."""
 
     def forward(self, shard: DTensor) -> Tensor:
         return shard.redistribute(placements=[Replicate()]).to_local(
@@ -193,7 +193,7 @@ class Gathered(nn.Module):
 
 
 def simple_fsdp(model: nn.Module, backend: Backend) -> nn.Module:
-    """Parameters gathered by a parametrization, as SimpleFSDP does."""
+    """SimpleFSDP: a parametrization gathers parameters."""
     mesh = mesh_of(model)
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -222,13 +222,13 @@ def device_of(model: nn.Module) -> str:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
-    """All ranks in one dimension."""
+    """Return a mesh of all ranks in one dimension."""
     return init_device_mesh(device_of(model), (dist.get_world_size(),))
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradients that stay on their rank for now, where the model can do that."""
+    """Do not reduce gradients within, if the model supports that."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2 and replicate
         model.set_requires_gradient_sync(False)
         yield
@@ -239,5 +239,5 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def full(x: Any) -> Tensor:
-    """A tensor as a whole, detached, on the CPU."""
+    """Return all shards of a tensor, detached, on the CPU."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu().clone()

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of the optimizer, loaded by another number of ranks than saved them."""
+"""Distributed checkpoints of the optimizer, saved and loaded by different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fp8pass.optim.slots import from_rows, state_key, to_rows
 
 
 def odd_model() -> nn.Module:
-    """Rows of 48, 144, 33 and 80 elements; 9 and 33 of them, and one: none shared evenly."""
+    """Return a model of odd sizes: two ranks cannot share any parameter evenly."""
     torch.manual_seed(0)
     convolution = nn.Sequential(nn.Conv1d(3, 9, 16), nn.Tanh(), nn.Flatten())
     linears = (nn.Linear(144, 33), nn.Tanh(), nn.Linear(33, 80), nn.Tanh(), nn.Linear(80, 1))
@@ -42,12 +42,12 @@ def odd_model() -> nn.Module:
 
 
 def alone(device: str) -> DeviceMesh:
-    """A mesh of this rank."""
+    """Return a mesh of this rank only."""
     return init_device_mesh(device, (2, 1), mesh_dim_names=("ranks", "alone"))["alone"]
 
 
 class Trained:
-    """A model whose shards lie on a mesh, and its optimizer."""
+    """A model that is sharded over a mesh, and its optimizer."""
 
     def __init__(
         self,
@@ -89,17 +89,17 @@ class Trained:
         )
 
     def everything(self) -> dict[str, Tensor]:
-        """The next loss, the parameters, and all that the optimizer has stored of them."""
+        """Return the next loss, the parameters and the states of the optimizer."""
         with torch.no_grad():
             found = {"loss": self.loss().cpu()}
-        self.model.reshard()  # the outermost module stays whole after a forward
+        self.model.reshard()  # the outermost module is unsharded after a forward
         for name, p in self.model.named_parameters():
             found[name] = full(p)
             found |= {f"{name}.{k}": full(x) for k, x in self.optimizer.state[p].items()}
         return found
 
     def shards(self) -> dict[str, Tensor]:
-        """What this rank has of the parameters and of their states."""
+        """Return this rank's shards of parameters and states."""
         found = {}
         for name, p in self.model.named_parameters():
             values = {"": p, **self.optimizer.state[p]}
@@ -121,7 +121,7 @@ def assert_near(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert (got[name].float() - x.float()).norm() <= 1e-6 * x.float().norm(), name
 
 
-# --- what ranks do ------------------------------------------------------------------------------
+# --- functions of ranks -------------------------------------------------------------------------
 
 
 def from_two_to_one_to_two(device: str, preset: str, dtype: Any, folder: Path) -> None:
@@ -155,10 +155,9 @@ def from_one_to_two(device: str, preset: str, dtype: Any, folder: Path) -> None:
 
 
 def from_the_host_to_the_device(device: str, preset: str, dtype: Any, folder: Path) -> None:
-    """States of shards on the host are those on the device, also after a checkpoint.
+    """States of shards on the host equal states on the device, also after a checkpoint.
 
-    But for last bits on a CPU, whose functions of vectors round otherwise than those of single
-    numbers behind them.
+    On a CPU last bits may differ, because vectorized and scalar functions round differently.
     """
     there = Trained(device, None, preset, dtype)
     with mock.patch.object(offload, "SMALLEST", 64):
@@ -175,7 +174,7 @@ def from_the_host_to_the_device(device: str, preset: str, dtype: Any, folder: Pa
 
 
 def from_shards_to_a_whole_model(device: str, preset: str, dtype: Any, folder: Path) -> None:
-    """A full state dict: groups and formats of shards are others, their values the same."""
+    """A full state dict converts groups and formats of shards, and keeps their values."""
     two = Trained(device, None, preset, dtype)
     two.train(3)
     options = StateDictOptions(full_state_dict=True)
@@ -192,12 +191,12 @@ def from_shards_to_a_whole_model(device: str, preset: str, dtype: Any, folder: P
     for p, q in zip(model.parameters(), two.model.parameters(), strict=True):
         assert torch.equal(p, full(q).to(device))
         for name in ("exp_avg", "exp_avg_sq"):
-            got, want = (decoded(o, x, name) for o, x in ((optimizer, p), (two.optimizer, q)))
+            got, want = (moment_values(o, x, name) for o, x in ((optimizer, p), (two.optimizer, q)))
             assert (got - want).norm() <= 0.05 * want.norm(), name
 
 
 def into_other_formats(device: str, preset: str, dtype: Any, folder: Path) -> None:
-    """Shards on two ranks in another preset, and on one rank; moments agree within rounding."""
+    """Load into another preset on two ranks and on one rank. Moments agree within rounding."""
     two = Trained(device, None, preset, dtype)
     two.train(3)
     two.save(folder)
@@ -208,16 +207,16 @@ def into_other_formats(device: str, preset: str, dtype: Any, folder: Path) -> No
         other.load(folder, alone=on_one)
         for p, q in zip(other.model.parameters(), two.model.parameters(), strict=True):
             for name in ("exp_avg", "exp_avg_sq"):
-                got, want = (decoded(x.optimizer, y, name) for x, y in ((other, p), (two, q)))
+                got, want = (moment_values(x.optimizer, y, name) for x, y in ((other, p), (two, q)))
                 assert (got - want).norm() <= 0.05 * want.norm(), name
         other.train(2)
         with torch.no_grad():
             assert other.loss() < two.loss()
-        two.model.reshard()  # the outermost module stays whole after a forward
+        two.model.reshard()  # the outermost module is unsharded after a forward
 
 
 def from_shards_to_a_plain_model(device: str, preset: str, dtype: Any, folder: Path) -> None:
-    """Moments that shards have in FP32, and groups of rows, become groups of the whole."""
+    """FP32 moments and groups of shards become groups of whole parameters."""
     two = Trained(device, None, preset, dtype)
     two.train(3)
     two.save(folder)
@@ -234,12 +233,12 @@ def from_shards_to_a_plain_model(device: str, preset: str, dtype: Any, folder: P
     for p, q in zip(plain.parameters(), two.model.parameters(), strict=True):
         assert torch.equal(p, full(q).to(device))
         for name in ("exp_avg", "exp_avg_sq"):
-            got, want = (decoded(o, x, name) for o, x in ((optimizer, p), (two.optimizer, q)))
+            got, want = (moment_values(o, x, name) for o, x in ((optimizer, p), (two.optimizer, q)))
             assert (got - want).norm() <= 0.05 * want.norm(), name
 
 
-def decoded(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
-    """A moment's values."""
+def moment_values(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
+    """Return the values of a moment."""
     state, storage = optimizer.state[parameter], storage_of(optimizer.param_groups[0], parameter)
     whole = {key: full(x) for key, x in state.items()}
     format = storage.states(parameter.dtype)[name]
@@ -249,7 +248,7 @@ def decoded(optimizer: AdamW, parameter: Tensor, name: str) -> Tensor:
 
 
 def states_of_columns(device: str) -> dict[str, Any]:
-    """The shapes of scales where ranks share rows, columns, or both have what cannot be shared."""
+    """Return the shapes of scales for different splits of parameters over ranks."""
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32), nn.Linear(32, 48)).to(device)
     mesh = mesh_of(model)
     split = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": RowwiseParallel()}
@@ -266,8 +265,8 @@ def states_of_columns(device: str) -> dict[str, Any]:
         scale = state.get("exp_avg:e4m3+expand:scale")
         assert scale is None or scale.placements == p.placements
         shapes = scale if scale is None else (tuple(scale.shape), tuple(scale.to_local().shape))
-        codes = state["exp_avg" if scale is None else "exp_avg:e4m3+expand"]
-        found[name] = str(codes.dtype), shapes
+        data = state["exp_avg" if scale is None else "exp_avg:e4m3+expand"]
+        found[name] = str(data.dtype), shapes
     return found
 
 
@@ -289,15 +288,15 @@ def states_of_columns(device: str) -> dict[str, Any]:
         into_other_formats,
     ],
 )
-def test_other_numbers_of_ranks(two, journey, preset, dtype, tmp_path):
+def test_checkpoints_load_on_other_numbers_of_ranks(two, journey, preset, dtype, tmp_path):
     two(journey, preset, dtype, tmp_path)
 
 
 def test_groups_do_not_depend_on_ranks(two):
-    """They lie within rows, and within what a rank has of a row."""
+    """Groups lie within the part of a row on one rank."""
     for found in two(states_of_columns):
         assert found == {
-            "cube": ("torch.float32", None),  # parts of rows that are not one piece
+            "cube": ("torch.float32", None),  # a rank's parts of rows are not contiguous
             "0.weight": ("torch.uint8", ((96, 1), (48, 1))),
             "0.bias": ("torch.float32", None),
             "1.weight": ("torch.uint8", ((32, 6), (32, 3))),

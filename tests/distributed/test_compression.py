@@ -1,4 +1,4 @@
-"""`compress` on two ranks: how far off, how many bytes, and the same on all ranks."""
+"""`compress` on two ranks: errors, bytes, and equal replicas."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ import fp8pass
 from fp8pass import Config
 from fp8pass.weights.quantized_parameter import CodedWeight
 
-# --- what ranks do ------------------------------------------------------------------------------
+# --- functions of ranks -------------------------------------------------------------------------
 
 WAYS = ("ddp", "replicate", "fsdp blocks", "fsdp whole")
 COPIES = ("ddp", "replicate")
 
 
-def compressed_gradients_are_near(device: str, way: str) -> None:
-    """One rounding from those in fp32 where each rank gets its part, two where all get all."""
+def compressed_gradients_are_close(device: str, way: str) -> None:
+    """Gradients have the error of one rounding if ranks get shards, of two if ranks get copies."""
     found = []
     for compresses in (False, True):
         model = distributed(way, device, "exact")
@@ -47,15 +47,15 @@ def compressed_gradients_are_near(device: str, way: str) -> None:
     assert 0 < error <= (0.036 if way in COPIES else 0.025)
     elements = sum(g.numel() for g in gradients(model))
     sent = compression.gradients.elements
-    # Half to the other rank, and DDP half of the sums; FSDP2 fills up what it cannot halve.
+    # A rank sends half, and DDP also half of the sums. FSDP2 pads what it cannot split evenly.
     assert elements / 2 <= sent / (2 if way in COPIES else 1) <= elements / 2 + 64
-    # A parameter's last group is filled up: these are small.
+    # The last group of each parameter is padded, which counts because parameters are small.
     assert compression.gradients.ratio <= 0.52
     assert_replicas_are_equal(model)
 
 
 def other_factors_than_the_mean(device: str, way: str) -> None:
-    """torchtitan divides by the tokens of all ranks itself, and has FSDP2 divide by 1."""
+    """torchtitan divides by the number of tokens itself, and sets the factor of FSDP2 to 1."""
     found = []
     for factor in (None, 1.0, 2.0, 8.0):
         model = distributed(way, device, "exact")
@@ -70,7 +70,7 @@ def other_factors_than_the_mean(device: str, way: str) -> None:
 
 
 def compressed_training(device: str, way: str) -> None:
-    """Close to training without compression, with sums of two backwards and our optimizer."""
+    """Losses are close to training without compression, with sums of two backwards."""
     losses: list[list[Tensor]] = []
     for compresses in (False, True):
         model = distributed(way, device, "coat")
@@ -90,7 +90,7 @@ def compressed_training(device: str, way: str) -> None:
     assert abs(compressed[-1] - plain[-1]) < 0.05 * plain[-1]
 
 
-def a_gradient_that_is_not_finite_reaches_all(device: str, way: str) -> None:
+def a_nonfinite_gradient_reaches_all_ranks(device: str, way: str) -> None:
     model = distributed(way, device, "exact")
     fp8pass.distributed.compress(model)
     ids = parallel.batch(device, of_rank=True)
@@ -135,7 +135,7 @@ def wrong_models(device: str) -> None:
         compress(again)
 
 
-def ranks_that_say_different_things(device: str, way: str) -> None:
+def ranks_with_different_arguments(device: str, way: str) -> None:
     model = distributed(way, device, "exact")
     gradients = "groups" if dist.get_rank() else "none"
     with pytest.raises(fp8pass.ConfigError, match=r"disagree.*'groups'.* on some, .*'none'"):
@@ -145,22 +145,22 @@ def ranks_that_say_different_things(device: str, way: str) -> None:
     assert fp8pass.distributed.compress(model).gradients.bytes == 0
 
 
-def a_rank_that_comes_late(device: str) -> None:
-    """The other says what it waits for."""
+def a_late_rank(device: str) -> None:
+    """The other rank warns that it waits."""
     compression = sys.modules["fp8pass.distributed.compression"]
-    model, said = distributed("ddp", device, "exact"), []
+    model, warned = distributed("ddp", device, "exact"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compression, "PATIENCE_S", 0.2)
-        patch.setattr(compression.log, "warning", lambda text, seconds: said.append(text))
+        patch.setattr(compression.log, "warning", lambda text, seconds: warned.append(text))
         if dist.get_rank() == 1:
             time.sleep(2)
         fp8pass.distributed.compress(model)
-    assert len(said) == (dist.get_rank() == 0)
+    assert len(warned) == (dist.get_rank() == 0)
 
 
 @contextmanager
-def caught_log() -> Iterator[list[str]]:
-    """Lines that fp8pass logs meanwhile."""
+def capture_log() -> Iterator[list[str]]:
+    """Collect the lines that fp8pass logs within."""
     log, lines = logging.getLogger("fp8pass"), []
     level, handler = log.level, logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -173,10 +173,10 @@ def caught_log() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def mixed(device: str, *, keeps: bool = False) -> nn.Module:
-    """Blocks compiled in place, which compute in BF16 with weights that rest in FP32.
+def shard_in_bf16(device: str, *, keeps: bool = False) -> nn.Module:
+    """Return compiled blocks that compute in BF16 with FP32 shards.
 
-    `keeps` has gathered weights of blocks stay until the backward.
+    With `keeps` gathered weights of blocks are kept until the backward.
     """
     torch.manual_seed(0)
     model = parallel.Decoder().to(device)
@@ -196,11 +196,11 @@ def mixed(device: str, *, keeps: bool = False) -> nn.Module:
 LINEARS = [f"attention.{name}" for name in ("q", "k", "v", "out")] + ["mlp.up", "mlp.down"]
 
 
-def gathered_codes_change_nothing(device: str) -> None:
-    """Bit for bit; the backward codes each weight with another scale, which rounds nothing."""
+def quantized_gathers_change_no_bit(device: str) -> None:
+    """Bits are equal. The backward requantizes weights with another scale without rounding."""
     found = []
     for weights in ("none", "row"):
-        model = mixed(device)
+        model = shard_in_bf16(device)
         done = fp8pass.distributed.compress(model, "none", weights)
         ids = parallel.batch(device, of_rank=True)
         with torch.no_grad():
@@ -211,8 +211,8 @@ def gathered_codes_change_nothing(device: str) -> None:
         found[-1] += [losses[0].detach(), *gradients(model)]
         assert all(type(p.to_local()) is Tensor for p in model.parameters())
         assert all(type(x.to_local()) is Tensor for x in model.state_dict().values())
-    for as_it_was, with_codes in zip(*found, strict=True):
-        assert torch.equal(as_it_was, with_codes)
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want)
     assert done.layers == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in LINEARS)
     assert not done.modules
     row = parallel.WIDTH  # the longest rows would save a little more
@@ -221,11 +221,11 @@ def gathered_codes_change_nothing(device: str) -> None:
     assert done.weights.elements == 3 * shards  # two forwards, one backward
 
 
-def codes_that_stay_are_gathered_once(device: str) -> None:
-    """For a forward and its backward, or for all micro-batches of a step."""
+def weights_that_are_not_resharded_are_gathered_once(device: str) -> None:
+    """Weights are gathered once for forward and backward, or once for all micro-batches."""
     trained, sent = [], []
     for keeps in (False, True):
-        model = mixed(device, keeps=keeps)
+        model = shard_in_bf16(device, keeps=keeps)
         done = fp8pass.distributed.compress(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -242,8 +242,8 @@ def codes_that_stay_are_gathered_once(device: str) -> None:
     assert sent[0] == 4 * sent[1]
 
 
-def what_was_gathered_is_freed(device: str) -> None:
-    """With the memory that FSDP2 gathers into, of which weights in codes are views."""
+def gathered_weights_are_freed(device: str) -> None:
+    """Quantized weights are views of memory that FSDP2 frees."""
     model, seen = parallel.Decoder().to(device), []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
@@ -259,22 +259,22 @@ def what_was_gathered_is_freed(device: str) -> None:
         assert part.untyped_storage().nbytes() == 0
 
 
-def layers_that_are_skipped(device: str) -> None:
-    model = mixed(device)
+def skipped_layers(device: str) -> None:
+    model = shard_in_bf16(device)
     with pytest.warns(UserWarning, match="skip pattern 'mpl' matches no linear layer"):
-        fp8pass.distributed.compress(mixed(device), skip="mpl")
+        fp8pass.distributed.compress(shard_in_bf16(device), skip="mpl")
     done = fp8pass.distributed.compress(model, skip=["blocks.0", "mlp.*"])
     assert done.layers == tuple(f"blocks.1.{name}" for name in LINEARS[:4])
     ids = parallel.batch(device, of_rank=True)
     parallel.loss_of(model(ids), ids).backward()
-    late = mixed(device)
+    late = shard_in_bf16(device)
     late(ids)
     with pytest.raises(fp8pass.ConfigError, match="before its first forward"):
         fp8pass.distributed.compress(late)
 
 
-def layers_are_named_as_without_wrappers(device: str) -> None:
-    """torchtitan and checkpoints put wrappers where blocks were."""
+def names_of_layers_omit_wrappers(device: str) -> None:
+    """torchtitan and activation checkpointing wrap blocks."""
     model = parallel.Decoder().to(device)
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
@@ -288,9 +288,9 @@ def layers_are_named_as_without_wrappers(device: str) -> None:
     assert done.modules == ("", "blocks.0", "blocks.1")
 
 
-def shards_that_are_replaced_are_coded_again(device: str) -> None:
-    """Loading by assignment gives a model other shards."""
-    model = mixed(device)
+def replaced_shards_are_requantized(device: str) -> None:
+    """Loading with `assign=True` replaces shards."""
+    model = shard_in_bf16(device)
     done = fp8pass.distributed.compress(model)
     ids = parallel.batch(device, of_rank=True)
     losses = []
@@ -305,8 +305,8 @@ def shards_that_are_replaced_are_coded_again(device: str) -> None:
     assert isinstance(model.blocks[0].mlp.up.weight, CodedWeight)
 
 
-def modules_that_are_sharded_together(device: str) -> None:
-    """With other shards, the second of them runs alone, and reads what was gathered for both."""
+def modules_sharded_together(device: str) -> None:
+    """After shards are replaced, the second module runs alone with weights gathered for both."""
     outputs = []
     for weights in ("none", "row"):
         torch.manual_seed(0)
@@ -325,9 +325,9 @@ def modules_that_are_sharded_together(device: str) -> None:
     assert 0 < (outputs[1] - outputs[0]).norm() < 0.1 * outputs[0].norm()
 
 
-def parts_that_run_alone_are_coded(device: str) -> None:
-    """Lightning calls parts of a model that it has moved, which gives them other shards."""
-    model = mixed(device)
+def parts_that_run_alone_are_quantized(device: str) -> None:
+    """Lightning calls parts of a model after it moved the model, which replaces shards."""
+    model = shard_in_bf16(device)
     done = fp8pass.distributed.compress(model)
     model.load_state_dict(dict(model.state_dict()), assign=True)
     x = torch.randn(2, 8, parallel.WIDTH, device=device)
@@ -338,15 +338,15 @@ def parts_that_run_alone_are_coded(device: str) -> None:
     x.sum().backward()
 
 
-def what_cannot_be_in_codes(device: str) -> None:
-    """Weights that FSDP2 does not gather, in FP32, integers, computed, narrow; shared ones once."""
+def weights_that_cannot_be_quantized(device: str) -> None:
+    """Refused: FP32, integers, computed, narrow, not gathered. Shared weights are listed once."""
     compress = fp8pass.distributed.compress
     assert not compress(distributed("fsdp blocks", device, "exact")).layers
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(48, 64))
     model.extend([nn.Linear(64, 48), nn.Linear(1024, 32)])
     model.to(device)
-    takes_integers = torch.__version__ >= "2.13"  # does FSDP2
+    takes_integers = torch.__version__ >= "2.13"  # FSDP2 gathers integers
     if takes_integers:
         integers = torch.ones(64, 64, dtype=torch.int8)
         model[1].weight = nn.Parameter(integers, requires_grad=False)
@@ -354,17 +354,17 @@ def what_cannot_be_in_codes(device: str) -> None:
     parametrizations.weight_norm(model[2])
     mesh = parallel.mesh_of(model)
     parallelize_module(model, mesh, {"5": ColwiseParallel()})
-    kept = {p for name, p in model.named_parameters() if name.startswith("5.")}
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    ignored = {p for name, p in model.named_parameters() if name.startswith("5.")}
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     layers = ("0",) if takes_integers else ("0", "1")
-    with caught_log() as lines:
+    with capture_log() as lines:
         assert compress(model, gradients="none").layers == layers
-    (said,) = lines
-    assert said.startswith(f"compress: FSDP2 gathers the weights of {len(layers)} of 6 linear ")
+    (line,) = lines
+    assert line.startswith(f"compress: FSDP2 gathers the weights of {len(layers)} of 6 linear ")
 
 
-def why_others_are_not_in_codes(device: str) -> None:
-    """Each for a reason of its own, the first three of which one line gives."""
+def reasons_against_quantization_are_logged(device: str) -> None:
+    """Each layer has another reason. A line lists the first three."""
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     sizes = (64, 64), (64, 48), (48, 63), (63, 64), (64, 96)
     model = nn.Sequential(*(nn.Linear(*pair) for pair in sizes))
@@ -372,7 +372,7 @@ def why_others_are_not_in_codes(device: str) -> None:
     mesh = parallel.mesh_of(model.to(device))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
-    with caught_log() as lines:
+    with capture_log() as lines:
         assert fp8pass.distributed.compress(model, skip="1").layers == ("4",)
     assert lines == [
         "compress: FSDP2 gathers the weights of 1 of 6 linear layers in FP8; 0 in high precision: "
@@ -382,19 +382,19 @@ def why_others_are_not_in_codes(device: str) -> None:
     ]
     alone, on_host = nn.Sequential(nn.Linear(64, 64)).to(device), CPUOffloadPolicy(pin_memory=False)
     offloaded = fully_shard(alone, mesh=mesh, mp_policy=bf16, offload_policy=on_host)
-    with caught_log() as lines:
+    with capture_log() as lines:
         fp8pass.distributed.compress(offloaded, "none")
     assert device == "cpu" or "0 in high precision: it is on the cpu" in lines[0]
     double = fully_shard(
         nn.Sequential(nn.Linear(64, 64).double()).to(device), mesh=mesh, mp_policy=bf16
     )
-    with caught_log() as lines:
+    with capture_log() as lines:
         fp8pass.distributed.compress(double, "none")
     assert lines[0].endswith("0 in high precision: its weight is a DTensor of float64")
 
 
-def nothing_is_warned_of(device: str) -> None:
-    """Of PyTorch's: users cannot change what compress calls."""
+def pytorch_warns_of_nothing(device: str) -> None:
+    """PyTorch's deprecation warnings about calls in `compress` would not help users."""
     model = distributed("ddp", device, None)
     fp8pass.distributed.compress(model)
     with warnings.catch_warnings():
@@ -403,7 +403,7 @@ def nothing_is_warned_of(device: str) -> None:
 
 
 def copies_of_ddp(device: str, folder: str) -> None:
-    """Averages of weights are kept in a copy; a copy reduces as PyTorch does, or is compressed."""
+    """A copy, such as an average of weights, uses PyTorch's reduction until it is compressed."""
     model = distributed("ddp", device, None)  # modules compiled in place cannot be pickled
     fp8pass.distributed.compress(model, monitor=fp8pass.Monitor())
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -419,7 +419,7 @@ def copies_of_ddp(device: str, folder: str) -> None:
     assert not all(map(torch.equal, gradients(model), gradients(average.module)))
 
 
-def a_monitor_measures_what_is_sent(device: str) -> None:
+def a_monitor_measures_sent_gradients(device: str) -> None:
     monitor = fp8pass.Monitor(every=1)
     model = distributed("fsdp blocks", device, "exact")
     with pytest.raises(fp8pass.ConfigError, match=r"monitor must be a fp8pass\.Monitor, got dict"):
@@ -432,7 +432,7 @@ def a_monitor_measures_what_is_sent(device: str) -> None:
     assert all(24 < row.sqnr_db < 40 for row in monitor.latest)
 
 
-def models_without_numbers_yet(device: str) -> None:
+def models_on_the_meta_device(device: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -450,24 +450,24 @@ def models_without_numbers_yet(device: str) -> None:
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("claim", [compressed_gradients_are_near, compressed_training])
+@pytest.mark.parametrize("claim", [compressed_gradients_are_close, compressed_training])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_ranks(two, way, claim):
+def test_compression_trains_on_two_ranks(two, way, claim):
     two(claim, way)
 
 
-def test_other_factors_than_the_mean(two):
+def test_gradients_can_have_other_factors_than_the_mean(two):
     two(other_factors_than_the_mean, "fsdp blocks")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
-def test_not_finite(two, way):
-    two(a_gradient_that_is_not_finite_reaches_all, way)
+def test_a_nonfinite_gradient_reaches_all_ranks(two, way):
+    two(a_nonfinite_gradient_reaches_all_ranks, way)
 
 
 def one_rank_alone(device: str) -> None:
-    """A mesh with nobody else: what is to be debugged there trains as it is."""
-    meshes = init_device_mesh(device, (2, 1), mesh_dim_names=("others", "alone"))
+    """On a mesh of one rank `compress` changes nothing."""
+    meshes = init_device_mesh(device, (2, 1), mesh_dim_names=("ranks", "alone"))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(device)
     fully_shard(model, mesh=meshes["alone"])
     done = fp8pass.distributed.compress(model)
@@ -476,51 +476,51 @@ def one_rank_alone(device: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_one_rank_alone(two):
+def test_a_mesh_of_one_rank_is_not_compressed(two):
     two(one_rank_alone)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
-def test_ranks_that_disagree(two, way):
-    two(ranks_that_say_different_things, way)
+def test_ranks_with_different_arguments_are_refused(two, way):
+    two(ranks_with_different_arguments, way)
 
 
-def test_a_rank_that_comes_late(two):
-    two(a_rank_that_comes_late)
+def test_waiting_for_a_late_rank_causes_a_warning(two):
+    two(a_late_rank)
 
 
-CODED = (
-    gathered_codes_change_nothing,
-    codes_that_stay_are_gathered_once,
-    what_was_gathered_is_freed,
-    layers_that_are_skipped,
-    layers_are_named_as_without_wrappers,
-    shards_that_are_replaced_are_coded_again,
-    modules_that_are_sharded_together,
-    parts_that_run_alone_are_coded,
-    what_cannot_be_in_codes,
-    why_others_are_not_in_codes,
-    models_without_numbers_yet,
+GATHERS = (
+    quantized_gathers_change_no_bit,
+    weights_that_are_not_resharded_are_gathered_once,
+    gathered_weights_are_freed,
+    skipped_layers,
+    names_of_layers_omit_wrappers,
+    replaced_shards_are_requantized,
+    modules_sharded_together,
+    parts_that_run_alone_are_quantized,
+    weights_that_cannot_be_quantized,
+    reasons_against_quantization_are_logged,
+    models_on_the_meta_device,
 )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("claim", CODED, ids=lambda claim: claim.__name__)
-def test_gathered_codes(two, claim):
+@pytest.mark.parametrize("claim", GATHERS, ids=lambda claim: claim.__name__)
+def test_gathers_of_quantized_weights(two, claim):
     two(claim)
 
 
-def test_no_warnings(two):
-    two(nothing_is_warned_of)
+def test_compression_causes_no_warnings(two):
+    two(pytorch_warns_of_nothing)
 
 
-def test_copies_of_ddp(two, tmp_path):
+def test_copies_of_ddp_can_be_compressed(two, tmp_path):
     two(copies_of_ddp, str(tmp_path))
 
 
-def test_a_monitor(two):
-    two(a_monitor_measures_what_is_sent)
+def test_a_monitor_measures_sent_gradients(two):
+    two(a_monitor_measures_sent_gradients)
 
 
-def test_errors(two):
+def test_wrong_models_are_refused(two):
     two(wrong_models)

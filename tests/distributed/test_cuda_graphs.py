@@ -1,6 +1,6 @@
-"""CUDA graphs under FSDP2, which gathers weights to other memory in each step.
+"""CUDA graphs with FSDP2, which gathers weights to different memory in each step.
 
-On CPUs, where there are no graphs, what is compiled for them runs all the same.
+CPUs have no CUDA graphs, but run the code that is compiled for them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fp8pass.dynamo import Backend
 from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights, pass_inputs
 
 STEPS = 6
-HALVES = 2  # equal blocks share a forward and a backward
+GRAPHS = 2  # a forward and a backward, which equal blocks share
 
 
 def compiler(graphs: bool) -> Any:
-    """A backend that makes CUDA graphs, or none."""
+    """Return a backend with or without CUDA graphs."""
     backend, options = Backend(), {"triton.cudagraphs": graphs}
     return lambda gm, inputs: backend(gm, inputs, options=options)
 
 
 class Recordings:
-    """How often graphs are recorded while it is entered."""
+    """Context that counts recordings of CUDA graphs."""
 
     def __enter__(self) -> Recordings:
         from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
@@ -48,8 +48,8 @@ class Recordings:
         self._of.record_function = self._record
 
 
-def trained(device: str, way: str, graphs: bool, compress: bool, micro_batches: int) -> Any:
-    """Weights after some steps, and how many graphs the last three recorded."""
+def train(device: str, way: str, graphs: bool, compress: bool, micro_batches: int) -> Any:
+    """Train, and return the weights and the number of recordings in the last three steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: nn.Module = Decoder(dtype=torch.bfloat16).to(device)
@@ -85,29 +85,29 @@ CASES = [
     ("tensor", False, 1),
     ("sequence", False, 2),
 ]
-# Where nothing is recorded, one case shows that weights and their codes find their way.
+# Without recordings one case is enough to check the weights and their FP8 data.
 ON_CPU = [("fsdp blocks", True, 2)]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "compress", "micro_batches"), CASES)
-def test_training_is_the_same_and_records_once(two, way, compress, micro_batches):
+def test_cuda_graphs_train_equally_and_record_once(two, way, compress, micro_batches):
     case = way, compress, micro_batches
     if two.device == "cpu" and case not in ON_CPU:
         pytest.skip("only GPUs have CUDA graphs")
-    plain, graphed = (two(trained, way, graphs, *case[1:]) for graphs in (False, True))
+    plain, graphed = (two(train, way, graphs, *case[1:]) for graphs in (False, True))
     for (want, _), (got, recorded) in zip(plain, graphed, strict=True):
         assert recorded == 0
         for name, weight in want.items():
             assert torch.equal(got[name], weight), name
 
 
-def told_inductor(device: str, way: str, graphs: bool) -> list[list[bool]]:
-    """For each half, which inputs that are parameters Inductor is told to find in their place."""
+def static_parameters(device: str, way: str, graphs: bool) -> list[list[bool]]:
+    """Return for each graph whether each parameter is a static input of Inductor."""
     torch._dynamo.reset()
     found, original = [], compat.compile_fx_inner
 
-    def seen(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+    def record(gm: Any, inputs: Any, **kwargs: Any) -> Any:
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         static = compat.static_inputs(kwargs)
         found.append([i in static for i, n in enumerate(placeholders) if compat.is_primal(n)])
@@ -115,7 +115,7 @@ def told_inductor(device: str, way: str, graphs: bool) -> list[list[bool]]:
 
     model = WAYS[way](Decoder(dtype=torch.bfloat16).to(device), compiler(graphs))
     ids = batch(device, of_rank=True)
-    compat.compile_fx_inner = seen
+    compat.compile_fx_inner = record
     try:
         with compat.fresh_compilation():
             loss_of(model(ids), ids).backward()
@@ -125,53 +125,53 @@ def told_inductor(device: str, way: str, graphs: bool) -> list[list[bool]]:
 
 
 @pytest.mark.long
-def test_only_graphs_take_weights_that_move(two):
-    for found in two(told_inductor, "fsdp blocks", True):
-        assert [any(half) for half in found] == [False] * HALVES
-    for found in two(told_inductor, "fsdp blocks", False):
-        assert [any(half) for half in found] == [True] * HALVES
+def test_only_cuda_graphs_have_weights_that_move(two):
+    for found in two(static_parameters, "fsdp blocks", True):
+        assert [any(graph) for graph in found] == [False] * GRAPHS
+    for found in two(static_parameters, "fsdp blocks", False):
+        assert [any(graph) for graph in found] == [True] * GRAPHS
 
 
-def test_a_half_hands_on_what_it_was_given():
-    """Not the copy in a graph's memory; and the list of arguments is empty afterwards."""
-    given, other = torch.ones(2), torch.zeros(2)
+def test_a_graph_returns_its_inputs_themselves():
+    """Results are not copies in a CUDA graph's memory, and the list of arguments is cleared."""
+    weight, other = torch.ones(2), torch.zeros(2)
 
-    def half(arguments: list[Tensor]) -> tuple[Tensor, ...]:
+    def graph(arguments: list[Tensor]) -> tuple[Tensor, ...]:
         copies = [x.clone() for x in arguments]
         arguments.clear()
         return copies[0] + 1, copies[1], copies[0]
 
-    arguments = [other, given]
-    results = pass_inputs(half, [(1, 1)])(arguments)
+    arguments = [other, weight]
+    results = pass_inputs(graph, [(1, 1)])(arguments)
     assert not arguments
-    assert results[1] is given
+    assert results[1] is weight
     assert results[2] is not other
 
 
-def test_a_saved_weight_is_the_one_that_was_given(monkeypatch):
-    """Of a forward that returns a weight and an activation, compiled as if for CUDA graphs."""
+def test_a_saved_weight_is_the_input_itself(monkeypatch):
+    """The forward returns a weight and an activation, and its runtime copies inputs."""
     g = fx.Graph()
     weight, x = g.placeholder("weight"), g.placeholder("x")
     g.output((g.call_function(torch.add, (x, weight)), x, weight))
-    told = {}
+    options = {}
 
     def compile_with_copies(gm: Any, inputs: Any, **kwargs: Any) -> Any:
-        told.update(kwargs)
+        options.update(kwargs)
         return lambda arguments: gm(*(a.clone() for a in arguments))
 
     monkeypatch.setattr(compat, "input_index", lambda node: ["weight", "x"].index(node.name))
     monkeypatch.setattr(compat, "compile_fx_inner", compile_with_copies)
-    half = compile_for_moving(
+    graph = compile_for_moving(
         fx.GraphModule(nn.Module(), g), [], frozenset({0}), static_input_idxs=[0, 1]
     )
-    given = [torch.ones(2), torch.zeros(2)]
-    _, activation, saved = half(list(given))
-    assert told["static_input_idxs"] == [1]
-    assert saved is given[0]
-    assert activation is not given[1]
+    inputs = [torch.ones(2), torch.zeros(2)]
+    _, activation, saved = graph(list(inputs))
+    assert options["static_input_idxs"] == [1]
+    assert saved is inputs[0]
+    assert activation is not inputs[1]
 
 
-def test_models_on_one_device_have_no_weights_that_move():
+def test_models_on_one_device_have_no_moving_weights():
     found = []
 
     def backend(gm: Any, inputs: Any) -> Any:

@@ -22,8 +22,8 @@ from fp8pass import Config, compat
 ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "WORLD_SIZE": "2"}
 
 
-def in_a_trainer(device: str, folder: str) -> None:
-    """Hugging Face's, with DDP, which has a process group already; it may train twice."""
+def train_with_hugging_face(device: str, folder: str) -> None:
+    """Train twice with a Hugging Face Trainer and DDP, in the existing process group."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
     from transformers import TrainingArguments as Arguments
 
@@ -66,14 +66,14 @@ def in_a_trainer(device: str, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_hugging_face_trainer(two, tmp_path):
+def test_a_hugging_face_trainer_compresses(two, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    two(in_a_trainer, str(tmp_path))
+    two(train_with_hugging_face, str(tmp_path))
 
 
-def the_example(device: str, folder: str) -> list[float]:
-    """examples/fsdp2.py without its process group, run op by op."""
+def run_example(device: str, folder: str) -> list[float]:
+    """Run examples/fsdp2.py op by op in the existing process group."""
     sys.path.insert(0, folder)
     interpreted = lambda gm, inputs, **kwargs: compat.interpret(gm)  # noqa: E731
     with patch.object(compat, "compile_fx_inner", interpreted):
@@ -84,13 +84,13 @@ def the_example(device: str, folder: str) -> list[float]:
 @pytest.mark.long
 def test_the_example_of_fsdp2(two):
     pytest.importorskip("transformers")
-    losses = two(the_example, str(Path(fp8pass.__file__).parents[1] / "examples"))
+    losses = two(run_example, str(Path(fp8pass.__file__).parents[1] / "examples"))
     for rank in losses:
         assert rank[-1] < rank[0] - 0.1
 
 
-def explained(device: str) -> None:
-    """What FSDP2 gathers is no memory that is kept for the backward."""
+def explain_blocks(device: str) -> None:
+    """Weights that FSDP2 gathers are not memory saved for the backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -110,11 +110,11 @@ def explained(device: str) -> None:
 
 
 def test_explain_counts_no_gathered_weights(two):
-    two(explained)
+    two(explain_blocks)
 
 
-def explained_as_a_whole(device: str) -> None:
-    """A model compiled around FSDP2's blocks, whose hooks Dynamo traces."""
+def explain_whole(device: str) -> None:
+    """The whole model is compiled, so that Dynamo traces the hooks of FSDP2."""
     from torch.distributed.fsdp import fully_shard
 
     blocks, unraisable = [MLP((64, 128, 64)) for _ in range(2)], []
@@ -130,5 +130,5 @@ def explained_as_a_whole(device: str) -> None:
     assert "2 linear layers run outside of compiled graphs, in high precision: *." in text, text
 
 
-def test_explain_of_a_whole_is_clean(two):
-    two(explained_as_a_whole)
+def test_explain_of_a_whole_model_causes_no_warning(two):
+    two(explain_whole)

@@ -1,4 +1,4 @@
-"""Groups of gradients do not cross parameters: copies of a parameter stay equal on all ranks."""
+"""Groups of gradients do not cross parameters, so replicas of a parameter stay equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_rows_of_whole_groups_are_not_copied():
 
 
 @given(first=st.integers(1, 200), others=st.integers(1, 200), scale=st.sampled_from([1e-6, 1e6]))
-def test_what_is_sent_of_a_parameter_depends_on_it_alone(first, others, scale):
+def test_sent_gradients_of_a_parameter_do_not_depend_on_others(first, others, scale):
     generator = torch.Generator().manual_seed(first)
     mine = torch.randn(2, 150, generator=generator)
     found = []
@@ -61,11 +61,11 @@ def test_what_is_sent_of_a_parameter_depends_on_it_alone(first, others, scale):
     assert torch.equal(found[0], found[2])
 
 
-# --- what ranks do ------------------------------------------------------------------------------
+# --- functions of ranks -------------------------------------------------------------------------
 
 
-def sums_depend_on_their_parameter_alone(device: str, reduces: str) -> None:
-    """Whatever lies in front of it: other sizes, other magnitudes, and sums that overflow."""
+def sums_do_not_depend_on_other_parameters(device: str, reduces: str) -> None:
+    """The parameter before it has different sizes and magnitudes, and sums that overflow."""
     world, found = dist.get_world_size(), []
     for before, scale in ((256, 1.0), (256, 1e4), (1000, 1e-4), (5000, 1e4)):
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -73,7 +73,7 @@ def sums_depend_on_their_parameter_alone(device: str, reduces: str) -> None:
         noise = torch.Generator().manual_seed(before)
         for _ in range(8):
             mine = torch.randn(world, 150, generator=generator)
-            # Equal on all ranks, so that sums reach the largest code.
+            # Equal on all ranks, so that sums reach the largest FP8 value.
             other = scale * torch.randn(world, before, generator=noise)
             rows = torch.cat((other, mine), -1).to(device)
             if reduces == "reduce_scatter":
@@ -89,7 +89,7 @@ def sums_depend_on_their_parameter_alone(device: str, reduces: str) -> None:
 
 
 class Part(nn.Module):
-    """What one rank of tensor parallelism has: copies of `norm` and `bias`, a shard of `weight`."""
+    """A rank of tensor parallelism: copies of `norm`, `matrix` and `bias`, a shard of `weight`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Part(nn.Module):
 
 
 def copies_get_equal_gradients(device: str, way: str) -> None:
-    """Beside shards with gradients of other magnitudes, and a parameter that gets none."""
+    """Shards have gradients of different magnitude, and a parameter has no gradient."""
     found = []
     for scale in (1.0, 1e5):
         model: nn.Module = Part(device)
@@ -134,10 +134,10 @@ def copies_get_equal_gradients(device: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("reduces", ["reduce_scatter", "all_reduce"])
-def test_sums_of_two_ranks(two, reduces):
-    two(sums_depend_on_their_parameter_alone, reduces)
+def test_sums_do_not_depend_on_other_parameters(two, reduces):
+    two(sums_do_not_depend_on_other_parameters, reduces)
 
 
 @pytest.mark.parametrize("way", ["ddp", "rows", "columns"])
-def test_copies_of_a_parameter(two, way):
+def test_copies_of_a_parameter_get_equal_gradients(two, way):
     two(copies_get_equal_gradients, way)

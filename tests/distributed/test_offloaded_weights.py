@@ -1,4 +1,4 @@
-"""Distributing a model whose weights `offload_weights` has put on the host."""
+"""Distributing a model with offloaded weights (`offload_weights`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 
 def offloaded(device: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model with weights on the host, and its exact weights before."""
+    """Return a model with offloaded weights, and its exact weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256), nn.Linear(256, 16))
     model.bfloat16()
@@ -77,5 +77,5 @@ def collectives_that_write_are_refused(device: str) -> None:
         collectives_that_write_are_refused,
     ],
 )
-def test_two_ranks(two, claim):
+def test_distribution_uses_exact_weights(two, claim):
     two(claim)

@@ -1,4 +1,4 @@
-"""Training on two ranks, in every way that PyTorch has: right, and the same on all replicas."""
+"""Training on two ranks in all ways of PyTorch: right gradients and equal replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8pass import Config
 
 
 def distributed(way: str, device: str, recipe: str | None, **changes: Any) -> nn.Module:
-    """The same model on all ranks, distributed; eager without a recipe."""
+    """Return a distributed model with equal weights on all ranks. It is eager without a recipe."""
     torch.manual_seed(0)
     model = parallel.Decoder(**changes).to(device)
     backend = recipe and fp8pass.backend(Config.recipe(recipe, compiler="eager"))
@@ -28,7 +28,7 @@ def distributed(way: str, device: str, recipe: str | None, **changes: Any) -> nn
 
 
 def backward(way: str, device: str, model: nn.Module, seed: int = 0) -> Tensor:
-    """The loss of a batch, whose gradients are accumulated."""
+    """Run forward and backward, and return the loss. Gradients are accumulated."""
     ids = parallel.batch(device, seed, of_rank=way not in parallel.SPLITS_THE_MODEL)
     loss = parallel.loss_of(model(ids), ids)
     loss.backward()
@@ -40,7 +40,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def clip(model: nn.Module) -> None:
-    """To a norm of one; PyTorch cannot take that of distributed and plain gradients together."""
+    """Clip to a norm of one. PyTorch does not support mixed DTensors and tensors."""
     for distributed in (False, True):
         chosen = [p for p in model.parameters() if isinstance(p, DTensor) == distributed]
         assert not chosen or bool(parallel.full(nn.utils.clip_grad_norm_(chosen, 1.0)) > 0)
@@ -52,7 +52,7 @@ def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None
 
 
 def assert_replicas_are_equal(model: nn.Module) -> None:
-    """What several ranks have whole, and what they gather, is the same on all of them."""
+    """Check that replicated and gathered parameters are equal on all ranks."""
     for name, p in model.named_parameters():
         mine = parallel.full(p) if isinstance(p, DTensor) else p.detach().cpu()
         local = p.to_local().detach() if isinstance(p, DTensor) else p.detach()
@@ -64,11 +64,11 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
             assert all(torch.equal(copies[0], copy) for copy in copies), name
 
 
-# --- what ranks do ------------------------------------------------------------------------------
+# --- functions of ranks -------------------------------------------------------------------------
 
 
 def exact_equals_eager(device: str, way: str) -> None:
-    """In one backward, and in one that leaves gradients on their rank and one that reduces both."""
+    """Compare one backward, and two backwards with one reduction at the end."""
     found = []
     for recipe in (None, "exact"):
         model = distributed(way, device, recipe)
@@ -82,7 +82,7 @@ def exact_equals_eager(device: str, way: str) -> None:
 
 
 def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
-    """With our optimizer, clipping, an evaluation, and training again."""
+    """Train with fp8pass's AdamW, clipping, and an evaluation in between."""
     model = distributed(way, device, "coat", blocks=1)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -101,7 +101,7 @@ def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
     assert_replicas_are_equal(model)
 
 
-def checkpointed(device: str, way: str) -> None:
+def checkpointed_blocks_equal_eager(device: str, way: str) -> None:
     found = []
     for recipe in (None, "exact"):
         model = distributed(way, device, recipe, blocks=1)
@@ -111,8 +111,8 @@ def checkpointed(device: str, way: str) -> None:
     assert_near(found[1], found[0], 4e-5)
 
 
-def codes_are_those_of_what_was_gathered(device: str, way: str, recipe: str) -> None:
-    """Loss and gradients of each rank are the same bits without `gather_codes`."""
+def gathering_quantized_tensors_changes_no_bit(device: str, way: str, recipe: str) -> None:
+    """Loss and gradients have the same bits without pass `gather_codes`."""
     found = []
     for left_out in ("", "gather_codes"):
         torch._dynamo.reset()
@@ -124,7 +124,7 @@ def codes_are_those_of_what_was_gathered(device: str, way: str, recipe: str) -> 
 
 
 def a_nan_of_one_rank_reaches_all(device: str) -> None:
-    """Through a scale that all ranks share, as if the whole tensor had been measured."""
+    """All ranks share a scale, which must be the scale of the whole tensor."""
     mesh = init_device_mesh(device, (2,))
     layer = nn.Linear(32, 16, bias=False).to(device)
 
@@ -138,8 +138,8 @@ def a_nan_of_one_rank_reaches_all(device: str) -> None:
     assert program(x).isnan().all()
 
 
-def diagnosed(device: str, way: str) -> None:
-    """The errors of all layers, measured on records of a step whose shards are free again."""
+def diagnose_errors(device: str, way: str) -> None:
+    """Errors of all layers are measured although FSDP2 has freed the gathered weights."""
     model = distributed(way, device, None, blocks=1)
     ids = parallel.batch(device, of_rank=way not in parallel.SPLITS_THE_MODEL)
 
@@ -151,8 +151,8 @@ def diagnosed(device: str, way: str) -> None:
     assert all(0 <= layer.relative < 0.3 for layer in found.layers)
 
 
-def attached(device: str, way: str) -> None:
-    """The optimizer in the backward ends where it ends after it."""
+def updates_in_the_backward_equal_a_step(device: str, way: str) -> None:
+    """Updates in the backward equal updates after it."""
     found = []
     for attaches in (False, True):
         model = distributed(way, device, "exact", blocks=1)
@@ -170,8 +170,8 @@ def attached(device: str, way: str) -> None:
         assert torch.equal(a, b)
 
 
-def attached_to_sums(device: str, way: str) -> None:
-    """Sums of two backwards, in 8 bits."""
+def updates_in_the_backward_with_sums_train(device: str, way: str) -> None:
+    """Sums of two backwards are in 8 bits."""
     model = distributed(way, device, "coat", blocks=1)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
     fp8pass.optim.step_in_backward(model, optimizer, accumulate=2)
@@ -180,8 +180,8 @@ def attached_to_sums(device: str, way: str) -> None:
     assert_replicas_are_equal(model)
 
 
-def whole_tensors(device: str) -> None:
-    """ZeroRedundancyOptimizer gives ranks whole tensors, as FP8-LM's Algorithm 1 does."""
+def zero_redundancy_optimizer_shares_tensors(device: str) -> None:
+    """ZeroRedundancyOptimizer assigns whole tensors to ranks, as Algorithm 1 of FP8-LM does."""
     found = []
     for shares in (False, True):
         model = distributed("ddp", device, "exact")
@@ -205,66 +205,72 @@ def whole_tensors(device: str) -> None:
 
 
 def ddp_with_options(device: str) -> None:
-    """Small buckets, gradients that are views of them, a static graph; with and without codes."""
+    """Small buckets, gradients as views of buckets, and a static graph; also compressed."""
     options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True, "static_graph": True}
     found = []
-    for given, compresses in (({}, False), (options, False), (options, True)):
+    for arguments, compresses in (({}, False), (options, False), (options, True)):
         torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(parallel.Decoder().to(device), **given)
+        model = nn.parallel.DistributedDataParallel(parallel.Decoder().to(device), **arguments)
         model.compile(backend=fp8pass.backend(Config.recipe("exact", compiler="eager")))
         if compresses:
             fp8pass.distributed.compress(model)
-            assert not model._forward_pre_hooks  # each would break the graph
+            assert not model._forward_pre_hooks  # a hook would break the graph
         for seed in range(2):
             model.zero_grad()
             backward("ddp", device, model, seed)
         found.append(gradients(model))
     assert_near(found[1], found[0], 4e-5)
-    coded, exact = (torch.cat([g.flatten() for g in each]) for each in (found[2], found[0]))
-    assert 0 < (coded - exact).norm() < 0.04 * exact.norm()
+    compressed, exact = (torch.cat([g.flatten() for g in each]) for each in (found[2], found[0]))
+    assert 0 < (compressed - exact).norm() < 0.04 * exact.norm()
     assert_replicas_are_equal(model)
 
 
 # --- tests --------------------------------------------------------------------------------------
 
 LINEAR = {"recipe": "linear", "compiler": "eager"}
-CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed)
+CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed_blocks_equal_eager)
 
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("way", parallel.WAYS)
-def test_two_ranks(two, way, claim):
+def test_every_way_trains_on_two_ranks(two, way, claim):
     two(claim, way)
 
 
-@pytest.mark.parametrize("claim", [whole_tensors, ddp_with_options], ids=lambda c: c.__name__)
-def test_ddp(two, claim):
+@pytest.mark.parametrize(
+    "claim", [zero_redundancy_optimizer_shares_tensors, ddp_with_options], ids=lambda c: c.__name__
+)
+def test_ddp_with_other_optimizers_and_options(two, claim):
     two(claim)
 
 
-# With scales of tensors in the forward, too, under `make test-long`.
+# `make test-long` includes scales of tensors in the forward.
 GATHERED = [("sequence", "coat"), ("simple fsdp", "coat"), ("sequence", "linear")]
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
-def test_gathered_codes(two, way, recipe):
-    two(codes_are_those_of_what_was_gathered, way, recipe)
+def test_gathering_quantized_tensors(two, way, recipe):
+    two(gathering_quantized_tensors_changes_no_bit, way, recipe)
 
 
-def test_a_gathered_nan(two):
+def test_a_nan_of_one_rank_reaches_all(two):
     two(a_nan_of_one_rank_reaches_all)
 
 
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
-def test_diagnosis(two, way):
-    two(diagnosed, way)
+def test_diagnose_measures_distributed_models(two, way):
+    two(diagnose_errors, way)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("claim", [attached, attached_to_sums], ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize(
+    "claim",
+    [updates_in_the_backward_equal_a_step, updates_in_the_backward_with_sums_train],
+    ids=lambda claim: claim.__name__,
+)
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
-def test_the_optimizer_in_the_backward(two, way, claim):
+def test_updates_in_the_backward(two, way, claim):
     two(claim, way)

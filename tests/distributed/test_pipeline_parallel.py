@@ -1,4 +1,4 @@
-"""Budgets of a pipeline's stages: what schedules hold, AGoQ's numbers, stages that keep to them."""
+"""Memory budgets of pipeline stages: held micro-batches, AGoQ's numbers, and compiled stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import _Action
 from fp8pass import Config, ConfigError, compat
 from fp8pass.activation_memory.decision import kept_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.distributed.pipeline_parallel import configs, held_microbatches
+from fp8pass.distributed.pipeline_parallel import held_microbatches, pipeline_configs
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.passes.joint.plan_saved_values import plan_saved_values
 from fp8pass.passes.joint.quantize_linears import quantize_linears
@@ -30,11 +30,11 @@ from fp8pass.plan import Plan
 RANKS = 4
 
 
-# --- what schedules hold --------------------------------------------------------------------------
+# --- micro-batches that ranks hold ----------------------------------------------------------------
 
 
 class Numbers(NamedTuple):
-    """A schedule that PyTorch takes."""
+    """Arguments of a valid schedule."""
 
     name: str
     ranks: int
@@ -50,7 +50,7 @@ class Numbers(NamedTuple):
         )
 
     def configs(self, base: Config | None = None) -> list[Config]:
-        return configs(
+        return pipeline_configs(
             self.name,
             self.ranks * self.stages_each,
             ranks=self.ranks,
@@ -60,7 +60,7 @@ class Numbers(NamedTuple):
 
 
 def schedules(*names: str) -> st.SearchStrategy[Numbers]:
-    """Schedules of these names, with as many micro-batches as they need to be full."""
+    """Draw schedules of these names, with enough micro-batches for all ranks."""
     stages_each = {
         "1F1B": st.just(1),
         "GPipe": st.just(1),
@@ -78,14 +78,14 @@ def schedules(*names: str) -> st.SearchStrategy[Numbers]:
 
 
 @given(schedules())
-def test_a_rank_holds_at_least_one_micro_batch_and_at_most_all_of_all_its_stages(numbers):
+def test_a_rank_holds_at_least_one_micro_batch_and_at_most_all(numbers):
     held = numbers.held()
     assert len(held) == numbers.ranks
     assert all(1 <= h <= numbers.stages_each * numbers.microbatches for h in held)
 
 
 @given(schedules("GPipe", "LoopedBFS"))
-def test_breadth_first_holds_all(numbers):
+def test_breadth_first_schedules_hold_all_micro_batches(numbers):
     assert numbers.held() == [numbers.stages_each * numbers.microbatches] * numbers.ranks
 
 
@@ -103,7 +103,7 @@ def test_interleaved_1f1b_holds_two_more_for_each_rank_that_follows(numbers):
 
 
 @given(schedules())
-def test_more_micro_batches_are_no_less_to_hold(numbers):
+def test_ranks_do_not_hold_fewer_of_more_micro_batches(numbers):
     more = numbers._replace(microbatches=numbers.microbatches + numbers.ranks)
     assert all(a <= b for a, b in zip(numbers.held(), more.held(), strict=True))
 
@@ -114,20 +114,20 @@ def test_more_micro_batches_are_no_less_to_hold(numbers):
         ("0F0 0B0 0F1 0B1", 1),
         ("0F0 0F1 0B0 0B1", 2),
         ("0F0 1F0 1B0 0B0", 2),
-        ("0F0 0I0 0F1 0I1 0W0 0W1", 2),  # what W needs is held until then
+        ("0F0 0I0 0F1 0I1 0W0 0W1", 2),  # tensors for W are held until W runs
         ("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", 3),
     ],
 )
-def test_backwards_let_go(steps, held):
+def test_backwards_free_micro_batches(steps, held):
     table = {0: [None, *(_Action.from_str(s) for s in steps.split())]}
     assert held_microbatches(SimpleNamespace(pipeline_order=table)) == [held]
 
 
-def test_schedules_classes_and_names_are_the_same():
+def test_schedules_classes_and_names_give_equal_configurations():
     schedule = compat.planned_schedule(ScheduleInterleaved1F1B, 8, 4, 8)
     numbers = {"stages": 8, "ranks": 4, "microbatches": 8}
-    assert configs(schedule) == configs(ScheduleInterleaved1F1B, **numbers)
-    assert configs(schedule) == configs("interleaved1f1b", **numbers)
+    assert pipeline_configs(schedule) == pipeline_configs(ScheduleInterleaved1F1B, **numbers)
+    assert pipeline_configs(schedule) == pipeline_configs("interleaved1f1b", **numbers)
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_schedules_classes_and_names_are_the_same():
 AGOQ = Numbers("Interleaved1F1B", ranks=RANKS, stages_each=2, microbatches=8)
 
 
-def test_agoq_s_equations_21_and_22():
+def test_budgets_follow_equations_21_and_22_of_agoq():
     """11, 9, 7 and 5 micro-batches, in 4, 5, 6 and 8 bits (section 4.2 and Fig. 1)."""
     assert AGOQ.held() == [3 * RANKS - 2 * i + 1 for i in range(1, RANKS + 1)] == [11, 9, 7, 5]
     stages = AGOQ.configs()
@@ -144,7 +144,7 @@ def test_agoq_s_equations_21_and_22():
 
 
 @given(schedules(), st.floats(0.1, 1.0))
-def test_ranks_share_what_the_rank_that_holds_most_would_keep(numbers, share):
+def test_ranks_have_the_memory_of_the_rank_that_holds_most(numbers, share):
     held = numbers.held()
     for stage, config in enumerate(numbers.configs(Config.recipe("agoq", memory_budget=share))):
         one = held[rank_of(stage, numbers)]
@@ -153,7 +153,7 @@ def test_ranks_share_what_the_rank_that_holds_most_would_keep(numbers, share):
 
 
 @given(schedules(), st.integers(2**20, 2**40))
-def test_bytes_of_a_rank_are_for_all_that_it_holds(numbers, budget):
+def test_the_bytes_of_a_rank_include_all_micro_batches(numbers, budget):
     held = numbers.held()
     for stage, config in enumerate(numbers.configs(Config(memory_budget=budget))):
         one = held[rank_of(stage, numbers)]
@@ -161,21 +161,21 @@ def test_bytes_of_a_rank_are_for_all_that_it_holds(numbers, budget):
 
 
 def rank_of(stage: int, numbers: Numbers) -> int:
-    """Stages go round the ranks, or there and back (V)."""
+    """Return the rank of a stage. Stages go round the ranks, or back and forth (V)."""
     lap, place = divmod(stage, numbers.ranks)
     goes_back = numbers.name in ("ZBVZeroBubble", "DualPipeV") and lap == 1
     return numbers.ranks - 1 - place if goes_back else place
 
 
-def test_other_options_stay():
+def test_other_options_do_not_change():
     base = Config.recipe("agoq", skip=("layers.0",), compiler="eager", memory_budget="1GiB")
-    stages = configs("1F1B", 4, microbatches=8, base=base)
+    stages = pipeline_configs("1F1B", 4, microbatches=8, base=base)
     assert [c.memory_budget for c in stages] == [2**30 // held for held in (4, 3, 2, 1)]
     assert all(c.skip == base.skip and c.compiler == "eager" for c in stages)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "numbers", "says"),
+    ("schedule", "numbers", "message"),
     [
         ("1FB", {}, "Unknown schedule '1FB'. Did you mean '1F1B'"),
         ("1F1B", {}, "stages=None: .* needs the number of stages"),
@@ -206,9 +206,9 @@ def test_other_options_stay():
         ),
     ],
 )
-def test_errors_say_what_to_do(schedule, numbers, says):
-    with pytest.raises(ConfigError, match=says):
-        configs(schedule, **numbers)
+def test_wrong_arguments_are_refused(schedule, numbers, message):
+    with pytest.raises(ConfigError, match=message):
+        pipeline_configs(schedule, **numbers)
 
 
 # --- stages within their budgets ------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Block(nn.Module):
 
 @cache
 def planned_bytes(budget: float | int) -> float:
-    """What a stage of one block keeps of a micro-batch within a budget."""
+    """Return the bytes that a stage of one block saves of a micro-batch within a budget."""
     config = Config.recipe("agoq", memory_budget=budget)
     joint = block()
     ctx = replace(joint.ctx, config=config)
@@ -245,23 +245,23 @@ def block() -> JointGraph:
 
 
 @given(schedules(), st.sampled_from([1.0, 0.8]))
-def test_stages_that_are_alike_keep_to_the_share_of_their_rank(numbers, share):
+def test_equal_stages_stay_within_the_share_of_their_rank(numbers, share):
     common = share * max(numbers.held()) * planned_bytes(1.0)
     assert_held_within(common, numbers, Config.recipe("agoq", memory_budget=share))
 
 
 @given(schedules(), st.sampled_from([0.8, 1.3]))
-def test_stages_keep_to_the_bytes_of_their_rank(numbers, scarcity):
+def test_stages_stay_within_the_bytes_of_their_rank(numbers, scarcity):
     common = int(scarcity * max(numbers.held()) * planned_bytes(1.0))
     assert_held_within(common, numbers, Config.recipe("agoq", memory_budget=common))
 
 
 def assert_held_within(common: float, numbers: Numbers, base: Config) -> None:
-    """Of all micro-batches that a rank holds, for stages of one block."""
+    """Check the bytes of all micro-batches that a rank holds, for stages of one block."""
     held = numbers.held()
     for stage, config in enumerate(numbers.configs(base)):
-        kept = planned_bytes(config.memory_budget)
-        assert held[rank_of(stage, numbers)] * kept <= common * (1 + 1e-12)
+        saved = planned_bytes(config.memory_budget)
+        assert held[rank_of(stage, numbers)] * saved <= common * (1 + 1e-12)
 
 
 class Stage(NamedTuple):
@@ -272,7 +272,7 @@ class Stage(NamedTuple):
 
 @pytest.fixture(scope="module")
 def stages() -> list[Stage]:
-    """Those of AGoQ's case that a micro-batch passes first, of ranks 1 to 4, which are alike."""
+    """The first stage of each of the four ranks in AGoQ's case. All stages are equal."""
     base = Config.recipe("agoq", compiler="eager")
     found = []
     for config in AGOQ.configs(base)[:RANKS]:
@@ -285,7 +285,7 @@ def stages() -> list[Stage]:
 
 @pytest.mark.long
 def test_stages_train_like_eager(stages):
-    """As a schedule runs them: micro-batches forward, then backward from the last stage."""
+    """All micro-batches run forward, then backward from the last stage, as in a schedule."""
     batches = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(0))
     parameters = [p for stage in stages for p in stage.eager.parameters()]
 
@@ -296,7 +296,7 @@ def test_stages_train_like_eager(stages):
         for batch in batches:
             x, edges = batch, []
             for program in programs:
-                x = x.detach().requires_grad_()  # what is received from the stage before
+                x = x.detach().requires_grad_()  # received from the previous stage
                 edges.append((x, y := program(x)))
                 x = y
             held.append(edges)
@@ -314,13 +314,13 @@ def test_stages_train_like_eager(stages):
 
 
 def test_ranks_hold_no_more_than_the_first(stages):
-    held, kept = AGOQ.held(), [stage.plan.saved_bytes for stage in stages]
-    assert all(a < b for a, b in itertools.pairwise(kept))
-    assert all(h * k <= held[0] * kept[0] for h, k in zip(held, kept, strict=True))
+    held, saved = AGOQ.held(), [stage.plan.saved_bytes for stage in stages]
+    assert all(a < b for a, b in itertools.pairwise(saved))
+    assert all(h * s <= held[0] * saved[0] for h, s in zip(held, saved, strict=True))
 
 
-def test_formats_are_those_of_the_paper_but_for_what_bytes_are_left(stages):
-    """4, 5, 6 and 8 bits; where bytes are short or left, some values have less or more."""
+def test_most_values_have_the_formats_of_the_paper(stages):
+    """Most values have 4, 5, 6 and 8 bits. Others use remaining bytes or save missing bytes."""
     most_common = []
     for stage in stages:
         low = [s for s in stage.plan.saved if s.expected_error]
@@ -329,6 +329,6 @@ def test_formats_are_those_of_the_paper_but_for_what_bytes_are_left(stages):
     assert most_common == ["e2m1", "e2m2", "e2m3", "e4m3"]
 
 
-def test_a_recipe_is_no_configuration():
+def test_the_name_of_a_recipe_is_refused():
     with pytest.raises(TypeError, match=r"base must be a fp8pass.Config.*recipe\('agoq'\)"):
-        configs("1F1B", 4, microbatches=8, base="agoq")
+        pipeline_configs("1F1B", 4, microbatches=8, base="agoq")

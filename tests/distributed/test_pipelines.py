@@ -1,4 +1,4 @@
-"""Pipelines on two ranks, each stage compiled with the budget that the schedule gives it."""
+"""Pipelines on two ranks. Each stage is compiled with its budget for the schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "pipelines.md"
 
 
 class Stage(nn.Module):
-    """A block of a decoder, with what comes before the first one or after the last one."""
+    """A block of a decoder. The first stage has the embedding, the last the output head."""
 
     def __init__(self, decoder: parallel.Decoder, index: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """One rank of it."""
+    """One rank of a pipeline."""
 
     def __init__(
         self, name: str, device: str, base: Config | None, *, shards: bool = False, **options: bool
@@ -69,7 +69,7 @@ class Pipeline:
         self.parameters = [p for stage in stages for p in stage.submod.parameters()]
 
     def step(self) -> list[Tensor]:
-        """The losses of all micro-batches, on the last rank."""
+        """Run a step, and return the losses of all micro-batches on the last rank."""
         ids = torch.cat(
             [parallel.batch(self.device, i, of_rank=False) for i in range(MICROBATCHES)]
         )
@@ -92,7 +92,7 @@ def exact_equals_eager(device: str, schedule: str) -> None:
 
 
 def trains(device: str, schedule: str) -> None:
-    """In the formats that each stage's budget allows, with the optimizer on each rank."""
+    """Train in the formats that the budgets allow, with an optimizer on each rank."""
     pipeline = Pipeline(schedule, device, Config.recipe("agoq", compiler="eager"))
     optimizer = fp8pass.optim.AdamW(pipeline.parameters, lr=3e-3)
     losses = []
@@ -106,7 +106,7 @@ def trains(device: str, schedule: str) -> None:
 def moments_after_two_steps(
     device: str, schedule: str, attaches: int, **options: bool
 ) -> list[Tensor]:
-    """First moments, which are proportional to gradients; `attaches` is the length of sums or 0."""
+    """Return first moments, which are proportional to gradients. `attaches` is `accumulate`."""
     pipeline = Pipeline(schedule, device, None, **options)
     exact = {"first_moment": "fp32", "second_moment": "fp32"}
     optimizer = fp8pass.optim.AdamW(pipeline.parameters, lr=1e-3, **exact)
@@ -124,7 +124,7 @@ def moments_after_two_steps(
 
 def attached_equals_a_step(device: str, schedule: str, **options: bool) -> None:
     """Schedules divide gradients by the number of micro-batches unless `scale_grads=False`."""
-    # FSDP2 reduces the sum of all micro-batches.
+    # FSDP2 reduces the sum over all micro-batches.
     count = 1 if options.get("shards") else MICROBATCHES
     want, got = (moments_after_two_steps(device, schedule, x, **options) for x in (0, count))
     for a, b in zip(got, want, strict=True):
@@ -140,7 +140,9 @@ def backwards_in_two_parts_are_refused(device: str) -> None:
     )
     with refused:
         fp8pass.optim.step_in_backward(pipeline.model, optimizer, accumulate=MICROBATCHES)
-    with mock.patch("fp8pass.compat.find_schedule", return_value=None):  # as if it came later
+    with mock.patch(
+        "fp8pass.compat.find_schedule", return_value=None
+    ):  # as if the schedule were created later
         fp8pass.optim.step_in_backward(pipeline.model, optimizer, accumulate=MICROBATCHES)
     with refused:
         optimizer.step()
@@ -149,29 +151,29 @@ def backwards_in_two_parts_are_refused(device: str) -> None:
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", [exact_equals_eager, trains], ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("schedule", STAGES_EACH)
-def test_pipeline(two, schedule, claim):
+def test_pipelines_train(two, schedule, claim):
     two(claim, schedule)
 
 
 @pytest.mark.parametrize("options", [{}, {"scale_grads": False}, {"shards": True}], ids=str)
 @pytest.mark.parametrize("schedule", STAGES_EACH)
-def test_attach_in_a_pipeline(two, schedule, options):
+def test_updates_in_the_backward_of_a_pipeline_equal_a_step(two, schedule, options):
     two(partial(attached_equals_a_step, **options), schedule)
 
 
-def test_attach_is_refused_where_backwards_are_in_two_parts(two):
+def test_updates_in_backwards_of_two_parts_are_refused(two):
     two(backwards_in_two_parts_are_refused)
 
 
 def run_as_a_module(device: str, code: str) -> list[float]:
-    """The losses that a script prints."""
+    """Run a script, and return the losses that it prints."""
     script = ModuleType("example")
-    sys.modules[script.__name__] = script  # where Dynamo looks up what a model calls
+    sys.modules[script.__name__] = script  # Dynamo looks up functions here
     printed: list[float] = []
     script.print = lambda step, loss: printed.append(loss)  # type: ignore[attr-defined]
     with (
-        mock.patch.object(dist, "init_process_group"),  # there is one
-        mock.patch.dict(fp8pass.RECIPES["agoq"], compiler="eager"),  # ten times as fast here
+        mock.patch.object(dist, "init_process_group"),  # a group exists
+        mock.patch.dict(fp8pass.RECIPES["agoq"], compiler="eager"),  # ten times as fast
     ):
         exec(compile(code, "example", "exec"), script.__dict__)
     return printed

@@ -1,4 +1,4 @@
-"""`diagnose`, `bisect` and `calibrate` on a model of which each rank has a shard."""
+"""`diagnose`, `bisect` and `calibrate` on a sharded model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def sharded(device: str) -> tuple[nn.Module, Tensor]:
-    """A model, and the batch of this rank."""
+    """Return a sharded model, and the batch of this rank."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = Stack().to(device)
@@ -50,15 +50,15 @@ def sharded(device: str) -> tuple[nn.Module, Tensor]:
 
 
 def names(device: str) -> tuple[list[str], list[str]]:
-    """What `diagnose` and `calibrate` call the layers."""
+    """Return the names of layers in `diagnose` and `calibrate`."""
     model, x = sharded(device)
     found = fp8pass.diagnose(model, loss, x, config=EAGER)
     values = fp8pass.calibrate(model, loss, x, config=EAGER)
     return sorted({y.module for y in found.layers}), [name for name, *_ in values]
 
 
-def what_bisect_says(device: str, broken: bool) -> str:
-    """Its text, or that of the error that it ends with if a shard of one rank has a NaN."""
+def run_bisect(device: str, broken: bool) -> str:
+    """Return the report of `bisect`, or with a NaN in the shard of one rank its error message."""
     model, x = sharded(device)
     if broken and dist.get_rank():
         with torch.no_grad():
@@ -107,8 +107,8 @@ def trainable(device: str, way: str) -> nn.Module:
     return model
 
 
-def held_back(model: nn.Module, way: str, last: bool) -> AbstractContextManager[object]:
-    """A context whose backward is reduced if it is the last one of a step."""
+def reduce_last(model: nn.Module, way: str, last: bool) -> AbstractContextManager[object]:
+    """Return a context that reduces gradients only in the last backward of a step."""
     if "no_sync" in way and not last:
         return model.no_sync()
     if "no sync" in way:
@@ -119,7 +119,7 @@ def held_back(model: nn.Module, way: str, last: bool) -> AbstractContextManager[
 
 
 def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
-    """Two steps of three backwards: the same bits with and without a tool."""
+    """Two steps of three backwards have equal bits with and without a tool."""
     found = []
     for uses_tool in (False, True):
         torch._dynamo.reset()
@@ -129,7 +129,7 @@ def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
         batches = torch.randn(2, 3, 32, parallel.WIDTH, generator=generator).to(device)
         for step in range(2):
             for i, x in enumerate(batches[step]):
-                with held_back(model, way, i == 2):
+                with reduce_last(model, way, i == 2):
                     loss(model, x).backward()
                 if uses_tool and i == (2 if where == "before the step" else 1):
                     TOOLS[tool](model, 3 * batches[1, 0])
@@ -143,7 +143,7 @@ def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("where", ["between backwards", "before the step"])
 @pytest.mark.parametrize("way", WAYS)
-def test_tools_leave_a_step_alone(two, way, where):
+def test_a_tool_does_not_affect_a_step(two, way, where):
     two(a_step_with_tools, way, "diagnose", where)
 
 
@@ -151,12 +151,12 @@ def test_tools_leave_a_step_alone(two, way, where):
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("tool", [name for name in TOOLS if name != "diagnose"])
 @pytest.mark.parametrize("way", ["ddp views, no_sync", "fsdp no sync"])
-def test_all_tools_leave_a_step_alone(two, way, tool):
+def test_no_tool_affects_a_step(two, way, tool):
     two(a_step_with_tools, way, tool, "between backwards")
 
 
 def warnings_about_a_wrapper(device: str) -> list[str]:
-    """Return what `diagnose` warns of where DistributedDataParallel is compiled in place."""
+    """Return the warnings of `diagnose` if DistributedDataParallel is compiled in place."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Stack().to(device))
     model.compile(backend=fp8pass.backend(EAGER))
@@ -166,12 +166,12 @@ def warnings_about_a_wrapper(device: str) -> list[str]:
     return [str(w.message) for w in caught if "has no effect" in str(w.message)]
 
 
-def test_a_compiled_wrapper_is_not_taken_for_eager(two):
+def test_a_compiled_wrapper_causes_no_warning(two):
     assert two(warnings_about_a_wrapper) == [[], []]
 
 
-def guarded(device: str) -> int:
-    """Alarms in some steps of which the gradient's norm is as PyTorch gives it: distributed."""
+def count_alarms(device: str) -> int:
+    """Return the number of alarms in steps with a gradient norm that is a DTensor."""
     model, x = sharded(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     guard = fp8pass.Guard(None, optimizer, model=model, every=1)
@@ -185,23 +185,23 @@ def guarded(device: str) -> int:
     return len(guard.events)
 
 
-def test_a_guard_takes_distributed_norms(two):
-    assert two(guarded) == [0, 0]
+def test_a_guard_accepts_distributed_norms(two):
+    assert two(count_alarms) == [0, 0]
 
 
 @pytest.mark.long
-def test_layers_are_named_by_their_block(two):
-    """What FSDP2 gathers are other parameters than those of the model."""
+def test_layers_are_named_by_their_blocks(two):
+    """Gathered parameters are not the parameters of the model."""
     (first, values), second = two(names)
     assert (first, values) == second
     assert {f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down")} <= {*first}
-    assert any(name.startswith("up:") for name in values)  # names start at what is compiled
+    assert any(name.startswith("up:") for name in values)  # names start at the compiled module
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("broken", [False, True])
-def test_bisect_decides_alike_on_all_ranks(two, broken):
-    """By gradients of all shards: else one rank looks for more than the other, which waits."""
-    first, second = two(what_bisect_says, broken)
+def test_bisect_decides_equally_on_all_ranks(two, broken):
+    """Decisions use gradients of all shards. Otherwise a rank would wait for the other."""
+    first, second = two(run_bisect, broken)
     assert first == second
     assert ("not finite" if broken else "linear layers and saved tensors in low bits") in first

@@ -1,4 +1,4 @@
-"""Gradients and weights in FP8 on the wire, and the kernels that quantize and add up."""
+"""Packed FP8 gradients and weights, and the kernels that pack, add up and unpack them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fp8pass.distributed.weight_gather import PackedWeights, SendBuffers, ShardK
 from fp8pass.distributed.wire import add_up, pack, packed_bytes
 from fp8pass.weights.quantized_parameter import coded, room_for
 
-# Largest relative error of a code.
+# Largest relative error of an FP8 value.
 ROUNDING = 2.0**-4 + 2.0**-20
 
 
-def unpacked(wire: Tensor, length: int) -> Tensor:
-    """Rows that were sent."""
+def unpack_rows(wire: Tensor, length: int) -> Tensor:
+    """Return the values of packed rows."""
     return add_up(wire.unsqueeze(0), torch.empty(len(wire), length))
 
 
@@ -34,13 +34,13 @@ def unpacked(wire: Tensor, length: int) -> Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
-def test_rows_of_any_length(rows, length, scale, dtype, seed):
+def test_rows_of_any_length_are_packed_with_small_errors(rows, length, scale, dtype, seed):
     x = (torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
     wire = pack(x)
     assert wire.dtype is torch.uint8
     assert wire.shape == (rows, length + length % 2 + 2 * -(-length // 128))
     assert wire.shape[-1] == packed_bytes(length)
-    back = unpacked(wire, length)
+    back = unpack_rows(wire, length)
     group = nn.functional.pad(x.float(), (0, -length % 128)).unflatten(-1, (-1, 128))
     smallest = (group.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).expand_as(group)
     allowed = ROUNDING * x.float().abs() + smallest.flatten(-2)[:, :length]
@@ -48,29 +48,29 @@ def test_rows_of_any_length(rows, length, scale, dtype, seed):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_arrives(value):
+def test_nonfinite_values_arrive_as_nan(value):
     x = torch.ones(2, 300)
     x[1, 200] = value
-    back = unpacked(pack(x), 300)
+    back = unpack_rows(pack(x), 300)
     assert back[0].isfinite().all()
     assert back[1, 128:256].isnan().all()
     assert back[1, :128].isfinite().all()
 
 
 def test_equal_numbers_do_not_shrink():
-    """Scales that are cut to bf16 would shorten the largest of a group, the same way each time."""
+    """Scales truncated to bf16 would always shrink the largest value of a group."""
     for value in (3.0, 0.7, 1.99, 1e-3):
         x = torch.full((1, 256), value)
-        assert ((unpacked(pack(x), 256) - x) / x).abs().max() <= 2.0**-8
+        assert ((unpack_rows(pack(x), 256) - x) / x).abs().max() <= 2.0**-8
 
 
 def test_zeros_arrive_as_zeros():
-    assert not unpacked(pack(torch.zeros(1, 130)), 130).any()
+    assert not unpack_rows(pack(torch.zeros(1, 130)), 130).any()
 
 
 @pytest.mark.parametrize(("ranks", "accepted"), [(2, 0.025), (8, 0.017), (64, 0.008)])
-def test_error_of_a_mean(ranks, accepted):
-    """Gradients with as much noise of their own as they have in common, in one process."""
+def test_the_error_of_a_mean_is_small(ranks, accepted):
+    """The gradients have as much noise as signal."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(1, 1 << 14, generator=generator)
     terms = common + torch.randn(ranks, 1 << 14, generator=generator)
@@ -87,17 +87,17 @@ DEVICES = [
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Kernels take over, in Triton's interpreter on a CPU."""
+    """Enable kernels, which run in Triton's interpreter on a CPU."""
     pytest.importorskip("triton")
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of what is not finite
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of nonfinite values
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [1, 128, 4096 + 3])
-def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
-    """Bit for bit; sums of two terms have one order."""
+def test_kernels_agree_with_pytorch(device, dtype, length, request):
+    """Bits are equal, because sums of two terms have one order."""
     generator = torch.Generator().manual_seed(length)
     rows = torch.randn(4, length, generator=generator).to(device, dtype)
     rows[1] *= 1e-30 if dtype is torch.float32 else 1e-3
@@ -120,7 +120,7 @@ def test_kernels_compute_what_pytorch_does(device, dtype, length, request):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rests_in", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
-def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, shift, request):
+def test_the_kernel_quantizes_weights_like_pytorch(device, rests_in, shift, request):
     generator = torch.Generator().manual_seed(shift)
     matrices = []
     for rows, length in ((6, 48), (5, 5008), (1, 16)):
@@ -144,8 +144,8 @@ def test_rows_of_weights_are_coded_as_graphs_code_them(device, rests_in, shift, 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
-def test_rows_of_weights_are_coded_again_where_they_were(device, shift, fused):
-    """A second launch does not go through Triton; it must not where addresses are others."""
+def test_weights_are_requantized_in_place(device, shift, fused):
+    """A second launch bypasses Triton, which must not happen for other addresses."""
     matrices = [torch.randn(m, 48).to(device) for m in (6, 16)]
     wanted = coded(matrices, torch.bfloat16)
     room = room_for([x.shape for x in matrices], matrices[0].device)
@@ -160,7 +160,7 @@ def test_rows_of_weights_are_coded_again_where_they_were(device, shift, fused):
             assert torch.equal(each.scales, torch.cat([scales[:, 0] for _, scales in wanted]))
 
 
-def test_modules_share_what_they_send_if_their_weights_are_alike():
+def test_modules_with_equal_shards_share_a_send_buffer():
     shards, lone = [torch.ones(4, 16), torch.ones(2, 16)], [torch.ones(8, 16)]
     others = [x.bfloat16() for x in shards]
     buffers = SendBuffers()
@@ -168,7 +168,7 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
     for each in (alike, alike, apart, apart, once):
         buffers.register(each)
     assert buffers.get(alike) is buffers.get(ShardKey.of(shards))
-    assert buffers.get(apart) is not buffers.get(alike)  # which may be gathered with them
+    assert buffers.get(apart) is not buffers.get(alike)  # both may be gathered at once
     assert buffers.get(once) is not buffers.get(once)
 
 
@@ -178,10 +178,10 @@ def test_modules_share_what_they_send_if_their_weights_are_alike():
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("rows", [1, 4], ids=["by words", "aligned"])
-def test_packed_shards_of_all_ranks_make_the_codes_of_whole_weights(
+def test_packed_shards_are_unpacked_to_quantized_weights(
     device, ranks, inference, fuses, rows, monkeypatch, request
 ):
-    """Pieces are shorter and longer than what a program copies."""
+    """Shards are smaller and larger than the block of a program."""
     shapes = (4, 48), (16, 5008), (rows, 32)
     weights = [torch.randn(m * ranks, k).to(device) for m, k in shapes]
     sent = []

@@ -1,14 +1,14 @@
 """Random programs, compiled with fp8pass and compared: `python -m tests.fuzz --seconds 60`.
 
 operators.py   the operators that programs are drawn from
-parts.py       functions that they call
-events.py      what happens between its steps
+parts.py       functions that programs call
+events.py      changes of the model and tools between steps
 program.py     a program as data, and as Python
-drawing.py     draws one
-checks.py      what must hold for it
-shrinking.py   makes one that fails smaller
-script.py      writes it as a script
-workers.py     processes that try programs
+drawing.py     draws programs
+checks.py      checks the results of a program
+shrinking.py   makes a failing program smaller
+script.py      writes a program as a script
+workers.py     processes that run programs
 __main__.py    the command
 """
 
@@ -18,7 +18,7 @@ import os
 import sys
 from pathlib import Path
 
-# What the tests set in conftest.py and find beside it.
+# In a test run conftest.py sets the seed, and pytest adds its folder to the path.
 os.environ.setdefault("FP8PASS_CHECK", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

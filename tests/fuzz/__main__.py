@@ -1,4 +1,4 @@
-"""The command: tries programs, writes those that fail to files, and sums up."""
+"""The command: runs programs, writes failing programs to files, and prints a summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .workers import Result, Settings, results
 
 
 def main() -> int:
-    """Exit code 1 if a program failed."""
+    """Run the command. Return exit code 1 if a program failed."""
     args = _arguments()
     settings = Settings(
         args.seed, args.device, args.inductor_share, args.recipe, args.shrink_seconds
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 class Summary:
-    """What came of all programs so far."""
+    """Statistics of all programs so far."""
 
     def __init__(self) -> None:
         self.programs = 0
@@ -52,7 +52,7 @@ class Summary:
         self.worst = 0.0
 
     def add(self, result: Result) -> None:
-        """Count one."""
+        """Count a result."""
         outcome = result.outcome
         self.programs += 1
         self.compilers[result.compiler] += 1
@@ -72,7 +72,7 @@ class Summary:
             self.slowest = result
 
     def text(self, args: argparse.Namespace, seconds: float) -> str:
-        """The summary."""
+        """Return the summary as text."""
         recipes = sorted({recipe for recipe, _ in self.outcomes})
         lines = [
             f"{self.programs} programs in {seconds:.0f} s, {sum(self.failures.values())} failures"
@@ -111,16 +111,21 @@ def _report(result: Result, args: argparse.Namespace) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     add = parser.add_argument
-    add("--seconds", type=float, help="how long; the default is 60, or until --programs")
-    add("--programs", type=int, help="how many at most")
-    add("--seed", type=int, default=random.randrange(10**6), help="the default changes every time")
+    add("--seconds", type=float, help="time limit; the default is 60, or none with --programs")
+    add("--programs", type=int, help="largest number of programs")
+    add("--seed", type=int, default=random.randrange(10**6), help="seed; the default is random")
     add("--first", type=int, default=0, help="index of the first program")
     add("--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1), help="processes")
-    add("--inductor-share", type=float, default=1 / 15, help="of programs that Inductor compiles")
-    add("--recipe", choices=("exact", "coat", "agoq", "linear"), help="only this one")
+    add(
+        "--inductor-share",
+        type=float,
+        default=1 / 15,
+        help="share of programs that Inductor compiles",
+    )
+    add("--recipe", choices=("exact", "coat", "agoq", "linear"), help="use only this recipe")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--save", type=Path, default=Path("fuzz-failures"), help="folder for programs that fail")
-    add("--shrink-seconds", type=float, default=120.0, help="to make a failure smaller")
+    add("--shrink-seconds", type=float, default=120.0, help="time to shrink a failing program")
     args = parser.parse_args()
     if args.seconds is None and args.programs is None:
         args.seconds = 60.0

@@ -1,4 +1,4 @@
-"""What must hold for a program: equal bits or close gradients, the planned tensors, time."""
+"""Checks of a program: equal bits or close gradients, planned saved tensors, and time."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ SLOWEST = {
 
 @dataclass
 class Outcome:
-    """What came of a program.
+    """The outcome of a program.
 
     Attributes:
-        failure: kind of failure, '' for none: `error`, `bits`, `close`, `codes`, `plan`, `memory`,
-            `slow`, `recompiled`.
+        failure: kind of failure, '' for none: `error`, `bits`, `close`, `plan`, `memory`, `slow`,
+            `recompiled`.
         message: what is wrong.
-        stock: what stock PyTorch gets wrong about it, too.
-        refused: a budget that no plan meets.
+        stock: an error of stock PyTorch on the same program, which excuses fp8pass.
+        refused: whether no plan meets the memory budget.
         seconds: CPU time of compilation and steps.
-        judged, unjudged: tensors that were held against noise, or were too chaotic.
-        worst: largest share of an accepted error.
-        low_bit, fp8: whether it had saves in low bits, linear layers in FP8.
+        judged, unjudged: numbers of tensors that were compared with noise, or too chaotic for it.
+        worst: largest error relative to the accepted error.
+        low_bit, fp8: numbers of quantized saved tensors and of linear layers in FP8.
     """
 
     failure: str = ""
@@ -84,7 +84,7 @@ class Run:
 
 
 class Failed(Exception):
-    """A check that does not hold."""
+    """A check failed."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class Failed(Exception):
 
 
 def check(program: Program, device: str = "cpu") -> Outcome:
-    """Try a program."""
+    """Run a program and its checks."""
     outcome = Outcome()
     try:
         with compat.fresh_compilation(), _same_random_numbers(program):
@@ -112,8 +112,8 @@ def _check(program: Program, device: str, outcome: Outcome) -> None:
             outcome.refused = True
             return
         text = traceback.format_exc(limit=-12)
-        if outcome_of_stock := _stock_error(program, device):
-            outcome.stock = outcome_of_stock
+        outcome.stock = _stock_error(program, device)
+        if outcome.stock:
             return
         raise Failed("error", text) from None
     outcome.seconds = run.seconds
@@ -137,7 +137,7 @@ def _ours(program: Program, device: str) -> Run:
         return _run(program, device, aot_exact)
     spy = Spy()
     backend = Backend(program.config, spy if program.observed else None)
-    with _halves_as(program):
+    with _lower_if_needed(program):
         return _run(program, device, backend, spy)
 
 
@@ -163,7 +163,7 @@ def _stock(program: Program) -> Any:
 
 
 def _stock_error(program: Program, device: str) -> str:
-    """What stock PyTorch raises, '' if it compiles the program."""
+    """Return the error of stock PyTorch, '' if it compiles the program."""
     try:
         _run(program, device, _stock(program))
     except Exception as error:
@@ -197,7 +197,7 @@ def _check_bits(program: Program, device: str, run: Run, outcome: Outcome) -> No
 
 
 def _gap(got: list[TrainingStep], want: list[TrainingStep]) -> float:
-    """The norm of the difference of all gradients."""
+    """Return the norm of the difference of all gradients."""
     pairs = ((a.gradients, b.gradients) for a, b in zip(got, want, strict=True))
     gaps = [
         float((a[name].double() - x.double()).norm())  # type: ignore[union-attr]
@@ -218,38 +218,36 @@ def _equal(got: list[TrainingStep], want: list[TrainingStep]) -> bool:
 
 
 def _keeping_views(program: Program, device: str) -> list[TrainingStep]:
-    """Our steps if what is kept of a part of a tensor is no copy.
+    """Return fp8pass's steps if it saves views instead of copies of parts of tensors.
 
-    Kernels that compute in vectors round some functions differently beside gaps between elements,
-    which a copy does not have.
+    Vectorized kernels round some functions differently for strided tensors than for dense copies.
     """
     copied = Carrier._as_copy
 
-    def kept(self: Carrier, node: Any, decision: Any) -> Any:
+    def save_view(self: Carrier, node: Any, decision: Any) -> Any:
         if node in self.ctx.facts.overwritten:
             return copied(self, node, decision)
         self._cross(node, decision, node)
         return node
 
-    with patch.object(Carrier, "_as_copy", kept):
+    with patch.object(Carrier, "_as_copy", save_view):
         return _ours(program, device).steps
 
 
 def _without_recomputation(program: Program, device: str) -> list[TrainingStep]:
-    """The steps of stock PyTorch if the backward takes nothing but what the forward computed.
+    """Return the steps of stock PyTorch without recomputation.
 
-    PyTorch's own partitioner recomputes from buffers that the forward has changed since, and keeps
-    such buffers themselves.
+    PyTorch's partitioner recomputes from buffers that the forward changes later, and saves such
+    buffers without a copy.
     """
-
     return _stock_steps(program, device, _copy_what_is_written)
 
 
 def _multiplying_copies(program: Program, device: str) -> Iterator[list[TrainingStep]]:
-    """The steps of stock PyTorch if it copies operands of GEMMs with gaps between elements.
+    """Yield the steps of stock PyTorch with dense copies of strided operands of GEMMs.
 
-    GEMMs add up in another order beside gaps, which what we keep does not have. Of equal rows
-    strides do not tell which dimension comes first in a copy: either.
+    GEMMs add up strided and dense operands in different order, and fp8pass saves dense tensors.
+    An expanded operand has two possible layouts of its copy, so both are tried.
     """
     for flipped in (False, True):
         yield _stock_steps(program, device, partial(_copy_operands_with_gaps, flipped=flipped))
@@ -258,7 +256,7 @@ def _multiplying_copies(program: Program, device: str) -> Iterator[list[Training
 def _stock_steps(
     program: Program, device: str, change: Callable[[fx.Graph], None]
 ) -> list[TrainingStep]:
-    """The steps of stock PyTorch after a change of joint graphs, with its simplest partition."""
+    """Return the steps of stock PyTorch with changed joint graphs and its default partitioner."""
 
     def partition(gm: Any, inputs: Any, *, compiler: str = "", **kwargs: Any) -> Any:
         change(gm.graph)
@@ -272,9 +270,9 @@ def _stock_steps(
 
 
 def _copy_operands_with_gaps(graph: fx.Graph, *, flipped: bool) -> None:
-    """Have each GEMM of a joint graph read dense copies, with the strides in the same order.
+    """Make each GEMM of a joint graph read dense copies, with strides in the same order.
 
-    If `flipped`, those of expanded operands are transposes of copies of their transposes.
+    If `flipped`, expanded operands are copied with the other order of strides.
     """
     aten = torch.ops.aten
     for gemm in graph.nodes:
@@ -299,7 +297,7 @@ def _copy_operands_with_gaps(graph: fx.Graph, *, flipped: bool) -> None:
 
 
 def _copy_what_is_written(graph: fx.Graph) -> None:
-    """Have a joint graph read a copy of each input that it writes to at its end."""
+    """Make a joint graph read a copy of each input that it writes to at its end."""
     inputs = graph.find_nodes(op="placeholder")
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {write.args[0] for write in writes}.intersection(inputs)
@@ -327,7 +325,7 @@ def _check_closeness(program: Program, device: str, run: Run, outcome: Outcome) 
 
 
 def _expected_error(program: Program, device: str) -> float:
-    """The largest error of a gradient that the plan expects of one saved value."""
+    """Return the largest error of a gradient that the plan expects from a saved tensor."""
     plans = _ours(program.changed(observed=True), device).spy.plans
     return max((s.expected_error for plan in plans for s in plan.saved), default=0.0)
 
@@ -347,7 +345,7 @@ def _reference(program: Program, device: str) -> Reference:
 
 
 def _check_recompilations(program: Program, device: str, run: Run) -> None:
-    """Sizes that stock PyTorch lets vary are not fixed by guards of ours."""
+    """Check that guards of fp8pass do not cause more recompilations than stock PyTorch."""
     if len(run.spy.plans) < 2:
         return
     compiled = []
@@ -364,10 +362,10 @@ def _check_recompilations(program: Program, device: str, run: Run) -> None:
 
 
 def _check_plan(program: Program, device: str, run: Run) -> None:
-    """What autograd keeps is what the plan says, and no more than stock PyTorch would.
+    """Check that autograd saves the planned tensors, and no more bytes than with stock PyTorch.
 
-    Recipe `exact` has codes as large as values, and keeps some beside them; its lowered `transpose`
-    is a view.
+    Recipe `exact` is an exception: its quantized tensors are as large as values and saved in
+    addition, and its lowered `transpose` is a view.
     """
     plan = run.spy.plan
     contiguous = all(i.layout == "contiguous" for i in program.inputs.values())
@@ -379,25 +377,25 @@ def _check_plan(program: Program, device: str, run: Run) -> None:
         batch = program.batch(0, device)
         held = [x for x in batch if x.requires_grad]
         try:
-            kept = count_saved(run.program, batch, [*held, *run.model.buffers()])
+            saved = count_saved(run.program, batch, [*held, *run.model.buffers()])
         except AssertionError as error:
             raise Failed("plan", str(error)) from None
         planned = count_planned(plan)
-        if kept != planned:
-            more, less = dict(kept - planned), dict(planned - kept)
-            raise Failed("plan", f"kept but not planned {more}, planned but not kept {less}")
-    # Stock PyTorch does not keep what buffers were before the forward wrote to them.
+        if saved != planned:
+            more, less = dict(saved - planned), dict(planned - saved)
+            raise Failed("plan", f"saved but not planned {more}, planned but not saved {less}")
+    # Stock PyTorch does not save the values of buffers before the forward writes to them.
     allowed = 64 + sum(b.nbytes for b in run.model.buffers())
-    # For a mask of what a checkpointed region returns it runs the region's last GEMM once more.
+    # Stock PyTorch repeats the last GEMM of a checkpointed region instead of saving a mask.
     if any(instruction.operator == "checkpointed" for instruction in program.code):
         allowed += sum(s.bytes for s in plan.saved if s.dtype == "bool")
     if not exact and plan.saved_bytes > (plan.stock_bytes or 0) * 1.02 + allowed:
-        raise Failed("memory", f"keeps {plan.saved_bytes} bytes, stock {plan.stock_bytes}")
+        raise Failed("memory", f"saves {plan.saved_bytes} bytes, stock {plan.stock_bytes}")
 
 
 @contextlib.contextmanager
-def _halves_as(program: Program) -> Iterator[None]:
-    """Halves are not looked at, which takes long; `lowered` ones are run op by op."""
+def _lower_if_needed(program: Program) -> Iterator[None]:
+    """Skip lowering that no code needs, and run `lowered` graphs op by op."""
     interpreted = lambda gm, inputs, **kwargs: compat.interpret(gm)  # noqa: E731
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(Compilation, "shows_halves", False))
@@ -408,7 +406,7 @@ def _halves_as(program: Program) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_random_numbers(program: Program) -> Iterator[None]:
-    """Have Inductor draw what eager PyTorch draws, where results are compared with that."""
+    """Make Inductor draw the random numbers of eager PyTorch if results are compared with it."""
     if program.is_bitwise:
         yield
     else:

@@ -1,4 +1,4 @@
-"""Draws programs: every instruction is tried in eager PyTorch before it is taken."""
+"""Draw programs. Each instruction must run in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("save_format", ("e2m3", "e2m2", "e4m3", "none")),
     ("quantize_lm_head", (True,)),
 )
-# Recipes whose weights have a scale for each row, so that their codes can be inputs.
 
 
 def draw(seed: int, index: int, inductor_share: float = 0.0, recipe: str | None = None) -> Program:
-    """The program of that index in a run; the same for the same arguments."""
+    """Draw a program, which depends on the arguments only."""
     rng = rng_of(seed, index)
     for _ in range(50):
         program = _Drawing(rng).program(inductor_share, recipe)
@@ -44,7 +43,7 @@ def draw(seed: int, index: int, inductor_share: float = 0.0, recipe: str | None 
 
 
 def runs(program: Program) -> bool:
-    """Whether eager PyTorch runs it, in its dtype and in fp64: finite results, a gradient."""
+    """Whether eager PyTorch runs a program in its dtype and in fp64, with finite gradients."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -61,20 +60,20 @@ def runs(program: Program) -> bool:
 
 
 def in_mode(program: Program, device: str = "cpu") -> Any:
-    """How a step runs the model: under autocast, or as it is."""
+    """Return a wrapper of the model that enables autocast if the program needs it."""
 
-    def wrapped(run: Any) -> Any:
+    def wrap(run: Any) -> Any:
         def under_autocast(*args: Any) -> Any:
             with torch.autocast(device, torch.bfloat16):
                 return run(*args)
 
         return under_autocast if program.dtype == "autocast" else run
 
-    return wrapped
+    return wrap
 
 
 class _Drawing:
-    """One attempt: the values so far, computed in eager PyTorch."""
+    """An attempt to draw a program, with its values so far, computed in eager PyTorch."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -107,12 +106,12 @@ class _Drawing:
             self.seed, self.inputs, self.parameters, tuple(self.code), self._draw_returned(),
             tuple(batches), self._draw_dtype(), dynamic, drawn, events=self._draw_events(batches),
         )  # fmt: skip
-        program = self._with_options(without_unused(program), inductor_share)
+        program = self._with_options(remove_unused(program), inductor_share)
         return program if _has_reference(program) else None
 
     def _draw_events(self, batches: list[dict[str, int]]) -> tuple[str, ...]:
         names = ("", *EVENTS, *TOOLS)
-        weights = (len(names), *[1] * (len(names) - 1))  # as often nothing as something
+        weights = (len(names), *[1] * (len(names) - 1))  # no event in half of the steps
         return tuple(self.rng.choices(names, weights, k=len(batches) - 1))
 
     def _draw_dtype(self) -> str:
@@ -162,7 +161,7 @@ class _Drawing:
             self._take("embedding", EMBEDDING, (name,))
 
     def _draw_instruction(self) -> None:
-        """Try until an instruction runs and its result is worth computing with."""
+        """Draw until an instruction runs and its result is usable."""
         weights = [weight for weight, _ in FAMILIES.values()]
         for _ in range(20):
             family = self.rng.choices(list(FAMILIES), weights)[0]
@@ -173,7 +172,7 @@ class _Drawing:
                 return
 
     def _draw_operands(self, count: int) -> tuple[str, ...] | None:
-        """Names of values, later ones more often; most often all of one shape."""
+        """Draw names of values. Later values and equal shapes are more frequent."""
         names = [n for n, v in self.values.items() if v.is_floating_point() and v.ndim > 1]
         if not names:
             return None
@@ -183,15 +182,15 @@ class _Drawing:
         return (first, *(self.rng.choice(pool) for _ in range(count - 1)))
 
     def _take(self, name: str, operator: Operator, operands: tuple[str, ...]) -> bool:
-        """Append an instruction if it runs; whether it did."""
+        """Append an instruction if it runs. Return whether it did."""
         width = self.values[operands[0]].shape[-1] if operator is not EMBEDDING else 0
         n = self.rng.choice(WIDTHS)
-        parameters = [self._declared(s, width, n, False) for s in operator.parameters]
-        buffers = [self._declared(s, width, n, True) for s in operator.buffers]
+        parameters = [self._draw_parameter(s, width, n, False) for s in operator.parameters]
+        buffers = [self._draw_parameter(s, width, n, True) for s in operator.buffers]
         names = tuple(p for p, _ in parameters), tuple(b for b, _ in buffers)
         instruction = Instruction(f"v{len(self.code)}", name, operands, *names)
         new = {p: q for p, q in (*parameters, *buffers) if p not in self.parameters}
-        value = self._computed(instruction, new)
+        value = self._compute(instruction, new)
         if value is None:
             return False
         self.parameters.update(new)
@@ -199,8 +198,8 @@ class _Drawing:
         self.values[instruction.name] = value
         return True
 
-    def _declared(self, shape: Shape, d: int, n: int, buffer: bool) -> tuple[str, Parameter]:
-        """One that there is already, now and then, or a new one."""
+    def _draw_parameter(self, shape: Shape, d: int, n: int, buffer: bool) -> tuple[str, Parameter]:
+        """Draw a new parameter or buffer, or sometimes an existing one."""
         sizes = tuple({"d": d, "n": n}.get(s, s) if isinstance(s, str) else s for s in shape)
         alike = [
             name for name, p in self.parameters.items() if p.shape == sizes and p.buffer == buffer
@@ -213,7 +212,7 @@ class _Drawing:
             sizes, trained and not buffer, buffer
         )
 
-    def _computed(self, instruction: Instruction, new: dict[str, Parameter]) -> Tensor | None:
+    def _compute(self, instruction: Instruction, new: dict[str, Parameter]) -> Tensor | None:
         for name, p in new.items():
             scale = p.shape[1] ** 0.5 if len(p.shape) > 1 else 8
             value = torch.randn(p.shape) / scale + (0 if len(p.shape) > 1 else 1)
@@ -224,10 +223,10 @@ class _Drawing:
             value = eval(instruction.expression(), namespace)
         except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
             return None
-        return value if _worth(value) else None
+        return value if _is_usable(value) else None
 
     def _draw_returned(self) -> tuple[str, ...]:
-        """The last value that nobody reads, and up to two more."""
+        """Draw the returned values: all unread values and up to two more."""
         names = [i.name for i in self.code]
         more = self.rng.sample(names, min(len(names), self.rng.choice((0, 0, 1, 2))))
         read = {o for i in self.code for o in i.operands}
@@ -235,7 +234,7 @@ class _Drawing:
         return tuple(dict.fromkeys([*ends, *more]))
 
 
-def _worth(value: Any) -> bool:
+def _is_usable(value: Any) -> bool:
     """Whether a value is a tensor of usual size and magnitude."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return False
@@ -246,9 +245,9 @@ def _worth(value: Any) -> bool:
 
 
 def _has_reference(program: Program) -> bool:
-    """Whether there is a run to compare with that is right and draws the same random numbers.
+    """Whether a correct reference draws the same random numbers.
 
-    Stock PyTorch is not where a forward writes to buffers, eager PyTorch draws others.
+    Stock PyTorch can be wrong if a forward writes to buffers. Eager PyTorch draws other numbers.
     """
     operators = [OPERATORS[i.operator] for i in program.code]
     writes = any(o.buffers for o in operators)
@@ -260,8 +259,8 @@ def _has_reference(program: Program) -> bool:
     return not (narrow and any(o.ties for o in operators))
 
 
-def without_unused(program: Program) -> Program:
-    """The same without what no instruction or result uses."""
+def remove_unused(program: Program) -> Program:
+    """Remove unused instructions, parameters and inputs."""
     code: list[Instruction] = []
     needed = set(program.returned)
     writes = ("_(", "moving_average", "read_before", "counted", "observed", "batch_norm", "half_")

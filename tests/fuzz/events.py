@@ -1,4 +1,4 @@
-"""What a user does between two steps: writes weights, freezes and unfreezes, runs tools."""
+"""Actions of a user between two steps: write weights, freeze or unfreeze them, run tools."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Tool = Callable[[Any, Sequence[Any]], object]
 
 @torch.no_grad()
 def scale_weights(model: nn.Module) -> None:
-    """As clipping and weight decay of the user's own do."""
+    """Scale weights, as custom clipping and weight decay do."""
     for parameter in model.parameters():
         parameter.mul_(0.75)
 
 
 @torch.no_grad()
 def copy_to_weights(model: nn.Module) -> None:
-    """As swapping in averages does."""
+    """Overwrite weights, as swapping in averages does."""
     for parameter in model.parameters():
         parameter.copy_(parameter.flip(0))
 
@@ -34,7 +34,7 @@ def load_weights(model: nn.Module) -> None:
 
 
 def replace_data(model: nn.Module) -> None:
-    """Give parameters other memory."""
+    """Replace the memory of parameters."""
     for parameter in model.parameters():
         parameter.data = 0.75 * parameter.data
 
@@ -45,7 +45,7 @@ def freeze_a_weight(model: nn.Module) -> None:
 
 
 def unfreeze_weights(model: nn.Module) -> None:
-    """Train everything."""
+    """Unfreeze all weights."""
     model.requires_grad_(True)
 
 
@@ -63,7 +63,7 @@ EVENTS: dict[str, Event] = {
 
 
 def loss_of(model: Callable[..., Any], batch: Sequence[Any]) -> Tensor:
-    """A loss of everything that a program returns."""
+    """Return a loss of all results of a program."""
     results = [y for y in model(*batch) if y.requires_grad]
     return torch.stack([y.float().square().mean() for y in results]).sum()
 
@@ -79,9 +79,9 @@ def calibrate(model: Any, batch: Sequence[Any]) -> object:
 
 
 def explain(model: Any, batch: Sequence[Any]) -> object:
-    """Explain the model as it is compiled."""
+    """Explain the compiled model."""
     return fp8pass.explain(model, *batch)
 
 
-# Only the compiled model has these; they must change nothing.
+# Tools run on the compiled model only, and must not change it.
 TOOLS: dict[str, Tool] = {f.__name__: f for f in (diagnose, calibrate, explain)}

@@ -1,4 +1,4 @@
-"""Programs that failed once, as the fuzzer found and shrunk them."""
+"""Programs that failed once, found and shrunk by the fuzzer."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ FOUND = {
         path="inductor",
         observed=False,
     ),
-    "codes of shared tokens made again": Program(
+    "requantized tokens of several experts": Program(
         seed=656262,
         inputs={"x0": Input(dims=("S", 32), kind="float", grad=True, layout="contiguous")},
         parameters={
@@ -187,7 +187,7 @@ FOUND = {
         path="inductor",
         observed=False,
     ),
-    "a norm of what only rounding tells apart": Program(
+    "a norm of values that differ by rounding only": Program(
         seed=604530,
         inputs={"x0": Input(dims=("B", "S"), kind="ids", grad=False, layout="contiguous")},
         parameters={

@@ -1,8 +1,8 @@
 """The operators that programs are drawn from.
 
-An operator is a template of Python: `{0}` to `{2}` are operands; `{p0}`, `{p1}` parameters and
-`{b0}` buffers, whose shapes are given in the width of the first operand, `d`, and a drawn width,
-`n`. Operands that do not suit are no harm: what eager PyTorch refuses is not drawn.
+An operator is a template of a Python expression. `{0}` to `{2}` are operands, `{p0}` and `{p1}`
+parameters, `{b0}` buffers. In shapes `d` is the width of the first operand, `n` a drawn width.
+Operands may be invalid, because programs that eager PyTorch refuses are not used.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Operator:
-    """One line of a program.
+    """An operator of programs.
 
     Attributes:
         template: a Python expression.
-        operands: how many values it reads.
-        parameters, buffers: the shapes of those it uses.
-        weight: how often it is drawn, beside 1 for most.
-        random: draws random numbers in a way that depends on the compiler.
-        ties: its gradient compares for equality, which stock Inductor gets wrong in 16 bits: it
-            compares a value computed in fp32 with a maximum rounded to 16 bits, and divides by 0.
+        operands: number of operands.
+        parameters, buffers: shapes of its parameters and buffers.
+        weight: how often it is drawn; 1 for most operators.
+        random: whether its random numbers depend on the compiler.
+        ties: whether its gradient compares for equality, which is wrong in stock Inductor in 16
+            bits: a value in fp32 is compared with a maximum rounded to 16 bits, then divided by 0.
     """
 
     template: str

@@ -1,4 +1,4 @@
-"""Functions that drawn programs call; a written program has a copy of those that it needs."""
+"""Functions that programs call. Scripts of programs contain copies of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    if k.shape[:-1] != v.shape[:-1]:  # which PyTorch does not check, and reads beyond their ends
+    if k.shape[:-1] != v.shape[:-1]:  # PyTorch does not check this, and reads out of bounds
         raise ValueError("keys and values of other lengths")
     heads = [x.unflatten(-1, (2, -1)).transpose(-2, -3) for x in (q, k, v)]
     y = F.scaled_dot_product_attention(*heads, is_causal=causal)

@@ -1,4 +1,4 @@
-"""A program as data: what it declares, a list of instructions, and how it is compiled and run."""
+"""A program as data: parameters, inputs, instructions, and how it is compiled and run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Parameter:
     buffer: bool = False
 
     def changed(self, **changes: Any) -> Parameter:
-        """A copy with other fields."""
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -47,10 +47,10 @@ class Input:
     """An input of the model.
 
     Attributes:
-        dims: sizes; a text names one that varies between batches.
+        dims: sizes; a string names a size that varies between batches.
         kind: `float`, or `ids` for token ids.
         grad: whether it requires a gradient.
-        layout: how it lies in memory.
+        layout: layout in memory.
     """
 
     dims: tuple[int | str, ...]
@@ -59,7 +59,7 @@ class Input:
     layout: str = "contiguous"
 
     def changed(self, **changes: Any) -> Input:
-        """A copy with other fields."""
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -74,11 +74,11 @@ class Instruction:
     buffers: tuple[str, ...] = ()
 
     def with_operands(self, named: Mapping[str, str]) -> Instruction:
-        """The same where operands have other names."""
+        """Return a copy with other names of operands."""
         return dataclasses.replace(self, operands=tuple(named.get(o, o) for o in self.operands))
 
     def expression(self) -> str:
-        """Its right-hand side."""
+        """Return the right-hand side."""
         named = {f"p{i}": f"self.{p}" for i, p in enumerate(self.parameters)}
         named |= {f"b{i}": f"self.{b}" for i, b in enumerate(self.buffers)}
         return OPERATORS[self.operator].template.format(*self.operands, **named)
@@ -86,22 +86,22 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """A drawn program and how to try it.
+    """A drawn program and how to run it.
 
     Attributes:
-        seed: of parameters and inputs.
+        seed: seed of parameters and inputs.
         inputs, parameters: by name.
         code: the instructions.
-        returned: names of the values that it returns.
-        batches: the sizes that vary, for every step.
-        events: what the user does before every step but the first, '' for nothing (events.py).
-        dtype: of parameters and inputs, or `autocast`: fp32 under autocast to bf16.
-        dynamic: whether it is compiled for sizes that vary.
+        returned: names of the returned values.
+        batches: sizes by name, for each step.
+        events: actions of the user before each step but the first (events.py), '' for none.
+        dtype: dtype of parameters and inputs, or `autocast`: fp32 under autocast to bf16.
+        dynamic: whether it is compiled with dynamic shapes.
         recipe, options: how it is compiled.
         compiler: what runs the rewritten graphs: `eager`, op by op; `lowered`, op by op after the
-            passes on halves; `inductor`.
+            passes on forward and backward graphs; `inductor`.
         path: the reference of recipe `exact`: `aot`, `inductor`.
-        observed: whether the plan is compared with what autograd keeps, which takes longer.
+        observed: whether the plan is compared with the tensors that autograd saves.
     """
 
     seed: int
@@ -120,27 +120,27 @@ class Program:
     events: tuple[str, ...] = ()
 
     def changed(self, **changes: Any) -> Program:
-        """A copy with other fields."""
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
     @property
     def config(self) -> Config:
-        """What it is compiled with."""
+        """Return the configuration of the compilation."""
         compiler = "eager" if self.compiler == "eager" else "inductor"
         return Config.recipe(self.recipe, compiler=compiler, **self.options)
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether it is compared with the reference bit by bit."""
+        """Whether results must equal the reference bit by bit."""
         return self.recipe == "exact" and self.compiler == "eager"
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of parameters and inputs."""
+        """Return the dtype of parameters and inputs."""
         return torch.float32 if self.dtype == "autocast" else getattr(torch, self.dtype)
 
     def used(self) -> set[str]:
-        """The names that its instructions and its results mention."""
+        """Return all names in instructions and results."""
         found = set(self.returned)
         for i in self.code:
             found.update(i.operands, i.parameters, i.buffers)
@@ -149,7 +149,7 @@ class Program:
     # --- as Python --------------------------------------------------------------------------------
 
     def model_source(self) -> str:
-        """The model as a class."""
+        """Return the source of the model's class."""
         return "\n".join(
             [
                 "class Model(nn.Module):",
@@ -166,7 +166,7 @@ class Program:
         )
 
     def _declarations(self) -> Iterator[str]:
-        # Error rules expect what enters a norm to have no mean, as biases near 1 would give it.
+        # Biases have mean 0, because error rules assume that inputs of norms have no mean.
         biases = {i.parameters[-1] for i in self.code if i.operator in ("bias", "biased")}
         for name, p in self.parameters.items():
             size = ", ".join(map(str, p.shape))
@@ -182,7 +182,7 @@ class Program:
             yield f"self.{name} = nn.Parameter({value}{trained})"
 
     def helper_source(self) -> str:
-        """The functions that the model calls."""
+        """Return the source of the functions that the model calls."""
         called = self.model_source()
         return "\n\n".join(
             inspect.getsource(value)
@@ -193,7 +193,7 @@ class Program:
     # --- as a model -------------------------------------------------------------------------------
 
     def model(self, device: str = "cpu") -> nn.Module:
-        """The model, with its parameters."""
+        """Return the model with its parameters."""
         source = self.model_source()
         file = f"/fuzzed/{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
@@ -202,8 +202,8 @@ class Program:
         return namespace["Model"]().to(self.torch_dtype).to(device)
 
     def batch(self, index: int, device: str = "cpu") -> list[Tensor]:
-        """The inputs of one step."""
-        # Not the seed of the parameters: a batch would be the same numbers as the first of them.
+        """Return the inputs of a step."""
+        # With the seed of the parameters a batch would have the numbers of the first parameter.
         generator = torch.Generator().manual_seed(self.seed + 1 + index)
         sizes = self.batches[index]
         return [
@@ -216,12 +216,12 @@ class Program:
         ]
 
     def act(self, model: nn.Module, index: int) -> None:
-        """Change the model as the user does before a step."""
+        """Change the model before a step, as its event demands."""
         if event := EVENTS.get(self._event(index)):
             event(model)
 
     def use_tools(self, compiled: Any, index: int, batch: Sequence[Any]) -> None:
-        """Run the tools that the user runs before a step."""
+        """Run a tool before a step, if its event is a tool."""
         if tool := TOOLS.get(self._event(index)):
             tool(compiled, batch)
 
@@ -229,14 +229,14 @@ class Program:
         return self.events[index - 1] if 0 < index <= len(self.events) else ""
 
     def all_batches(self, device: str = "cpu") -> list[list[Tensor]]:
-        """The inputs of every step."""
+        """Return the inputs of all steps."""
         return [self.batch(i, device) for i in range(len(self.batches))]
 
 
 def make_input(
     kind: str, shape: list[int], layout: str, generator: torch.Generator, dtype: torch.dtype
 ) -> Tensor:
-    """A random input in one of several layouts."""
+    """Return a random input with a layout."""
     if kind == "ids":
         return torch.randint(48, shape, generator=generator)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
@@ -250,5 +250,5 @@ def make_input(
 
 
 def rng_of(seed: int, index: int) -> random.Random:
-    """The random numbers of one program of a run."""
+    """Return the random number generator of a program of a run."""
     return random.Random(f"{seed}/{index}")

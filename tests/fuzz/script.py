@@ -1,4 +1,4 @@
-"""A program that fails as a Python file: the model as one would write it, and a check of it."""
+"""Failing programs as scripts, with the source of the model and a check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 {model}
 
-# The same as data, with inputs and options: what the check below runs.
+# The program as data, with inputs and options. The check below runs it.
 PROGRAM = """
 {data}
 """
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 def save(program: Program, outcome: Outcome, folder: Path, title: str, device: str) -> Path:
-    """Write a program as a script of its own."""
+    """Write a program as a script, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(repr(program).encode()).hexdigest()[:8]
     path = folder / f"{outcome.failure}_{program.recipe}_{digest}.py"
@@ -62,13 +62,13 @@ def save(program: Program, outcome: Outcome, folder: Path, title: str, device: s
 
 
 def parse(text: str) -> Program:
-    """The program that `repr` wrote."""
+    """Parse the `repr` of a program."""
     names = {c.__name__: c for c in (Program, Input, Instruction, Parameter)}
     return eval(text, names)
 
 
 def reproduce(text: str, device: str) -> int:
-    """Try a program again, and say what comes of it; the exit code is 1 if it fails."""
+    """Check a program again and print the outcome. Return exit code 1 if it fails."""
     outcome = check(parse(text), device)
     print(outcome.failure or "passes", outcome.message, sep="\n")
     return int(bool(outcome.failure))

@@ -1,4 +1,4 @@
-"""Makes a program that fails smaller, as long as it fails in the same way."""
+"""Shrink a failing program as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from .checks import Outcome
-from .drawing import runs, without_unused
+from .drawing import remove_unused, runs
 from .program import Program
 
 Check = Callable[[Program], Outcome]
 
 
 def shrink(program: Program, failure: str, check: Check, seconds: float = 120.0) -> Program:
-    """A smaller program with the same kind of failure, the best that is found in that time."""
+    """Return the smallest program with the same kind of failure that is found in the time."""
     end = time.monotonic() + seconds
     shrunk = True
     while shrunk and time.monotonic() < end:
@@ -28,7 +28,7 @@ def shrink(program: Program, failure: str, check: Check, seconds: float = 120.0)
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Simpler programs, those first that leave out most."""
+    """Yield simpler programs, the simplest first."""
     yield from _fewer_results(program)
     yield from _fewer_instructions(program)
     yield from _simpler_compilation(program)
@@ -40,23 +40,23 @@ def _smaller(program: Program) -> Iterator[Program]:
 def _fewer_results(program: Program) -> Iterator[Program]:
     for name in program.returned:
         if len(program.returned) > 1:
-            yield without_unused(program.changed(returned=(name,)))
+            yield remove_unused(program.changed(returned=(name,)))
     for name in program.returned:
         rest = tuple(r for r in program.returned if r != name)
         if rest:
-            yield without_unused(program.changed(returned=rest))
+            yield remove_unused(program.changed(returned=rest))
 
 
 def _fewer_instructions(program: Program) -> Iterator[Program]:
-    """Without an instruction: who reads it reads one of its operands, or is left out, too."""
-    for gone in reversed(program.code):
-        for operand in dict.fromkeys(gone.operands):
-            named = {gone.name: operand}
-            code = tuple(i.with_operands(named) for i in program.code if i is not gone)
+    """Yield programs without an instruction. Its readers read one of its operands instead."""
+    for removed in reversed(program.code):
+        for operand in dict.fromkeys(removed.operands):
+            named = {removed.name: operand}
+            code = tuple(i.with_operands(named) for i in program.code if i is not removed)
             results = tuple(dict.fromkeys(named.get(r, r) for r in program.returned))
             computed = tuple(r for r in results if r not in program.inputs)
             if computed:
-                yield without_unused(program.changed(code=code, returned=computed))
+                yield remove_unused(program.changed(code=code, returned=computed))
 
 
 def _simpler_compilation(program: Program) -> Iterator[Program]:
@@ -79,9 +79,9 @@ def _simpler_compilation(program: Program) -> Iterator[Program]:
 
 
 def _simpler_inputs(program: Program) -> Iterator[Program]:
-    for name, given in program.inputs.items():
+    for name, value in program.inputs.items():
         for change in ({"layout": "contiguous"}, {"grad": False}):
-            simpler = given.changed(**change)
+            simpler = value.changed(**change)
             yield program.changed(inputs={**program.inputs, name: simpler})
 
 
@@ -104,10 +104,10 @@ def _smaller_sizes(program: Program) -> Iterator[Program]:
 
 
 def _renamed_width(program: Program, width: int, smaller: int) -> Program:
-    """The same with one width for another, wherever it occurs."""
+    """Replace a width by a smaller width everywhere."""
 
-    def sizes(given: tuple) -> tuple:
-        return tuple(smaller if d == width else d for d in given)
+    def sizes(dims: tuple) -> tuple:
+        return tuple(smaller if d == width else d for d in dims)
 
     return program.changed(
         inputs={n: i.changed(dims=sizes(i.dims)) for n, i in program.inputs.items()},

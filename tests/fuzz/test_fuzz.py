@@ -1,7 +1,7 @@
-"""A few random programs, and what the fuzzer itself must see.
+"""A few random programs, and tests of the fuzzer itself.
 
-`make test` tries the same ones every time, so that it fails for what changed; `make test-long` and
-`python -m tests.fuzz` look for new ones.
+`make test` always runs the same programs, so that a failure is caused by a change. `make test-long`
+and `python -m tests.fuzz` run new programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .operators import OPERATORS
 from .program import Input, Instruction, Parameter, Program
 from .script import parse, save
 from .shrinking import shrink
-from .workers import Settings, guarded, results
+from .workers import Settings, check_safely, results
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SEED = int(os.environ["FP8PASS_SEED"]) if LONG else 7
@@ -38,40 +38,40 @@ PROGRAMS, SECONDS = (500, 1200.0) if LONG else (16, 8.0)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As the fuzzer's processes have: programs are too small to be shared between cores."""
+    """Use one thread like the processes of the fuzzer, because programs are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def fails(program: Program, outcome: Outcome, folder) -> str:
-    """What to say of a program that fails."""
-    smaller = shrink(program, outcome.failure, lambda p: guarded(p, "cpu"), 60)
-    outcome = guarded(smaller, "cpu")
+def describe_failure(program: Program, outcome: Outcome, folder) -> str:
+    """Shrink a failing program, and return a description with its script."""
+    smaller = shrink(program, outcome.failure, lambda p: check_safely(p, "cpu"), 60)
+    outcome = check_safely(smaller, "cpu")
     path = save(smaller, outcome, folder, f"FP8PASS_SEED={SEED}", "cpu")
     return f"{outcome.failure}: {outcome.message}\n{path.read_text()}"
 
 
-def test_random_programs(tmp_path):
+def test_random_programs_pass(tmp_path):
     end = time.monotonic() + SECONDS
     for index in range(PROGRAMS):
         program = draw(SEED, index, inductor_share=1 / 30 if LONG else 0.0)
-        outcome = guarded(program, "cpu")
-        assert not outcome.failure, fails(program, outcome, tmp_path)
+        outcome = check_safely(program, "cpu")
+        assert not outcome.failure, describe_failure(program, outcome, tmp_path)
         if time.monotonic() > end:
             break
 
 
 @pytest.mark.gpu
-def test_random_programs_on_a_gpu(tmp_path):
+def test_random_programs_pass_on_a_gpu(tmp_path):
     for index in range(PROGRAMS):
-        outcome = guarded(draw(SEED, index, inductor_share=1 / 4), "cuda")
+        outcome = check_safely(draw(SEED, index, inductor_share=1 / 4), "cuda")
         assert not outcome.failure, outcome.message
 
 
 def wrong_decode(codes, fmt):
-    """Loses the rows after the first."""
+    """Lose all rows but the first."""
     values = original_decode(codes, fmt)
     values[1:] = 0
     return values
@@ -82,7 +82,7 @@ original_decode = ops.decode
 
 @pytest.mark.long
 def test_a_planted_bug_is_found_and_shrunk(tmp_path):
-    """Half of what is saved in low bits is lost."""
+    """The bug loses rows of quantized saved tensors."""
     with patch.object(ops, "decode", wrong_decode):
         for index in range(60):
             program = draw(3, index, recipe="coat").changed(compiler="eager")
@@ -103,7 +103,7 @@ def test_a_planted_bug_is_found_and_shrunk(tmp_path):
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_failed_once(name):
+def test_programs_that_failed_once_pass(name):
     outcome = check(FOUND[name])
     assert not outcome.failure, outcome.message
 
@@ -134,8 +134,8 @@ EVENTFUL = Program(
 
 
 @pytest.mark.parametrize("event", [*EVENTS, *TOOLS])
-def test_what_a_user_does_between_two_steps(event):
-    """The second step must notice what was written."""
+def test_actions_between_two_steps_are_handled(event):
+    """The second step must use the written values."""
     outcome = check(EVENTFUL.changed(events=(event,)))
     assert not outcome.failure, outcome.message
     assert outcome.judged
@@ -148,13 +148,13 @@ def test_a_step_that_ignores_a_write_is_found():
     assert checks._reference(program, "cpu").judge(steps).complaints
 
 
-def dies(settings: Settings, index: int) -> None:
+def exit_process(settings: Settings, index: int) -> None:
     os._exit(index)
 
 
 @pytest.mark.long
 def test_a_process_that_dies_is_a_failure_of_its_program():
-    (found,) = results(Settings(), 3, 1, None, 1, dies)
+    (found,) = results(Settings(), 3, 1, None, 1, exit_process)
     assert found.index == 3
     assert found.outcome.failure == "crash"
     assert "exit code 3" in found.outcome.message
@@ -170,7 +170,7 @@ def reference(recipe: str) -> Reference:
     return Reference(model, lambda: [(x.detach().clone().requires_grad_(),)], formats)
 
 
-def changed(wanted: TrainingStep, change) -> TrainingStep:
+def change_gradient(wanted: TrainingStep, change) -> TrainingStep:
     steps = copy.deepcopy(wanted)
     steps.gradients["up.weight"] = change(steps.gradients["up.weight"])
     return steps
@@ -189,26 +189,26 @@ WRONG = {
 
 
 @pytest.mark.parametrize("recipe", ["exact", "coat", "agoq"])
-def test_wrong_gradients_are_seen(recipe):
+def test_wrong_gradients_are_found(recipe):
     known = reference(recipe)
     for name, change in WRONG.items():
-        verdict = known.judge([changed(known.plain[0], change)])
+        verdict = known.judge([change_gradient(known.plain[0], change)])
         assert verdict.complaints, name
         assert not verdict.unjudged
     assert not known.judge(known.plain).complaints
 
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq", "linear"])
-def test_what_rounding_does_is_accepted(recipe):
+def test_errors_of_rounding_are_accepted(recipe):
     known = reference(recipe)
     x = known.batches()[0][0]
     program = torch.compile(known.model, backend="fp8pass", options={"compiler": "eager"})
     verdict = known.judge([step(program, known.model, (x,))])
     assert not verdict.complaints
-    assert verdict.worst > 0.1  # and not much more than that
+    assert verdict.worst > 0.1  # the accepted error is not much larger
 
 
-def test_grids_are_those_of_the_formats():
+def test_grids_agree_with_the_formats():
     x = torch.randn(4096) * 2.0 ** torch.randint(-12, 9, (4096,))
     for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         clamped = x.clamp(-GRIDS[name].largest, GRIDS[name].largest)

@@ -1,4 +1,4 @@
-"""Processes that try programs: one that dies or hangs is a failure of its program."""
+"""Processes that run programs. A process that dies or hangs is a failure of its program."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .drawing import draw
 from .program import Program
 from .shrinking import shrink
 
-PATIENCE = 900.0  # seconds for a program and for shrinking it
-LIFETIME = 150  # programs that a process tries: what a compilation leaves in memory adds up
+TIMEOUT_S = 900.0  # seconds for a program and for shrinking it
+LIFETIME = 150  # programs before a process is replaced, because compilations leak memory
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all workers share."""
+    """Settings of all workers."""
 
     seed: int = 0
     device: str = "cpu"
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What came of the program of an index; the program is the shrunk one where it failed."""
+    """The outcome of a program. A failing program is the shrunk program."""
 
     index: int
     recipe: str
@@ -52,57 +52,57 @@ Try = Callable[[Settings, int], Result]
 
 
 def try_program(settings: Settings, index: int) -> Result:
-    """Draw, check, and shrink if it fails."""
+    """Draw and check a program. Shrink it if it fails."""
     program = draw(settings.seed, index, settings.inductor_share, settings.recipe)
-    outcome = guarded(program, settings.device)
+    outcome = check_safely(program, settings.device)
     result = Result(index, program.recipe, program.compiler, outcome)
     if outcome.failure:
         smaller = shrink(
             program,
             outcome.failure,
-            lambda p: guarded(p, settings.device),
+            lambda p: check_safely(p, settings.device),
             settings.shrink_seconds,
         )
         result.program = smaller
-        result.outcome = guarded(smaller, settings.device)
-        if not result.outcome.failure:  # it does not fail each time
+        result.outcome = check_safely(smaller, settings.device)
+        if not result.outcome.failure:  # it does not always fail
             result.program, result.outcome = program, outcome
     return result
 
 
-def guarded(program: Program, device: str) -> Outcome:
-    """`check`; an exception of its own is a failure of the program, too."""
+def check_safely(program: Program, device: str) -> Outcome:
+    """Check a program. An exception of the check is a failure, too."""
     try:
         return check(program, device)
     except Exception:
         return Outcome("check", traceback.format_exc(limit=-8))
 
 
-def quiet() -> None:
-    """One thread, no warnings, no logs, and a patient garbage collector."""
+def set_up_process() -> None:
+    """Set up a process: one thread, no warnings, no logs, and rare garbage collection."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     gc.set_threshold(100_000, 20, 20)
 
 
-def deterministic() -> None:
-    """Have a GPU give the same bits each time: not all its kernels do unless asked to."""
+def use_deterministic_kernels() -> None:
+    """Use deterministic GPU kernels, so that results can be compared bit by bit."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _serve(pipe: Connection, settings: Settings, try_: Try) -> None:
-    quiet()
+    set_up_process()
     if settings.device == "cuda":
-        deterministic()
-    with contextlib.suppress(EOFError, BrokenPipeError):  # nobody listens any more
+        use_deterministic_kernels()
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the main process has ended
         while True:
             pipe.send(try_(settings, pipe.recv()))
 
 
 class _Worker:
-    """A process, and the program that it tries."""
+    """A process, and the program that it runs."""
 
     def __init__(self, settings: Settings, try_: Try) -> None:
         context: Any = multiprocessing.get_context("spawn")
@@ -114,7 +114,7 @@ class _Worker:
         self.index = -1
         self.since = time.monotonic()
 
-    def give(self, index: int) -> None:
+    def start(self, index: int) -> None:
         self.index, self.since = index, time.monotonic()
         self.tried += 1
         self.pipe.send(index)
@@ -124,10 +124,10 @@ class _Worker:
             return self.pipe.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            return self.lost(f"the process ended with exit code {self.process.exitcode}")
+            return self.fail(f"the process ended with exit code {self.process.exitcode}")
 
-    def lost(self, message: str) -> Result:
-        """The program that it tried, as a failure."""
+    def fail(self, message: str) -> Result:
+        """Return a failure of the current program."""
         self.tried = LIFETIME
         return Result(self.index, "?", "?", Outcome("crash", message))
 
@@ -145,7 +145,7 @@ def results(
     workers: int,
     try_: Try = try_program,
 ) -> Iterator[Result]:
-    """What comes of `count` programs, or of as many as are tried in that time."""
+    """Yield results of `count` programs, or of as many as the time allows."""
     end = time.monotonic() + seconds if seconds else None
     index = first
     busy: list[_Worker] = []
@@ -158,7 +158,7 @@ def results(
                 if worker.tried >= LIFETIME:
                     worker.stop()
                     worker = _Worker(settings, try_)
-                worker.give(index)
+                worker.start(index)
                 busy.append(worker)
                 index += 1
             if not busy:
@@ -173,8 +173,8 @@ def results(
 
 
 def _finished(busy: list[_Worker]) -> list[tuple[_Worker, Result]]:
-    """Those that are done, after waiting a little, and those that take too long."""
+    """Wait up to a second, and return the workers that are done or take too long."""
     ready = wait([w.pipe for w in busy], timeout=1.0)
     done = [(w, w.result()) for w in busy if w.pipe in ready]
-    hanging = [w for w in busy if w.pipe not in ready and time.monotonic() - w.since > PATIENCE]
-    return done + [(w, w.lost(f"it takes more than {PATIENCE:.0f} s")) for w in hanging]
+    hanging = [w for w in busy if w.pipe not in ready and time.monotonic() - w.since > TIMEOUT_S]
+    return done + [(w, w.fail(f"it takes more than {TIMEOUT_S:.0f} s")) for w in hanging]

@@ -1,4 +1,4 @@
-"""Frameworks run op by op, each test from a fresh state of accelerate."""
+"""Fixtures that run compiled graphs op by op and reset the state of accelerate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8pass.progress.log import CompileLog
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
-    """The plans of what is compiled, op by op in place of Inductor."""
+    """Run graphs op by op instead of compiling them with Inductor. Return their plans."""
     found: list[Plan] = []
 
     def note(self: CompileLog, compiled: CompiledGraph) -> None:
@@ -31,7 +31,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
 
 
 def _forget() -> None:
-    """Let the next `Accelerator` be made as if it were the first of the process."""
+    """Reset the state of accelerate, which otherwise the first `Accelerator` of a process sets."""
     if find_spec("accelerate"):
         from accelerate.state import AcceleratorState, PartialState
 

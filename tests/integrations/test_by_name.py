@@ -1,4 +1,4 @@
-"""Frameworks that take the backend by its name, each in its own documented way."""
+"""Frameworks that select the backend by its name, in their documented ways."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FOLDER = Path(fp8pass.__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ["fp8pass", "FP8PASS"])
-def test_the_enum_has_one_more_name(name):
-    integration.register()  # which the import has done: nothing changes
+def test_the_enum_contains_fp8pass(name):
+    integration.register()  # again after the import: nothing changes
     backend = DynamoBackend(name.upper())
     assert backend is DynamoBackend.FP8PASS is DynamoBackend(name)
     assert backend != DynamoBackend.NO
@@ -42,8 +42,8 @@ def test_the_enum_has_one_more_name(name):
         DynamoBackend("FP9PASS")
 
 
-def test_whoever_was_asked_before_is_still_asked(monkeypatch):
-    """Other packages may do the same."""
+def test_other_extensions_of_the_enum_still_work(monkeypatch):
+    """Other packages may extend the enum, too."""
     monkeypatch.setattr(
         DynamoBackend,
         "_missing_",
@@ -78,7 +78,7 @@ def by_region(monkeypatch) -> Accelerator:
 
 
 @pytest.mark.parametrize("make", [by_argument, by_plugin, by_environment, by_region])
-def test_accelerate(make, monkeypatch, plans, tmp_path):
+def test_accelerate_compiles_with_fp8pass(make, monkeypatch, plans, tmp_path):
     accelerator = make(monkeypatch)
     model = Residuals(2)
     names = list(model.state_dict())
@@ -103,7 +103,7 @@ def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.long
-def test_transformers_trainer(plans, tmp_path):
+def test_a_transformers_trainer_compiles_with_fp8pass(plans, tmp_path):
     from safetensors.torch import load_file
     from transformers import Trainer, TrainingArguments
 
@@ -150,8 +150,8 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.long
-def test_accelerate_launch(tmp_path):
-    """Of a script that knows nothing of fp8pass."""
+def test_accelerate_launch_runs_a_script_with_fp8pass(tmp_path):
+    """The script does not import fp8pass."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(
         "distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
@@ -171,7 +171,7 @@ def test_accelerate_launch(tmp_path):
         (["train.py"], {integration.VARIABLE: "INDUCTOR"}, "is INDUCTOR: leave out"),
     ],
 )
-def test_what_cannot_be_run(arguments, environment, message, monkeypatch):
+def test_wrong_command_lines_are_refused(arguments, environment, message, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=message):

@@ -1,4 +1,4 @@
-"""The examples of docs/frameworks.md run as they stand."""
+"""The examples of docs/frameworks.md run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = (Path(fp8pass.__file__).parents[1] / "docs/frameworks.md").read_text()
 
 
 def examples() -> dict[str, str]:
-    """The Python of the page, by section and number."""
+    """Return the Python code of the page by section and number."""
     found = {}
     for section in PAGE.split("\n## "):
         title = section.partition("\n")[0].removeprefix("# ")
@@ -37,17 +37,19 @@ def tokenizer():
 
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", examples())
-def test_example(name, plans, monkeypatch, tmp_path):
-    code = examples()[name].replace('"out",', '"out", use_cpu=True,')  # which SFTConfig asks for
+def test_documented_example_runs(name, plans, monkeypatch, tmp_path):
+    code = examples()[name].replace(
+        '"out",', '"out", use_cpu=True,'
+    )  # required by SFTConfig on CPUs
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.chdir(tmp_path)
     model = llama(num_hidden_layers=1)
     names = set(model.state_dict())
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
-    given = {"model": model, "data": rows, "tokenizer": tokenizer()}
+    namespace = {"model": model, "data": rows, "tokenizer": tokenizer()}
     try:
-        exec(code, given)
-    except ModuleNotFoundError as error:  # an optional package that another one needs
+        exec(code, namespace)
+    except ModuleNotFoundError as error:  # an optional package
         pytest.skip(str(error))
     trains = re.search(r"train\(\)|fit\(|backward\(", code) is not None
     assert any(y.fp8 for plan in plans for y in plan.linears) == trains

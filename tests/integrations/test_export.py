@@ -1,4 +1,4 @@
-"""`fp8pass.export`: the layout of compressed-tensors, and what transformers loads from it."""
+"""`fp8pass.export`: files in the layout of compressed-tensors, which transformers loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIGH = {"skip": ("q_proj",)}
 
 @pytest.fixture(scope="module")
 def trained():
-    """A tiny Llama, whose rows of weights differ in size."""
+    """A tiny Llama with rows of weights that differ in magnitude."""
     model = llama().bfloat16()
     with torch.no_grad():
         for module in model.modules():
@@ -32,7 +32,7 @@ def trained():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_files(trained, tmp_path, compiled):
+def test_the_files_have_the_format(trained, tmp_path, compiled):
     model = torch.compile(trained, backend="fp8pass", options=HIGH) if compiled else trained
     before = {name: x.clone() for name, x in trained.state_dict().items()}
     layers = fp8pass.export(model, tmp_path)
@@ -45,13 +45,11 @@ def test_the_files(trained, tmp_path, compiled):
         if layer not in layers:
             assert torch.equal(found[name], weight)
             continue
-        codes, scales = found[name], found[f"{layer}.weight_scale"]
-        assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, weight.shape)
+        data, scales = found[name], found[f"{layer}.weight_scale"]
+        assert (data.dtype, data.shape) == (torch.float8_e4m3fn, weight.shape)
         assert (scales.dtype, scales.shape) == (torch.float32, (len(weight), 1))
-        assert (
-            codes.float().abs().amax(1).ge(224).all()
-        )  # within a factor of two of the largest code
-        error = (codes.float() * scales - weight.float()).abs()
+        assert data.float().abs().amax(1).ge(224).all()  # at least half of the largest value
+        error = (data.float() * scales - weight.float()).abs()
         assert (error <= weight.float().abs() / 16 + scales * 2**-10 + 1e-12).all()
     assert all(torch.equal(x, before[name]) for name, x in trained.state_dict().items())
     assert not hasattr(trained.config, "quantization_config")
@@ -62,15 +60,15 @@ def test_the_files(trained, tmp_path, compiled):
     assert written["ignore"] == sorted(["lm_head", *skipped])
 
 
-def test_codes_are_those_that_training_multiplies(trained, tmp_path):
-    """The forward of a compiled model has the same codes, and scales by row."""
+def test_fp8_data_are_the_operands_of_training(trained, tmp_path):
+    """The forward of a compiled model has the same FP8 data and scales by row."""
     fp8pass.export(trained, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     weight = trained.state_dict()[name]
     scale = torch.ops.fp8pass.scale(torch.ops.fp8pass.amax(weight, "row"), "e4m3 row")
-    codes = torch.ops.fp8pass.quantize(weight, scale, "e4m3 tensor")
-    assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+    data = torch.ops.fp8pass.quantize(weight, scale, "e4m3 tensor")
+    assert torch.equal(found[name].view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(found[f"{name}_scale"], scale)
 
 
@@ -81,17 +79,17 @@ def in_fp32():
 
 
 @pytest.mark.parametrize("weights", ["trained", "in_fp32"])
-def test_what_is_served_computes_what_training_does(weights, request, tmp_path):
-    """The forward of a compiled model makes the same codes of a weight and of its decoded ones."""
+def test_served_weights_give_the_forward_of_training(weights, request, tmp_path):
+    """A compiled forward quantizes a weight and the exported weight to the same FP8 data."""
     model = request.getfixturevalue(weights)
     layers = fp8pass.export(model, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     served = copy.deepcopy(model)
     for layer in layers:
-        codes, scales = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
+        data, scales = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
         weight = served.get_submodule(layer).weight
-        assert not torch.equal(codes.float() * scales, weight.float())
-        weight.data = (codes.float() * scales).to(weight.dtype)
+        assert not torch.equal(data.float() * scales, weight.float())
+        weight.data = (data.float() * scales).to(weight.dtype)
     logits = []
     for each in (model, served):
         program = torch.compile(each, backend=Backend(COAT_EAGER))
@@ -100,7 +98,7 @@ def test_what_is_served_computes_what_training_does(weights, request, tmp_path):
     assert torch.equal(*logits)
 
 
-def test_what_stays_keeps_its_dtype(in_fp32, tmp_path):
+def test_other_weights_keep_their_dtype(in_fp32, tmp_path):
     layers = fp8pass.export(in_fp32, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     others = [x for name, x in found.items() if name.removesuffix(".weight") not in layers]
@@ -119,14 +117,14 @@ def test_transformers_loads_it(weights, request, tmp_path):
     ids = tokens()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         error = relative(loaded(ids).logits.float(), trained(ids).logits.float())
-    assert 0.001 < error < 0.1  # rounded, and by no more than FP8 rounds
+    assert 0.001 < error < 0.1  # an error of FP8, but not more
     found = load_file(tmp_path / "model.safetensors")
     for layer in layers:
-        decoded = found[f"{layer}.weight"].float() * found[f"{layer}.weight_scale"]
-        assert relative(loaded.get_submodule(layer).weight.float(), decoded) < 0.005
+        dequantized = found[f"{layer}.weight"].float() * found[f"{layer}.weight_scale"]
+        assert relative(loaded.get_submodule(layer).weight.float(), dequantized) < 0.005
 
 
-def test_layers_too_narrow_for_fp8_stay_as_they_were_trained(tmp_path):
+def test_layers_too_narrow_for_fp8_are_not_quantized(tmp_path):
     model = llama()
     narrow = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(1024, 64, bias=False))
     model.model.layers[0].adapter = narrow
@@ -135,11 +133,11 @@ def test_layers_too_narrow_for_fp8_stay_as_they_were_trained(tmp_path):
     assert not any("adapter" in layer for layer in layers)
 
 
-def test_what_cannot_be_exported(trained, tmp_path):
+def test_models_that_cannot_be_exported_are_refused(trained, tmp_path):
     with pytest.raises(fp8pass.ConfigError, match=r"got Sequential.*merge_and_unload"):
         fp8pass.export(nn.Sequential(nn.Linear(16, 16)), tmp_path)
     with pytest.raises(fp8pass.ConfigError, match="No layer of GPT2LMHeadModel"):
-        fp8pass.export(gpt2(), tmp_path)  # of Conv1D
+        fp8pass.export(gpt2(), tmp_path)  # it has Conv1D layers
     mixture = llama()
     mixture.mlp = nn.ParameterDict({"experts": nn.Parameter(torch.zeros(2, 16, 16))})
     with pytest.raises(fp8pass.ConfigError, match=r"mlp\.experts has the weights of several"):

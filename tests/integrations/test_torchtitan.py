@@ -1,4 +1,4 @@
-"""torchtitan: its check of backends, and its own trainer where there are both it and a GPU."""
+"""torchtitan: its check of backends, and its trainer if it is installed on a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 10
 
 
 def strict(model, backend):
-    """As torchtitan 0.3 has it for a model with FlexAttention."""
+    """The check of torchtitan 0.3 for a model with FlexAttention."""
     if backend != "inductor":
         raise ValueError(f"{backend} is neither")
     return backend
@@ -27,7 +27,7 @@ def strict(model, backend):
 
 @pytest.fixture
 def titan(monkeypatch):
-    """A module with torchtitan's check in torchtitan's place."""
+    """Replace torchtitan by a module with its check."""
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     for name in ("torchtitan", "torchtitan.distributed", "torchtitan.distributed.compile"):
         module = ModuleType(name)
@@ -40,7 +40,7 @@ def titan(monkeypatch):
     return module
 
 
-def test_it_lets_fp8pass_through_and_nobody_else(titan):
+def test_the_check_accepts_fp8pass_and_no_other_backend(titan):
     titan._maybe_regional_inductor_backend = strict
     integration = importlib.import_module(NAME)
     once = titan._maybe_regional_inductor_backend
@@ -51,20 +51,20 @@ def test_it_lets_fp8pass_through_and_nobody_else(titan):
         once(None, "aot_ts")
 
 
-def test_a_torchtitan_without_the_check_stays_as_it_is(titan):
+def test_a_torchtitan_without_the_check_does_not_change(titan):
     before = dict(vars(titan))
     importlib.import_module(NAME)
     assert vars(titan) == before
 
 
-def test_a_torchtitan_without_the_module_is_left_alone(titan, monkeypatch):
+def test_a_torchtitan_without_the_module_does_not_change(titan, monkeypatch):
     monkeypatch.delitem(sys.modules, titan.__name__)
     importlib.import_module(NAME).register()
     assert titan.__name__ not in sys.modules
 
 
 class Trainer:
-    """One that builds a model of two parts."""
+    """A trainer that builds a model of two parts."""
 
     def __init__(self, config):
         self.config, self.model_parts = config, ["part 0", "part 1"]
@@ -74,10 +74,10 @@ class Trainer:
 @pytest.mark.parametrize(
     ("options", "ranks", "compressed"), [([], 2, 0), (["--compress"], 2, 2), (["--compress"], 1, 0)]
 )
-def test_an_option_compresses_what_it_builds(
+def test_an_option_compresses_the_parts_of_the_model(
     titan, monkeypatch, version, options, ranks, compressed
 ):
-    """Trainers are in another module from 0.3 on, whose `main` takes none."""
+    """Since 0.3 the trainer is in another module, and `main` has no argument."""
     kind, done, built = type("Trainer", (Trainer,), {}), [], []
     train = ModuleType("torchtitan.train")
     train.main = (
@@ -105,7 +105,7 @@ def test_an_option_compresses_what_it_builds(
 
 @pytest.fixture
 def folder(tmp_path):
-    """Its debug model's tokenizer and text, under the names that it looks for."""
+    """The tokenizer and text of torchtitan's debug model, in a folder with the expected names."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     text = "the model reads a small text of a few words until it knows all of them"
@@ -126,7 +126,7 @@ def folder(tmp_path):
 
 
 def losses(folder, backend: str, ranks: int, *options: str) -> list[float]:
-    """What its trainer prints with a backend, Llama 3's debug model."""
+    """Train Llama 3's debug model with a backend, and return the losses that are printed."""
     new = metadata.version("torchtitan") >= "0.3"
     model = ["--module", "llama3", "--config", "llama3_debugmodel"]
     if not new:
@@ -135,9 +135,9 @@ def losses(folder, backend: str, ranks: int, *options: str) -> list[float]:
         model += ["--model.hf_assets_path", "tests/assets/tokenizer"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc_per_node", str(ranks), "--local-ranks-filter", "0", "-m", NAME]
-    given = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
-    given["lr_scheduler.warmup_steps"] = 2
-    settings = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    arguments = {"compile.backend": backend, "training.steps": STEPS, "debug.seed": 1}
+    arguments["lr_scheduler.warmup_steps"] = 2
+    settings = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     command = [*launch, *model, "--compile.enable", *settings, *options]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=300
@@ -168,7 +168,7 @@ TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
         ),
     ],
 )
-def test_its_own_trainer_on_gpus(folder, ranks, options):
+def test_torchtitans_trainer_trains_on_gpus(folder, ranks, options):
     if metadata.version("torchtitan") >= "0.3" and not hasattr(torch.distributed, "set_timeout"):
         pytest.skip("torchtitan 0.3 needs PyTorch 2.14's torch.distributed.set_timeout")
     if torch.cuda.device_count() < ranks:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from optim_helpers import EXACT_STATES, all_parameters, same_state, single_process
+from optim_helpers import EXACT_STATES, all_parameters, assert_same_state, single_process
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -36,7 +36,7 @@ def losses(model: nn.Module, backwards: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_in_the_backward_equal_those_after_it(dtype, monkeypatch):
+def test_steps_in_the_backward_equal_steps_after_it(dtype, monkeypatch):
     model, plain = small_model(dtype), small_model(dtype)
     optimizer, after = AdamW(model.parameters(), lr=0.01), AdamW(plain.parameters(), lr=0.01)
     alive = []
@@ -56,7 +56,7 @@ def test_steps_in_the_backward_equal_those_after_it(dtype, monkeypatch):
             ours.backward()
     assert alive == [1] * 3 * 5
     assert all(p.grad is None for p in model.parameters())
-    same_state(optimizer, after)
+    assert_same_state(optimizer, after)
     attached.detach()
     next(losses(model, 1)).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -139,7 +139,7 @@ def test_sums_go_on_alike_after_a_checkpoint():
     for trained in (model, resumed):
         for loss in losses(trained, 3):
             loss.backward()
-    same_state(again, optimizer)
+    assert_same_state(again, optimizer)
 
 
 def trained_by_branches(used, offload=None):
@@ -208,7 +208,7 @@ def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_is_attached_is_not_attached_again(accumulate):
+def test_attaching_twice_is_refused(accumulate):
     model = small_model()
     optimizer = AdamW(model.parameters())
     attached = step_in_backward(model, optimizer, accumulate=accumulate)
@@ -224,7 +224,7 @@ def test_what_is_attached_is_not_attached_again(accumulate):
     assert optimizer.state[model[0].weight]["step"] == (2 if accumulate == 1 else 1)
 
 
-def test_what_is_attached_to_may_be_a_wrapper():
+def test_a_wrapper_may_be_attached():
     """The optimizer lives as long as the module that owns the parameter."""
     model = nn.Linear(4, 4)
     step_in_backward(nn.Sequential(model), AdamW(model.parameters(), lr=0.1))
@@ -238,9 +238,9 @@ def test_what_is_attached_to_may_be_a_wrapper():
 
 
 class Fails(torch.autograd.Function):
-    """A function whose backward fails on request."""
+    """A function with a backward that fails on request."""
 
-    told = False
+    fails = False
 
     @staticmethod
     def forward(ctx, x):
@@ -248,13 +248,13 @@ class Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if Fails.told:
+        if Fails.fails:
             raise ValueError("in the middle")
         return gradient
 
 
 def model_that_fails(dtype=torch.bfloat16) -> nn.Module:
-    """Return a model whose last layer gets gradients before the backward fails."""
+    """Return a model with a backward that fails after the last layer got gradients."""
     torch.manual_seed(0)
 
     class Middle(nn.Module):
@@ -271,10 +271,10 @@ def failing(monkeypatch):
 
     @contextmanager
     def context():
-        monkeypatch.setattr(Fails, "told", True)
+        monkeypatch.setattr(Fails, "fails", True)
         with pytest.raises(ValueError, match="in the middle"):
             yield
-        monkeypatch.setattr(Fails, "told", False)
+        monkeypatch.setattr(Fails, "fails", False)
 
     return context
 
@@ -291,7 +291,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
         after.step()
         after.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-    same_state(optimizer, after)
+    assert_same_state(optimizer, after)
     (message,) = (r.getMessage() for r in caplog.records)
     assert "failed after 4 of 6 gradients: it updated 4 parameters" in message
     assert "sums" not in message
@@ -299,7 +299,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
 
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
 @pytest.mark.parametrize("failed", [0, 1, 2])
-def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
+def test_all_sums_have_the_same_backwards_after_a_backward_that_failed(
     failed, offload, failing, caplog, monkeypatch
 ):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
@@ -320,10 +320,10 @@ def test_no_sum_is_ahead_of_others_after_a_backward_that_failed(
     for trained in (model, resumed):
         for loss in losses(trained, 4):
             loss.backward()
-    same_state(again, optimizer)
+    assert_same_state(again, optimizer)
 
 
-def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
+def test_updates_are_waited_for_if_a_backward_fails(failing, monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     waited = []
     monkeypatch.setattr(Staging, "abandon", lambda self: waited.append("abandon"))
@@ -337,7 +337,7 @@ def test_what_was_begun_is_waited_for_if_a_backward_fails(failing, monkeypatch):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_gradient_is_left_of_an_update_that_failed(accumulate, monkeypatch, caplog):
+def test_a_failed_update_leaves_no_gradient(accumulate, monkeypatch, caplog):
     """Otherwise the next gradient would be added to it."""
     model = model_that_fails()
     step_in_backward(model, AdamW(model.parameters()), accumulate=accumulate)
@@ -414,7 +414,7 @@ def test_attached_optimizers_follow_schedules_and_checkpoints():
     assert optimizer.state[model[0].weight]["step"] == 2
 
 
-def test_what_cannot_be_attached(tmp_path):
+def test_wrong_arguments_are_refused(tmp_path):
     model = small_model()
     optimizer = AdamW(model.parameters())
     for accumulate in (0, True, 1.5):
@@ -459,7 +459,7 @@ def test_layers_that_are_unfrozen_later_are_updated(accumulate):
     assert all(p.grad is None for p in model.parameters())
     assert not torch.equal(frozen[0], model[2].weight)
     if accumulate == 1:
-        same_state(optimizer, after)
+        assert_same_state(optimizer, after)
 
 
 def trained_parameters(model: nn.Module):
@@ -619,7 +619,7 @@ def test_a_grad_scaler_is_refused(accumulate):
             scaler.step(optimizer)
 
 
-def test_a_forward_that_makes_modules_does_not_guard_on_what_is_attached():
+def test_attaching_adds_no_guards_to_a_forward_that_makes_modules():
     model = nn.Linear(64, 64)
     step_in_backward(model, AdamW(model.parameters(), lr=1e-3))
 

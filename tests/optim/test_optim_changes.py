@@ -6,7 +6,14 @@ import copy
 
 import pytest
 import torch
-from optim_helpers import all_parameters, parameters, run, same_state, set_gradients, values_of
+from optim_helpers import (
+    all_parameters,
+    assert_same_state,
+    moment_values,
+    parameters,
+    run,
+    set_gradients,
+)
 from torch import Tensor, nn
 
 import fp8pass
@@ -46,7 +53,7 @@ def test_changed_options_convert_states(path, changed):
     optimizer.param_groups[0].update(changed)
     run(params, optimizer, range(2, 4))
     run(all_parameters(other), other, range(2, 4))
-    same_state(optimizer, other)
+    assert_same_state(optimizer, other)
 
 
 @pytest.mark.parametrize("weights", ["fp32", "fp16"])
@@ -66,7 +73,7 @@ def test_models_change_their_dtype(before, after, weights):
     params = list(model.parameters())
     optimizer = AdamW(params, 0.01, weights=weights)
     run(params, optimizer, range(2))
-    moments = [values_of(optimizer, i, "exp_avg", True) for i in range(len(params))]
+    moments = [moment_values(optimizer, i, "exp_avg", True) for i in range(len(params))]
     model.to(after)
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = 0.0
@@ -80,11 +87,11 @@ def test_models_change_their_dtype(before, after, weights):
         assert (p - expected[i]).abs().amax() <= rounded * p.abs().amax()
         names = {name_of(key) for key in optimizer.state[p]}
         assert ("master" in names) == (after != torch.float32)
-        decayed = values_of(optimizer, i, "exp_avg", True)
+        decayed = moment_values(optimizer, i, "exp_avg", True)
         assert (decayed - 0.9 * moments[i]).norm() <= 0.1 * moments[i].norm()
 
 
-def test_what_else_is_stored_of_a_parameter_stays():
+def test_other_states_of_a_parameter_do_not_change():
     (p,) = params = parameters(((64,),))
     optimizer = AdamW(params)
     run(params, optimizer, range(1))
@@ -99,20 +106,20 @@ def test_states_follow_the_offload_option(offload):
     """The results are the same for every previous location of the states."""
     changed = () if offload else ("states",)
     found = []
-    for given in (offload, None):
+    for option in (offload, None):
         params = parameters(((256, 256), (64,)), torch.bfloat16)
         optimizer = AdamW(params, 0.01, offload=offload)
         run(params, optimizer, range(2))
-        if given is not None:
+        if option is not None:
             optimizer.param_groups[0].update(offload=changed, first_moment="e4m3")
         else:
             optimizer.param_groups[0].update(first_moment="e4m3")
         assert is_offloaded(optimizer.param_groups[0], "states", params[0]) != (
-            (given is None) == (offload == ())
+            (option is None) == (offload == ())
         )
         run(params, optimizer, range(2, 4))
         found.append(optimizer)
-    same_state(*found)
+    assert_same_state(*found)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +171,4 @@ def test_steps_in_the_backward_convert_states():
             train(optimizer, model, x)
         optimizers[1].step()
         optimizers[1].zero_grad()
-    same_state(*optimizers)
+    assert_same_state(*optimizers)

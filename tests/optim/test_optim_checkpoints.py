@@ -11,12 +11,12 @@ import torch
 from optim_helpers import (
     EXACT_STATES,
     all_parameters,
+    assert_same_state,
+    moment_values,
     parameters,
+    reload_from_file,
     run,
-    same_state,
     set_gradients,
-    through_a_file,
-    values_of,
 )
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -47,11 +47,11 @@ def test_resuming_is_bit_exact(name, weights):
     params = parameters(dtype=torch.bfloat16)
     optimizer = AdamW(params, lr=0.01, seed=3, **options)
     run(params, optimizer, range(3))
-    saved = through_a_file(optimizer.state_dict())
+    saved = reload_from_file(optimizer.state_dict())
     resumed = AdamW(params, **options)
     resumed.load_state_dict(saved)
     run(params, resumed, range(3, 6))
-    same_state(resumed, uninterrupted)
+    assert_same_state(resumed, uninterrupted)
 
 
 def test_copies_and_pickles_go_on_alike():
@@ -62,7 +62,7 @@ def test_copies_and_pickles_go_on_alike():
     run(params, optimizer, range(2, 4))
     for other in others:
         run(all_parameters(other), other, range(2, 4))
-        same_state(other, optimizer)
+        assert_same_state(other, optimizer)
 
 
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
@@ -75,10 +75,10 @@ def test_resuming_goes_on_rounding_to_nearest(name):
     optimizer = AdamW(params, lr=0.01, state_rounding="nearest", **options)
     run(params, optimizer, range(2))
     resumed = AdamW(params, **options)
-    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed.load_state_dict(reload_from_file(optimizer.state_dict()))
     assert resumed.param_groups[0]["state_rounding"] == "nearest"
     run(params, resumed, range(2, 4))
-    same_state(resumed, uninterrupted)
+    assert_same_state(resumed, uninterrupted)
 
 
 def test_checkpoints_without_the_rounding_of_states():
@@ -91,7 +91,7 @@ def test_checkpoints_without_the_rounding_of_states():
     other = AdamW(params, state_rounding="nearest")
     other.load_state_dict(saved)
     assert other.param_groups[0]["state_rounding"] == "nearest"
-    same_state(other, optimizer)
+    assert_same_state(other, optimizer)
 
 
 @pytest.mark.parametrize("target", ["e5m2+expand", "de8", "bf16", "fp32"])
@@ -101,31 +101,31 @@ def test_checkpoints_are_converted_between_formats(source, target):
     old = AdamW(params, lr=0.5, first_moment=source, second_moment=source, weights="fp32")
     run(params, old, range(4))
     new = AdamW(params, first_moment=target, second_moment=target, group_size=32)
-    new.load_state_dict(through_a_file(old.state_dict()))
+    new.load_state_dict(reload_from_file(old.state_dict()))
     (group,) = new.param_groups
     assert (group["lr"], group["first_moment"], group["group_size"]) == (0.5, target, 32)
     for number, p in enumerate(params):
         assert {name_of(key) for key in new.state[p]} == {"step", "exp_avg", "exp_avg_sq"}
         assert new.state[p]["step"] == 4
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            before = values_of(old, number, name, signed)
-            after = values_of(new, number, name, signed)
+            before = moment_values(old, number, name, signed)
+            after = moment_values(new, number, name, signed)
             bound = 0.02 * before.abs().amax() if before.numel() else 0.0
             assert ((after - before).abs() <= 0.15 * before.abs() + bound).all()
     run(params, new, range(4, 6))
 
 
 @pytest.mark.parametrize("changed", [{}, {"group_size": 64}, {"weights": "nearest"}], ids=str)
-def test_options_of_a_checkpoints_groups_do_not_say_what_its_states_are(changed):
+def test_options_of_a_checkpoint_do_not_determine_formats_of_states(changed):
     """The keys of states determine their formats."""
     params = parameters(dtype=torch.bfloat16)
     optimizer = AdamW(params, weights="fp16")
     run(params, optimizer, range(2))
-    saved = through_a_file(optimizer.state_dict())
+    saved = reload_from_file(optimizer.state_dict())
     saved["param_groups"][0] |= {"first_moment": "e5m2", "second_moment": "bf16"} | changed
     same = AdamW(params, weights="fp16")
     same.load_state_dict(saved)
-    same_state(same, optimizer)
+    assert_same_state(same, optimizer)
 
 
 @pytest.mark.parametrize("foreign", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RAdam])
@@ -134,12 +134,12 @@ def test_options_of_a_checkpoints_groups_do_not_say_what_its_states_are(changed)
     [{}, {"preset": "fp8-lm"}, {"first_moment": "fp32"}, {"second_moment": "bf16"}],
     ids=str,
 )
-def test_optimizers_of_torch_take_no_codes_for_moments(foreign, options):
+def test_optimizers_of_torch_refuse_quantized_moments(foreign, options):
     params = parameters(((128, 64),))
     optimizer = AdamW(params, **options)
     run(params, optimizer, range(2))
     other = foreign(params)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    other.load_state_dict(reload_from_file(optimizer.state_dict()))
     before = params[0].detach().clone()
     set_gradients(params, 2)
     with pytest.raises(KeyError):
@@ -149,21 +149,21 @@ def test_optimizers_of_torch_take_no_codes_for_moments(foreign, options):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_way_back_to_torch(preset):
-    """Moments in FP32 have the keys and the meaning of those of torch.optim.AdamW."""
+    """Moments in FP32 have the keys and the meaning of torch.optim.AdamW's moments."""
     params = parameters()
     optimizer = AdamW(params, lr=0.02, preset=preset)
     run(params, optimizer, range(3))
     exact = AdamW(params, **EXACT_STATES)
     exact.load_state_dict(optimizer.state_dict())
     other = torch.optim.AdamW(params)
-    other.load_state_dict(through_a_file(exact.state_dict()))
+    other.load_state_dict(reload_from_file(exact.state_dict()))
     assert other.param_groups[0]["lr"] == 0.02
     for number, p in enumerate(params):
         assert other.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert other.state[p]["step"] == 3
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             assert other.state[p][name].dtype is torch.float32
-            want = values_of(optimizer, number, name, signed).view_as(p)
+            want = moment_values(optimizer, number, name, signed).view_as(p)
             torch.testing.assert_close(other.state[p][name], want, rtol=1e-6, atol=0)
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     same = AdamW(copies, **EXACT_STATES)
@@ -208,7 +208,7 @@ def load_distributed(path, optimizer, model, planner=None, **options) -> None:
     ids=str,
 )
 def test_a_distributed_checkpoint_in_other_formats_is_converted(tmp_path, options, dtype, flat):
-    """The states equal those that `load_state_dict` makes, in both directions."""
+    """In both directions the states equal the states after `load_state_dict`."""
     for source, target in (({}, options), (options, {})):
         model, optimizer = trained(0, dtype, **source)
         folder = tmp_path / str(bool(source))
@@ -217,7 +217,7 @@ def test_a_distributed_checkpoint_in_other_formats_is_converted(tmp_path, option
         load_distributed(folder, other, other_model, flatten_optimizer_state_dict=flat)
         want = AdamW(all_parameters(other), **target)
         want.load_state_dict(optimizer.state_dict())
-        same_state(other, want)
+        assert_same_state(other, want)
         assert other.param_groups == want.param_groups
 
 
@@ -228,7 +228,7 @@ def test_the_optimizer_itself_loads_a_distributed_checkpoint(tmp_path):
     dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
     want = AdamW(all_parameters(other))
     want.load_state_dict(optimizer.state_dict())
-    same_state(other, want)
+    assert_same_state(other, want)
 
 
 def test_a_distributed_checkpoint_without_master_copies(tmp_path):
@@ -262,7 +262,7 @@ def test_a_distributed_checkpoint_of_torch(tmp_path):
     assert other.param_groups[0]["first_moment"] == "e4m3+expand"
     want = AdamW(all_parameters(other))
     want.load_state_dict(theirs.state_dict())
-    same_state(other, want)
+    assert_same_state(other, want)
 
 
 def test_one_planner_loads_two_distributed_checkpoints(tmp_path):
@@ -274,7 +274,7 @@ def test_one_planner_loads_two_distributed_checkpoints(tmp_path):
         load_distributed(tmp_path / preset, other, other_model, planner)
         want = AdamW(all_parameters(other))
         want.load_state_dict(optimizer.state_dict())
-        same_state(other, want)
+        assert_same_state(other, want)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
@@ -295,7 +295,7 @@ def test_distributed_checkpoints_of_strangers_are_refused(tmp_path, make):
         ours = copy.deepcopy(optimizer)
         with pytest.raises(CheckpointException, match="Missing key in checkpoint"):
             load_distributed(tmp_path / "theirs", optimizer, model)
-        same_state(optimizer, ours)
+        assert_same_state(optimizer, ours)
 
 
 def test_a_distributed_checkpoint_that_is_not_complete_is_refused(tmp_path):
@@ -321,12 +321,12 @@ def test_a_distributed_checkpoint_is_converted_after_it_was_loaded(tmp_path):
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
     )
-    same_state(other, optimizer)
+    assert_same_state(other, optimizer)
     for each in (optimizer, other):
         each.param_groups[0].update(first_moment="e4m3", second_moment="fp16")
     run(list(model.parameters()), optimizer, range(3, 5))
     run(list(other_model.parameters()), other, range(3, 5))
-    same_state(other, optimizer)
+    assert_same_state(other, optimizer)
 
 
 @pytest.mark.parametrize("target", [{}, {"preset": "fp8-lm"}, EXACT_STATES], ids=str)
@@ -346,17 +346,17 @@ def test_full_state_dicts_of_pytorch_are_converted(source, target):
     )
     directly = AdamW(all_parameters(other), **target)
     directly.load_state_dict(optimizer.state_dict())
-    same_state(other, directly)
+    assert_same_state(other, directly)
 
 
-def test_codes_without_their_format_are_refused():
+def test_quantized_states_without_their_format_are_refused():
     params = parameters()
     optimizer = AdamW(params)
     run(params, optimizer, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
     key = "exp_avg:e4m3+expand"
-    codes = saved["state"][0].pop(key)
-    saved["state"][0]["exp_avg"] = codes
+    data = saved["state"][0].pop(key)
+    saved["state"][0]["exp_avg"] = data
     same_options = {"lr": 0.5}
     other = AdamW(params, **same_options)
     run(params, other, range(1))
@@ -368,10 +368,10 @@ def test_codes_without_their_format_are_refused():
     for p, q in zip(params, all_parameters(before), strict=True):
         assert all(torch.equal(x, before.state[q][k]) for k, x in other.state[p].items())
     del saved["state"][0]["exp_avg"]
-    saved["state"][0]["exp_avg:e4m4"] = codes
+    saved["state"][0]["exp_avg:e4m4"] = data
     with pytest.raises(fp8pass.ConfigError, match="exp_avg: Unknown format 'e4m4'"):
         other.load_state_dict(saved)
-    saved["state"][0] |= {key: codes, "exp_avg:e5m2": codes}
+    saved["state"][0] |= {key: data, "exp_avg:e5m2": data}
     with pytest.raises(fp8pass.ConfigError, match=r"has exp_avg:e4m4 and exp_avg:e5m2"):
         other.load_state_dict(saved)
     del saved["state"][0]["exp_avg:e4m4"], saved["state"][0]["exp_avg:e5m2"]
@@ -397,7 +397,7 @@ def test_checkpoints_of_torch(fused):
     for p, q in zip(ours, theirs, strict=True):
         p.data.copy_(q.data)
     optimizer = AdamW(ours, **EXACT_STATES)
-    optimizer.load_state_dict(through_a_file(torch_optimizer.state_dict()))
+    optimizer.load_state_dict(reload_from_file(torch_optimizer.state_dict()))
     run(theirs, torch_optimizer, range(3, 6))
     run(ours, optimizer, range(3, 6))
     for p, q in zip(ours, theirs, strict=True):
@@ -417,7 +417,7 @@ def test_checkpoints_of_torch(fused):
         ({"seed": None}, "seed must be an int"),
     ],
 )
-def test_wrong_options_of_checkpoints_say_what_to_do(options, message):
+def test_wrong_options_of_checkpoints_are_refused(options, message):
     params = parameters()
     optimizer = AdamW(params)
     run(params, optimizer, range(1))
@@ -431,7 +431,7 @@ def test_wrong_options_of_checkpoints_say_what_to_do(options, message):
 
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": {}}, None, "checkpoint.pt", [1]], ids=str)
-def test_what_is_no_checkpoint_is_refused(given):
+def test_invalid_checkpoints_are_refused(given):
     with pytest.raises(fp8pass.ConfigError, match=r"has no param_groups, state.* Load what"):
         AdamW(parameters()).load_state_dict(given)
 

@@ -46,22 +46,22 @@ def rows(draw, signed: bool = True) -> Tensor:
 
 
 def largest_step(format) -> float:
-    """Return the largest ratio of neighbouring codes in the upper half of the format's binades."""
+    """Return the largest ratio of neighbouring values in the upper half of the format's binades."""
     if format.values:
-        codes = torch.tensor([x for x in format.values if x > 0], dtype=torch.float64)
+        values = torch.tensor([x for x in format.values if x > 0], dtype=torch.float64)
     else:
         bits = {1: torch.uint8, 2: torch.int16}[format.dtype.itemsize]
         every = torch.arange(1, 2 ** (8 * format.dtype.itemsize - 1), dtype=torch.int32)
-        codes = every.to(bits).view(format.dtype).double()
-        codes = codes[codes.isfinite()]
-    upper = codes[codes >= format.middle]
+        values = every.to(bits).view(format.dtype).double()
+        values = values[values.isfinite()]
+    upper = values[values >= format.middle]
     return (upper[1:] / upper[:-1]).max().item()
 
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("name", GROUPED)
 @given(st.data())
-def test_errors_are_those_of_the_format(name, signed, data):
+def test_errors_are_bounded_by_the_format(name, signed, data):
     format = moment_format(name, signed=signed)
     x = data.draw(rows(signed))
     stored = quantize(x, format)

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import all_parameters, parameters, same_state, set_gradients, values_of
+from optim_helpers import (
+    all_parameters,
+    assert_same_state,
+    moment_values,
+    parameters,
+    set_gradients,
+)
 from torch import nn
 
 from fp8pass.optim import AdamW, fused, kernel
@@ -69,18 +75,18 @@ def move_gradients(params, step: int) -> None:
 
 
 def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
-    """Check that few codes differ, by one step, where values lie between two codes."""
+    """Check that few quantized values differ, by one rounding step."""
     for number, (p, q) in enumerate(zip(all_parameters(got), all_parameters(want), strict=True)):
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
         torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
         assert got.state[p]["step"] == want.state[q]["step"]
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            a, b = (values_of(o, number, name, signed) for o in (got, want))
+            a, b = (moment_values(o, number, name, signed) for o in (got, want))
             off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
             # E5M2 has the coarsest step.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
             # Cancellation in the smallest value of a group changes its range. It occurs more often
-            # in larger groups, whose smallest values are smaller.
+            # in larger groups, which have smaller values.
             group = got.param_groups[0]["group_size"] if off.numel() > 1024 else 1
             assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
@@ -95,7 +101,7 @@ def test_every_format(device, monkeypatch, name):
 
 @pytest.mark.parametrize("name", [name for name in MOMENT_FORMATS if name != "fp32"])
 def test_every_format_rounded_to_nearest(device, monkeypatch, name):
-    """Less than 0.4% of the codes differ where scales agree.
+    """Less than 0.4% of the quantized values differ if scales agree.
 
     With random bits half of them would.
     """
@@ -107,12 +113,12 @@ def test_every_format_rounded_to_nearest(device, monkeypatch, name):
     for p, q in zip(all_parameters(got), all_parameters(want), strict=True):
         for state in (f"exp_avg:{name}", f"exp_avg_sq:{name}", "master:fp16"):
             state = state.removesuffix(":bf16")
-            differ = codes_that_differ(got.state[p], want.state[q], state)
+            differ = find_differences(got.state[p], want.state[q], state)
             assert differ.sum() <= 0.004 * p.numel()
 
 
-def codes_that_differ(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.Tensor:
-    """Return where states with equal scales and powers have different codes: bool [elements]."""
+def find_differences(a: dict[str, Any], b: dict[str, Any], name: str) -> torch.Tensor:
+    """Return which elements differ among states with equal scales and powers: bool [elements]."""
     differ = (a[name] != b[name]).reshape(-1)
     for part in (f"{name}:scale", f"{name}:power"):
         if part in a:
@@ -131,14 +137,14 @@ def test_states_rounded_to_nearest_draw_no_bits(device):
         params = on(device, parameters(SHAPES, torch.bfloat16))
         found.append(AdamW(params, seed=seed, **options))
         run_on(params, found[-1], range(2))
-    same_state(*found)
+    assert_same_state(*found)
 
 
 @pytest.mark.long
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("weights", ["nearest", "fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_way_to_keep_weights(device, monkeypatch, weights, dtype):
+def test_every_kind_of_weights(device, monkeypatch, weights, dtype):
     options = {"preset": "fp8-lm", "weights": weights, "lr": 0.01, "maximize": True}
     got, want = both(device, monkeypatch, dtype, group_size=32, **options)
     assert_alike(got, want, dtype)
@@ -172,17 +178,17 @@ def test_gradients_of_another_dtype_or_place(device, monkeypatch, preset, expand
                     room = torch.empty(p.numel() + 1, device=device)
                     p.grad = room[1:].view_as(p).copy_(p.grad)
             optimizer.step()
-    same_state(*optimizers)
+    assert_same_state(*optimizers)
     params[0].grad = None
     params[1].grad = params[1].grad.t().contiguous().t()
     copies[0].grad = None
     for optimizer in optimizers:
         optimizer.step()
     assert [optimizers[0].state[p]["step"].item() for p in params] == [2, 3]
-    same_state(*optimizers)
+    assert_same_state(*optimizers)
 
 
-def test_scaled_gradients_and_steps_left_out(device):
+def test_gradients_can_be_scaled_and_steps_skipped(device):
     params, plain = on(device, parameters(((40,), (200,)))), on(device, parameters(((40,), (200,))))
     scaled, unscaled = AdamW(params), AdamW(plain)
     for step in range(3):
@@ -195,7 +201,7 @@ def test_scaled_gradients_and_steps_left_out(device):
         scaled.step()
         if step != 1:
             unscaled.step()
-    same_state(scaled, unscaled)
+    assert_same_state(scaled, unscaled)
 
 
 @pytest.mark.parametrize("betas", [(0, 0.9), (0.9, 0), (0.9, 0.999)])
@@ -223,7 +229,7 @@ def test_gradients_whose_squares_are_infinite(device, monkeypatch):
     assert torch.equal(*found)
 
 
-def test_squares_that_no_code_has_end_training(device, monkeypatch):
+def test_squares_beyond_the_format_end_training(device, monkeypatch):
     """A group with an infinite second moment gets the scale NaN.
 
     Its weights become NaN in this step if the update is fused, and in the next step otherwise.
@@ -243,7 +249,7 @@ def test_squares_that_no_code_has_end_training(device, monkeypatch):
 
 @pytest.mark.parametrize("rate", [0.0, 1e-20])
 def test_a_rate_of_zero_moves_no_weight(device, rate):
-    """Neither does a rate whose steps are below the last bit of every weight.
+    """Neither does a rate with steps below the last bit of every weight.
 
     States are updated.
     """
@@ -260,7 +266,7 @@ def test_a_rate_of_zero_moves_no_weight(device, rate):
 
 
 @pytest.mark.parametrize("rate", [1e-15, 1e-3, 1e3, -1e-3])
-def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
+def test_steps_are_proportional_to_the_rate(device, monkeypatch, rate):
     """Weights of zero become the step, exact but for two digits. Schedulers may set any rate."""
     steps = []
     for why_not in (None, "for comparison"):
@@ -273,7 +279,7 @@ def test_steps_are_as_long_as_the_rate_says(device, monkeypatch, rate):
     torch.testing.assert_close(*steps, rtol=5e-5, atol=0.0)
 
 
-def test_what_is_not_finite_is_not_hidden(device):
+def test_nonfinite_gradients_are_not_hidden(device):
     (p,) = on(device, parameters(((300,),)))
     optimizer = AdamW([p])
     for step in range(3):
@@ -295,7 +301,7 @@ def test_resuming_is_bit_exact(device):
     resumed = AdamW(params)
     resumed.load_state_dict(optimizer.state_dict())
     run_on(params, resumed, range(1, 3))
-    same_state(resumed, uninterrupted)
+    assert_same_state(resumed, uninterrupted)
 
 
 def run_on(params, optimizer, steps: range) -> None:
@@ -381,7 +387,7 @@ def test_replays_of_cuda_graphs(device, dtype, preset):
             q.grad.copy_(source.grad)
         graph.replay()
         plain.step()
-    same_state(captured, plain)
+    assert_same_state(captured, plain)
 
 
 def test_a_graph_that_saved_the_weights_is_outdated(device):
@@ -413,11 +419,11 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
         params = on(device, parameters(((CHUNK // 50 + 3, 50),), torch.bfloat16))
         results.append(AdamW(params))
         run_on(params, results[-1], range(2))
-    same_state(*results)
+    assert_same_state(*results)
 
 
 @pytest.mark.long
-def test_what_is_updated_together_does_not_matter(device):
+def test_parameters_can_be_updated_together_or_alone(device):
     """Updating all parameters at once, or one at a time, gives the same result."""
     together, apart = on(device, parameters(SHAPES)), on(device, parameters(SHAPES))
     one, other = AdamW(together), AdamW(apart)
@@ -427,7 +433,7 @@ def test_what_is_updated_together_does_not_matter(device):
         move_gradients(apart, step)
         for p in reversed(apart):
             other.update(other.param_groups[0], [p])
-    same_state(one, other)
+    assert_same_state(one, other)
 
 
 COMPILATION = """

@@ -8,12 +8,12 @@ import pytest
 import torch
 from optim_helpers import (
     all_parameters,
+    assert_same_state,
+    moment_values,
     parameters,
+    reload_from_file,
     run,
-    same_state,
     set_gradients,
-    through_a_file,
-    values_of,
 )
 from torch import Tensor, nn
 
@@ -67,14 +67,14 @@ WRITES = [copy_into_data, set_data, from_a_vector, clip]
 @pytest.mark.long
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize(
-    ("kept", "dtype"),
+    ("weights", "dtype"),
     [("fp32", torch.bfloat16), ("fp32", torch.float16), ("fp16", torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
+def test_an_update_begins_with_the_weights_that_the_user_wrote(path, write, weights, dtype):
     params = parameters(SHAPES, dtype)
-    optimizer = AdamW(params, 0.01, weights=kept, weight_decay=0.0)
+    optimizer = AdamW(params, 0.01, weights=weights, weight_decay=0.0)
     run(params, optimizer, range(2))
     write(params, parameters(SHAPES, dtype, seed=1))
     written = [p.detach().clone() for p in params]
@@ -82,7 +82,7 @@ def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
     run(params, optimizer, range(2, 4))
     for p, x in zip(params, written, strict=True):
         # Clipping changes scales, which rounds the other elements of FP16 copies again.
-        torch.testing.assert_close(p, x, rtol=2.0**-7 if kept == "fp16" else 0.0, atol=0.0)
+        torch.testing.assert_close(p, x, rtol=2.0**-7 if weights == "fp16" else 0.0, atol=0.0)
     optimizer.param_groups[0]["lr"] = 0.01
     run(params, optimizer, range(4, 5))
     for p, x in zip(params, written, strict=True):
@@ -90,13 +90,13 @@ def test_an_update_begins_with_what_the_user_wrote(path, write, kept, dtype):
 
 
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("kept", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_parameters_are_their_rounded_master_copies(path, kept, dtype, rounding):
+def test_parameters_are_their_rounded_master_copies(path, weights, dtype, rounding):
     """Otherwise an update would mistake a rounding difference for a write."""
     params = parameters(SHAPES, dtype)
-    optimizer = AdamW(params, 0.01, weights=kept, state_rounding=rounding)
+    optimizer = AdamW(params, 0.01, weights=weights, state_rounding=rounding)
     for step in range(2):
         run(params, optimizer, range(step, step + 1))
         for p in params:
@@ -124,10 +124,10 @@ def test_elements_that_are_not_written_keep_their_precision(path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", ["fp32", "fp16"])
-def test_small_updates_add_up_after_a_write(path, kept):
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_small_updates_add_up_after_a_write(path, weights):
     p = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-    optimizer = AdamW([p], lr=5e-4, weight_decay=0.0, weights=kept)
+    optimizer = AdamW([p], lr=5e-4, weight_decay=0.0, weights=weights)
     run([p], optimizer, range(1))
     p.data.fill_(1.0)
     for _ in range(20):
@@ -137,13 +137,13 @@ def test_small_updates_add_up_after_a_write(path, kept):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", ["fp32", "fp16"])
-def test_weights_that_are_swapped_and_swapped_back(path, kept):
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_weights_that_are_swapped_and_swapped_back(path, weights):
     """An average is evaluated between two steps, and no bit of the result changes."""
     found = []
     for swap in (False, True):
         params = parameters(SHAPES, torch.bfloat16)
-        optimizer = AdamW(params, 1e-4, weights=kept)
+        optimizer = AdamW(params, 1e-4, weights=weights)
         run(params, optimizer, range(3))
         if swap:
             trained = [p.detach().clone() for p in params]
@@ -151,7 +151,7 @@ def test_weights_that_are_swapped_and_swapped_back(path, kept):
             copy_into(params, trained)
         run(params, optimizer, range(3, 6))
         found.append(optimizer)
-    same_state(*found)
+    assert_same_state(*found)
 
 
 def linear(seed: int) -> nn.Module:
@@ -160,21 +160,21 @@ def linear(seed: int) -> nn.Module:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_any_order_of_loading_resumes_bit_by_bit(path, kept, first):
+def test_any_order_of_loading_resumes_bit_by_bit(path, weights, first):
     model = linear(0)
-    optimizer = AdamW(model.parameters(), 1e-4, weights=kept)
+    optimizer = AdamW(model.parameters(), 1e-4, weights=weights)
     run(list(model.parameters()), optimizer, range(3))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = reload_from_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     other = linear(1)
-    resumed = AdamW(other.parameters(), weights=kept)
+    resumed = AdamW(other.parameters(), weights=weights)
     parts = {"model": other, "optimizer": resumed}
     for name in (first, *(parts.keys() - {first})):
         parts[name].load_state_dict(saved[name])
     for each in (optimizer, resumed):
         run(all_parameters(each), each, range(3, 6))
-    same_state(optimizer, resumed)
+    assert_same_state(optimizer, resumed)
 
 
 def test_copies_that_a_checkpoint_lacks_begin_with_the_weights_of_the_first_step(path):
@@ -207,13 +207,13 @@ def test_values_that_are_not_finite_are_taken():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
 @pytest.mark.parametrize("offload", [(), ("states",)], ids=str)
-def test_writes_between_backwards_that_step(monkeypatch, path, kept, offload):
+def test_writes_between_backwards_that_step(monkeypatch, path, weights, offload):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 64)
     models = [linear(0), linear(0)]
     for i, model in enumerate(models):
-        optimizer = AdamW(model.parameters(), 0.01, weights=kept, offload=offload)
+        optimizer = AdamW(model.parameters(), 0.01, weights=weights, offload=offload)
         if i:
             step_in_backward(model, optimizer)
         for step in range(4):
@@ -256,4 +256,4 @@ def test_skipped_steps_write_nothing(path):
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert (p == 0.5).all()
-    assert values_of(optimizer, 0, "exp_avg", True).isfinite().all()
+    assert moment_values(optimizer, 0, "exp_avg", True).isfinite().all()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from optim_helpers import (
     all_parameters,
+    assert_same_state,
     parameters,
+    reload_from_file,
     run,
-    same_state,
     set_gradients,
-    through_a_file,
 )
 from torch import nn
 
@@ -81,7 +81,7 @@ def test_no_number_changes(device, dtype, options):
         assert all(x.device.type == where for name, x in state.items() if name != "step")
         for name, x in state.items():
             state[name] = x.to(device)
-    same_state(offloaded, plain)
+    assert_same_state(offloaded, plain)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,7 +122,7 @@ def test_pieces_of_the_kernel(monkeypatch):
     kernel.kernel.cache_clear()
     (update,) = [x for *_, x in offloaded._prepared.values() if hasattr(x, "pieces")]
     assert len(update.pieces) > 2
-    same_state(offloaded, plain)
+    assert_same_state(offloaded, plain)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -171,14 +171,14 @@ def test_sums_of_gradients(device, buffer, offload, monkeypatch):
 def test_checkpoints_go_both_ways(device):
     offloaded, plain = both(device, torch.bfloat16, range(2))
     for optimizer, other in ((offloaded, plain), (plain, offloaded)):
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(reload_from_file(optimizer.state_dict()))
         assert other.param_groups[0]["offload"] != optimizer.param_groups[0]["offload"]
     for optimizer in (offloaded, plain):
         steps(optimizer, device, range(2, 4))
     for p in all_parameters(offloaded):
         for name, x in offloaded.state[p].items():
             offloaded.state[p][name] = x.to(device)
-    same_state(offloaded, plain)
+    assert_same_state(offloaded, plain)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped():

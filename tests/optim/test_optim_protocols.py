@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import EXACT_STATES, SHAPES, parameters, run, same_state, set_gradients
+from optim_helpers import EXACT_STATES, SHAPES, assert_same_state, parameters, run, set_gradients
 from torch import nn
 
 import fp8pass
@@ -41,11 +41,11 @@ def test_parameter_groups_have_options_of_their_own():
         for p in (first, second, third)
     ]
     step = {"step": torch.float32}
-    codes = [{f"{x}:e4m3+expand": torch.uint8} for x in ("exp_avg", "exp_avg_sq")]
+    fp8 = [{f"{x}:e4m3+expand": torch.uint8} for x in ("exp_avg", "exp_avg_sq")]
     assert dtypes == [
-        step | codes[0] | codes[1],
-        step | {"exp_avg": torch.bfloat16} | codes[1],
-        step | codes[0] | {"exp_avg_sq": torch.float32},
+        step | fp8[0] | fp8[1],
+        step | {"exp_avg": torch.bfloat16} | fp8[1],
+        step | fp8[0] | {"exp_avg_sq": torch.float32},
     ]
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'e4m3'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "first_moment": "e4m4"})
@@ -140,7 +140,7 @@ def test_grad_scaler_skips_steps_that_overflow():
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**9
-    same_state(optimizer, unscaled)
+    assert_same_state(optimizer, unscaled)
 
 
 @pytest.mark.long

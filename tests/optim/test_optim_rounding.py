@@ -8,16 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optim_helpers import parameters, run, same_state, values_of
+from optim_helpers import assert_same_state, moment_values, parameters, run
 from torch import nn
 
 from fp8pass.optim import AdamW, rounding
 from fp8pass.optim.formats import MOMENT_FORMATS, StateFormat, dequantize, moment_format, quantize
 
 ROUNDED = tuple(name for name in MOMENT_FORMATS if name != "fp32")
-# The largest distance of two codes in the upper decade, relative to the largest number.
+# The largest distance of two values in the upper decade, relative to the largest value.
 DISTANCE = {"e4m3": 2**-4, "e5m2": 2**-3, "fp16": 2**-11, "de8": 0.015, "bf16": 2**-8}
-PLAIN_CODES = tuple(DISTANCE)
+PLAIN = tuple(DISTANCE)
 
 
 def bits_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_stochastic_rounding_is_unbiased_and_uncorrelated():
 
 
 @given(st.integers(-(2**40), 2**40))
-def test_stochastic_rounding_keeps_what_bf16_holds(seed):
+def test_stochastic_rounding_does_not_change_bf16_values(seed):
     special = torch.tensor([0.0, -0.0, 1.0, -3.5, torch.inf, -torch.inf, torch.nan, 1e-40])
     x = torch.cat([special, torch.randn(100)]).bfloat16().float()
     key = rounding.keys(seed, torch.tensor([0], dtype=torch.int32), torch.tensor([1.0]))
@@ -84,7 +84,7 @@ def test_states_are_rounded_by_bits_of_their_own(seed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", PLAIN_CODES)
+@pytest.mark.parametrize("name", PLAIN)
 @given(st.integers(0, 2**31 - 1))
 def test_the_mean_of_many_roundings_is_the_number(name, signed, seed):
     format = moment_format(name, signed=signed)
@@ -95,13 +95,13 @@ def test_the_mean_of_many_roundings_is_the_number(name, signed, seed):
     x = x.expand(1 << 10, 128)
     found = dequantize(quantize(x, format, bits_of(seed, tuple(x.shape))), format).double()
     deviation = found.var(0).sqrt() / x.shape[0] ** 0.5
-    # A number close to a code may never be rounded away from it in this many draws.
+    # A number close to a value of the format may always be rounded to it in this many draws.
     never = 10 / x.shape[0] * DISTANCE[name]
     assert ((found.mean(0) - x[0]).abs() <= 5 * deviation + never).all()
 
 
 @pytest.mark.parametrize(("name", "bound"), [("e4m3+expand", 1.2e-4), ("e5m2+expand", 2e-4)])
-def test_expansion_takes_nothing_from_the_mean(name, bound):
+def test_expansion_does_not_bias_the_mean(name, bound):
     """A power of the mean exceeds the mean of powers by 1.7e-4 and 3.9e-4.
 
     A second moment with a decay of 0.1% would accumulate that to a sixth and more.
@@ -114,9 +114,9 @@ def test_expansion_takes_nothing_from_the_mean(name, bound):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", PLAIN_CODES)
+@pytest.mark.parametrize("name", PLAIN)
 @given(st.integers(0, 2**31 - 1), st.integers(-20, 20))
-def test_what_a_format_holds_is_not_rounded(name, signed, seed, exponent):
+def test_values_of_a_format_are_not_rounded(name, signed, seed, exponent):
     format = moment_format(name, signed=signed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(64, 128, generator=generator) - (0.5 if signed else 0.0)
@@ -134,7 +134,7 @@ def test_what_a_format_holds_is_not_rounded(name, signed, seed, exponent):
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("name", ROUNDED)
 @given(st.integers(0, 2**31 - 1))
-def test_what_is_not_finite_stays_and_nothing_becomes_it(name, signed, seed):
+def test_nonfinite_values_stay_and_finite_values_stay_finite(name, signed, seed):
     format = moment_format(name, signed=signed)
     x = torch.rand(4, 128, generator=torch.Generator().manual_seed(seed)) * 1e38
     x[1, 5], x[2, 9] = torch.nan, torch.inf
@@ -158,7 +158,7 @@ def test_second_moments_follow_gradients_that_shrink(name):
         p.grad = torch.randn(4096) * (1.0 if step < 500 else 0.2)
         exact = 0.999 * exact + 0.001 * p.grad**2
         optimizer.step()
-    found = values_of(optimizer, 0, "exp_avg_sq", False)
+    found = moment_values(optimizer, 0, "exp_avg_sq", False)
     assert (found.mean() / exact.mean()).item() == pytest.approx(1, abs=0.15)
     assert (exact / found).sqrt().mean().item() == pytest.approx(1, abs=0.1)
 
@@ -180,26 +180,26 @@ def test_first_moments_follow_gradients_that_shrink(name):
         p.grad = (mean + 0.3 * torch.randn(4096)) * (1.0 if step < 500 else 0.2)
         exact = 0.999 * exact + 0.001 * p.grad
         optimizer.step()
-    found = values_of(optimizer, 0, "exp_avg", True)
+    found = moment_values(optimizer, 0, "exp_avg", True)
     assert ((found @ exact) / (exact @ exact)).item() == pytest.approx(1, abs=0.15)
 
 
-def codes_of(format: StateFormat) -> torch.Tensor:
-    """Return the values of all finite codes, fp64, ascending."""
+def values_of_format(format: StateFormat) -> torch.Tensor:
+    """Return all finite values of a format, fp64, ascending."""
     if format.values:
         return torch.tensor(format.values, dtype=torch.float64)
     bits = torch.arange(2 ** (8 * format.dtype.itemsize)).to(
         torch.int16 if format.dtype.itemsize == 2 else torch.uint8
     )
-    codes = bits.view(format.dtype).double()
-    return codes[codes.isfinite()].unique()
+    values = bits.view(format.dtype).double()
+    return values[values.isfinite()].unique()
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", PLAIN_CODES)
+@pytest.mark.parametrize("name", PLAIN)
 @given(st.integers(0, 2**31 - 1), st.integers(-20, 20))
 def test_nearest_is_within_half_a_step(name, signed, seed, exponent):
-    """The error is at most half the distance between the neighbouring codes."""
+    """The error is at most half the distance of the neighbouring values."""
     format = moment_format(name, signed=signed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(8, 128, generator=generator) - (0.5 if signed else 0.0)
@@ -207,19 +207,19 @@ def test_nearest_is_within_half_a_step(name, signed, seed, exponent):
     stored = quantize(x, format)
     scale = 1.0 if stored.scale is None else stored.scale.double().unsqueeze(-1)
     exact, found = (y.double() / scale for y in (x, dequantize(stored, format)))
-    codes = codes_of(format)
+    values = values_of_format(format)
     if not signed:
-        codes = codes[codes > 0]  # no divisor becomes zero
-    above = torch.searchsorted(codes, exact).clamp(1, len(codes) - 1)
-    distance = torch.minimum((exact - codes[above - 1]).abs(), (codes[above] - exact).abs())
+        values = values[values > 0]  # no divisor becomes zero
+    above = torch.searchsorted(values, exact).clamp(1, len(values) - 1)
+    distance = torch.minimum((exact - values[above - 1]).abs(), (values[above] - exact).abs())
     assert ((found - exact).abs() <= distance * (1 + 1e-4) + 1e-6 * exact.abs()).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("name", [name for name in ROUNDED if name.endswith("+expand")])
 @given(st.integers(0, 2**31 - 1))
-def test_nearest_is_within_half_a_step_of_expanded_codes(name, signed, seed):
-    """The bound applies to codes, which are powers of values."""
+def test_nearest_is_within_half_a_step_of_expanded_values(name, signed, seed):
+    """The bound applies to quantized values, which are powers of the states."""
     format = moment_format(name, signed=signed)
     x = 10 ** (-3 * torch.rand(8, 128, generator=torch.Generator().manual_seed(seed)))
     if signed:
@@ -228,10 +228,10 @@ def test_nearest_is_within_half_a_step_of_expanded_codes(name, signed, seed):
     scale, power = (y.double().unsqueeze(-1) for y in (stored.scale, stored.power))
     found = dequantize(stored, format).double()
     exact, found = ((y.abs() / scale) ** power * format.middle for y in (x.double(), found))
-    codes = codes_of(format)
-    codes = codes[codes > 0] if not signed else codes[codes >= 0]
-    above = torch.searchsorted(codes, exact).clamp(1, len(codes) - 1)
-    distance = torch.minimum((exact - codes[above - 1]).abs(), (codes[above] - exact).abs())
+    values = values_of_format(format)
+    values = values[values > 0] if not signed else values[values >= 0]
+    above = torch.searchsorted(values, exact).clamp(1, len(values) - 1)
+    distance = torch.minimum((exact - values[above - 1]).abs(), (values[above] - exact).abs())
     # Logarithms in fp32 are off by 1e-6 times the power.
     assert ((found - exact).abs() <= distance + 1e-4 * exact).all()
 
@@ -243,9 +243,9 @@ def test_states_rounded_to_nearest_do_not_depend_on_the_seed():
         optimizer = AdamW(params, weights="fp16", state_rounding=rounding_, seed=seed)
         run(params, optimizer, range(3))
         results.append(optimizer)
-    same_state(*results[:2])
+    assert_same_state(*results[:2])
     with pytest.raises(AssertionError):
-        same_state(*results[1:])
+        assert_same_state(*results[1:])
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -260,9 +260,9 @@ def test_states_rounded_to_nearest_equal_quantize(name):
     ):
         format = moment_format(name, signed=signed)
         want = dequantize(quantize(exact, format), format).reshape(-1)
-        found = values_of(optimizer, 0, state, signed)
+        found = moment_values(optimizer, 0, state, signed)
         off = (found - want).abs() > 1e-5 * want.abs()
-        assert off.sum() <= 0.01 * want.numel()  # values between two codes
+        assert off.sum() <= 0.01 * want.numel()  # ties
 
 
 def test_same_seed_same_results():

@@ -23,17 +23,17 @@ DEVICES = [
 ]
 
 
-def room(size: int, format, device: str) -> Quantized:
+def make_sums(size: int, format, device: str) -> Quantized:
     groups = group_count(size, GROUP_SIZE)
-    codes = torch.full((groups, GROUP_SIZE), 7, dtype=format.storage_dtype, device=device)
-    return Quantized(codes, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
+    data = torch.full((groups, GROUP_SIZE), 7, dtype=format.storage_dtype, device=device)
+    return Quantized(data, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
 
 
 def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
     """Return the sum of all gradients but the last, and the last gradient plus that sum."""
     with monkeypatch.context() as patch:
         patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
-        sum_ = room(len(gradients[0]), format, gradients[0].device.type)
+        sum_ = make_sums(len(gradients[0]), format, gradients[0].device.type)
         for i, gradient in enumerate(gradients[:-1]):
             add_to(sum_, gradient, format, replace(stamp, count=i + 1), first)
         last = gradients[-1].clone()
@@ -69,7 +69,7 @@ def test_the_kernels_equal_the_reference(device, name, size, dtype, seed, first,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_is_not_finite_reaches_the_user(device, kernel, monkeypatch):
+def test_nonfinite_sums_reach_the_user(device, kernel, monkeypatch):
     format = moment_format("e4m3", signed=True)
     first, second = torch.ones(2, 300, device=device)
     first[130] = torch.inf
@@ -84,7 +84,7 @@ def test_pieces_are_rounded_as_the_whole():
     format = moment_format("e4m3", signed=True)
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     stamp = SumStamp(0, 3, torch.ones(()), 1)
-    whole, parts = room(1000, format, "cpu"), room(1000, format, "cpu")
+    whole, parts = make_sums(1000, format, "cpu"), make_sums(1000, format, "cpu")
     add_to(whole, gradient, format, stamp, 0)
     for first, size in ((0, 256), (256, 744)):
         rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))

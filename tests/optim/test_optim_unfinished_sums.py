@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from optim_helpers import EXACT_STATES, same_state
+from optim_helpers import EXACT_STATES, assert_same_state
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,7 +38,7 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("ends_by", ["step", "backwards", "step after backwards"])
-def test_a_layer_frozen_in_the_middle_of_a_step_stays_as_it_is(ends_by):
+def test_a_layer_frozen_in_the_middle_of_a_step_is_not_updated(ends_by):
     model = model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1)
     step_in_backward(model, optimizer, accumulate=3)
@@ -129,12 +129,12 @@ def test_a_checkpoint_leaves_a_sum_as_it_is(way, when):
         assert {x.count for x in attached.accumulated.values()} == {when % 3}
         run_backwards(model, range(when, 6))
         found.append(optimizer)
-    same_state(*found)
+    assert_same_state(*found)
     assert all(state["step"] == 2 for state in found[1].state.values())
 
 
 @pytest.mark.parametrize("offload", [(), ("states",), ("gradients",)], ids=str)
-def test_states_of_the_first_sum_are_those_before_the_first_update(offload):
+def test_states_during_the_first_sum_are_initial_states(offload):
     model = model_of_three()
     optimizer = AdamW(model.parameters(), lr=0.1, preset="fp8-lm", offload=offload)
     step_in_backward(model, optimizer, accumulate=2)
@@ -181,7 +181,7 @@ def test_compiled_autograd_is_refused_before_an_update(accumulate, by):
 
 
 def test_a_schedule_that_only_plans_memory_trains_no_model():
-    kept = compat.planned_schedule(compat.schedule_class("1F1B"), 2, 2, 4)
+    schedule = compat.planned_schedule(compat.schedule_class("1F1B"), 2, 2, 4)
     model = nn.Linear(4, 4)
     assert compat.find_schedule(model) is None
-    del kept
+    del schedule

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from optim_helpers import (
     EXACT_STATES,
     SHAPES,
+    assert_same_state,
+    moment_values,
     parameters,
     run,
-    same_state,
     set_gradients,
-    values_of,
 )
 from torch import nn
 
@@ -50,10 +50,10 @@ def test_with_fp32_states_equals_torch_and_fp64(options, shapes, steps):
 
 
 @given(hyperparameters, st.integers(1, 9))
-def test_bf16_parameters_and_states_are_near_those_of_the_fused_torch(options, steps):
+def test_bf16_parameters_and_states_are_near_fused_torch(options, steps):
     """PyTorch's fused optimizer computes in fp32 and rounds states to nearest.
 
-    The first step is equal; each further step may add a difference of one code in the moments.
+    The first step is equal. Each further step may add a difference of one rounding step.
     """
     ours, theirs = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     storage = {"first_moment": "bf16", "second_moment": "bf16", "weights": "nearest"}
@@ -69,8 +69,8 @@ def test_bf16_parameters_and_states_are_near_those_of_the_fused_torch(options, s
 
 @pytest.mark.parametrize(("name", "distance"), [("e4m3+expand", 0.15), ("bf16", 2**-7)])
 @given(hyperparameters, some_shapes, st.integers(1, 9))
-def test_rounded_states_are_near_those_of_fp64(name, distance, options, shapes, steps):
-    """A step rounds by up to an eighth, the distance of two codes; the errors add up at random."""
+def test_rounded_states_are_near_fp64(name, distance, options, shapes, steps):
+    """A step rounds by up to an eighth, the distance of two values; the errors add up at random."""
     ours, wide = parameters(shapes), parameters(shapes)
     wide = [nn.Parameter(p.detach().double()) for p in wide]
     optimizer = AdamW(ours, first_moment=name, second_moment=name, **options)
@@ -87,13 +87,13 @@ def test_rounded_states_are_near_those_of_fp64(name, distance, options, shapes, 
     for number, q in enumerate(wide):
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             want = exact.state[q][name].reshape(-1)
-            error = values_of(optimizer, number, name, signed).double() - want
+            error = moment_values(optimizer, number, name, signed).double() - want
             assert error.norm() <= distance * steps**0.5 * want.norm() + 1e-30
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_stay_near_those_of_fp32(dtype, weights):
+def test_weights_stay_near_fp32(dtype, weights):
     ours, wide = parameters(dtype=dtype), parameters(dtype=dtype)
     wide = [nn.Parameter(p.detach().float()) for p in wide]
     run(ours, AdamW(ours, **EXACT_STATES, weights=weights), range(20))
@@ -105,11 +105,11 @@ def test_weights_stay_near_those_of_fp32(dtype, weights):
         exact.step()
     for p, q in zip(ours, wide, strict=True):
         rounded = {torch.float32: 20, torch.bfloat16: 8, torch.float16: 11}[dtype]
-        kept = {"fp32": 24, "fp16": 11}.get(weights, rounded - 1)
+        stored = {"fp32": 24, "fp16": 11}.get(weights, rounded - 1)
         if dtype == torch.float32:
-            kept = rounded
+            stored = rounded
         # Each step rounds the stored copy; the parameter is rounded once.
-        bound = q.abs() * (20 * 2.0**-kept + 2.0**-rounded)
+        bound = q.abs() * (20 * 2.0**-stored + 2.0**-rounded)
         assert ((p - q).abs() <= bound + 1e-5).all()
 
 
@@ -138,7 +138,7 @@ def test_bytes_of_states(preset):
     assert total <= {"coat": 2.07, "coat-paper": 6.07, "fp8-lm": 5.05}[preset]
 
 
-def test_what_is_updated_together_does_not_matter():
+def test_parameters_can_be_updated_together_or_alone():
     together, apart = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     run(together, AdamW(together), range(5))
     optimizer = AdamW(apart)
@@ -163,7 +163,7 @@ def test_large_and_many_parameters_are_batched(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("fp8pass.optim.update.CPU_BATCH", 300)
             run(batched, in_pieces, range(3))
-        same_state(optimizer, in_pieces)
+        assert_same_state(optimizer, in_pieces)
 
 
 def test_parameters_that_are_not_contiguous():
@@ -176,7 +176,7 @@ def test_parameters_that_are_not_contiguous():
     assert torch.equal(strided, plain)
 
 
-def test_what_the_kernel_reads_has_its_dtype_whatever_the_default():
+def test_operands_of_the_kernel_do_not_depend_on_the_default_dtype():
     (parameter,) = parameters([(16, 16)])
     optimizer = AdamW([parameter])
     torch.set_default_dtype(torch.bfloat16)

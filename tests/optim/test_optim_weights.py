@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from optim_helpers import through_a_file
+from optim_helpers import reload_from_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -61,7 +61,7 @@ def new(device: str) -> Model:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_in_codes(device):
+def test_large_weights_are_quantized(device):
     model = new(device)
     found = {n for n, p in model.named_parameters() if isinstance(p, CodedWeight)}
     assert found == {"up.weight", "down.weight"}
@@ -167,7 +167,7 @@ def test_few_gradients_wait_for_their_turn(accumulate):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_codes_follow_their_weights(device):
+def test_fp8_data_follow_the_weights(device):
     model = new(device)
     train(model, device, 2, offload=(), accumulate=1, recipe="coat")
     for p in (model.up.weight, model.down.weight):
@@ -177,7 +177,7 @@ def test_codes_follow_their_weights(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_some_rows_are_coded_again(device, monkeypatch):
+def test_changed_rows_are_requantized(device, monkeypatch):
     """The kernel, or its interpreter on a CPU, writes over the previous FP8 data."""
     pytest.importorskip("triton")
     weight = new(device).up.weight
@@ -201,15 +201,15 @@ def test_state_dicts_have_the_weights(device):
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(2)
-    model.load_state_dict(through_a_file(other.state_dict()))
+    model.load_state_dict(reload_from_file(other.state_dict()))
     assert torch.equal(model.down.weight.source, other.down.weight)
     assert torch.equal(
         model.down.weight.decoded().cpu(), new(device).down.weight.decoded().cpu() * 2
     )
-    Model().bfloat16().load_state_dict(through_a_file(model.state_dict()))
+    Model().bfloat16().load_state_dict(reload_from_file(model.state_dict()))
 
 
-def test_what_cannot_be_in_codes():
+def test_weights_that_cannot_be_offloaded_are_refused():
     layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pytest.raises(ConfigError, match=r"0 and 1 more: it is in float32; model.bfloat16\(\) co"):
         offload_weights(layers, "cpu")
@@ -350,8 +350,8 @@ def test_compiled_code_sees_writes_to_a_state_dict():
 
 
 @torch.no_grad()
-def test_codes_that_are_all_of_a_weight_are_not_updated():
-    """Most updates are smaller than the distance of two codes, and would be lost silently."""
+def test_weights_that_exist_only_in_fp8_are_not_updated():
+    """Most updates are smaller than the distance of two FP8 values, and would be lost silently."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
     fp8pass.quantize_frozen(model, skip="1")
     model.requires_grad_()

@@ -1,4 +1,4 @@
-"""Copies to the host and back, and the memory that they take there."""
+"""Copies to the host and back, their host memory, and the bandwidth of the link."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = [
 host = torch.ops.fp8pass_host
 
 
-def there_and_back(x: torch.Tensor) -> torch.Tensor:
+def copy_there_and_back(x: torch.Tensor) -> torch.Tensor:
     copy = copies.to_host(x)
     copy = copies.settled(copy, x)
     back = copies.from_host(copy, x.device, x)
@@ -33,7 +33,7 @@ def there_and_back(x: torch.Tensor) -> torch.Tensor:
 TENSORS = {
     "matrix": torch.randn(20, 32).bfloat16(),
     "transposed": torch.randn(20, 32).t(),
-    "codes": torch.randn(20, 32).to(torch.float8_e4m3fn),
+    "fp8": torch.randn(20, 32).to(torch.float8_e4m3fn),
     "heads": torch.randn(2, 8, 4, 16).transpose(1, 2),
     "scalar": torch.tensor(3.0),
     "none": torch.empty(0, 4),
@@ -43,9 +43,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", list(TENSORS))
-def test_what_comes_back_is_what_went(name, device):
+def test_copies_return_equal_tensors(name, device):
     x = TENSORS[name].to(device)
-    back = there_and_back(x)
+    back = copy_there_and_back(x)
     assert back.dtype == x.dtype
     assert back.stride() == x.stride()
     assert back.device == x.device
@@ -55,10 +55,10 @@ def test_what_comes_back_is_what_went(name, device):
 
 
 @pytest.mark.parametrize("name", list(TENSORS))
-def test_fakes_are_like_what_they_stand_for(name):
+def test_fake_copies_have_the_layout_of_real_copies(name):
     x = TENSORS[name]
     with FakeTensorMode() as mode:
-        fake = there_and_back(mode.from_tensor(x))
+        fake = copy_there_and_back(mode.from_tensor(x))
     assert (fake.shape, fake.stride(), fake.dtype) == (x.shape, x.stride(), x.dtype)
 
 
@@ -70,7 +70,7 @@ def test_the_copy_of_another_tensor_is_refused():
     copies.settled(copy, x)
 
 
-def test_a_buffer_is_given_back_with_its_last_tensor():
+def test_a_buffer_is_free_after_its_last_tensor():
     buffers = Buffers(CPU)
     x = buffers.empty_strided((64, 32), (32, 1), torch.bfloat16)
     address, part = x.data_ptr(), x.t()[3:5]
@@ -85,12 +85,12 @@ def test_a_buffer_is_given_back_with_its_last_tensor():
     assert buffers.empty_strided((2048,), (1,), torch.bfloat16).data_ptr() == address
 
 
-def test_a_tensor_holds_no_more_than_its_own_bytes():
+def test_a_storage_has_the_bytes_of_its_tensor():
     x = Buffers(CPU).empty_strided((3, 7), (7, 1), torch.float32)
     assert x.untyped_storage().nbytes() == 84
 
 
-def test_autograd_holds_a_buffer():
+def test_saved_tensors_keep_their_buffer():
     buffers = Buffers(CPU)
 
     class Keep(torch.autograd.Function):
@@ -129,17 +129,17 @@ def test_threads_share_buffers():
 
 
 @given(st.integers(1, 1 << 40))
-def test_sizes_of_buffers(size):
+def test_sizes_of_buffers_are_rounded_up(size):
     assert size <= round_size(size) <= max(size * 9 / 8, 512, size + 512)
     assert round_size(round_size(size)) == round_size(size)
 
 
 @given(st.floats(1e8, 1e12))
-def test_steps_of_the_bandwidth(rate):
+def test_bandwidths_are_rounded_down(rate):
     assert rate / 2 ** (1 / STEPS) * 0.999 <= round_down(rate) <= rate * 1.001
 
 
-def test_a_cpu_has_the_link_of_a_gpu():
+def test_a_cpu_simulates_the_link_of_a_gpu():
     assert bandwidth(CPU) == pytest.approx(5e10, rel=0.1)
 
 
@@ -149,10 +149,10 @@ def test_the_link_is_measured():
 
 
 @pytest.mark.gpu
-def test_copies_run_beside_computation():
-    """The CPU does not wait, the GPU computes on, and what is read afterwards is all there."""
+def test_copies_overlap_with_computation():
+    """The CPU does not wait, the GPU continues to compute, and later reads are complete."""
     x = torch.randn(1 << 26, device="cuda")
-    there_and_back(x)  # locks pages
+    copy_there_and_back(x)  # locks pages
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -163,7 +163,7 @@ def test_copies_run_beside_computation():
         a = (a @ a).clamp(-1, 1)
     middle.record()
     copy = copies.settled(copy, x)
-    x.zero_()  # behind the copy
+    x.zero_()  # after the copy in stream order
     back = copies.settled(copies.from_host(copy, x.device), copy)
     end.record()
     assert torch.equal(back, want)
@@ -172,7 +172,7 @@ def test_copies_run_beside_computation():
 
 
 @pytest.mark.gpu
-def test_a_source_that_nobody_holds_is_not_overwritten():
+def test_a_freed_source_is_not_overwritten():
     x = torch.full((1 << 26,), 3.0, device="cuda")
     copy, like = copies.to_host(x), x[:1]
     del x
@@ -184,9 +184,9 @@ def test_a_source_that_nobody_holds_is_not_overwritten():
 
 
 @pytest.mark.gpu
-def test_what_is_never_settled_is_let_go_of():
+def test_copies_that_are_never_waited_for_are_freed():
     x = torch.ones(1 << 20, device="cuda")
     copies.from_host(copies.to_host(x), x.device)
     torch.cuda.synchronize()
-    there_and_back(x)
+    copy_there_and_back(x)
     assert all(entry is None for entry in copies._unsettled.values())

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from guard_helpers import kinds
+from guard_helpers import event_kinds
 from helpers import MLP, llama, tokens
 
 from fp8pass import Guard
@@ -32,21 +32,21 @@ def trainer_of(transformers, folder, guard, **options):
     )
 
 
-def test_hugging_face_trainer(tmp_path, caplog):
+def test_a_hugging_face_trainer_calls_the_guard(tmp_path, caplog):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     guard = Guard(act=("lower lr", "roll back"), every=2, quiet=10)
     trainer_of(transformers, tmp_path, guard, max_steps=22).train()
     assert guard.steps == 22
     assert not guard.events
-    assert not caplog.records  # no gradient was gone when it looked
-    # Losses and gradient norms of all steps but the last one have come.
+    assert not caplog.records  # no gradient was missing
+    # Losses and gradient norms of all steps but the last have arrived.
     trends = guard.state_dict()["signals"]["trends"]
     seen = {name: len(t["past"]) + len(t["recent"]) for name, t in trends.items()}
     assert seen["loss"] == seen["gradient norm"] == 21
 
 
-def test_a_trainer_that_resumes_goes_on_with_the_past(tmp_path):
+def test_a_resumed_trainer_loads_the_guards_history(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     first = Guard(every=2)
@@ -61,7 +61,7 @@ def test_a_trainer_that_resumes_goes_on_with_the_past(tmp_path):
     assert len(trend["past"]) + len(trend["recent"]) > 20
 
 
-def test_lightning(tmp_path):
+def test_a_lightning_trainer_calls_the_guard(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):
@@ -94,7 +94,7 @@ def test_lightning(tmp_path):
 
 
 class LightningLike:
-    """What the callback uses of a Lightning `Trainer` and its module."""
+    """Stand-in for a Lightning `Trainer` and its module."""
 
     class Callback:
         pass
@@ -114,10 +114,10 @@ def test_the_lightning_callback_counts_optimizer_steps_and_keeps_state(monkeypat
         trainer.global_step = (batch + 1) // 2  # two micro-batches a step
         callback.on_train_batch_end(trainer, model, {"loss": loss}, None, batch)
     assert guard.steps == 2
-    assert kinds(guard)[0] == "alarm"
+    assert event_kinds(guard)[0] == "alarm"
     other = Guard(every=1)
     other.lightning().load_state_dict(json.loads(json.dumps(callback.state_dict())))
-    assert kinds(other) == kinds(guard)
+    assert event_kinds(other) == event_kinds(guard)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_lightning_callback_counts_optimizer_steps_and_keeps_state(monkeypat
         (Guard.lightning, ["lightning.pytorch", "pytorch_lightning"], "pip install lightning"),
     ],
 )
-def test_what_is_not_installed_is_named(monkeypatch, make, missing, message):
+def test_a_missing_package_is_named_in_the_error(monkeypatch, make, missing, message):
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=message):

@@ -1,11 +1,11 @@
-"""`Guard` in trainings: alarms and whom they blame, and what becomes of them."""
+"""`Guard` in training: alarms, their suspects, and whether they are confirmed."""
 
 import json
 import logging
 
 import pytest
 import torch
-from guard_helpers import Training, fed, kinds
+from guard_helpers import Training, event_kinds, guard_losses
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,12 +25,12 @@ def test_the_scaled_layer_is_the_first_suspect(layer):
     assert f"{layer} weight (×" in alarm.message
 
 
-def test_what_is_not_finite_is_named():
+def test_a_nonfinite_weight_is_named():
     training = Training().run(20)
     with torch.no_grad():
         training.model.get_submodule("2").bias[3] = torch.nan
         training.guard.every = 1
-    training.guard.step(1.0)  # before the loss of it makes everything NaN
+    training.guard.step(1.0)  # before a loss makes everything NaN
     alarm = training.guard.events[0]
     assert alarm.suspects[0].module == "2"
     assert "2 bias is not finite" in alarm.message
@@ -50,7 +50,7 @@ def test_a_parameter_may_have_any_precision(dtype):
 
 
 def test_a_compiled_model_is_guarded():
-    """Whose truth value PyTorch asks the module's length for."""
+    """The truth value of a compiled model is the length of its module."""
     model = torch.compile(nn.Linear(4, 4), backend="eager")
     guard = Guard(None, torch.optim.SGD(model.parameters(), 0.1), model=model, every=1)
     guard.step(1.0)
@@ -58,33 +58,33 @@ def test_a_compiled_model_is_guarded():
 
 
 def test_warnings_are_logged(caplog):
-    fed([1.0, torch.nan, 1.0, 1.0, 1.0])
+    guard_losses([1.0, torch.nan, 1.0, 1.0, 1.0])
     messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert any(m.startswith("step 5: alarm: loss is nan") for m in messages)
 
 
-def test_an_alarm_after_which_the_loss_goes_on_as_before_is_false():
+def test_an_alarm_is_false_if_the_loss_continues_normally():
     training = Training(quiet=30).run(154)
     weight = training.model.get_submodule("0").weight
-    kept = weight.detach().clone()
-    with torch.no_grad():  # and back again before the next forward
+    before = weight.detach().clone()
+    with torch.no_grad():  # restored before the next forward
         weight.mul_(100)
         training.guard.step()
-        weight.copy_(kept)
+        weight.copy_(before)
     training.run(36)
-    assert kinds(training.guard) == ["alarm", "false alarm"]
+    assert event_kinds(training.guard) == ["alarm", "false alarm"]
     assert "1 alarms: 0 confirmed, 1 false" in str(training.guard)
 
 
-def test_what_stays_is_the_new_normal():
+def test_a_permanent_change_raises_one_alarm():
     losses = [1.0 + 0.01 * (i % 3) for i in range(200)]
-    guard = fed(losses + [3 * x for x in losses] * 3, quiet=50)
-    assert kinds(guard) == ["alarm", "confirmed"]
+    guard = guard_losses(losses + [3 * x for x in losses] * 3, quiet=50)
+    assert event_kinds(guard) == ["alarm", "confirmed"]
 
 
 def test_steps_between_readings_read_nothing_from_the_device():
     class Reads(TorchDispatchMode):
-        """Counts what waits for a device."""
+        """Counts operators and reads that wait for a device."""
 
         def __init__(self):
             super().__init__()
@@ -102,32 +102,32 @@ def test_steps_between_readings_read_nothing_from_the_device():
     with Reads() as found:
         for _ in range(49):
             guard.step(loss, gradient_norm=norm)
-        assert found.calls <= 4 * 49  # a copy of each of both numbers, and views
+        assert found.calls <= 4 * 49  # copies of both numbers, and views
         guard.step(loss, gradient_norm=norm)
     assert found.reads == 0
 
 
-def test_a_loss_that_is_written_to_again_is_kept():
-    """As CUDA graphs do with their outputs."""
+def test_a_loss_is_copied_before_it_is_overwritten():
+    """CUDA graphs overwrite their outputs."""
     model, loss = nn.Linear(1, 1), torch.ones(())
     guard = Guard(None, torch.optim.SGD(model.parameters()), model=model)
     for value in (1.0, torch.nan, 1.0, 1.0, 1.0):
         loss.fill_(value)
         guard.step(loss)
-    assert kinds(guard)[0] == "alarm"
+    assert event_kinds(guard)[0] == "alarm"
 
 
-def test_gradients_that_are_gone_are_reported_once(caplog):
-    fed([1.0] * 20)
+def test_missing_gradients_are_reported_once(caplog):
+    guard_losses([1.0] * 20)
     (message,) = [r.getMessage() for r in caplog.records]
     assert "call guard.step(loss) before optimizer.zero_grad()" in message
 
 
-def test_a_checkpoint_goes_on_with_the_past_and_the_alarm():
+def test_a_checkpoint_contains_history_and_alarm():
     whole, first, second = (Training(act="lower lr", hold=40, quiet=30) for _ in range(3))
     for training in (whole, first):
         training.run(120).run(20, factor=30.0)
-    assert "lower lr" in kinds(whole.guard)
+    assert "lower lr" in event_kinds(whole.guard)
     state = json.loads(json.dumps(first.guard.state_dict()))
     second.guard.load_state_dict(state)
     second.model.load_state_dict(first.model.state_dict())
@@ -135,16 +135,16 @@ def test_a_checkpoint_goes_on_with_the_past_and_the_alarm():
     second.step = first.step
     for training in (whole, second):
         training.run(60, factor=30.0)
-    assert kinds(second.guard) == kinds(whole.guard)
-    assert "end of lower lr" in kinds(second.guard)
+    assert event_kinds(second.guard) == event_kinds(whole.guard)
+    assert "end of lower lr" in event_kinds(second.guard)
     assert [e.step for e in second.guard.events] == [e.step for e in whole.guard.events]
 
 
-@pytest.mark.parametrize("given", [{}, {"guard": {}}, None, "guard.json"])
-def test_what_is_no_checkpoint_is_refused(given):
-    guard = fed([1.0] * 3)
+@pytest.mark.parametrize("state", [{}, {"guard": {}}, None, "guard.json"])
+def test_invalid_checkpoints_are_refused(state):
+    guard = guard_losses([1.0] * 3)
     with pytest.raises(ConfigError, match=r"has no alarm, .* Load what guard\.state_dict"):
-        guard.load_state_dict(given)
+        guard.load_state_dict(state)
     assert guard.steps == 3
 
 
@@ -164,7 +164,7 @@ def test_what_is_no_checkpoint_is_refused(given):
         ({"act": "high precision", "monitor": Monitor()}, r"Monitor\(fallback="),
     ],
 )
-def test_wrong_arguments(options, message):
+def test_wrong_arguments_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Guard(**options)
 

@@ -1,8 +1,8 @@
-"""`Guard` on a GPU: nothing waits for it, and what it copies arrives."""
+"""`Guard` on a GPU: steps do not wait for the device, and copies to the host are correct."""
 
 import pytest
 import torch
-from guard_helpers import kinds
+from guard_helpers import event_kinds
 from helpers import identical
 from torch import nn
 
@@ -48,7 +48,7 @@ def test_readings_arrive_later_and_in_order():
         step(torch.nan)
     torch.cuda.synchronize()
     step()
-    assert kinds(guard)[:2] == ["alarm", "confirmed"]
+    assert event_kinds(guard)[:2] == ["alarm", "confirmed"]
     assert guard.events[0].step in (5, 6)
 
 
@@ -84,5 +84,5 @@ def test_a_run_that_breaks_is_rolled_back():
     torch.cuda.synchronize()
     for _ in range(10):
         step()
-    assert "roll back" in kinds(guard)
+    assert "roll back" in event_kinds(guard)
     assert all(p.isfinite().all() for p in model.parameters())

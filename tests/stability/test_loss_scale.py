@@ -1,4 +1,4 @@
-"""`Guard` with `torch.amp.GradScaler`, whose factor is in some gradients when it looks at them."""
+"""`Guard` with `torch.amp.GradScaler`: gradients may be scaled when the guard reads them."""
 
 import pytest
 import torch
@@ -9,16 +9,16 @@ from fp8pass import Guard
 from fp8pass.optim import AdamW
 
 
-def fused(parameters, lr):
+def make_fused(parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
-def plain(parameters, lr):
+def make_foreach(parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, foreach=True)
 
 
 class Scaled:
-    """A regression with a guard that reads every step, with a GradScaler or without."""
+    """A regression with a guard that reads every step, optionally with a GradScaler."""
 
     def __init__(self, make_optimizer, scaler=None):
         self.model = network()
@@ -54,32 +54,32 @@ def scaler(**options):
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, **options)
 
 
-@pytest.mark.parametrize("make_optimizer", [AdamW, fused, plain])
+@pytest.mark.parametrize("make_optimizer", [AdamW, make_fused, make_foreach])
 @pytest.mark.parametrize("order", [{}, {"updates_first": True}, {"clips": True}], ids=str)
 def test_gradients_are_measured_without_the_scale(make_optimizer, order):
-    """However it grows: here in every other step."""
+    """The scale grows in every second step."""
     want = Scaled(make_optimizer).run(6)
     got = Scaled(make_optimizer, scaler(growth_interval=2)).run(6, **order)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
 
 
-def test_what_has_no_gradient_has_none_with_a_scale():
+def test_missing_gradients_stay_missing_with_a_scale():
     training = Scaled(AdamW, scaler())
     training.model[0].register_forward_hook(lambda module, args, result: result.detach())
     assert (training.run(1)[0, :2] == -1).all()
 
 
-@pytest.mark.parametrize("make_optimizer", [AdamW, fused])
-def test_gradients_of_a_step_that_is_skipped_are_not_there(make_optimizer):
-    """Those that are finite have the scale."""
+@pytest.mark.parametrize("make_optimizer", [AdamW, make_fused])
+def test_gradients_of_a_skipped_step_count_as_missing(make_optimizer):
+    """Finite gradients of such a step are still scaled, so they are not measured."""
     training = Scaled(make_optimizer, scaler())
     training.model[0].weight.register_hook(lambda gradient: gradient / 0)
     assert (training.run(1) == -1).all()
 
 
-@pytest.mark.parametrize("make_optimizer", [AdamW, fused, plain])
-def test_a_step_that_is_skipped_raises_no_alarm(make_optimizer):
-    """The scale begins where FP32 overflows, and is halved until it does not."""
+@pytest.mark.parametrize("make_optimizer", [AdamW, make_fused, make_foreach])
+def test_a_skipped_step_raises_no_alarm(make_optimizer):
+    """The first scale overflows in FP32, and is halved until it does not."""
     model = network()
     optimizer = make_optimizer(model.parameters(), lr=1e-3)
     guard = Guard(None, optimizer, model=model, every=1)
@@ -99,12 +99,12 @@ def test_a_step_that_is_skipped_raises_no_alarm(make_optimizer):
     assert not guard.events
 
 
-def test_a_closed_guard_leaves_the_optimizer_alone():
+def test_a_closed_guard_does_not_affect_the_optimizer():
     model = network()
-    optimizer = plain(model.parameters(), lr=1e-3)
+    optimizer = make_foreach(model.parameters(), lr=1e-3)
     guard = Guard(None, optimizer, model=model)
     hooks = len(optimizer._optimizer_step_pre_hooks)
-    guard.watch(model, optimizer)  # in place of the one before
+    guard.watch(model, optimizer)  # replaces the previous optimizer
     assert len(optimizer._optimizer_step_pre_hooks) == hooks > 0
     guard.close()
     assert not optimizer._optimizer_step_pre_hooks

@@ -67,7 +67,7 @@ def test_a_checkpoint_has_the_rates_of_the_schedule(way, kind, rate):
     assert rates_of(optimizer.state_dict()) == [0.5, 0.5]
 
 
-def test_the_step_of_a_checkpoint_within_it_is_lowered():
+def test_a_step_after_a_checkpoint_within_it_is_lowered():
     optimizer = optimizer_of(0.5)
     before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     LowerRate(optimizer).factor = 0.1
@@ -76,7 +76,7 @@ def test_the_step_of_a_checkpoint_within_it_is_lowered():
         torch.testing.assert_close(p, old - 0.05)
 
 
-def test_rates_that_are_loaded_after_a_failed_step_stay():
+def test_rates_loaded_after_a_failed_step_do_not_change():
     optimizer = optimizer_of(0.5)
     saved = optimizer_of(0.25).state_dict()
     lower = LowerRate(optimizer)

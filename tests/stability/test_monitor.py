@@ -1,4 +1,4 @@
-"""`Monitor` measures what is quantized, names it, does so in sampled steps, and changes nothing."""
+"""`Monitor` names and measures quantized tensors in sampled steps, and changes no result."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from helpers import (
 )
 from monitor_helpers import BATCHES, Broken, batches, monitored, train
 from torch import nn
+from torch._dynamo.utils import counters
 
 import fp8pass
 from fp8pass import Config, Monitor, compat
@@ -67,8 +68,8 @@ def test_every_tensor_of_a_llama_is_named(config):
 
 
 @pytest.mark.long
-def test_operands_are_what_they_are_called():
-    """Also where weights are stored [in, out], as in GPT-2."""
+def test_names_of_operands_are_right():
+    """This includes weights that are stored as [in, out], as in GPT-2."""
     for model in (gpt2(), llama()):
         monitor = Monitor()
         run = monitored(model, monitor)
@@ -86,7 +87,7 @@ def test_operands_are_what_they_are_called():
 
 
 @pytest.mark.long
-def test_blocks_compiled_on_their_own_are_told_apart():
+def test_blocks_compiled_separately_have_different_names():
     monitor = Monitor()
     model = llama(num_hidden_layers=3).bfloat16()
     monitor.model = model
@@ -104,7 +105,7 @@ def test_blocks_compiled_on_their_own_are_told_apart():
     assert any(r.module.startswith("model.layers.2") for r in monitor.latest if "saved" in r.tensor)
 
 
-def test_graph_breaks():
+def test_layers_are_named_across_graph_breaks():
     monitor = Monitor()
     model = Broken().bfloat16()
     monitored(model, monitor)(batches(1)[0]).sum().backward()
@@ -117,7 +118,7 @@ def test_graph_breaks():
 
 
 class Mixed(nn.Module):
-    """Dropout, a buffer that is updated, and a size that may vary."""
+    """Dropout and a buffer that is updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class Mixed(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("make", [Mixed, Broken])
-def test_interpreted_steps_are_the_same_whether_sampled_or_not(make, dynamic):
+def test_sampling_does_not_change_interpreted_steps(make, dynamic):
     def run(monitor):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -149,33 +150,33 @@ def test_interpreted_steps_are_the_same_whether_sampled_or_not(make, dynamic):
 
 
 @pytest.mark.long
-def test_compiled_steps_between_samples_are_the_same():
+def test_a_monitor_does_not_change_compiled_steps_between_samples():
     model = Mixed().bfloat16().train()
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
     def run(monitor):
         torch._dynamo.reset()
-        compat.counters.clear()
+        counters.clear()
         model.load_state_dict(state)
         compiled = torch.compile(
             model, backend=Backend(Config(), hooks=(Versions(monitor),) if monitor else ())
         )
         steps = [step(compiled, model, (x,)) for x in (BATCHES[0], BATCHES[1])]
-        kept = saved_bytes(compiled, BATCHES[0])
-        return steps, kept, compat.counters["stats"]["unique_graphs"]
+        saved = saved_bytes(compiled, BATCHES[0])
+        return steps, saved, counters["stats"]["unique_graphs"]
 
     monitor = Monitor()
     monitor.resume(1)
-    got, got_kept, got_graphs = run(monitor)
-    want, want_kept, want_graphs = run(None)
+    got, got_bytes, got_graphs = run(monitor)
+    want, want_bytes, want_graphs = run(None)
     for a, b in zip(got, want, strict=True):
         assert_same_step(a, b)
-    assert (got_kept, got_graphs) == (want_kept, want_graphs)
+    assert (got_bytes, got_graphs) == (want_bytes, want_graphs)
     monitor.step()
     assert not monitor.latest
 
 
-def test_a_sampled_step_is_close_to_what_is_compiled(interpreted):
+def test_a_sampled_step_is_close_to_a_compiled_step(interpreted):
     model = MLP().bfloat16()
     monitor = Monitor()
     run = torch.compile(model, backend=Backend(Config(), hooks=(Versions(monitor),)))
@@ -213,7 +214,7 @@ def test_evaluation_is_not_sampled():
     assert not monitor.latest
 
 
-def test_exact_formats_have_nothing_to_measure():
+def test_exact_formats_are_not_measured():
     model, monitor = MLP(), Monitor()
     monitored(model, monitor, EXACT_EAGER)(BATCHES[0].float()).sum().backward()
     monitor.step()
@@ -230,7 +231,7 @@ def test_backends_with_other_monitors_differ():
     hash(fp8pass.backend(Config(), monitor=first))
 
 
-def test_explain_and_diagnose_leave_the_monitor_alone():
+def test_explain_and_diagnose_do_not_affect_the_monitor():
     model, monitor = MLP().bfloat16(), Monitor()
     run = monitored(model, monitor)
     assert "up" in str(fp8pass.explain(run, BATCHES[0]))
@@ -239,8 +240,8 @@ def test_explain_and_diagnose_leave_the_monitor_alone():
     assert not monitor.latest
 
 
-def test_a_choice_between_samples_costs_next_to_nothing():
-    """A microsecond a graph; it takes a tenth of one."""
+def test_dispatch_between_samples_is_fast():
+    """The limit is one microsecond for each graph, ten times the usual time."""
     monitor = Monitor()
     monitor.resume(1)
     run = dispatch(monitor, pytest.fail, pytest.fail, lambda: None)
@@ -250,7 +251,7 @@ def test_a_choice_between_samples_costs_next_to_nothing():
 # --- when ---------------------------------------------------------------------------------------
 
 
-def test_the_first_step_and_every_nth(tmp_path):
+def test_the_first_and_every_nth_step_is_sampled(tmp_path):
     model, monitor = MLP().bfloat16(), Monitor(every=3, csv=tmp_path / "health.csv")
     train(monitored(model, monitor), model, batches(8), monitor)
     with (tmp_path / "health.csv").open() as file:
@@ -269,13 +270,13 @@ def test_micro_batches_count_together():
     assert row.elements == 2 * BATCHES[0].numel()
     assert row.amax == 4 * BATCHES[1].abs().max().item()
     monitor.step()
-    run(BATCHES[2, :16]).sum().backward()  # another shape: compiled anew, nothing left of before
+    run(BATCHES[2, :16]).sum().backward()  # another shape is recompiled, without old statistics
     monitor.step()
     (row,) = (r for r in monitor.latest if (r.module, r.tensor, r.scales) == ("up", "input", "row"))
     assert row.elements == BATCHES[2, :16].numel()
 
 
-def test_resuming_and_closing():
+def test_a_monitor_can_be_resumed_and_closed():
     model, monitor = MLP().bfloat16(), Monitor(every=10)
     monitor.resume(19)
     assert not monitor.sampling
@@ -326,7 +327,7 @@ ORDERS = [in_order, interleaved, twice, with_forwards_that_have_no_backward]
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 def test_gradients_belong_to_their_block_in_any_order(order, recipe):
-    """Blocks share compiled code, and each has a loss of its own size."""
+    """Blocks share compiled code, and have losses of different magnitude."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.ModuleList(Half() for _ in range(3))
@@ -347,7 +348,7 @@ def test_gradients_belong_to_their_block_in_any_order(order, recipe):
 
 
 def references() -> int:
-    """How many references to memory exist, whose sizes and addresses PyTorch keeps meanwhile."""
+    """Return the number of weak references to storages. Each keeps a StorageImpl alive."""
     gc.collect()
     return sum(type(x) is compat.StorageWeakRef for x in gc.get_objects())
 
@@ -376,8 +377,8 @@ def steps(run, model):
 @pytest.mark.parametrize(
     "step", [forwards_alone, evaluations_with_gradients, steps_with_new_weights, steps]
 )
-def test_a_sample_without_an_end_takes_no_more_memory(step):
-    """Forwards whose results have been freed have no backward any more."""
+def test_a_sample_without_an_end_does_not_leak_memory(step):
+    """A forward with freed results cannot have a backward any more."""
     torch._dynamo.reset()
     monitor, model = Monitor(), Half()
     run = monitored(model, monitor, Config(compiler="eager"))
@@ -391,7 +392,7 @@ def test_a_sample_without_an_end_takes_no_more_memory(step):
 
 
 def test_forwards_that_wait_for_their_backward_are_remembered():
-    """However many others have run without one."""
+    """Many forwards without a backward ran in between."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.ModuleList(Half() for _ in range(2))

@@ -1,4 +1,4 @@
-"""The statistics of a tensor against float64, and how those of its parts merge."""
+"""The statistics of a tensor compared with float64, and merged from parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPECIAL = [0.0, -0.0, 1e-40, 3e-39, 6e4, math.inf, -math.inf, math.nan, 1e30]
 
 @st.composite
 def matrices(draw):
-    """Values of many magnitudes, some of them special, in fp32, bf16 or fp16."""
+    """Draw values of many magnitudes, some of them special, in fp32, bf16 or fp16."""
     rows, columns = draw(st.integers(1, 5)), draw(st.sampled_from([16, 32, 64]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
     spread = draw(st.sampled_from([0.0, 4.0, 12.0]))
@@ -33,8 +33,8 @@ def matrices(draw):
     return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
 
 
-def reference(x, dequantized, codes, fmt):
-    """The statistics in float64, one by one."""
+def reference(x, dequantized, quantized, fmt):
+    """Compute the statistics in float64."""
     finite = x.isfinite()
     exact, back = x.double()[finite], dequantized.double()[finite]
     signal, noise = exact.square().sum(), (exact - back).square().sum()
@@ -42,14 +42,15 @@ def reference(x, dequantized, codes, fmt):
     return {
         "elements": x.numel(),
         "amax": exact.abs().max().item() if len(exact) else 0.0,
-        "saturated": (codes[finite].abs() == fmt.max).sum().item() / x.numel(),
-        "underflow": (nonzero & (codes[finite] == 0)).sum().item() / max(nonzero.sum().item(), 1),
+        "saturated": (quantized[finite].abs() == fmt.max).sum().item() / x.numel(),
+        "underflow": (nonzero & (quantized[finite] == 0)).sum().item()
+        / max(nonzero.sum().item(), 1),
         "sqnr_db": math.inf if noise == 0 else (10 * torch.log10(signal / noise)).item(),
         "nonfinite": (~finite).sum().item(),
     }
 
 
-# Above, noise is the rounding of fp32.
+# Above this SQNR noise is dominated by fp32 rounding.
 HIGH = 90.0
 
 
@@ -65,36 +66,36 @@ def check(totals, expected):
 
 
 def fp32_rounding(sqnr_db):
-    """By how many dB the last bits of values may move it: noise is the smaller the higher it is."""
+    """Return the uncertainty in dB of an SQNR from rounding in fp32. It grows with the SQNR."""
     return 20 / math.log(10) * 2**-22 * 10 ** (sqnr_db / 20)
 
 
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @given(x=matrices())
-def test_statistics_of_linear_operands(x, format, by_row):
+def test_statistics_of_linear_operands_are_right(x, format, by_row):
     scale = fp8.scale(fp8.amax(x, "row") if by_row else fp8.amax(x, "tensor"), f"{format} row")
-    codes = fp8.quantize(x, scale, f"{format} tensor").float()
-    expected = reference(x, codes * scale, codes, FORMATS[format])
+    data = fp8.quantize(x, scale, f"{format} tensor").float()
+    expected = reference(x, data * scale, data, FORMATS[format])
     check(measure(x, scale, FORMATS[format], x.shape[-1]), expected)
 
 
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("format", ["e4m3", "e4m3_bytes", "e2m3", "e2m2", "e2m1"])
 @given(x=matrices())
-def test_statistics_of_groups(x, format, group):
+def test_statistics_of_groups_are_right(x, format, group):
     fmt, group = FORMATS[format], min(group, x.shape[-1])
     scales = fp8.scale(fp8.amax(x, f"1×{group}"), f"{format} 1×{group}")
     planes = [fp8.quantize(x, scales, f"{format} 1×{group}", i) for i in range(len(fmt.planes))]
     back = fp8.dequantize(planes, scales, f"{format} 1×{group}", torch.float32)
     ones = torch.ones_like(scales)
-    codes = fp8.dequantize(planes, ones, f"{format} 1×{group}", torch.float32)
-    check(measure(x, scales, fmt, group), reference(x, back, codes, fmt))
+    data = fp8.dequantize(planes, ones, f"{format} 1×{group}", torch.float32)
+    check(measure(x, scales, fmt, group), reference(x, back, data, fmt))
 
 
 @given(x=matrices(), y=matrices())
 def test_statistics_of_parts_merge(x, y):
-    """Chunks, and micro-batches."""
+    """Parts are chunks or micro-batches."""
     parts = []
     for part in (x, y):
         flat = part.float().reshape(-1, 16)
@@ -109,7 +110,7 @@ def test_statistics_of_parts_merge(x, y):
         )
 
 
-def test_no_elements():
+def test_empty_tensors_have_statistics():
     row = make_row(
         0, "m", NAME, measure(torch.empty(0, 16), torch.ones(0, 1), FORMATS["e4m3"], 16).tolist()
     )
@@ -118,9 +119,9 @@ def test_no_elements():
 
 @given(x=matrices())
 def test_finite_values_have_a_good_sqnr(x):
-    """Why there is no warning of a low one."""
+    """This is why a low SQNR has no warning."""
     x = x.float().nan_to_num(1.0, 1.0, 1.0)
-    x[x.abs() < 1e-30] = 0  # below, scales are no longer proportional to the amax
+    x[x.abs() < 1e-30] = 0  # below this, scales are not proportional to the amax
     scale = fp8.scale(fp8.amax(x, "tensor"), "e4m3 tensor")
     row = make_row(0, "m", NAME, measure(x, scale, FORMATS["e4m3"], x.shape[-1]).tolist())
     assert row.sqnr_db > 24 or row.amax == 0

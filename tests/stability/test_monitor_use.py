@@ -67,7 +67,7 @@ def test_mostly_zero_warns_with_the_path_and_what_to_do(caplog):
     assert not [m for m in warnings_of(caplog) if "down weight" in m]
 
 
-def test_advice_for_gradients(caplog):
+def test_warnings_about_gradients_suggest_options(caplog):
     model, monitor = MLP().bfloat16(), Monitor()
     run = monitored(model, monitor)
     incoming = torch.full((32, 32), 1e-7, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_advice_for_gradients(caplog):
     assert "gradient_format='e5m2'" in message
 
 
-def test_what_is_not_finite_warns_of_the_first(caplog):
+def test_the_first_nonfinite_tensor_causes_a_warning(caplog):
     model, monitor = Broken().bfloat16(), Monitor()
     x = BATCHES[0].clone()
     x[0, 0] = math.inf
@@ -93,9 +93,9 @@ def test_what_is_not_finite_warns_of_the_first(caplog):
 # --- records ------------------------------------------------------------------------------------
 
 
-def test_csv_has_a_header_once_and_a_line_for_each_tensor(tmp_path):
+def test_csv_has_one_header_and_a_line_for_each_tensor(tmp_path):
     path = tmp_path / "new" / "health.csv"
-    for _ in range(2):  # a second run goes on
+    for _ in range(2):  # a second run appends
         torch._dynamo.reset()
         monitor = Monitor(csv=path)
         sampled_step(MLP().bfloat16(), BATCHES[0], monitor)
@@ -114,7 +114,7 @@ def test_csv_has_a_header_once_and_a_line_for_each_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("given_as", ["folder", "writer"])
-def test_tensorboard(tmp_path, given_as):
+def test_samples_are_written_to_tensorboard(tmp_path, given_as):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -135,7 +135,7 @@ def test_tensorboard(tmp_path, given_as):
     assert scalars[-1].value == pytest.approx(row.sqnr_db)
 
 
-def test_the_table_shows_the_worst_first():
+def test_the_table_shows_the_worst_tensors_first():
     model, monitor = MLP().bfloat16(), Monitor()
     with torch.no_grad():
         model.down.weight.mul_(1e-7)
@@ -151,7 +151,7 @@ def test_the_table_shows_the_worst_first():
 
 
 @pytest.mark.long
-def test_hugging_face_trainer(tmp_path):
+def test_a_hugging_face_trainer_calls_the_monitor(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model, monitor = llama(), Monitor(every=2, csv=tmp_path / "health.csv")
@@ -182,7 +182,7 @@ def test_hugging_face_trainer(tmp_path):
     assert first.elements == 2 * 2 * (2 * 16 * 64)
 
 
-def test_lightning(tmp_path):
+def test_a_lightning_trainer_calls_the_monitor(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):
@@ -221,18 +221,18 @@ def test_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "10"])
-def test_every_is_a_number_of_steps(every):
+def test_every_must_be_a_number_of_steps(every):
     with pytest.raises(ConfigError, match="every must be a whole number of steps"):
         Monitor(every=every)
 
 
-def test_other_wrong_arguments(tmp_path):
+def test_other_wrong_arguments_are_refused(tmp_path):
     (tmp_path / "notes.csv").write_text("name,value\n")
     with pytest.raises(ConfigError, match="not written by a Monitor"):
         Monitor(csv=tmp_path / "notes.csv")
-    for given in (5, True, tmp_path):
+    for path in (5, True, tmp_path):
         with pytest.raises(ConfigError, match="csv must be a file to append to"):
-            Monitor(csv=given)
+            Monitor(csv=path)
     with pytest.raises(ConfigError, match="folder or a SummaryWriter, got int"):
         Monitor(tensorboard=3)
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module, got str"):
@@ -257,7 +257,7 @@ def test_other_wrong_arguments(tmp_path):
         ),
     ],
 )
-def test_what_is_not_installed_is_named(monkeypatch, make, missing, message):
+def test_a_missing_package_is_named_in_the_error(monkeypatch, make, missing, message):
     for name in missing:
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match=message):
@@ -275,8 +275,8 @@ def test_a_forgotten_step_warns_once(caplog):
     assert "call monitor.step() after each optimizer step" in message
 
 
-def test_micro_batches_and_perturbed_weights_are_one_step(caplog):
-    """As sharpness-aware minimization does it."""
+def test_micro_batches_and_perturbed_weights_count_as_one_step(caplog):
+    """Sharpness-aware minimization runs such steps."""
     model, monitor = MLP(), Monitor(every=1)
     run = monitored(model, monitor)
     for batch in batches(3).float():

@@ -1,4 +1,4 @@
-"""`fp8pass.testing`: what holds passes, and what does not is found and named."""
+"""`fp8pass.testing`: checks pass for correct programs, and name errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, che
 
 
 class Wrong(torch.autograd.Function):
-    """An identity whose gradient is too large by half once it is compiled."""
+    """An identity. When it is compiled its gradient is too large by a half."""
 
     @staticmethod
     def forward(ctx, x):
@@ -43,20 +43,20 @@ def batch(rows: int = 32, grad: bool = True) -> torch.Tensor:
 
 @settings(max_examples=2)
 @given(module=strategies.modules(depth=2), rows=st.sampled_from([16, 17, 48]))
-def test_what_is_right_passes(module, rows):
+def test_correct_modules_pass(module, rows):
     x = batch(rows)
     assert_exact(module, x)
     assert_close(module, x)
     assert_plan_is_true(module, x)
 
 
-def test_a_recipe_is_no_configuration():
+def test_the_name_of_a_recipe_is_refused():
     for check in (assert_close, assert_plan_is_true):
         with pytest.raises(TypeError, match=r"got str.*Config.recipe\('agoq'\)"):
             check(nn.Linear(16, 16), torch.randn(4, 16), config="agoq")
 
 
-def test_modules_are_left_as_they_are():
+def test_modules_do_not_change():
     module, x = Broken(), batch()
     weights = {name: p.clone() for name, p in module.named_parameters()}
     assert_exact(module, x)
@@ -67,7 +67,7 @@ def test_modules_are_left_as_they_are():
 
 
 @pytest.mark.parametrize("config", [None, Config.recipe("agoq")], ids=["coat", "agoq"])
-def test_a_gradient_that_is_off_is_named(config):
+def test_a_wrong_gradient_is_named(config):
     with pytest.raises(AssertionError, match=r"gradient of up\.weight is off by 0\.[45]"):
         assert_close(Broken(), batch(), config=config)
 
@@ -81,7 +81,7 @@ def test_a_gradient_that_is_off_is_named(config):
     ],
     ids=["cosine", "norm", "sqnr"],
 )
-def test_bounds(bounds, found):
+def test_bounds_can_be_set(bounds, found):
     with pytest.raises(AssertionError) as failure:
         assert_close(Broken(), batch(), **bounds)
     assert found in str(failure.value)
@@ -104,7 +104,7 @@ def test_a_rewrite_that_changes_bits_is_found(monkeypatch):
         assert_exact(module, batch())
 
 
-def test_a_plan_that_lies_is_found(monkeypatch):
+def test_a_wrong_plan_is_found(monkeypatch):
     def one_less(plan: Plan):
         found = checks_planned(plan)
         found.subtract([next(iter(found))])
@@ -119,12 +119,12 @@ def test_a_plan_that_lies_is_found(monkeypatch):
 
 
 @given(drawn=st.data(), format=strategies.formats())
-def test_edges_are_those_of_the_format(drawn, format):
+def test_edges_are_edges_of_the_format(drawn, format):
     x = drawn.draw(strategies.edges(format)).double()
     half_step = 2.0 ** (format.min_exponent - format.mantissa - 1)
 
     def are_edges(y):
-        """Codes, the middle between two, or beyond the range, by twice at most."""
+        """Whether all are values of the format, midpoints, or up to twice the largest value."""
         multiples = y[y.abs() < format.max] / half_step
         return y.abs().max() <= 2 * format.max and (multiples == multiples.round()).all()
 
@@ -134,7 +134,7 @@ def test_edges_are_those_of_the_format(drawn, format):
 
 
 @given(drawn=st.data())
-def test_blocks_fit(drawn):
+def test_blocks_fit_matrices(drawn):
     columns = drawn.draw(st.sampled_from([16, 48, 256]))
     block = drawn.draw(strategies.blocks(columns))
     scales = Quantization(E4M3, block).scale_shape((4, columns))
@@ -142,6 +142,6 @@ def test_blocks_fit(drawn):
 
 
 @given(x=strategies.matrices(columns=32, finite=False))
-def test_matrices(x):
+def test_matrices_have_the_width(x):
     assert x.shape[1] == 32
     assert x.dtype in strategies.DTYPES

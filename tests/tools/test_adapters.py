@@ -1,4 +1,4 @@
-"""The tools on adapters of low rank beside frozen layers, nested and named as PEFT does."""
+"""The tools with frozen layers and adapters of low rank, nested and named as in PEFT."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoraLinear(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Has what it wraps under a name, and the attributes of that, as LoraModel and PeftModel."""
+    """Wraps a module under a name and forwards attributes, like LoraModel and PeftModel."""
 
     def __init__(self, name: str, wrapped: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`bisect` finds what a gradient error comes from, in few compilations, and blames nobody else."""
+"""`bisect` finds the sources of a gradient error in few compilations."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fp8pass import Bisection, Config, ConfigError
 from fp8pass.tools.bisection import Trials, measure_relative_error
 from fp8pass.tools.culprit_search import CULPRIT_SHARE, CULPRIT_TIMES, Search
 
-# --- the search, on made-up errors --------------------------------------------------------------
+# --- the search, on synthetic errors ------------------------------------------------------------
 
 
 class Errors:
-    """Error functions of numbered units, of which some are exact; counts what is asked for."""
+    """The error of a model in which some numbered units are exact. Counts calls."""
 
-    def __init__(self, caused: list[float]) -> None:
-        self.caused, self.asked = caused, 0
+    def __init__(self, errors: list[float]) -> None:
+        self.errors, self.calls = errors, 0
 
     def __call__(self, exact: frozenset[int]) -> float:
-        self.asked += 1
-        return math.sqrt(sum(e for i, e in enumerate(self.caused) if i not in exact))
+        self.calls += 1
+        return math.sqrt(sum(e for i, e in enumerate(self.errors) if i not in exact))
 
 
 def compilations(units: int) -> int:
-    """What finding one culprit may take: the ends, each halving, and the culprit alone."""
+    """Return how many compilations finding one culprit may take."""
     return math.ceil(math.log2(units)) + 3
 
 
@@ -49,7 +49,7 @@ def test_the_largest_is_found_in_log_n(small, data):
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(1, 5))
-def test_what_is_found_stands_out_and_all_that_stands_out_is_found(caused, most):
+def test_all_units_with_large_errors_are_found_and_no_others(caused, most):
     errors = Errors(caused)
     found = Search(len(caused), errors).culprits(most)
     left = list(caused)
@@ -62,7 +62,7 @@ def test_what_is_found_stands_out_and_all_that_stands_out_is_found(caused, most)
         assert max(left) <= 1.001 * max(
             CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)
         ) * sum(left)
-    # Of ranges that cause a quarter or more there are four at most, at each level.
+    # At each level at most four ranges cause a quarter or more.
     levels = math.ceil(math.log2(len(caused))) + 1
     assert errors.asked <= (most + 1) * (levels / CULPRIT_SHARE + 4)
 
@@ -82,7 +82,7 @@ def test_nothing_to_find():
 
 @given(st.integers(1, 100), st.data())
 def test_everything_that_overflows_is_found(units, data):
-    """However many there are: finite only without all of them."""
+    """The error is finite only if all of them are exact."""
     broken = data.draw(st.sets(st.integers(0, units - 1), min_size=1, max_size=3))
 
     def error(exact: frozenset[int]) -> float:
@@ -94,8 +94,8 @@ def test_everything_that_overflows_is_found(units, data):
 
 
 @pytest.mark.parametrize("culprits", [{3}, {3, 40}, {3, 4, 60}])
-def test_errors_that_do_not_add(culprits):
-    """Above one a gradient is just wrong: only with all culprits exact does the error fall."""
+def test_culprits_of_a_saturated_error_are_found(culprits):
+    """The error saturates at one, so it falls only if all culprits are exact."""
 
     def error(exact: frozenset[int]) -> float:
         caused = sum((100.0 if i in culprits else 0.001) for i in range(64) if i not in exact)
@@ -105,8 +105,8 @@ def test_errors_that_do_not_add(culprits):
     assert set(found) == culprits
 
 
-def test_the_last_one_is_no_scapegoat():
-    """Many equal errors that saturate: the error falls only when the last of them are exact."""
+def test_the_last_of_many_equal_errors_is_not_blamed():
+    """Many equal errors saturate, so the error falls only when the last of them are exact."""
 
     def error(exact: frozenset[int]) -> float:
         return math.sqrt(min(64 - len(exact), 4) / 4)
@@ -118,7 +118,7 @@ def test_the_last_one_is_no_scapegoat():
 
 
 class Layer(nn.Module):
-    """Gated; of the features that `before` and `after` mask out nothing is seen."""
+    """A gated layer. `before` and `after` mask features out."""
 
     def __init__(self, size: int = 32) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ def stack(layers: int = 4) -> nn.Sequential:
 
 
 def ruin_linear(layer: Layer) -> None:
-    """Weights that leave the others to a few codes, of a feature that is always zero."""
+    """Set large weights of a feature that is always zero, so that few FP8 values are left."""
     with torch.no_grad():
         layer.before[0] = 0
         layer.up.weight[:, 0] = 1e6
 
 
 def ruin_saved(layer: Layer, value: float = 1e6) -> None:
-    """A value that leaves the others of its group to a few codes; no GEMM sees it."""
+    """Set a large saved value that no GEMM reads, so that few FP8 values are left in its group."""
     with torch.no_grad():
         layer.after[0] = 0
         layer.up.bias[0] = value
@@ -162,7 +162,7 @@ def names(found: Bisection) -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-def test_a_linear_layer_among_four():
+def test_a_linear_layer_is_found():
     model = stack(4)
     ruin_linear(model[2])
     found = fp8pass.bisect(model, loss, X)
@@ -179,7 +179,7 @@ def test_a_linear_layer_among_four():
 @pytest.mark.parametrize(
     "config", [Config(), Config.recipe("agoq", error_tolerance=math.inf)], ids=["coat", "agoq"]
 )
-def test_a_saved_tensor(config):
+def test_a_saved_tensor_is_found(config):
     model = stack(2)
     ruin_saved(model[1])
     found = fp8pass.bisect(model, loss, X, config=config, most=1)
@@ -187,13 +187,13 @@ def test_a_saved_tensor(config):
     assert found.culprits[0].module == "1.up"
     assert not found.spread
     assert "raise most" in str(found)
-    # What is suggested does what it says.
+    # The suggested options remove the error.
     fixed = fp8pass.bisect(model, loss, X, config=replace(config, **found.suggested), most=1)
     assert fixed.error == found.remaining < 0.8 * found.error
 
 
 @pytest.mark.long
-def test_one_of_each():
+def test_a_linear_layer_and_a_saved_tensor_are_both_found():
     model = stack(3)
     ruin_saved(model[1])
     ruin_linear(model[2])
@@ -211,7 +211,7 @@ def test_an_evenly_spread_error_has_no_culprit():
 
 
 class Exponential(nn.Module):
-    """Finite, but not where its argument is rounded; and a feature of which nothing is seen."""
+    """Becomes infinite if its argument is rounded. Another feature is masked out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Exponential(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("broken", [{1}, {0, 2}])
-def test_overflow(broken):
+def test_the_unit_that_overflows_is_found(broken):
     torch.manual_seed(0)
     model = nn.Sequential(*(Exponential() if i in broken else Layer() for i in range(3)))
     config = Config(error_tolerance=math.inf)
@@ -241,7 +241,7 @@ def test_overflow(broken):
 
 
 class Named(nn.Module):
-    """Layers by names."""
+    """Layers with given names."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         super().__init__()
@@ -254,8 +254,8 @@ class Named(nn.Module):
 
 
 @pytest.mark.long
-def test_names_with_special_characters():
-    """Those of patterns, of rich's markup, and that of another module without them."""
+def test_names_may_have_special_characters():
+    """Names with characters of patterns and of rich's markup, and a similar name without them."""
     torch.manual_seed(0)
     model = Named(("up[0]", "up0", "*", "[bold]"))
     ruin_linear(model.layers["*"])
@@ -269,7 +269,7 @@ def test_names_with_special_characters():
 
 
 @pytest.mark.long
-def test_the_model_stays_as_it_was():
+def test_the_model_does_not_change():
     model = nn.Sequential(
         nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)
     )
@@ -280,7 +280,7 @@ def test_the_model_stays_as_it_was():
     buffers = [b.clone() for b in model.buffers()]
     state = torch.get_rng_state()
     found = fp8pass.bisect(model, loss, x)
-    assert found.error < 0.2  # with other dropout it would be above one
+    assert found.error < 0.2  # with different dropout masks it would be above one
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
     for t, (value, gradient) in zip(tensors, before, strict=True):
@@ -299,11 +299,11 @@ def test_a_compiled_model_and_its_options():
 
 
 @pytest.mark.long
-def test_what_it_prints(tmp_path, capfd):
+def test_the_printed_report(tmp_path, capfd):
     model = stack(2)
     ruin_linear(model[1])
     found = fp8pass.bisect(model, loss, X)
-    assert capfd.readouterr() == ("", "")  # no terminal, no progress
+    assert capfd.readouterr() == ("", "")  # progress is shown on terminals only
     *_, last = str(found).strip().splitlines()
     assert last == "To make them exact, add to options: {'skip': ('1.up',)}"
     data = json.loads(found.to_json(tmp_path / "found.json"))
@@ -322,7 +322,7 @@ def test_nothing_in_low_bits():
 
 @pytest.mark.long
 def test_units_of_a_llama():
-    """The head is none."""
+    """The output head is not a unit."""
     trials = Trials(
         llama(), lambda m, b: m(b, labels=b).loss, tokens(), COAT_EAGER, progress=lambda total: None
     )
@@ -334,7 +334,7 @@ def test_units_of_a_llama():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"most": 0}, ConfigError, "must be at least 1, got 0"),
         ({"most": True}, ConfigError, "must be at least 1, got True"),
@@ -346,9 +346,9 @@ def test_units_of_a_llama():
         ({"model": MLP((32, 32, 32)).requires_grad_(False)}, ValueError, "nothing to compare"),
     ],
 )
-def test_errors_say_what_is_wrong(options, error, says):
+def test_invalid_arguments_raise_errors(options, error, message):
     arguments = {"model": MLP((32, 32, 32)), "loss_fn": loss, "batch": X} | options
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         fp8pass.bisect(**arguments)
 
 

@@ -1,4 +1,4 @@
-"""Moments of a batch reach the error rules of a compilation."""
+"""Moments measured on a batch are used by the error rules of a compilation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mean_square(model, x):
 
 
 def bound(model, x, **options) -> float:
-    """Of the value that is kept for the exponential, read from its reason."""
+    """Return the error bound of the saved exponential, read from its reason."""
     (report,) = fp8pass.explain(model, x, config=Config(save_format="e2m1", **options)).graphs
     (reason,) = (s.reason for s in report.plan.saved if "amplif" in s.reason)
     return float(re.search(r"([\d.]+)×", reason)[1])
@@ -50,13 +50,13 @@ def test_larger_activations_have_larger_bounds():
     assert bounds[0] < 0.6 * bounds[1]
 
 
-def test_an_exponential_takes_exact_values_until_their_size_is_known():
+def test_an_exponential_saves_exact_values_without_calibration():
     (report,) = fp8pass.explain(Exponential(1.0), torch.randn(256, 64)).graphs
     assert any("an exponential in it may be of any size" in s.reason for s in report.plan.saved)
 
 
 @pytest.mark.long
-def test_moments_are_plain_data_that_options_take():
+def test_moments_are_plain_data_and_valid_options():
     model, batch = llama(), tokens()
     calibration = fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), batch)
     assert len({name for name, _, _ in calibration}) == len(calibration) > 10
@@ -69,7 +69,7 @@ def test_moments_are_plain_data_that_options_take():
 
 
 @pytest.mark.long
-def test_names_are_those_of_another_batch():
+def test_names_do_not_depend_on_the_batch():
     model = llama()
     few, many = (
         fp8pass.calibrate(model, lambda m, b: m(b).logits.square().mean(), tokens()[:rows])
@@ -78,7 +78,7 @@ def test_names_are_those_of_another_batch():
     assert [name for name, _, _ in few] == [name for name, _, _ in many]
 
 
-def test_nothing_of_the_model_changes():
+def test_the_model_does_not_change():
     model, x = Exponential(1.0), torch.randn(32, 64, requires_grad=True)
     mean_square(model, x).backward()
     tensors = [*model.parameters(), x]
@@ -104,7 +104,7 @@ class Twice(nn.Module):
         return self.last(torch.exp(0.1 * self.layer(10 * y)) * y).sum()
 
 
-def test_of_a_module_in_two_graphs_the_larger_values_count():
+def test_a_module_in_two_graphs_has_the_larger_moments():
     calibration = fp8pass.calibrate(Twice(), lambda m, x: m(x), torch.randn(32, 64))
     names = [name for name, _, _ in calibration]
     assert len(set(names)) == len(names)
@@ -112,7 +112,7 @@ def test_of_a_module_in_two_graphs_the_larger_values_count():
 
 
 class Gate(nn.Module):
-    """Reads an input besides what a layer computes."""
+    """Reads a second input next to the output of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Gate(nn.Module):
         return self.second(torch.exp(0.1 * self.first(x)) * y).sum()
 
 
-def test_names_of_inputs_do_not_depend_on_whether_sizes_vary():
+def test_names_of_inputs_do_not_depend_on_dynamic_shapes():
     model, found = Gate(), []
     for dynamic in (False, True):
         batch = [torch.randn(32, 64, requires_grad=True) * scale for scale in (1, 2)]
@@ -135,12 +135,12 @@ def test_names_of_inputs_do_not_depend_on_whether_sizes_vary():
 
 
 @pytest.mark.parametrize("given", ["calibration.json", [1.0], [("a", "b", "c")], [("a", 1.0)]])
-def test_what_are_no_moments(given):
+def test_invalid_moments_are_refused(given):
     with pytest.raises(ConfigError, match="calibrate"):
         Config(calibration=given)
 
 
-def test_alike_moments_share_a_rule():
+def test_similar_moments_share_a_rule():
     assert Moments.rounded(0.01, 0.98) == Moments.rounded(-0.02, 1.05) == Moments(0.0, 1.0)
     assert Moments.rounded(0.0, 3.9) == Moments(0.0, 4.0)
     assert Moments.rounded(float("nan"), 1.0) == Moments.rounded(0.0, 0.0) == UNIT_VARIANCE

@@ -1,4 +1,4 @@
-"""Users of `torch.utils.checkpoint` are told that it leaves nothing to keep in low bits."""
+"""fp8pass warns users of `torch.utils.checkpoint` that no saved tensor is left to quantize."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fp8pass.passes.runner import warn_about_checkpointing
 
 
 @pytest.fixture(autouse=True)
-def no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the passes make of halves takes as long as all the rest, and is not looked at here."""
+def no_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the passes on forward and backward graphs, which these tests do not need."""
     monkeypatch.setattr(Compilation, "shows_halves", False)
 
 
@@ -53,8 +53,8 @@ def warnings_of(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_it_is_said_once(caplog, around):
-    """Whether regions are in a graph, or around one."""
+def test_checkpointing_causes_one_warning(caplog, around):
+    """Regions are in a graph, or around graphs."""
     warn_about_checkpointing.cache_clear()
     model = Stack()
     if around:
@@ -69,17 +69,17 @@ def test_it_is_said_once(caplog, around):
     assert "fp8pass.explain" in message
 
 
-def test_nothing_is_said_without_it(caplog):
+def test_models_without_checkpointing_cause_no_warning(caplog):
     warn_about_checkpointing.cache_clear()
     torch.compile(Stack(checkpointed=False), backend=Backend(COAT_EAGER))(X).sum().backward()
     assert not warnings_of(caplog)
 
 
-def test_explain_says_what_there_would_be_without_it(caplog):
+def test_explain_reports_bytes_without_checkpointing(caplog):
     want = explain(Stack(checkpointed=False), X)
     warn_about_checkpointing.cache_clear()
     got = explain(Stack(), X)
-    assert not warnings_of(caplog)  # it says so itself
+    assert not warnings_of(caplog)  # the explanation has the warning
     assert want.graphs[0].plan.checkpointing is None
     (graph,) = got.graphs
     checkpointing = graph.plan.checkpointing
@@ -88,11 +88,11 @@ def test_explain_says_what_there_would_be_without_it(caplog):
     assert "makes the backward recompute 4 matrix products" in str(got)
     least = checkpointing.least_without
     assert least < 0.5 * want.saved_bytes
-    budget = Config(memory_budget=least)  # can be met
+    budget = Config(memory_budget=least)  # the budget can be met
     assert explain(Stack(checkpointed=False), X, config=budget).saved_bytes <= least
 
 
-def test_explain_says_what_regions_around_graphs_drop():
+def test_explain_reports_what_regions_around_graphs_recompute():
     model = Stack()
     for layer in model.layers:
         layer.compile(backend="fp8pass", options={"compiler": "eager"})
@@ -101,8 +101,8 @@ def test_explain_says_what_regions_around_graphs_drop():
 
 
 @pytest.mark.long
-def test_inputs_of_regions_are_kept_in_low_bits_where_the_rules_allow_it():
-    """Norms and activations do, within a region's recomputation too; attention does not."""
+def test_inputs_of_regions_are_quantized_where_the_rules_allow_it():
+    """The rules allow it for norms and activations, also recomputed ones, but not for attention."""
     program, spy = compiled(Stack())
     program(X)
     sums = [s for s in spy.plan.saved if s.op == "aten.add.Tensor"]
@@ -116,8 +116,8 @@ def test_inputs_of_regions_are_kept_in_low_bits_where_the_rules_allow_it():
     assert any("attention" in s.reason for s in spy.plan.saved)
 
 
-def test_regions_from_inputs_in_low_bits_change_no_forward_value():
-    """And gradients are those of the same regions from exact inputs, up to rounding."""
+def test_quantized_inputs_of_regions_change_no_forward_value():
+    """Gradients differ from regions with exact inputs only by rounding."""
     exact, low_bits = Stack(), Stack()
     want = step(compiled(exact, Config.recipe("linear", compiler="eager"))[0], exact, [X])
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""`diagnose` measures what the rules predict."""
+"""`diagnose` measures the errors that the rules predict."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(model, tokens):
 
 
 def tokens(seed: int = 0) -> torch.Tensor:
-    """Windows of Python source."""
+    """Return windows of Python source code."""
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
     starts = torch.randint(
         len(text) - SIZE.seq - 1, (8,), generator=torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 
 def few_tokens() -> torch.Tensor:
-    """A batch of the tiny model."""
+    """Return a batch of the tiny model."""
     return tokens()[:2, : SIZES["tiny"].seq + 1]
 
 
@@ -57,7 +57,7 @@ def trained_model() -> nn.Module:
 
 @cache
 def errors_of(config: Config, trained: bool) -> list[LayerError]:
-    """The errors of the model's gradients in a configuration, measured once."""
+    """Return the measured errors of the model's gradients in a configuration."""
     model = trained_model() if trained else new_model(SIZE, 0, torch.device("cpu")).bfloat16()
     return fp8pass.diagnose(model, loss_of, tokens(1), config=config).layers
 
@@ -71,8 +71,7 @@ def errors_of(config: Config, trained: bool) -> list[LayerError]:
 def test_prediction_agrees_with_measurement(config, trained):
     """In order (Spearman) and within a factor of three, where errors count.
 
-    An error of more than the gradient itself, as of attention without rules, is a wrong gradient,
-    however wrong it is.
+    Errors above one, as of attention without rules, count as equal: the gradient is wrong.
     """
     found = errors_of(config, trained)
     layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
@@ -87,7 +86,7 @@ def test_prediction_agrees_with_measurement(config, trained):
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Rank correlation."""
+    """Return the rank correlation."""
     return float(torch.corrcoef(torch.stack([ranked(a), ranked(b)]))[0, 1])
 
 
@@ -96,7 +95,7 @@ def ranked(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.long
-def test_attention_is_the_largest_without_rules():
+def test_attention_has_the_largest_error_without_rules():
     """AGoQ, Table 13."""
     layers = errors_of(UNIFORM, True)
     attention = [y.relative for y in layers if y.gradient.startswith("attention")]
@@ -104,13 +103,13 @@ def test_attention_is_the_largest_without_rules():
     assert min(attention) > max(y.relative for y in layers if "attention" not in y.gradient)
 
 
-def test_attention_is_exact_with_them():
+def test_attention_is_exact_with_rules():
     layers = errors_of(Config.recipe("agoq"), True)
     assert not any(y.gradient.startswith("attention") for y in layers)
 
 
 def long_layer(config: Config) -> dict[str, LayerError]:
-    """The errors of a layer's gradients, whose wgrad contracts 8192 correlated tokens."""
+    """Return the gradient errors of a layer with 8192 correlated tokens in wgrad's contraction."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False).bfloat16()
     x, y = ((torch.randn(8192, 64) + 0.5).bfloat16() for _ in range(2))
@@ -120,7 +119,7 @@ def long_layer(config: Config) -> dict[str, LayerError]:
 
 
 def test_accumulation_is_measured_and_predicted():
-    """What fast accumulation adds to the error of a long contraction."""
+    """Fast accumulation adds an error to a long contraction."""
     fast, precise = (long_layer(Config(longest_fast=n))["weight"] for n in (8192, 4096))
     for of in ("relative", "predicted"):
         assert getattr(fast, of) > 2 * getattr(precise, of)
@@ -133,7 +132,7 @@ def test_exact_recipe_has_no_errors():
     assert not fp8pass.diagnose(model, loss_of, few_tokens(), config=Config.recipe("exact")).layers
 
 
-def test_nothing_changes():
+def test_the_model_does_not_change():
     model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
     loss_of(model, few_tokens()).backward()
     before = {n: (p.detach().clone(), p.grad.clone()) for n, p in model.named_parameters()}
@@ -147,8 +146,8 @@ def test_nothing_changes():
 
 @pytest.mark.parametrize("tool", [fp8pass.diagnose, fp8pass.calibrate, fp8pass.bisect])
 @pytest.mark.parametrize("beside", [nn.BatchNorm1d(64), nn.Dropout(0.5)], ids=["norm", "dropout"])
-def test_buffers_and_random_numbers_stay(tool, beside):
-    """The recorded graph, which is run again, writes to buffers and draws numbers, too."""
+def test_buffers_and_random_state_do_not_change(tool, beside):
+    """The recorded graph, which runs again, also writes to buffers and draws random numbers."""
     model = nn.Sequential(nn.Linear(64, 64), beside, nn.Linear(64, 64))
     before = {name: x.clone() for name, x in model.state_dict().items()}
     x = torch.randn(32, 64)
@@ -160,7 +159,7 @@ def test_buffers_and_random_numbers_stay(tool, beside):
 
 
 def test_an_outlier_is_flagged_with_a_skip_entry():
-    """A weight whose large entries leave the rest to a few codes."""
+    """Large entries of the weight leave few FP8 values to the other entries."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
     with torch.no_grad():
@@ -187,7 +186,7 @@ def test_report_formats(tmp_path):
     assert (tmp_path / "errors.png").stat().st_size > 1000
 
 
-def test_a_product_of_a_matrix_with_itself():
+def test_a_product_of_a_matrix_with_itself_is_measured():
     class Square(nn.Module):
         def __init__(self):
             super().__init__()
@@ -201,7 +200,7 @@ def test_a_product_of_a_matrix_with_itself():
 
 
 class Gated(nn.Module):
-    """Two layers enter one region, of which the second one comes after its first operator."""
+    """Two layers enter one region, the second layer after the first operator of the region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,8 +211,8 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_all_that_enters_a_region_counts(dtype):
-    """Gradients of biases among them, which are sums of a gradient that another layer reads."""
+def test_all_layers_that_enter_a_region_are_measured(dtype):
+    """This includes gradients of biases, which are sums of a gradient that another layer reads."""
     torch.manual_seed(0)
     x = torch.randn(256, 128, dtype=dtype)
     weights = torch.randn(256, 128, dtype=dtype)
@@ -227,8 +226,8 @@ def test_all_that_enters_a_region_counts(dtype):
     assert any(y.gradient == "weight" and y.shape == "128" for y in found.layers)
 
 
-def test_of_a_graph_that_runs_several_times_every_run_is_recorded():
-    """Of the last one alone the incoming gradient follows from its output."""
+def test_every_run_of_a_graph_is_recorded():
+    """Only the incoming gradient of the last run follows from its output."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
     def loss(model, x):
@@ -243,7 +242,7 @@ def test_of_a_graph_that_runs_several_times_every_run_is_recorded():
     assert follows == [False, True]
 
 
-def test_parameters_of_more_dimensions():
+def test_parameters_of_more_dimensions_are_measured():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -257,8 +256,8 @@ def test_parameters_of_more_dimensions():
     assert found.layers
 
 
-def test_tokens_in_columns():
-    """Whose number tensor cores do not take: operands and products are turned."""
+def test_tokens_may_be_columns():
+    """Their number is not a multiple of 16, so operands and results are transposed."""
 
     class Columns(nn.Module):
         def __init__(self):
@@ -276,7 +275,7 @@ def test_tokens_in_columns():
         assert 0.5 < error.relative / error.predicted < 1.5
 
 
-def test_nan_is_suspicious_and_json():
+def test_nan_is_suspicious_and_valid_json():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     x = torch.randn(64, 64)
     x[0, 0] = float("nan")
@@ -287,7 +286,7 @@ def test_nan_is_suspicious_and_json():
 
 
 def test_dropout_is_drawn_once():
-    """The mask that the backward draws again is that of the forward."""
+    """The backward must recompute the mask of the forward."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64))
     found = fp8pass.diagnose(model, lambda m, b: m(b).square().mean(), torch.randn(128, 64))
     assert found.layers

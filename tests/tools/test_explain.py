@@ -1,4 +1,4 @@
-"""explain: what it says, and that it changes nothing."""
+"""`explain` reports the plan, and does not change the model."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Broken(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def of_llama():
+def llama_explanation():
     return explain(llama(num_hidden_layers=2), tokens())
 
 
-def test_tables(of_llama):
-    text = str(of_llama)
+def test_tables(llama_explanation):
+    text = str(llama_explanation)
     assert "graph 0: linear layers" in text
     assert "graph 0: saved for the backward" in text
     assert "model.layers.*.self_attn.q_proj" in text
@@ -52,10 +52,10 @@ def test_tables(of_llama):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_tables_are_as_wide_as_the_terminal(of_llama, monkeypatch, columns):
-    """And lose nothing: reasons are under their rows, and the largest tensors come first."""
+def test_tables_are_as_wide_as_the_terminal(llama_explanation, monkeypatch, columns):
+    """No cell is cut: reasons are below their rows, and the largest tensors come first."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    plan = of_llama.graphs[0].plan
+    plan = llama_explanation.graphs[0].plan
     tables = [make_linears_table("graph", plan), make_saved_table("graph", plan)]
     lines = render_text(tables).splitlines()
     assert max(map(len, lines)) <= columns
@@ -64,16 +64,16 @@ def test_tables_are_as_wide_as_the_terminal(of_llama, monkeypatch, columns):
     for reason in {row.reason for row in shown}:
         assert columns == 80 or set(reason.split()) <= words
     assert render_text(["a sentence " * 20]) == "a sentence " * 20 + "\n"
-    kept = [float(line.split()[-1].lstrip("<")) for line in lines if " e4m3 " in line]
-    assert kept == sorted(kept, reverse=True)
-    assert len(kept) > 2
+    sizes = [float(line.split()[-1].lstrip("<")) for line in lines if " e4m3 " in line]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) > 2
 
 
 @pytest.mark.parametrize(
     ("longest", "accumulation"), [(0, "precise"), (64, "fast in dgrad"), (4096, "fast")]
 )
 def test_accumulation(longest, accumulation, tmp_path):
-    """In the table, in the JSON and in the report."""
+    """The table, the JSON and the report have it."""
     layer, x = nn.Linear(128, 64, bias=False), torch.randn(80, 128, requires_grad=True)
     explanation = explain(layer, x, config=Config(longest_fast=longest))
     (linear,) = explanation.graphs[0].plan.linears
@@ -93,10 +93,10 @@ def test_a_model_without_values():
         explain(model, torch.randn(16, 64))
 
 
-def test_totals(of_llama):
-    (graph,) = of_llama.graphs
-    assert of_llama.saved_bytes == graph.plan.saved_bytes > 0
-    assert of_llama.stock_bytes > of_llama.saved_bytes
+def test_totals(llama_explanation):
+    (graph,) = llama_explanation.graphs
+    assert llama_explanation.saved_bytes == graph.plan.saved_bytes > 0
+    assert llama_explanation.stock_bytes > llama_explanation.saved_bytes
     assert graph.plan.saved_bytes < graph.plan.exact_bytes
 
 
@@ -108,15 +108,15 @@ def test_an_infinite_tolerance_is_strict_json():
     assert data["config"]["error_tolerance"] == "inf"
 
 
-def test_json_round_trip(of_llama, tmp_path):
-    text = of_llama.to_json(tmp_path / "explain.json")
+def test_json_round_trip(llama_explanation, tmp_path):
+    text = llama_explanation.to_json(tmp_path / "explain.json")
     data = json.loads(text)
     assert (
         json.loads((tmp_path / "explain.json").read_text())
         == data
-        == of_llama.to_dict() | {"graphs": data["graphs"]}
+        == llama_explanation.to_dict() | {"graphs": data["graphs"]}
     )
-    assert data["saved_bytes"] == of_llama.saved_bytes
+    assert data["saved_bytes"] == llama_explanation.saved_bytes
     assert data["config"]["group_size"] == 128
     (graph,) = data["graphs"]
     assert len(graph["linears"]) == 15
@@ -126,23 +126,23 @@ def test_json_round_trip(of_llama, tmp_path):
         sum(t["bytes"] for s in graph["saved"] if s["bytes"] for t in s["tensors"])
         == (data["saved_bytes"])
     )
-    joint = {p.name for p in of_llama.graphs[0].passes if p.graph == "joint"}
+    joint = {p.name for p in llama_explanation.graphs[0].passes if p.graph == "joint"}
     halves = {f"{half}.{p.__name__}" for half in ("forward", "backward") for p in LOWERING_PASSES}
     assert set(graph["pass_seconds"]) == joint | halves
 
 
-def test_graphs_before_and_after_each_pass(of_llama):
-    joint = [p for p in of_llama.graphs[0].passes if p.graph == "joint"]
+def test_graphs_before_and_after_each_pass(llama_explanation):
+    joint = [p for p in llama_explanation.graphs[0].passes if p.graph == "joint"]
     assert "fp8pass" not in joint[0].before
     assert "scaled_mm" in next(p for p in joint if p.name == "quantize_linears").after
     assert "dequantize" in joint[-1].after
-    backward = [p for p in of_llama.graphs[0].passes if p.graph == "backward"]
+    backward = [p for p in llama_explanation.graphs[0].passes if p.graph == "backward"]
     assert "dequantize" in backward[0].before
     assert "ops.fp8pass." not in backward[-1].after
 
 
-def test_error_and_reason_of_every_saved_tensor(of_llama):
-    for s in of_llama.graphs[0].plan.saved:
+def test_error_and_reason_of_every_saved_tensor(llama_explanation):
+    for s in llama_explanation.graphs[0].plan.saved:
         assert s.reason
         assert (s.expected_error > 0) == s.kept_as.startswith("e4m3")
 
@@ -165,7 +165,7 @@ def test_frontier_table_marks_the_plan(traced):
     assert graph.plan.point.bytes == graph.plan.saved_bytes == traced.saved_bytes
     point = graph.plan.point
     assert point.seconds > 0 == graph.plan.frontier[-1].seconds
-    for p in graph.plan.frontier:  # none is better in both, or worse
+    for p in graph.plan.frontier:  # no plan is better in both
         assert (p.bytes < point.bytes) == (p.seconds > point.seconds)
     assert f"{graph.plan.saved_bytes / 2**20:.4f}" in row
     share = graph.plan.saved_bytes / graph.plan.frontier[-1].bytes
@@ -184,12 +184,12 @@ def test_frontier_in_json(traced):
     )
 
 
-def test_no_frontier_unless_asked(of_llama):
-    (graph,) = of_llama.graphs
+def test_the_frontier_is_optional(llama_explanation):
+    (graph,) = llama_explanation.graphs
     assert (graph.plan.frontier, graph.plan.point) == ([], None)
-    assert "memory against time" not in str(of_llama)
+    assert "memory against time" not in str(llama_explanation)
     with pytest.raises(ValueError, match="frontier=True"):
-        of_llama.plot_frontier("never.png")
+        llama_explanation.plot_frontier("never.png")
 
 
 def test_plot_frontier(traced, tmp_path):
@@ -219,7 +219,7 @@ def test_graph_breaks_give_several_graphs():
 
 
 class Interrupted(nn.Module):
-    """A residual block behind which Dynamo stops."""
+    """A residual block followed by a graph break."""
 
     def __init__(self):
         super().__init__()
@@ -232,8 +232,8 @@ class Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [2, 5])
-def test_graphs_that_run_several_times_count_as_often(layers):
-    """What is kept is what autograd gets, to the byte."""
+def test_graphs_count_once_for_each_run(layers):
+    """The bytes equal the bytes that autograd saves."""
     model = nn.Sequential(*(Interrupted() for _ in range(layers)))
     x = torch.randn(4, 32, 64)
     explanation = explain(model, x)
@@ -247,7 +247,7 @@ def test_graphs_that_run_several_times_count_as_often(layers):
     assert explanation.saved_bytes == saved_bytes(compiled, x)
 
 
-def test_changes_nothing():
+def test_the_model_does_not_change():
     model = Broken().train()
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
@@ -259,7 +259,7 @@ def test_changes_nothing():
         assert torch.equal(value, before[name]), name
 
 
-def test_leaves_gradients_that_are_there():
+def test_existing_gradients_do_not_change():
     model = MLP()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -280,7 +280,7 @@ def test_uses_the_config_of_a_typed_backend():
     assert explain(model, torch.randn(32, 64)).config == config
 
 
-def test_a_given_config_wins():
+def test_the_config_argument_overrides_the_models_config():
     model = torch.compile(MLP(), backend="fp8pass", options={"recipe": "linear"})
     config = Config.recipe("exact")
     assert explain(model, torch.randn(32, 64), config=config).config == config
@@ -309,7 +309,7 @@ def evaluated():
 
 
 @pytest.mark.parametrize(
-    ("explained", "says"),
+    ("explained", "message"),
     [
         (evaluated, True),
         (lambda: explain(MLP().requires_grad_(False), torch.randn(32, 64)), True),
@@ -317,13 +317,13 @@ def evaluated():
     ],
     ids=["inference mode", "frozen", "trained"],
 )
-def test_without_a_backward_it_says_why_nothing_is_kept(explained, says):
+def test_without_a_backward_it_reports_why_nothing_is_saved(explained, message):
     found = explained()
-    assert (found.saved_bytes == 0) == says
-    assert ("none has a backward, as in evaluation" in str(found)) == says
+    assert (found.saved_bytes == 0) == message
+    assert ("none has a backward, as in evaluation" in str(found)) == message
 
 
-def test_skipped_and_odd_layers_say_why():
+def test_skipped_and_unsupported_layers_have_reasons():
     model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 64), nn.Linear(64, 64))
     text = str(explain(model, torch.randn(32, 64), config=Config(skip=("3",))))
     assert "multiples of 16" in text
@@ -337,7 +337,7 @@ def test_a_skip_pattern_that_matches_nothing_warns_with_the_nearest():
         model(torch.randn(32, 64))
 
 
-def test_rules_by_region_with_both_cases():
+def test_rules_of_regions_list_both_cases():
     explanation = explain(llama(), rules=True, input_ids=tokens())
     (report,) = explanation.graphs
     norms = [r for r in report.plan.rules if "rsqrt" in r.operators]
@@ -348,13 +348,13 @@ def test_rules_by_region_with_both_cases():
         assert f"Norm(%{entering.split()[0]}, 2)" in rule.bound
     gated = [r for r in report.plan.rules if len(r.inputs) == 2]
     assert len(gated) == 1
-    # Until 2.12 the backward of SiLU divides where that of 2.13 has a sigmoid, one value less.
+    # Until PyTorch 2.12 SiLU's backward has a division, since 2.13 a sigmoid with one value less.
     assert all(0 < r.case_1 < 4 and 0 < r.case_2 < 5 for r in gated)
     assert "error rules" in str(explanation)
     assert json.loads(explanation.to_json())["graphs"][0]["rules"][0]["case_1"] > 0
 
 
-def test_rules_say_why_there_is_none():
+def test_operators_without_a_rule_have_a_reason():
     class Logarithm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -393,12 +393,12 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_explained_as_it_was_compiled(way):
-    """And what eager PyTorch keeps is what it keeps without a compiler."""
+    """The eager bytes do not depend on the way of compilation."""
     want = explain(Broken(), torch.randn(16, 64), config=AGOQ)
     model = WAYS[way](Broken())
     got = explain(model, torch.randn(16, 64))
     assert got.config == AGOQ
-    if got.parts:  # of which the rest runs as it is
+    if got.parts:  # the rest of the model is eager
         assert [got.modules_of(g) for g in got.graphs] == [["first"]]
         assert got.outside_bytes > 0
     else:
@@ -415,8 +415,8 @@ def test_parts_that_were_compiled_in_different_ways():
     assert explain(model, torch.randn(16, 64), config=AGOQ).graphs
 
 
-def test_what_pytorch_does_not_compile_in_place():
-    """It runs a class of its own as it is, whatever the backend."""
+def test_modules_that_pytorch_does_not_compile_in_place_are_reported():
+    """PyTorch ignores `compile()` on modules of torch.nn."""
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     in_place(model)
     with pytest.warns(UserWarning, match=r"Sequential\.compile\(\) has no effect.*torch\.compile"):
@@ -425,8 +425,8 @@ def test_what_pytorch_does_not_compile_in_place():
     assert got.saved_bytes == explain(wrapped, torch.randn(16, 64)).saved_bytes
 
 
-def test_derivatives_within_the_forward():
-    """PyTorch lets nobody see what is saved then."""
+def test_derivatives_within_the_forward_are_refused():
+    """PyTorch has no hooks for tensors that torch.func saves."""
 
     class Field(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What `explain` says is kept is what autograd saves, to the byte, however a model is compiled."""
+"""`explain` reports exactly the bytes that autograd saves, for all ways to compile a model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OPTIONS = {"compiler": "eager"}
 
 
 @pytest.fixture(autouse=True)
-def no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the passes make of halves takes as long as all the rest, and is not looked at here."""
+def no_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the passes on forward and backward graphs, which these tests do not need."""
     monkeypatch.setattr(Compilation, "shows_halves", False)
 
 
 def saved(program: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes of all memory that autograd keeps for the backward, parameters and buffers left out."""
+    """Return the bytes that autograd saves for the backward, without parameters and buffers."""
     found: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def lora() -> nn.Module:
 
 
 class Interrupted(nn.Module):
-    """A residual block behind which Dynamo stops."""
+    """A residual block followed by a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Interrupted(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks with graph breaks, around which Dynamo compiles each block's forward by itself."""
+    """Blocks with graph breaks, so that Dynamo compiles the forward of each block separately."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is compiled, its linear layers in graphs, and whether that is all of it."""
+    """A compiled model, the number of layers in its graphs, and whether graphs cover the model."""
 
     make: Callable[[], nn.Module]
     linears: int
@@ -152,8 +152,8 @@ def test_the_total_is_what_autograd_saves(name):
             assert {f"{module}.{path}".strip(".") for path in paths} <= names
 
 
-def test_layers_that_pytorch_left_out_are_named():
-    """Dynamo runs a forward as it is whose loop has a graph break in it, layers behind it, too."""
+def test_layers_that_pytorch_runs_eagerly_are_named():
+    """Dynamo runs a forward eagerly if a loop has a graph break, also layers after the loop."""
 
     class Headed(Stack):
         def __init__(self) -> None:
@@ -175,7 +175,7 @@ def test_layers_that_pytorch_left_out_are_named():
     )
 
 
-def test_paths_of_blocks_are_said_once():
+def test_paths_of_blocks_are_reported_once():
     explanation = explain(compiled_blocks(llama(num_hidden_layers=2)), tokens())
     text, data = str(explanation), explanation.to_dict()
     assert "graph 0 of model.layers.* (runs 2×): linear layers" in text
@@ -185,7 +185,7 @@ def test_paths_of_blocks_are_said_once():
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_parts_run_afterwards_as_they_were_compiled(wrapped):
+def test_parts_run_afterwards_with_their_compilation(wrapped):
     model = nn.Sequential(MLP((64, 128, 64)), nn.Linear(64, 64))
     if wrapped:
         model[0] = torch.compile(model[0], backend="fp8pass", options=OPTIONS)
@@ -197,7 +197,7 @@ def test_parts_run_afterwards_as_they_were_compiled(wrapped):
     assert torch.equal(model(x), want)
 
 
-def test_a_model_of_which_nothing_is_compiled():
+def test_a_model_without_a_graph_is_reported():
     class Breaking(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""fit: what it finds, leaves alone and refuses."""
+"""`fit`: its search, the model that it must not change, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fit_helpers import MIB, on_cpu, on_meta
+from fit_helpers import MIB, make_on_cpu, make_on_meta
 from helpers import MLP
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import fp8pass
-from fp8pass import Config, ConfigError, compat, fit
+from fp8pass import Config, ConfigError, fit
 from fp8pass.activation_memory.budget import BudgetProblem
 from fp8pass.activation_memory.planner import BudgetTooSmall
 from fp8pass.hardware import GPUS, Work
@@ -28,15 +29,15 @@ from fp8pass.tools.fitting.setup import Setup
 
 @pytest.fixture(scope="module")
 def fitted() -> fp8pass.Fit:
-    """Fits nowhere, so that all ways are tried."""
-    model, ids = on_meta()
+    """A fit on a GPU that is too small for all candidates, so that all are tried."""
+    model, ids = make_on_meta()
     return fit(model, ids, gpu="H200, 1MiB", host="8GiB", accumulate=2, blocks="blocks")
 
 
 # --- the search ----------------------------------------------------------------------------------
 
 
-def test_kinds_add_up(fitted):
+def test_the_kinds_of_memory_add_up_to_the_total(fitted):
     assert fitted.tried
     for candidate, why_not in fitted.tried:
         assert candidate.allocated == sum(candidate.gpu.values()) < candidate.gpu_bytes
@@ -49,7 +50,7 @@ def test_kinds_add_up(fitted):
     assert all(a <= 1.02 * b for a, b in pairwise(times))
 
 
-def test_budgets_keep_less_and_take_longer(fitted):
+def test_smaller_budgets_save_less_and_take_longer(fitted):
     of_place = [
         c
         for c, _ in fitted.tried
@@ -64,7 +65,7 @@ def test_budgets_keep_less_and_take_longer(fitted):
 
 
 def test_the_first_that_fits_is_taken(fitted):
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     sizes = [c.gpu_bytes for c, _ in fitted.tried]
     room = int(min(sizes) * 1.001)
     found = fit(model, ids, gpu=room, host="8GiB", accumulate=2, blocks="blocks")
@@ -85,46 +86,48 @@ def test_nothing_fits(fitted):
     assert json.loads(fitted.to_json())["fits"] is False
 
 
-class Planless:
-    """Stands for a step whose budgets are too small from 0.6 on, with a head as given."""
+class FakeStep:
+    """Stand-in for a traced step with an output head. Budgets below 0.7 are too small."""
 
     def __init__(self, head: Head) -> None:
-        self.head, self.asked = head, []
+        self.head, self.configs = head, []
 
     def plans(self, config):
         return [SimpleNamespace(heads=[replace(self.head, chunks=config.head_chunks or 1)])]
 
     def work(self, config):
-        self.asked.append(config)
+        self.configs.append(config)
         if (config.memory_budget or 1) < 0.7:
             raise BudgetTooSmall("cannot be met")
         return Work(bf16_flops=1e9), Work(bf16_flops=1e9)
 
 
-class Returned(Planless):
-    """The same, of a head that stays whole."""
+class FakeStepWithWholeHead(FakeStep):
+    """A step with a head that cannot be chunked."""
 
     def plans(self, config):
         return [SimpleNamespace(heads=[self.head])]
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [(Planless, {None, 8}), (Returned, {None})])
-def test_what_cannot_help_is_left_out(kind, chunks):
-    """Budgets below one that is too small, each of which takes a while, and chunks of no head."""
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [(FakeStep, {None, 8}), (FakeStepWithWholeHead, {None})]
+)
+def test_candidates_that_cannot_help_are_not_tried(kind, chunks):
+    """Budgets below an impossible budget, and chunks of a head that cannot be chunked."""
     traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
-    candidates = Candidates(traced, Parameters(on_meta()[0]), Config(), 1, GPUS["H200"])
+    candidates = Candidates(traced, Parameters(make_on_meta()[0]), Config(), 1, GPUS["H200"])
     for config in candidates._list_configs(Config()):
         candidates._time(config)
-    assert {config.head_chunks for config in traced.asked} == chunks
-    assert {config.memory_budget for config in traced.asked} == {None, 0.8, 0.6}
+    assert {config.head_chunks for config in traced.configs} == chunks
+    assert {config.memory_budget for config in traced.configs} == {None, 0.8, 0.6}
     assert {config.memory_budget for config in candidates.impossible} == {0.6}
 
 
 @pytest.mark.long
-def test_a_note_says_once_why_budgets_are_left_out(monkeypatch):
+def test_one_note_explains_why_budgets_are_left_out(monkeypatch):
     monkeypatch.setattr(BudgetProblem, "within", lambda self, budget: None)
     monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)
-    model, ids = on_meta(layers=8)
+    model, ids = make_on_meta(layers=8)
     found = fit(model, ids, gpu="H200, 1MiB", host="8GiB")
     (note,) = (note for note in found.notes if "budgets are left out, 0.8 first" in note)
     assert "With few of the 8 layers of blocks, memory_budget of" in note
@@ -135,14 +138,14 @@ def heads_of(module: str, size: int) -> list[SimpleNamespace]:
     return 2 * [SimpleNamespace(heads=[Head(module, "8192×32000", size, 1, "there are few")])]
 
 
-def test_logits_of_all_tokens_are_spoken_of_once_if_they_are_large(fitted):
+def test_one_note_reports_large_logits_of_all_tokens(fitted):
     plans = heads_of("small", 100) + heads_of("head", 8 * MIB)
     (note,) = set(_describe_heads(plans, fitted))
     assert note.startswith("Logits of head, 8192×32000, 8 MiB, exist for all tokens at once")
 
 
-def test_a_host_too_small():
-    model, ids = on_meta()
+def test_a_host_that_is_too_small_is_reported():
+    model, ids = make_on_meta()
     options = {"config": Config(memory_budget=0.9), "blocks": "blocks"}
     found = fit(model, ids, gpu="H200, 1MiB", host="4GiB", **options)
     reasons = [why for candidate, why in found.tried if candidate.host]
@@ -150,15 +153,15 @@ def test_a_host_too_small():
     assert all("too much for the host" in why for why in reasons)
 
 
-def test_a_host_too_small_for_the_process_alone():
-    model, ids = on_meta()
+def test_a_host_that_is_too_small_for_the_process_is_reported():
+    model, ids = make_on_meta()
     found = fit(model, ids, gpu="H200", host="2GiB", blocks="blocks")
     assert len(found.tried) == 1
     assert "a host of 2 GiB: Python, PyTorch and the driver take 4 GiB of it" in found.why_not
 
 
-def test_a_link_that_hides_nothing():
-    parameters = Parameters(on_meta()[0])
+def test_offloading_over_a_slow_link_takes_time():
+    parameters = Parameters(make_on_meta()[0])
     setup = Setup(step_in_backward=True, offload=("states", "gradients"))
     slow = fp8pass.Gpu("slow", 1e12, 1e15, 1e15, 1e15, 1e12, link=1e6)
     work = Work(bf16_flops=1e9), Work(bf16_flops=2e9)
@@ -170,33 +173,33 @@ def test_a_link_that_hides_nothing():
     assert estimate_step(work, parameters, setup, 4, fast).waiting == 0
 
 
-def test_the_time_for_the_link_is_said():
-    model, ids = on_meta()
+def test_the_time_of_copies_is_reported():
+    model, ids = make_on_meta()
     slow = fp8pass.Gpu("slow", 690 * MIB, 1e15, 1e15, 1e15, 1e12, link=1e6)
     found = fit(model, ids, gpu=slow, host="8GiB", accumulate=4, blocks="blocks")
     if found.shown.setup.offload:
         assert any("cannot be hidden" in note for note in found.notes)
 
 
-# --- what it leaves alone, and what it refuses ---------------------------------------------------
+# --- unchanged models and invalid arguments -------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [on_meta, on_cpu])
-def test_the_model_is_as_it_was(make):
+@pytest.mark.parametrize("make", [make_on_meta, make_on_cpu])
+def test_the_model_does_not_change(make):
     model, ids = make()
     before = dict(model.named_parameters())
     values = [p.detach().clone() for p in before.values()]
     fit(model, ids, gpu="H200", host="8GiB", blocks="blocks")
     after = dict(model.named_parameters())
     assert all(after[name] is p and p.grad is None for name, p in before.items())
-    assert not any(isinstance(p, compat.FakeTensor) for p in after.values())
+    assert not any(isinstance(p, FakeTensor) for p in after.values())
     assert all("forward" not in vars(m) for m in model.modules())
-    if make is on_cpu:
+    if make is make_on_cpu:
         assert all(torch.equal(a, b) for a, b in zip(values, after.values(), strict=True))
 
 
 def test_configuration_and_loss_of_the_model():
-    model, ids = on_meta()
+    model, ids = make_on_meta()
     for block in model.blocks:
         block.compile(backend="fp8pass", options={"skip": ("down",), "memory_budget": 0.9})
     found = fit(
@@ -221,21 +224,21 @@ def test_configuration_and_loss_of_the_model():
         ({"blocks": "block"}, r"blocks='block' names no module. .*Did you mean 'blocks'"),
     ],
 )
-def test_wrong_options(changes, message):
-    model, ids = on_meta()
+def test_wrong_options_are_refused(changes, message):
+    model, ids = make_on_meta()
     with pytest.raises(ConfigError, match=message):
         fit(model, ids, **{"gpu": "16GiB", "host": "8GiB", **changes})
 
 
-def test_no_loss():
+def test_a_model_without_a_loss_is_refused():
     with torch.device("meta"):
         model, x = MLP((64, 128, 64)), torch.empty(32, 64)
     with pytest.raises(ValueError, match=r"instead of a loss. Pass fit a loss function"):
         fit(model, x, gpu="16GiB", host="8GiB")
 
 
-def test_a_loss_function_that_gives_no_loss():
-    model, ids = on_meta()
+def test_a_loss_function_without_a_loss_is_refused():
+    model, ids = make_on_meta()
     with pytest.raises(TypeError, match=r"must return a tensor.* it returned NoneType"):
         fit(model, ids, gpu="16GiB", host="8GiB", loss_fn=lambda model, batch: None)
     with pytest.raises(ValueError, match="does not depend on a trainable parameter"):
@@ -243,14 +246,14 @@ def test_a_loss_function_that_gives_no_loss():
 
 
 class Positive(nn.Module):
-    """The rows that begin above zero."""
+    """Selects the rows that begin above zero."""
 
     def forward(self, x):
         return x[x[:, 0] > 0]
 
 
 class Positives(MLP):
-    """Looks at values, in a part or by itself."""
+    """Reads values, in a part or in its own forward."""
 
     def __init__(self, *parts):
         super().__init__((64, 128, 64))
@@ -262,7 +265,7 @@ class Positives(MLP):
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    ("parts", "message"),
     [
         ([nn.Identity(), Positive()], r"but aten.nonzero.default in parts.1 reads them"),
         (
@@ -271,8 +274,8 @@ class Positives(MLP):
         ),
     ],
 )
-def test_a_model_that_looks_at_values(parts, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_model_that_reads_values_is_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
         fit(Positives(*parts), torch.randn(32, 64), gpu="16GiB", host="8GiB")
 
 

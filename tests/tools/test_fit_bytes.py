@@ -1,4 +1,4 @@
-"""fit: predicted bytes are those that training takes."""
+"""`fit`: predicted bytes equal the bytes that training takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from fit_helpers import STAY, VOCABULARY, Layered, nbytes, on_cpu, on_meta, recorded
+from fit_helpers import STAY, VOCABULARY, Layered, make_on_cpu, make_on_meta, nbytes, trace_step
 from helpers import llama
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,16 +26,16 @@ from fp8pass.tools.saved_bytes import saved_bytes
 
 @pytest.fixture(scope="module")
 def by_blocks() -> TracedStep:
-    return recorded(on_meta()[0], ("blocks.0", "blocks.1"), on_meta()[1])
+    return trace_step(make_on_meta()[0], ("blocks.0", "blocks.1"), make_on_meta()[1])
 
 
-# --- against what PyTorch allocates ---------------------------------------------------------------
+# --- compared with PyTorch's allocations ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [Config(), Config.recipe("agoq", memory_budget=0.6)])
-def test_saved_bytes_are_those_of_explain_and_of_autograd(config):
-    model, ids = on_cpu(layers=1)
-    (planned,) = recorded(model, WHOLE, ids).planned(config).values()
+def test_saved_bytes_equal_explain_and_autograd(config):
+    model, ids = make_on_cpu(layers=1)
+    (planned,) = trace_step(model, WHOLE, ids).planned(config).values()
     assert planned.plan.saved_bytes == explain(model, ids, config=config).saved_bytes
     torch._dynamo.reset()
     eager = Config(**{**vars(config), "compiler": "eager"})
@@ -44,23 +44,23 @@ def test_saved_bytes_are_those_of_explain_and_of_autograd(config):
     assert planned.backward[0].saved == planned.kept
 
 
-def test_what_is_not_compiled_is_recorded_as_pytorch_keeps_it():
-    model, ids = on_cpu()
-    moments = recorded(model, (), ids).moments(Config(), STAY)
+def test_eager_parts_count_what_autograd_saves():
+    model, ids = make_on_cpu()
+    moments = trace_step(model, (), ids).moments(Config(), STAY)
     between = next(m for m in moments if m.backward)
     loss = 4
     assert between.activations + nbytes(ids) == saved_bytes(model, ids) + loss
     assert between.saved == between.gradients == between.workspace == 0
 
 
-def test_gradients_at_the_end_are_all_or_none(by_blocks):
-    model, _ = on_meta()
+def test_gradients_at_the_end_are_all_or_one_block(by_blocks):
+    model, _ = make_on_meta()
     most = {
         stay: max(m.gradients for m in by_blocks.moments(Config(), Fate(stay)))
         for stay in (True, False)
     }
     assert most[True] == nbytes(*model.parameters())
-    largest = nbytes(*model.blocks[0].parameters())  # a block's backward gives all of its own
+    largest = nbytes(*model.blocks[0].parameters())  # of one block at a time
     assert most[False] == pytest.approx(largest, rel=0.1)
 
 
@@ -71,7 +71,7 @@ def test_gradients_that_wait_for_the_link_are_held(by_blocks):
 
 
 def test_inputs_that_blocks_share_count_once(by_blocks):
-    """A block keeps its input, which is the result of the block before; nobody else holds it."""
+    """The input of a block is the output of the previous block, and must count once."""
     end = max(by_blocks.moments(Config(save_format="none"), STAY), key=lambda m: m.activations)
     of_stream = 4 * 64 * 256 * 2
     logits = 4 * 64 * VOCABULARY * (2 + 4 + 4)
@@ -79,8 +79,8 @@ def test_inputs_that_blocks_share_count_once(by_blocks):
 
 
 @pytest.mark.parametrize("preset", ["coat", "fp8-lm", None])
-def test_bytes_of_states(preset):
-    model, ids = on_cpu()
+def test_bytes_of_states_equal_the_optimizers(preset):
+    model, ids = make_on_cpu()
     optimizer = AdamW(model.parameters(), preset=preset) if preset else None
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     model(ids).backward()
@@ -92,8 +92,8 @@ def test_bytes_of_states(preset):
 
 
 @pytest.mark.parametrize("accumulate", [2, 9])  # 8 bits, 16 bits
-def test_bytes_of_sums(accumulate):
-    model, ids = on_cpu()
+def test_bytes_of_sums_equal_the_optimizers(accumulate):
+    model, ids = make_on_cpu()
     attached = step_in_backward(model, AdamW(model.parameters()), accumulate=accumulate)
     model(ids).backward()
     pieces = [piece for a in attached.accumulated.values() for piece in a.pieces]
@@ -102,8 +102,8 @@ def test_bytes_of_sums(accumulate):
     assert here.sums == pytest.approx(nbytes(*sums), rel=0.001)
 
 
-def test_bytes_of_weights_in_codes():
-    model, _ = on_cpu()
+def test_bytes_of_quantized_weights_equal_offload_weights():
+    model, _ = make_on_cpu()
     here, host = Parameters(model).place(Setup(step_in_backward=True, offload=("weights",)), 1)
     moved = offload_weights(model, "cpu")
     inner = [p for p in moved.parameters() if hasattr(p, "codes")]
@@ -118,8 +118,8 @@ def test_bytes_of_weights_in_codes():
     preset=st.sampled_from(["coat", "fp8-lm"]),
     accumulate=st.integers(1, 20),
 )
-def test_what_is_moved_is_neither_lost_nor_doubled(place, preset, accumulate):
-    parameters = Parameters(on_meta()[0])
+def test_gpu_and_host_bytes_add_up_for_every_offload(place, preset, accumulate):
+    parameters = Parameters(make_on_meta()[0])
     in_backward, offload = place
     setup = Setup(step_in_backward=in_backward, offload=offload, preset=preset)
     here, host = parameters.place(setup, accumulate)
@@ -129,13 +129,13 @@ def test_what_is_moved_is_neither_lost_nor_doubled(place, preset, accumulate):
     assert none.total == 0
     assert here.states + host.states == pytest.approx(all_here.states)
     assert here.sums + host.sums == pytest.approx(all_here.sums)
-    codes = 0.5 * host.weights
-    assert here.weights + host.weights == pytest.approx(all_here.weights + codes, rel=0.02)
+    fp8_data = 0.5 * host.weights
+    assert here.weights + host.weights == pytest.approx(all_here.weights + fp8_data, rel=0.02)
     assert (host.total > 0) == bool(set(offload) - ({"gradients"} if accumulate == 1 else set()))
 
 
-def test_hugging_face_layers_get_no_mask():
-    """Where it sees that positions are those of whole sequences: those have values."""
+def test_hugging_face_layers_are_traced_without_a_mask():
+    """transformers omits the mask if positions show whole sequences. Positions are not fake."""
     with torch.device("meta"):
         model, ids = llama(num_hidden_layers=2), torch.empty(2, 16, dtype=torch.long)
     values = ((), {"input_ids": ids, "labels": ids, "use_cache": False})
@@ -153,7 +153,7 @@ def in_bf16(run, batch, device="cuda"):
 
 
 class Autocast(Layered):
-    """Computes in BF16 by itself."""
+    """A model with autocast inside of its forward."""
 
     def forward(self, ids):
         with torch.autocast("cuda", torch.bfloat16):
@@ -161,7 +161,7 @@ class Autocast(Layered):
 
 
 @pytest.mark.long
-def test_autocast_of_the_gpu_is_that_of_the_cpu_that_stands_for_it():
+def test_autocast_for_a_gpu_applies_to_the_simulation_on_a_cpu():
     with torch.device("meta"):
         model, inside, ids = Layered(1), Autocast(1), torch.empty(4, 64, dtype=torch.long)
     unpatched = torch.autocast.__init__
@@ -175,7 +175,7 @@ def test_autocast_of_the_gpu_is_that_of_the_cpu_that_stands_for_it():
     assert torch.autocast.__init__ is unpatched
 
 
-def test_autocast_of_other_threads_is_theirs():
+def test_autocast_of_other_threads_is_not_redirected():
     with compat.autocast_for_cpu(), ThreadPoolExecutor(1) as pool:
         other = pool.submit(torch.autocast, "cuda", torch.bfloat16, enabled=False).result()
         with compat.autocast_for_cpu():
@@ -188,9 +188,9 @@ def test_autocast_of_other_threads_is_theirs():
 
 
 @pytest.mark.long
-def test_layers_are_continued_from_few(monkeypatch):
-    model, ids = on_meta(layers=5)
-    full = recorded(model, WHOLE, ids)
+def test_many_equal_layers_are_extrapolated_from_few(monkeypatch):
+    model, ids = make_on_meta(layers=5)
+    full = trace_step(model, WHOLE, ids)
     monkeypatch.setattr("fp8pass.tools.fitting.traced.WORTHWHILE", 5)
     deep = trace(model, (), ((ids,), {}), compute_own_loss)
     assert isinstance(deep, TracedLayers)
@@ -206,14 +206,14 @@ def test_layers_are_continued_from_few(monkeypatch):
 
 
 def test_layers_that_differ_are_all_traced():
-    model, _ = on_meta(layers=8)
+    model, _ = make_on_meta(layers=8)
     assert find_layers(model).count == 8
     model.blocks[3].mlp.requires_grad_(False)
     assert find_layers(model) is None
 
 
 class ByNumber(Layered):
-    """Does not run with fewer layers than it was made with."""
+    """Needs the number of layers that it was created with."""
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -222,7 +222,7 @@ class ByNumber(Layered):
         return x.float().square().mean()
 
 
-def test_a_model_that_does_not_run_with_fewer_layers():
+def test_a_model_that_does_not_run_with_fewer_layers_is_traced_whole():
     with torch.device("meta"):
         model, ids = ByNumber(8), torch.empty(4, 64, dtype=torch.long)
     before = list(model.named_modules())
@@ -235,11 +235,11 @@ def test_a_model_that_does_not_run_with_fewer_layers():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", [(False, ()), (True, ()), (True, ("states",))], ids=str)
-def test_the_peak_is_as_predicted(place):
-    """Of blocks large beside what PyTorch rounds up, above what other tests have left."""
+def test_the_predicted_peak_is_right(place):
+    """Blocks are large compared with rounding. Memory of other tests is subtracted."""
     torch._dynamo.reset()
     x = torch.ones(16, 16, device="cuda", requires_grad=True)
-    (x @ x).sum().backward()  # cuBLAS has memory of its own for each thread
+    (x @ x).sum().backward()  # cuBLAS allocates a workspace for each thread
     del x
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
-"""fit: the lines that it gives can be pasted."""
+"""`fit`: the lines of code that it prints can be pasted."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fit_helpers import on_cpu
+from fit_helpers import make_on_cpu
 
 import fp8pass
 from fp8pass import Config
@@ -13,8 +13,8 @@ from fp8pass.tools.fitting.setup import Setup, format_config
 
 
 def run_lines(text: str, accumulate: int) -> None:
-    """Train a model for a step as the lines say, on the CPU."""
-    model, ids = on_cpu()
+    """Run the printed lines and train a model for a step, on the CPU."""
+    model, ids = make_on_cpu()
     names = {"fp8pass": fp8pass, "torch": torch, "model": model}
     exec(text.replace('"cuda"', '"cpu"').replace(", fused=True", ""), names)
     before = [p.detach().clone() for p in model.lm_head.parameters()]
@@ -36,14 +36,14 @@ def test_lines_of_a_whole_model_are_accepted():
     run_lines(Setup(Config(compiler="eager"), *PLACES[-1]).lines(2, ()), 2)
 
 
-def test_budgets_are_for_blocks_of_a_list():
+def test_budgets_apply_to_blocks_of_a_list():
     lines = Setup(Config(memory_budget=0.5)).lines(1, ("blocks.*", "lm_head"))
     assert "block.compile(backend=fp8pass.backend(config))" in lines
     assert '("lm_head").compile(backend=fp8pass.backend(fp8pass.Config()))' in lines
     assert '("lm_head").compile(backend=fp8pass.backend(config))' in Setup().lines(1, ("lm_head",))
 
 
-def test_lines_of_pytorchs_optimizer():
+def test_lines_can_use_pytorchs_optimizer():
     run_lines(Setup(Config(compiler="eager"), preset=None).lines(1, ("blocks.0.mlp",)), 1)
 
 
@@ -57,5 +57,5 @@ def test_lines_of_pytorchs_optimizer():
     ],
     ids=format_config,
 )
-def test_a_configuration_as_python(config):
+def test_a_configuration_is_printed_as_python(config):
     assert eval(format_config(config), {"fp8pass": fp8pass}) == config

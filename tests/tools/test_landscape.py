@@ -1,4 +1,4 @@
-"""`fp8pass.sharpness` against independent maxima in fp64, and as a part of a `Monitor`."""
+"""`fp8pass.sharpness` compared with independent maxima in fp64, and in a `Monitor`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPSILON = 5e-4  # of the paper
 
 
 class Tiny(nn.Module):
-    """A language model, if one of bigrams."""
+    """A bigram language model."""
 
     def __init__(self, vocabulary=64, dim=16, dropout=0.0):
         super().__init__()
@@ -47,8 +47,8 @@ def last_loss(model, batch):
     return F.cross_entropy(model(batch[0])[:, -1].float(), batch[1])
 
 
-def by_hand(logits: np.ndarray, target: int) -> tuple[float, float]:
-    """Loss at one token's logits, and its maximum: the target down, all others up."""
+def compute_maximum(logits: np.ndarray, target: int) -> tuple[float, float]:
+    """Return the loss of one token and its maximum: the target logit falls, the rest rises."""
     noise = EPSILON * (np.abs(logits) + 1)
     noise[target] *= -1
     return tuple(float(logsumexp(y) - y[target]) for y in (logits, logits + noise))
@@ -59,27 +59,27 @@ def by_hand(logits: np.ndarray, target: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("search", [True, False])
 @pytest.mark.parametrize(("vocabulary", "scale"), [(16, 1.0), (64, 4.0), (512, 1.0)])
-def test_cross_entropy_by_hand(vocabulary, scale, search):
+def test_the_maximum_of_cross_entropy_is_right(vocabulary, scale, search):
     model, batch = Tiny(vocabulary), batch_of(vocabulary=vocabulary)
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
         logits = model(batch[0])[0, -1].double().numpy()
-    start, largest = by_hand(logits, int(batch[1]))
+    start, largest = compute_maximum(logits, int(batch[1]))
     want = 100 * (largest - start) / (1 + start)
     assert sharpness(model, last_loss, batch, search=search) == pytest.approx(want, rel=0.01)
 
 
-def test_a_batch_is_the_ratio_of_means():
+def test_the_sharpness_of_a_batch_is_a_ratio_of_means():
     model, batch = Tiny().bfloat16(), batch_of(6)
     logits = model(batch[0])[:, -1].detach().double().numpy()
-    found = [by_hand(y, int(t)) for y, t in zip(logits, batch[1], strict=True)]
+    found = [compute_maximum(y, int(t)) for y, t in zip(logits, batch[1], strict=True)]
     start, largest = np.mean(found, axis=0)
     want = 100 * (largest - start) / (1 + start)
     assert sharpness(model, last_loss, batch) == pytest.approx(want, rel=0.01)
 
 
-def test_another_loss_against_all_corners():
-    """A convex loss has its maximum in a corner, of which eight logits have 256."""
+def test_the_maximum_of_another_loss_is_in_a_corner():
+    """A convex loss has its maximum in one of the 256 corners of eight logits."""
     model, (ids, target) = Tiny(8), batch_of(vocabulary=8)
 
     def loss(y):
@@ -95,8 +95,8 @@ def test_another_loss_against_all_corners():
     assert got == pytest.approx(want, rel=0.01)
 
 
-def test_made_up_minima_are_put_in_order():
-    """Near minima of known curvature the rise is known."""
+def test_minima_are_ranked_by_curvature():
+    """Near a minimum the curvature determines the rise of the loss."""
     y = torch.randn(1, 1, 32, dtype=torch.float64)
     offset = 1e-3 * torch.randn(32, dtype=torch.float64)
     room = EPSILON * (y[0, 0].abs() + 1)
@@ -141,7 +141,7 @@ def test_the_cheap_variant_ranks_checkpoints_as_the_exact_one_does():
 # --- how it runs --------------------------------------------------------------------------------
 
 
-def test_the_model_runs_once_and_is_left_as_it_was():
+def test_the_model_runs_once_and_does_not_change():
     model, batch = Tiny(dropout=0.5), batch_of(2)
     model.embed.eval()
     before = {n: p.clone() for n, p in model.named_parameters()}
@@ -169,14 +169,14 @@ class Output:
     ],
     ids=["tuple", "mapping", "dataclass", "object"],
 )
-def test_logits_are_found_in_what_models_return(wrap, unwrap):
+def test_logits_are_found_in_outputs_of_models(wrap, unwrap):
     model, batch = Tiny(), batch_of(2)
     got = sharpness(
         lambda ids: wrap(model(ids)),
         lambda m, b: F.cross_entropy(unwrap(m(b[0]))[:, -1], b[1]),
         batch,
     )
-    assert got == pytest.approx(sharpness(model, last_loss, batch), rel=1e-3)  # that is in fp32
+    assert got == pytest.approx(sharpness(model, last_loss, batch), rel=1e-3)  # computed in fp32
 
 
 def test_a_loss_that_is_not_finite_is_the_result():
@@ -195,13 +195,13 @@ def test_a_loss_that_is_not_finite_is_the_result():
         (lambda m, b: m(b[0]), "not a scalar"),
     ],
 )
-def test_another_loss_says_what_to_write(loss_fn, message):
+def test_losses_that_cannot_be_measured_are_refused(loss_fn, message):
     with pytest.raises(ConfigError, match=message) as error:
         sharpness(Tiny(), loss_fn, batch_of(2))
     assert "F.cross_entropy(m(b['input_ids']).logits[:, -1], b['next'])" in str(error.value)
 
 
-def test_other_wrong_arguments():
+def test_other_wrong_arguments_are_refused():
     with pytest.raises(ConfigError, match="epsilon must be a positive number"):
         sharpness(Tiny(), last_loss, batch_of(), epsilon=0)
     with pytest.raises(ConfigError, match="search must be True or False, got 'no'"):
@@ -210,7 +210,7 @@ def test_other_wrong_arguments():
         sharpness(Tiny(), lambda m, b: last_loss(m, b) * 0 - 1, batch_of())
     with pytest.raises(ConfigError, match="instead of logits"):
         sharpness(lambda ids: torch.tensor(1.0), last_loss, batch_of())
-    with pytest.raises(ZeroDivisionError):  # of the model's own
+    with pytest.raises(ZeroDivisionError):  # raised by the model
         sharpness(lambda ids: 1 / 0, last_loss, batch_of())
     with pytest.raises(ConfigError, match="sharpness must be a function without arguments"):
         Monitor(sharpness=True)
@@ -231,7 +231,7 @@ class Board:
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-def test_a_row_of_each_sample(tmp_path, simulate):
+def test_each_sample_writes_a_row(tmp_path, simulate):
     config = COAT_EAGER
     if simulate:
         config = fp8pass.Config(simulate="e8m3", compiler="eager")

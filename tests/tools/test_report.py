@@ -1,4 +1,4 @@
-"""What is in the report: the picture, folding, the timeline, diffs; all as the plan says."""
+"""The content of the report: picture, folding, timeline and diffs agree with the plan."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from fp8pass.tools.tables import format_mib, shorten_operator
 
 
 @pytest.fixture(scope="module")
-def of_llama():
+def llama_explanation():
     return explained_llama()
 
 
 @pytest.fixture(scope="module")
-def picture(of_llama):
-    return draw(of_llama.graphs[0])
+def picture(llama_explanation):
+    return draw(llama_explanation.graphs[0])
 
 
 def numbers_on_page(page: str) -> dict:
@@ -46,18 +46,18 @@ def numbers_on_page(page: str) -> dict:
 # --- the picture --------------------------------------------------------------------------------
 
 
-def test_every_kept_byte_is_drawn_once(of_llama, picture):
-    assert sum(e.bytes for e in picture.edges) == of_llama.saved_bytes > 0
+def test_every_saved_byte_is_drawn_once(llama_explanation, picture):
+    assert sum(e.bytes for e in picture.edges) == llama_explanation.saved_bytes > 0
 
 
-def test_kinds(of_llama, picture):
+def test_kinds(llama_explanation, picture):
     kinds = Counter(y.kind for y in picture.operators)
-    plan = of_llama.graphs[0].plan
+    plan = llama_explanation.graphs[0].plan
     assert set(kinds) <= set(KINDS)
     merged = sum(len(layers) - 1 for layers in plan.merged)
     assert merged == 4 * 3  # q, k and v; gate and up
     assert kinds["fp8"] == sum(len(y.fp8) for y in plan.linears) - merged
-    assert kinds["attention"] == (2 + 2) * 4  # forward, backward, output and statistics kept
+    assert kinds["attention"] == (2 + 2) * 4  # forward, backward, saved output and statistics
     assert kinds["dequantize"] == sum(1 for s in plan.saved if s.expected_error)
     assert kinds["recomputed"] > 0
 
@@ -82,24 +82,24 @@ def test_the_backward_is_in_the_column_of_its_module(picture):
             assert picture.columns[operator.column] == operator.module
 
 
-def test_details(of_llama, picture):
+def test_details(llama_explanation, picture):
     product = next(y for y in picture.operators if y.kind == "fp8" and not y.backward)
     assert product.details["shape"] == "32×64"
     assert product.details["scales"] == "one for each row × one for each row"
     assert re.search(r"modeling_llama.py:\d+  .*q_proj\(hidden_states\)", product.details["source"])
     head = next(y for y in picture.operators if y.module == "lm_head" and y.kind == "linear")
     assert "quantize_lm_head" in head.details["in high precision because"]
-    stored = [s.kept_as for s in of_llama.graphs[0].plan.saved if s.expected_error]
+    stored = [s.kept_as for s in llama_explanation.graphs[0].plan.saved if s.expected_error]
     restored = [y.details["saved as"] for y in picture.operators if y.kind == "dequantize"]
     assert Counter(restored) == Counter(stored)
     names = {y.details["in keep_exact"] for y in picture.operators if y.kind == "dequantize"}
-    assert names == {s.value for s in of_llama.graphs[0].plan.saved if s.expected_error}
+    assert names == {s.value for s in llama_explanation.graphs[0].plan.saved if s.expected_error}
     again = next(y for y in picture.operators if y.kind == "recomputed")
     assert "recomputed" in again.details["in the backward"]
 
 
-def test_source_lines_are_of_the_users_model(picture):
-    """The innermost one outside of PyTorch, inside only where there is no other."""
+def test_source_lines_are_lines_of_the_users_model(picture):
+    """The innermost line outside of PyTorch, or a line in PyTorch if no other line exists."""
     alone = draw(explain(nn.RMSNorm(64), torch.randn(4, 64)).graphs[0])
     lines = [y.details["source"] for y in alone.operators if y.kind == "nonlinear"]
     assert lines
@@ -114,26 +114,26 @@ def test_source_lines_are_of_the_users_model(picture):
 def test_equal_layers_are_drawn_once(picture):
     folded = fold(picture)
     assert [(y.first, y.last, y.count) for y in folded.layers] == [
-        ("model.layers.0", "model.layers.0", 1),  # makes the mask that all use
+        ("model.layers.0", "model.layers.0", 1),  # computes the mask for all layers
         ("model.layers.1", "model.layers.2", 2),
-        ("model.layers.3", "model.layers.3", 1),  # its sum is wanted exactly by the last norm
+        ("model.layers.3", "model.layers.3", 1),  # its sum is saved exactly for the last norm
     ]
     layers = {find_layer(m) for m in folded.columns} - {""}
     assert layers == {"model.layers.0", "model.layers.1", "model.layers.3"}
 
 
-def test_folding_loses_no_bytes(of_llama, picture):
+def test_folding_loses_no_bytes(llama_explanation, picture):
     folded = fold(picture)
     column = {y.id: y.column for y in folded.operators}
     counts = {c: y.count for y in folded.layers for c in y.columns}
     bytes_ = sum(e.bytes * counts.get(column[e.source], 1) for e in folded.edges)
-    assert bytes_ == of_llama.saved_bytes
+    assert bytes_ == llama_explanation.saved_bytes
 
 
-def test_what_the_next_equal_layer_reads_is_drawn():
+def test_edges_to_the_next_equal_layer_are_drawn():
     picture = chain([1, 1, 1])
-    kept = [Edge("1:0", "2:0", True, 8), Edge("2:0", "3:0", True, 8)]
-    picture.edges = [*picture.edges[:1], *kept, *picture.edges[3:]]
+    saved = [Edge("1:0", "2:0", True, 8), Edge("2:0", "3:0", True, 8)]
+    picture.edges = [*picture.edges[:1], *saved, *picture.edges[3:]]
     (edge,) = [e for e in fold(picture).edges if e.bytes]
     assert (edge.source, edge.target, edge.bytes) == ("1:0", "1:0", 8)
 
@@ -154,7 +154,7 @@ def test_layer_of(module, layer):
 
 
 def chain(layers: list[int]) -> Picture:
-    """Layers of as many operators as given, one after another, between two others."""
+    """Return a chain of layers with given numbers of operators, between two operators."""
     names = ["first", *(f"layers.{i}" for i in range(len(layers))), "last"]
     operators = [
         DrawnOperator(f"{column}:{i}", "mul", "nonlinear", module, column, False, {})
@@ -188,13 +188,13 @@ def test_different_layers_are_not_folded(skip, counts):
 # --- the timeline -------------------------------------------------------------------------------
 
 
-def test_the_timeline_rises_to_what_is_kept_and_falls_to_nothing(of_llama):
-    moments = trace_timeline(of_llama.graphs)
+def test_the_timeline_rises_to_the_saved_bytes_and_falls_to_zero(llama_explanation):
+    moments = trace_timeline(llama_explanation.graphs)
     forward = [m.bytes for m in moments if not m.backward]
     backward = [m.bytes for m in moments if m.backward]
     assert forward == sorted(forward)
     assert backward == sorted(backward, reverse=True)
-    assert forward[-1] == of_llama.saved_bytes
+    assert forward[-1] == llama_explanation.saved_bytes
     assert backward[-1] == 0
 
 
@@ -223,8 +223,8 @@ class Broken(nn.Module):
 # --- diffs --------------------------------------------------------------------------------------
 
 
-def test_diffs_say_what_a_pass_did(of_llama):
-    passes = of_llama.graphs[0].passes
+def test_diffs_show_the_changes_of_a_pass(llama_explanation):
+    passes = llama_explanation.graphs[0].passes
     record = next(record for record in passes if record.name == "quantize_linears")
     (gate,) = [d for d in diff_modules(record) if d.module.endswith("gate_proj")]
     assert gate.count == 4
@@ -235,21 +235,21 @@ def test_diffs_say_what_a_pass_did(of_llama):
     assert sum("fp8pass.scaled_mm.default" in line for line in added) == 3
 
 
-def test_code_by_module_is_all_of_the_code(of_llama):
-    for record in of_llama.graphs[0].passes:
+def test_code_by_module_contains_all_code(llama_explanation):
+    for record in llama_explanation.graphs[0].passes:
         lines = [x.strip() for x in record.after.splitlines()]
         wanted = [x for x in lines if x and not x.startswith("# module")]
         got = [x for module in split_code(record.after).values() for x in module]
         assert Counter(got) == Counter(wanted)
 
 
-def test_what_a_graph_returns_is_of_no_module(of_llama):
-    after = split_code(of_llama.graphs[0].passes[0].after)
+def test_the_return_statement_belongs_to_no_module(llama_explanation):
+    after = split_code(llama_explanation.graphs[0].passes[0].after)
     assert [m for m, lines in after.items() if any(x.startswith("return") for x in lines)] == [""]
 
 
-def test_a_pass_that_changed_nothing_has_no_diff(of_llama):
-    record = of_llama.graphs[0].passes[0]
+def test_a_pass_that_changed_nothing_has_no_diff(llama_explanation):
+    record = llama_explanation.graphs[0].passes[0]
     assert diff_modules(dataclasses.replace(record, after=record.before)) == []
 
 
@@ -272,8 +272,8 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
             assert linear.reason.replace("'", "&#39;").replace(">", "&gt;") in page
 
 
-def test_llama(of_llama):
-    assert_numbers_are_the_plans(of_llama, render(of_llama))
+def test_llama(llama_explanation):
+    assert_numbers_are_the_plans(llama_explanation, render(llama_explanation))
 
 
 @pytest.mark.long
@@ -359,29 +359,33 @@ def test_frontier_and_diagnosis_are_shown():
     assert f"{diagnosis.layers[0].relative:.4f}" in page
 
 
-def test_nothing_is_fetched(of_llama):
-    page = render(of_llama)
+def test_the_page_loads_no_resources(llama_explanation):
+    page = render(llama_explanation)
     assert "default-src 'none'" in page
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page)
 
 
-def test_save(of_llama, tmp_path):
+def test_save(llama_explanation, tmp_path):
     path = tmp_path / "report.html"
-    of_llama.save(path)
+    llama_explanation.save(path)
     assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert path.stat().st_size < 5e6
 
 
-def test_what_eager_keeps_is_measured(of_llama):
+def test_bytes_of_eager_pytorch_are_measured(llama_explanation):
     linear = nn.Linear(64, 32, bias=False)
     x = torch.randn(16, 64)
     explanation = explain(nn.Sequential(linear, nn.Sigmoid()), x)
     assert explanation.eager_bytes == 4 * (16 * 64 + 16 * 32)
-    assert of_llama.eager_bytes > of_llama.stock_bytes > of_llama.saved_bytes
+    assert (
+        llama_explanation.eager_bytes
+        > llama_explanation.stock_bytes
+        > llama_explanation.saved_bytes
+    )
 
 
-def test_share_of_fp8(of_llama):
-    plan = of_llama.graphs[0].plan
+def test_share_of_fp8(llama_explanation):
+    plan = llama_explanation.graphs[0].plan
     products = 3 * sum(
         2 * int(y.rows) * y.in_features * y.out_features for y in plan.linears if y.fp8
     )

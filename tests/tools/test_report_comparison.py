@@ -1,4 +1,4 @@
-"""Two explanations side by side: bytes, time and formats by module add up to those of both."""
+"""Comparison of two explanations: bytes, time and formats by module add up to the totals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_bytes_add_up(comparison, in_8_bits, exact):
     assert sum(r.more_bytes for r in comparison.rows) == theirs - ours > 0
 
 
-def test_products_in_fp8(comparison):
+def test_gemms_in_fp8_are_compared(comparison):
     (down,) = (r for r in comparison.rows if r.module == "layers.*.down")
     assert down.count == 4
     assert down.ours.fp8 == ("forward", "dgrad", "wgrad")
@@ -49,7 +49,7 @@ def test_seconds_add_up(comparison, in_8_bits, exact):
     assert min(wanted) > 0
 
 
-def test_what_is_kept_in_which_format(comparison, in_8_bits, exact):
+def test_formats_of_saved_tensors_are_compared(comparison, in_8_bits, exact):
     for explanation, of in ((in_8_bits, "ours"), (exact, "theirs")):
         saved = [s for s in explanation.graphs[0].plan.saved if s.bytes and not s.is_scalar]
         formats = {name for r in comparison.rows for name in getattr(r, of).formats}
@@ -62,7 +62,7 @@ def test_the_largest_difference_comes_first(comparison):
     assert differences[0] > 0
 
 
-def test_beside_itself_nothing_differs(in_8_bits):
+def test_an_explanation_does_not_differ_from_itself(in_8_bits):
     rows = compare(in_8_bits, in_8_bits).rows
     assert rows
     assert not any(r.more_bytes or r.more_seconds for r in rows)
@@ -75,19 +75,19 @@ def test_another_model_is_refused(in_8_bits):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"beside": Config()}, "beside must be what fp8pass.explain returned, got Config"),
         ({"diagnosis": "a.html"}, "diagnosis must be what fp8pass.diagnose returned, got str"),
     ],
 )
-def test_other_arguments_are_refused(in_8_bits, tmp_path, given, message):
+def test_other_arguments_are_refused(in_8_bits, tmp_path, options, message):
     with pytest.raises(TypeError, match=message):
-        in_8_bits.save(tmp_path / "report.html", **given)
+        in_8_bits.save(tmp_path / "report.html", **options)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "expected"),
     [
         (Config(), ("coat", {})),
         (Config.recipe("agoq"), ("agoq", {})),
@@ -96,8 +96,8 @@ def test_other_arguments_are_refused(in_8_bits, tmp_path, given, message):
         (Config.recipe("linear", skip=("up",)), ("linear", {"skip": ("up",)})),
     ],
 )
-def test_recipe_of(config, said):
-    assert find_recipe(config) == said
+def test_the_recipe_and_changed_options_are_found(config, expected):
+    assert find_recipe(config) == expected
 
 
 def test_the_page_shows_both(in_8_bits, exact):

@@ -1,4 +1,4 @@
-"""The report's page in a real browser: it draws, folds, searches, sorts, and runs no foreign code.
+"""The page of the report in a browser: it draws, folds, searches, sorts, and runs no foreign code.
 
 Needs Chromium and Playwright (`pip install playwright`, Debian's `chromium`); skipped without.
 """
@@ -27,7 +27,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium, or CHROMIUM=path")
-# Without these a browser in a container without a network goes on looking for one.
+# Without these flags a browser without a network keeps trying to connect.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 FLAGS += ("--no-first-run", "--disable-component-update", "--disable-quic")
 
@@ -41,7 +41,7 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page, with the errors and dialogs that it gave."""
+    """A page, with the errors and dialogs that it raised."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.page = browser.new_page(viewport={"width": 1400, "height": 1000}, **options)
@@ -56,11 +56,11 @@ class Opened:
         self.seconds = time.perf_counter() - start
 
     def drawn(self, selector: str) -> int:
-        """How many elements of the picture match."""
+        """Return the number of elements of the picture that match."""
         return self.page.evaluate("(s) => canvas.$(s).length", selector)
 
     def click_in_picture(self, selector: str) -> None:
-        """Click the first element that matches, where it is on the screen."""
+        """Click on the first element that matches."""
         place = self.page.evaluate(
             """async (s) => {
                 const target = canvas.$(s).first();
@@ -97,15 +97,15 @@ def opened(browser, report) -> Iterator[Opened]:
     opened.page.close()
 
 
-def test_it_renders(opened, decoder):
+def test_the_page_renders(opened, decoder):
     page = opened.page
     assert page.inner_text("#kept") == f"{format_mib(decoder.saved_bytes)} MiB"
     labels = page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
     assert len([x for x in labels if x.startswith("2 equal layers\nlayers.1 – 2")]) == 2  # sides
-    kept = page.evaluate("canvas.$('.kept').map((e) => e.data('bytes'))")
-    assert sum(kept) == decoder.saved_bytes
+    saved = page.evaluate("canvas.$('.kept').map((e) => e.data('bytes'))")
+    assert sum(saved) == decoder.saved_bytes
     page.click("#unfold")
-    assert opened.drawn(".layer") == 1 + 3  # all of them, and those that differ
+    assert opened.drawn(".layer") == 1 + 3  # all layers, and the layers that differ
     assert opened.drawn(".kept") > 10
 
 
@@ -126,7 +126,7 @@ def test_the_forward_is_above_the_backward_of_its_module(opened):
     assert max(forward) < min(backward)
 
 
-def test_lines_are_as_wide_as_tensors_are_large(opened):
+def test_the_width_of_lines_follows_the_size_of_tensors(opened):
     opened.page.click("#unfold")
     edges = opened.page.evaluate(
         "canvas.$('.kept').map((e) => [e.data('bytes'), parseFloat(e.style('width'))])"
@@ -159,8 +159,8 @@ def test_click_unfold_fold(opened):
 
 
 @pytest.mark.parametrize("width", [1440, 390])
-def test_unfolding_keeps_the_place(browser, report, width):
-    """At one zoom, a layer and then a module begin where they were before."""
+def test_unfolding_keeps_the_position(browser, report, width):
+    """Zoom and position do not change if a layer and then a module are unfolded."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(report.as_uri())
     page.evaluate("setAllFolded(true)")
@@ -203,7 +203,7 @@ def test_lines_cross_no_label(browser, report, width, unfolded):
 
 
 def crosses(a: dict, b: dict, center: dict, width: float, height: float) -> bool:
-    """Whether the line from a to b meets the rectangle, cut as by Liang and Barsky."""
+    """Whether the line from a to b meets the rectangle (Liang-Barsky clipping)."""
     begin, end = 0.0, 1.0
     for axis, extent in (("x", width), ("y", height)):
         way, low = b[axis] - a[axis], center[axis] - extent / 2 - a[axis]
@@ -217,8 +217,8 @@ def crosses(a: dict, b: dict, center: dict, width: float, height: float) -> bool
 
 
 @pytest.mark.parametrize("size", [(1440, 900), (1024, 768), (390, 844)], ids=str)
-def test_all_of_it_is_readable_at_once(browser, report, size):
-    """Nothing is wider than the screen, and the picture opens with every box in it."""
+def test_the_whole_picture_fits_the_screen(browser, report, size):
+    """Nothing is wider than the screen, and the picture first shows all boxes."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     page.goto(report.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
@@ -243,7 +243,7 @@ def test_rows_are_cards_on_a_phone(browser, report):
     page.close()
 
 
-def test_side_by_side(browser, tmp_path):
+def test_the_page_shows_a_comparison(browser, tmp_path):
     x = torch.randn(32, 64)
     exact = explain(Residuals(2), x, config=Config.recipe("exact"))
     explain(Residuals(2), x).save(tmp_path / "report.html", beside=exact)
@@ -258,9 +258,9 @@ def test_side_by_side(browser, tmp_path):
     assert opened.errors == []
 
 
-def test_a_line_says_what_is_kept_and_why(opened):
+def test_a_line_shows_the_saved_tensor_and_the_reason(opened):
     opened.page.evaluate(
-        # Without a result: the browser would write the whole picture down for us.
+        # `void`, because Playwright would serialize the whole picture as the result.
         "void canvas.edges('.kept').max((e) => e.data('bytes')).ele.emit('tap')"
     )
     details = opened.page.inner_text("#details")

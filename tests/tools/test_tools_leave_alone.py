@@ -1,4 +1,4 @@
-"""Tools run a model and its backward, and leave both as they are."""
+"""Tools run a model and its backward without side effects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_hooks_of_gradients_are_not_called(tool):
 
 
 class Counted(nn.Module):
-    """A layer that replaces one buffer in every forward, and enlarges another one in place."""
+    """A layer that replaces a buffer in every forward, and resizes another buffer in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Counted(nn.Module):
     ],
     ids=["diagnose", "bisect", "calibrate", "explain", "sharpness"],
 )
-def test_buffers_and_random_state_stay(tool):
+def test_buffers_and_random_state_do_not_change(tool):
     torch._dynamo.reset()
     outer = nn.Sequential(Counted(), nn.Dropout(0.5), nn.Linear(32, 32))
     outer[0].forward = torch.compiler.disable(outer[0].forward)
@@ -91,8 +91,8 @@ def test_buffers_and_random_state_stay(tool):
 @pytest.mark.long
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_and_sums_stay(tool, accumulate):
-    """Accumulated in `.grad`, or by an optimizer in the backward."""
+def test_gradients_and_sums_do_not_change(tool, accumulate):
+    """Gradients are accumulated in `.grad`, or by an optimizer in the backward."""
     found = []
     for uses_tool in (False, True):
         model, program, _ = trained()
@@ -119,7 +119,7 @@ def test_inference_mode_is_refused(tool):
 
 
 class Signed(nn.Module):
-    """Positions of 256 and more take 16 bits without a sign, which PyTorch cannot count in."""
+    """Positions of 256 and more need uint16, which `iota` does not support in eager PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Signed(nn.Module):
         return y @ y.T * (2 * torch.eye(len(x)) - 1)
 
 
-def test_many_positions():
+def test_positions_may_need_16_bits():
     model, batch = Signed(), torch.randn(256, 64)
     assert all(layer.fp8 for g in fp8pass.explain(model, batch).graphs for layer in g.plan.linears)
     fp8pass.testing.assert_exact(model, batch)

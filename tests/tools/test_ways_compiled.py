@@ -1,4 +1,4 @@
-"""`diagnose`, `bisect` and `calibrate` take a model as it is compiled: whole, or in parts."""
+"""`diagnose`, `bisect` and `calibrate` accept models that are compiled as a whole or in parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Block(nn.Module):
-    """A residual block, behind which Dynamo may stop."""
+    """A residual block, optionally followed by a graph break."""
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Three blocks; `checkpoints` has the backward run each forward again."""
+    """Three blocks. With `checkpoints` the backward recomputes each forward."""
 
     def __init__(self, breaks: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
@@ -78,28 +78,28 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def weight_errors(model: nn.Module) -> dict[str, float]:
-    """Errors of GEMMs; those of what is kept in low bits depend on where graphs end."""
+    """Return errors of GEMMs. Errors of saved tensors depend on the boundaries of graphs."""
     found = fp8pass.diagnose(model, loss, X, config=Config.recipe("linear"))
     return {y.module: y.relative for y in found.layers if y.gradient == "weight" and "×" in y.shape}
 
 
 @pytest.fixture(scope="module")
-def of_whole() -> dict[str, float]:
-    """The errors of a model that is compiled as a whole by the tool itself."""
+def whole_errors() -> dict[str, float]:
+    """The errors of a model that the tool compiles as a whole."""
     return weight_errors(Stack())
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_layer_has_its_own_error_and_the_users_path(way, of_whole):
+def test_every_layer_has_its_error_and_path(way, whole_errors):
     errors = weight_errors(WAYS[way]())
     layers = {n for n, m in Stack().named_modules() if isinstance(m, nn.Linear)}
-    assert errors.keys() == of_whole.keys() == layers
+    assert errors.keys() == whole_errors.keys() == layers
     for path, error in errors.items():
-        assert error == pytest.approx(of_whole[path], rel=0.1)
+        assert error == pytest.approx(whole_errors[path], rel=0.1)
 
 
-def test_each_backward_is_that_of_its_forward():
-    """Of the last block, and of no other, the gradient follows from the output."""
+def test_each_recorded_backward_belongs_to_its_forward():
+    """Only the incoming gradient of the last block follows from its output."""
     records = record_step(WAYS["blocks"](), loss, X, Config())
     assert [r.module for r in records] == ["blocks.0", "blocks.1", "blocks.2"]
     follows = []
@@ -110,7 +110,7 @@ def test_each_backward_is_that_of_its_forward():
     assert follows == [False, False, True]
 
 
-def test_of_a_run_without_a_backward_nothing_is_recorded():
+def test_runs_without_a_backward_are_not_recorded():
     block = in_place(Block(breaks=False))
 
     def loss_of_first(model: nn.Module, x: Tensor) -> Tensor:
@@ -123,14 +123,14 @@ def test_of_a_run_without_a_backward_nothing_is_recorded():
 
 
 @pytest.mark.parametrize("way", ["blocks", "graph breaks"])
-def test_what_bisect_suggests_is_what_options_take(way):
+def test_suggestions_of_bisect_are_valid_options(way):
     model = WAYS[way]()
     trials = Trials(model, loss, X, Config(**OPTIONS), lambda total: None)
     assert trials.error(frozenset()) > 0.01
     assert trials.error(frozenset(range(len(trials.units)))) == 0
 
 
-def test_bisect_says_where_names_start(monkeypatch):
+def test_bisect_reports_that_names_are_relative(monkeypatch):
     monkeypatch.setattr(Search, "culprits", lambda self, most: [0])
     found = fp8pass.bisect(WAYS["blocks"](), loss, X)
     assert found.suggested.keys() <= {"skip", "keep_exact"}
@@ -138,7 +138,7 @@ def test_bisect_says_where_names_start(monkeypatch):
     assert found.remaining < found.error
 
 
-def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
+def test_moments_of_blocks_have_names_within_blocks():
     model = WAYS["blocks"]()
     calibration = fp8pass.calibrate(model, loss, X)
     names = {name for name, _, _ in calibration}
@@ -149,7 +149,7 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
 
 @pytest.mark.parametrize("tool", [fp8pass.diagnose, fp8pass.bisect, fp8pass.calibrate])
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"model": len}, "takes a torch.nn.Module, got builtin_function_or_method"),
         ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
@@ -159,14 +159,14 @@ def test_moments_of_blocks_have_the_names_that_compiling_blocks_takes():
         ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it returned \(4, 64\)"),
     ],
 )
-def test_wrong_arguments_say_what_to_give(tool, changes, says):
+def test_wrong_arguments_are_refused(tool, changes, message):
     arguments = {"model": nn.ReLU(), "loss_fn": loss, "batch": X[0, :4], "config": None} | changes
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         tool(**arguments)
 
 
 class AnyArguments(nn.Module):
-    """Takes whatever it is given, as transformers' models do, of which a part may name some."""
+    """Accepts any keyword arguments, like models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,23 +184,23 @@ class Skipping(MLP):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         ({"recipe": "agoq"}, "takes options as config="),
         ({"memory_budget": 0.5}, "takes options as config="),
         ({"cnfig": Config()}, "Did you mean 'config'"),
     ],
 )
-def test_a_model_does_not_swallow_what_is_meant_for_a_tool(given, says):
-    with pytest.raises(TypeError, match=says):
-        fp8pass.explain(AnyArguments(), X, **given)
+def test_options_of_a_tool_are_not_passed_to_the_model(options, message):
+    with pytest.raises(TypeError, match=message):
+        fp8pass.explain(AnyArguments(), X, **options)
     fp8pass.explain(AnyArguments(), X, use_cache=False, skip=False, block_mask=None)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("tool", ["explain", "diagnose", "bisect", "calibrate"])
 def test_tools_leave_no_versions_of_a_model_behind(tool):
-    """Dynamo compiles a function eight times, and then leaves it as it is."""
+    """Dynamo compiles at most eight versions of a function."""
     torch._dynamo.reset()
     model = MLP((64, 128, 64))
     program = torch.compile(model, backend="fp8pass", options=OPTIONS)
@@ -216,7 +216,7 @@ def test_tools_leave_no_versions_of_a_model_behind(tool):
     assert counters["frames"]["ok"] == 2
 
 
-def test_a_function_that_raised_in_a_tool_is_compiled_by_the_next():
+def test_a_function_that_raised_in_a_tool_is_compiled_again():
     torch._dynamo.reset()
 
     class Picky(MLP):
@@ -234,7 +234,7 @@ def test_a_function_that_raised_in_a_tool_is_compiled_by_the_next():
         assert len(found.graphs[0].plan.linears) == 2
 
 
-def test_nothing_to_measure_is_said_in_words():
+def test_a_model_without_layers_has_no_errors():
     found = fp8pass.diagnose(nn.ReLU(), loss, X)
     assert "No gradient has an error" in str(found)
     assert fp8pass.calibrate(nn.ReLU(), loss, X) == ()

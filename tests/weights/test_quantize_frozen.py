@@ -13,7 +13,7 @@ from helpers import COAT_EAGER, Spy, llama, relative, step, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_helpers import counts
-from optim_helpers import through_a_file
+from optim_helpers import reload_from_file
 from torch import nn
 
 import fp8pass
@@ -330,7 +330,7 @@ def test_moves_to_a_gpu_and_back():
 @pytest.mark.parametrize("device", DEVICES)
 def test_state_dicts_have_weights(device):
     model, plain = fp8pass.quantize_frozen(new(device)), new()
-    state = through_a_file(model.state_dict())
+    state = reload_from_file(model.state_dict())
     assert {n: (x.shape, x.dtype) for n, x in state.items()} == {
         n: (x.shape, x.dtype) for n, x in plain.state_dict().items()
     }
@@ -339,7 +339,7 @@ def test_state_dicts_have_weights(device):
     model.load_state_dict(state)
     assert stored(fp8pass.quantize_frozen(plain)) == stored(model)  # rounded once
     other = {n: x * 2 if x.ndim == 2 else x for n, x in state.items()}
-    model.load_state_dict(through_a_file(other))
+    model.load_state_dict(reload_from_file(other))
     assert torch.equal(model.down.base.weight.decoded().cpu(), other["down.base.weight"])
     model.load_state_dict(new(device).state_dict(), assign=True)
     assert stored(model) == {}

@@ -1,4 +1,4 @@
-"""The house: import arrows run one way, and every room holds what its name says."""
+"""Architecture: imports between rooms go one way, and each room keeps its responsibility."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8pass.compilation import hashed_files
 from fp8pass.passes import ALL_PASSES, INFERENCE_PASSES
 
 ROOT = Path(fp8pass.__file__).parent
-# From the bottom to the top. A module imports from its own room and from those before it.
+# From the bottom to the top. A module imports from its own room and from earlier rooms.
 ROOMS = (
     "compat",
     "hardware",
@@ -60,14 +60,14 @@ def room(module: str) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules of the package that a file imports anywhere, for types only or late, too."""
+    """Yield all modules of the package that a file imports, also late or for types only."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ("" for alias in node.names if alias.name == "fp8pass")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8pass"):
             base = (node.module or "").removeprefix("fp8pass").lstrip(".")
             for alias in node.names:
-                if alias.name == "__version__":  # which is everybody's
+                if alias.name == "__version__":  # any room may import it
                     continue
                 below = f"{base}.{alias.name}".lstrip(".")
                 yield below if below in FILES else base
@@ -81,13 +81,13 @@ def arrows() -> nx.DiGraph:
     return found
 
 
-def test_arrows_run_one_way(arrows):
+def test_imports_go_to_lower_rooms(arrows):
     order = {name: i for i, name in enumerate(ROOMS)}
     upwards = [(a, b) for a, b in arrows.edges if order[room(b)] > order[room(a)]]
     assert not upwards
 
 
-def test_no_circles(arrows):
+def test_modules_do_not_import_each_other_in_circles(arrows):
     assert not [c for c in nx.strongly_connected_components(arrows) if len(c) > 1]
 
 
@@ -96,12 +96,12 @@ def test_keys_of_caches_cover_what_the_compiler_imports(arrows):
     assert needed <= set(hashed_files())
 
 
-def test_the_compiler_imports_nothing_that_watches_it(arrows):
+def test_the_compiler_does_not_import_its_observers(arrows):
     rooms = {room(module) for module in nx.descendants(arrows, "compiler")}
     assert not rooms & {"stability", "progress", "tools", "optim", "distributed", "testing"}
 
 
-def test_few_modules_stand_outside_of_rooms():
+def test_few_modules_are_outside_of_rooms():
     assert len(list(ROOT.glob("*.py"))) <= 10
 
 
@@ -111,13 +111,13 @@ def test_a_pass_has_the_name_of_its_file():
     assert set(INFERENCE_PASSES) <= set(ALL_PASSES)
 
 
-# Those whose files are their own list: a pass each, and the modules at the top.
+# Packages without an index: folders with one pass for each file, and the top.
 WITHOUT_INDEX = {"", "passes", "passes/counters", "passes/joint", "passes/lowering"}
 INDEXED = sorted(p.parent for p in ROOT.rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("package", INDEXED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_package_says_what_its_modules_are_for(package):
+def test_the_docstring_of_a_package_lists_its_modules(package):
     if str(package.relative_to(ROOT)).strip(".") in WITHOUT_INDEX:
         return
     index = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
@@ -135,7 +135,7 @@ def test_files_that_the_documentation_names_exist():
 
 
 def names(node: ast.AST) -> list[str]:
-    """`torch._ops.OpOverload` as a list; empty if it is no such chain."""
+    """Return a chain such as `torch._ops.OpOverload` as a list; empty for other nodes."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

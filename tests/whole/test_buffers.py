@@ -1,4 +1,4 @@
-"""Buffers that the forward writes to: the backward gets what the forward read."""
+"""Buffers that the forward writes to: the backward uses the values that the forward read."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Buffered(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["exact", "coat", "agoq"])
 @pytest.mark.parametrize("kind", ["moving average", "batch renorm", "counted", "read before"])
-def test_a_buffer_is_read_as_the_forward_read_it(kind, recipe):
-    # Of what is normalized the length says nothing, so that its gradient would be noise.
+def test_the_backward_uses_buffers_before_they_are_written(kind, recipe):
+    # The length of normalized values is constant, so a loss of it would have a gradient of noise.
     model, x, target = Buffered(kind), torch.randn(32, 64), torch.randn(32, 64)
     want = copy.deepcopy(model)
     config = Config.recipe(recipe, compiler="eager")
@@ -52,7 +52,7 @@ def test_a_buffer_is_read_as_the_forward_read_it(kind, recipe):
     for _ in range(2):
         for run in (compiled, want):
             (run(x) * target).sum().backward()
-    for name in ("layer.weight", "gain"):  # a bias before a norm has no gradient but noise
+    for name in ("layer.weight", "gain"):  # the gradient of a bias before a norm is noise
         p, q = model.get_parameter(name), want.get_parameter(name)
         assert p.grad is not None
         assert q.grad is not None

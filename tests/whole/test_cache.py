@@ -45,11 +45,11 @@ for options in map(json.loads, sys.argv[1:]):
 
 
 def run(folder, *options):
-    """What a process finds in the caches, for each of the options that it compiles a model with."""
+    """Compile a model in a new process, once for each of `options`. Return its cache counters."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        # Without trying each kind of vector instructions first, which takes a compilation.
+        # Skip the test of vector instructions, which compiles a program.
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
         "FP8PASS_CHECK": "0",
     }
@@ -133,7 +133,7 @@ def test_source_hash_covers_the_compiler(monkeypatch, tmp_path, room, changes):
 
 @pytest.mark.parametrize("variable", ["FP8PASS_DISABLE_PASSES"])
 def test_key_covers_the_environment_that_changes_the_passes(key, monkeypatch, variable):
-    """A graph compiled without a pass must not be served to a run with it."""
+    """A run with a pass must not load a graph that was compiled without it."""
     monkeypatch.setenv(variable, "quantize_linears")
     assert key_of() != key
 
@@ -149,7 +149,7 @@ class Product(nn.Module):
         return nn.functional.linear(x, weight)
 
 class Named(nn.Module):
-    """Its weight has the same source whatever the module is called that multiplies with it."""
+    """The source of its weight does not depend on the name of the module that uses it."""
 
     def __init__(self, name):
         super().__init__()
@@ -175,7 +175,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.long
 def test_graphs_that_differ_in_names_that_matter_do_not_share_an_entry(tmp_path):
-    """A layer stays exact because of its name, and no other because it looks the same."""
+    """The name of a layer can keep it exact, which must not affect equal layers."""
     names = ("body", "lm_head", "skipped", "other")
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "FP8PASS_CHECK": "0"}
     result = subprocess.run(
@@ -193,7 +193,7 @@ def test_graphs_that_differ_in_names_that_matter_do_not_share_an_entry(tmp_path)
 
 
 def named(path: str) -> fx.GraphModule:
-    """A graph of one operator that comes from the module `path`."""
+    """Return a graph of one operator of the module `path`."""
     g = fx.Graph()
     node = g.call_function(torch.relu, (g.placeholder("x"),))
     node.meta["nn_module_stack"] = {"1": (f"L['self'].{path}", torch.nn.ReLU)}
@@ -214,7 +214,7 @@ def named(path: str) -> fx.GraphModule:
     ],
 )
 def test_key_covers_what_names_decide(options, matters):
-    """But not more, so that equal layers share what was compiled."""
+    """Names that do not matter are not in the key, so that equal layers share an entry."""
     first, second = (decided_by_name(named(f"layers.{i}"), Config(**options)) for i in range(2))
     assert (first != second) == matters
     keys = [Compilation(Config(**options), by_name=names).cache_key() for names in (first, second)]

@@ -1,4 +1,4 @@
-"""Recipe `coat`: only gradients change by saving, and everything stays within its error budget."""
+"""Recipe `coat`: quantized saved tensors change only gradients, and errors stay within bounds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_saving_in_low_bits_changes_gradients_only(make, batch):
         results.append(step(compiled(model, config)[0], model, args))
     low, exact = results
     assert all(identical(a, b) for a, b in zip(low.outputs, exact.outputs, strict=True))
-    # A bias before a softmax over keys has no gradient but rounding errors.
+    # The gradient of a bias before a softmax over keys is rounding error.
     changed = [
         n
         for n, g in exact.gradients.items()
@@ -86,9 +86,9 @@ def test_packed_formats_change_gradients_only(format, tolerance, interpreted):
 
 @pytest.mark.long
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_views_of_unpacked_values_find_the_layout_that_they_were_traced_with(compiler):
+def test_unpacked_values_have_the_layout_of_the_trace(compiler):
     def run(h):
-        y = F.silu(h).transpose(1, 2).reshape(4, 8, 32)  # a view, where the heads lie inside
+        y = F.silu(h).transpose(1, 2).reshape(4, 8, 32)  # a view in this layout
         return y * y.sigmoid()
 
     h = torch.randn(4, 8, 2, 16, requires_grad=True).mul(1).transpose(1, 2)
@@ -100,9 +100,9 @@ def test_views_of_unpacked_values_find_the_layout_that_they_were_traced_with(com
 
 
 @pytest.mark.parametrize("columns", [51, 100, 176])
-def test_packed_formats_where_groups_cannot_be_packed(columns):
+def test_packed_formats_work_for_groups_that_cannot_be_packed(columns):
     x = torch.randn(32, columns, requires_grad=True)
-    h = x * 1  # no leaf: it has to be kept
+    h = x * 1  # not a leaf, so autograd saves it
     program, _ = compiled(lambda h: F.silu(h * 2) * h, Config(save_format="e2m2", compiler="eager"))
     (got,) = torch.autograd.grad(program(h).sum(), h)
     (want,) = torch.autograd.grad((F.silu(h * 2) * h).sum(), h)
@@ -113,7 +113,7 @@ def test_packed_formats_where_groups_cannot_be_packed(columns):
 
 
 def layer_of(kind: str):
-    """A model in fp32 and its batch: 512 tokens."""
+    """Return a model in fp32, and a batch of 512 tokens."""
     torch.manual_seed(0)
     models = benchmark_models()
     if kind == "ffn":
@@ -132,10 +132,10 @@ def in_dtype(args, dtype):
 
 @pytest.fixture(scope="module", params=["ffn", "layer"])
 def measured(request) -> tuple[TrainingStep, TrainingStep]:
-    """One step in bf16 with recipe coat, and the same in fp32 without it."""
+    """A step in bf16 with recipe coat, and the same step of the plain model in fp32."""
     model, args = layer_of(request.param)
     low = copy.deepcopy(model).bfloat16()
-    # The reference has the weights and inputs that bf16 can hold: only FP8 is measured.
+    # Weights and inputs of the reference are rounded to bf16, so that only FP8 is measured.
     model.load_state_dict({k: v.float() for k, v in low.state_dict().items()})
     args = in_dtype(args, torch.bfloat16)
     want = step(model, model, in_dtype(args, torch.float32))
@@ -169,8 +169,8 @@ def test_direction_and_length_of_weight_gradients(measured):
 
 @pytest.mark.long
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_what_is_not_finite_huge_or_zero_reaches_output_and_gradients(compiler):
-    """One program for all: what it does must not depend on the values that it was compiled with."""
+def test_nonfinite_huge_and_zero_values_reach_output_and_gradients(compiler):
+    """All cases use one program, because it must not depend on the values at compile time."""
     ffn = CompiledFFN(compiler)
     for place in ("input", "weight", "gradient"):
         for poison in (float("nan"), float("inf"), -float("inf")):
@@ -180,7 +180,7 @@ def test_what_is_not_finite_huge_or_zero_reaches_output_and_gradients(compiler):
 
 
 class CompiledFFN:
-    """A compiled model, to be run with other weights, inputs and incoming gradients."""
+    """A compiled model that runs with different weights, inputs and incoming gradients."""
 
     def __init__(self, compiler: str) -> None:
         self.model = FFN(64, 128)
@@ -188,7 +188,7 @@ class CompiledFFN:
         self.state = copy.deepcopy(self.model.state_dict())
 
     def step(self, change=lambda model, x: None, incoming=None):
-        """Output and gradients after `change` to the weights and input it always begins with."""
+        """Reset weights and input, apply `change`, and return output and gradients."""
         self.model.load_state_dict(self.state)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
@@ -216,13 +216,13 @@ def check_not_finite(ffn, place, poison):
     y, gradients = ffn.step(change, incoming)
     assert bool(y.isfinite().all()) == (place == "gradient"), (place, poison)
     for name, gradient in gradients.items():
-        # What `up` multiplies, and its output's gradient, do not depend on its weight.
+        # The input of `up` and the gradient of its output do not depend on its weight.
         if (place, name) != ("weight", "up.weight"):
             assert not gradient.isfinite().all(), (place, poison, name)
 
 
 def check_overflow(ffn):
-    """A finite input whose GEMM overflows is not clamped."""
+    """A GEMM of finite inputs that overflows must not be clamped."""
 
     def change(model, x):
         x.fill_(3e38)
@@ -263,7 +263,7 @@ def check_zeros(ffn, place):
     ],
 )
 def test_inductor_agrees_with_the_reference_kernels(kind, dtype, compiles, monkeypatch):
-    """Same semantics and error; Inductor keeps intermediates in fp32, so codes may differ."""
+    """Errors are equal, but Inductor computes intermediates in fp32, so FP8 data may differ."""
     if not compiles:
         interpret_halves(monkeypatch)
     if kind == "linear":
@@ -309,8 +309,8 @@ def test_training_reduces_the_loss_as_much_as_without():
     assert losses["coat"] == pytest.approx(losses["plain"], rel=0.05)
 
 
-def test_one_tensor_as_two_matrices():
-    """Two linears that see one tensor in two shapes quantize it twice."""
+def test_layers_may_read_a_tensor_in_two_shapes():
+    """The tensor is quantized twice."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -329,7 +329,7 @@ def test_one_tensor_as_two_matrices():
 
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 def test_a_variance_is_not_recomputed_from_low_bits(mean):
-    """All of a row would round to one code, and the variance to zero."""
+    """All values of a row would round to the same FP8 value, and the variance to zero."""
 
     class Norm(nn.Module):
         def __init__(self):
@@ -345,7 +345,7 @@ def test_a_variance_is_not_recomputed_from_low_bits(mean):
     assert all(g.isfinite().all() for g in got.gradients.values())
 
 
-def test_sizes_that_depend_on_data():
+def test_gradients_with_data_dependent_sizes_are_right():
     model = nn.Linear(64, 64)
 
     def run(x):

@@ -23,15 +23,15 @@ compiled = partial(torch.compile, backend="fp8pass", options={"compiler": "eager
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No graph comes from a cache."""
+    """Disable caches, because a cached graph logs nothing."""
     torch._dynamo.reset()
     with compat.fresh_compilation():
         yield
 
 
 @pytest.fixture
-def said(caplog):
-    """The lines that were logged for users, with their levels."""
+def logged_lines(caplog):
+    """A function that returns the logged lines about layers, with their levels."""
 
     def lines() -> list[tuple[str, str]]:
         found = [r for r in caplog.records if "linear layers in FP8" in r.getMessage()]
@@ -47,7 +47,7 @@ def train(program, steps=3, width=WIDTH, rows=32):
 
 
 class Blocks(nn.Module):
-    """Four equal blocks, with or without a graph break behind each."""
+    """Four equal blocks, with or without a graph break after each block."""
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
@@ -82,38 +82,37 @@ WAYS = {
     "graph breaks": lambda: compiled(Blocks(breaks=True)),
 }
 
-
-# How many linear layers each graph has that is compiled. Equal blocks share a graph, or its code.
+# Linear layers of each compiled graph. Equal blocks share a graph.
 LAYERS = {"whole": [8], "in place": [8], "by blocks": [2], "graph breaks": [2]}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_line_for_each_graph_when_it_is_compiled(way, said):
+def test_each_graph_logs_a_line_when_it_is_compiled(way, logged_lines):
     model = WAYS[way]()
     train(model, steps=1)
-    lines = said()
+    lines = logged_lines()
     train(model)
-    assert said() == lines
+    assert logged_lines() == lines
     assert {level for level, _ in lines} == {"INFO"}
     starts = [f"{n} of {n} linear layers in FP8, " for n in LAYERS[way]]
     assert [line[: len(start)] for (_, line), start in zip(lines, starts, strict=True)] == starts
     assert all(" kept for the backward instead of " in line for _, line in lines)
 
 
-def test_evaluation_logs_nothing(said):
+def test_evaluation_logs_nothing(logged_lines):
     with torch.no_grad():
         in_place().eval()(torch.randn(32, WIDTH))
-    assert not said()
+    assert not logged_lines()
 
 
-def test_a_tool_logs_nothing(said):
+def test_a_tool_logs_nothing(logged_lines):
     model, x = MLP((WIDTH, 128, WIDTH)), torch.randn(32, WIDTH)
     bisect(model, lambda m, b: m(b).square().mean(), x, config=Config(compiler="eager"), most=1)
-    assert not said()
+    assert not logged_lines()
 
 
 class Headed(nn.Module):
-    """Two layers, and a head of some classes."""
+    """Two layers, and an output head."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class Headed(nn.Module):
 @pytest.mark.parametrize(
     ("width", "classes", "warns"), [(16, 10, False), (64, 10, False), (64, 100, True)]
 )
-def test_a_warning_is_about_what_users_can_change(width, classes, warns, caplog):
+def test_only_layers_that_users_can_change_cause_warnings(width, classes, warns, caplog):
     train(compiled(Headed(width, classes)), width=width)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == warns
@@ -135,7 +134,7 @@ def test_a_warning_is_about_what_users_can_change(width, classes, warns, caplog)
 
 
 class HeadedBlocks(nn.Module):
-    """Blocks with heads that stay in high precision, and graph breaks behind them."""
+    """Blocks with heads that stay in high precision, each followed by a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,16 +148,16 @@ class HeadedBlocks(nn.Module):
         return sum(results)
 
 
-def test_a_model_is_warned_about_once(said, caplog):
+def test_a_model_is_warned_about_once(logged_lines, caplog):
     for count in (1, 2):
         torch._dynamo.reset()
         train(compiled(HeadedBlocks()))
-        assert len(said()) == 2 * count
+        assert len(logged_lines()) == 2 * count
         assert sum(r.levelno == logging.WARNING for r in caplog.records) == count
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained product of low rank beside it."""
+    """A frozen layer with a trained adapter of low rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -169,14 +168,14 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def test_an_adapter_of_rank_8_is_no_warning(said):
+def test_an_adapter_of_rank_8_causes_no_warning(logged_lines):
     train(compiled(Adapted(8)))
-    ((level, line),) = said()
+    ((level, line),) = logged_lines()
     assert (level, line[:27]) == ("INFO", "1 of 3 linear layers in FP8")
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING, logging.INFO])
-def test_on_stderr_unless_somebody_set_up_logging(level, monkeypatch, capsys, said):
+def test_lines_go_to_stderr_unless_logging_is_configured(level, monkeypatch, capsys, logged_lines):
     log = logging.getLogger("fp8pass")
     monkeypatch.setattr(log, "hasHandlers", lambda: False)
     monkeypatch.setattr(log, "level", level)
@@ -188,31 +187,31 @@ def test_on_stderr_unless_somebody_set_up_logging(level, monkeypatch, capsys, sa
         assert printed.count("linear layers") == 1
     else:
         assert "fp8pass: " not in printed
-        assert len(said()) == (level == logging.INFO)
+        assert len(logged_lines()) == (level == logging.INFO)
 
 
-def test_one_rank_says_it(monkeypatch, said):
+def test_only_the_first_rank_logs(monkeypatch, logged_lines):
     monkeypatch.setattr(compile_log, "is_later_rank", lambda: True)
     train(in_place())
-    assert not said()
+    assert not logged_lines()
 
 
-def test_a_configured_backend_says_it(said):
+def test_a_configured_backend_logs(logged_lines):
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend=backend(Config(compiler="eager"))))
-    assert [line[: len(ALL_OF_TWO)] for _, line in said()] == [ALL_OF_TWO]
+    assert [line[: len(ALL_OF_TWO)] for _, line in logged_lines()] == [ALL_OF_TWO]
 
 
-def test_a_plan_with_a_remark_is_counted(said):
-    """Here that there is no budget to meet by offloading."""
+def test_a_line_can_end_with_a_remark(logged_lines):
+    """The remark here is that offloading has no budget."""
     options = {"compiler": "eager", "offload": True}
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend="fp8pass", options=options))
-    ((_, line),) = said()
+    ((_, line),) = logged_lines()
     assert ALL_OF_TWO in line
     assert line.endswith("; offload=True has no memory_budget to meet")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_shows_what_is_compiled(monkeypatch, is_terminal):
+def test_a_terminal_shows_the_graph_that_inductor_compiles(monkeypatch, is_terminal):
     text = io.StringIO()
     console = partial(Console, file=text, force_terminal=is_terminal, width=100)
     monkeypatch.setattr(compile_log, "Console", lambda stderr: console())
@@ -226,7 +225,7 @@ def test_a_terminal_shows_what_is_compiled(monkeypatch, is_terminal):
     assert is_terminal or not text.getvalue()
 
 
-def test_one_rank_shows_it(monkeypatch):
+def test_only_the_first_rank_shows_progress(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank in (0, 1):
         text = io.StringIO()

@@ -1,4 +1,4 @@
-"""What `make test` leaves out."""
+"""The selection of tests that `make test` runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Case:
-    """As much of a test as the draw looks at."""
+    """The attributes of a test that the draw reads."""
 
     nodeid: str
     mark: pytest.Mark
@@ -37,7 +37,7 @@ def runs(tests: list[Case], *asked_for: str) -> list[Case]:
     return [test for test in tests if test.nodeid not in left_out]
 
 
-def test_a_part_runs_and_another_seed_draws_others(monkeypatch):
+def test_each_seed_selects_different_tests(monkeypatch):
     long, many = runs(LONG), runs(MANY)
     assert 30 < len(long) < 120
     assert len(many) == 3
@@ -50,7 +50,7 @@ def test_a_part_runs_and_another_seed_draws_others(monkeypatch):
     assert many != runs(MANY)
 
 
-def test_what_is_named_runs():
+def test_a_test_named_on_the_command_line_runs():
     assert runs(MANY, "tests/a.py::test_many") == MANY
     assert len(runs(MANY, "tests/a.py")) == 3
 
@@ -58,12 +58,12 @@ def test_what_is_named_runs():
 @pytest.mark.parametrize(
     ("name", "value"), [("FP8PASS_ALL", "1"), ("HYPOTHESIS_PROFILE", "thorough")]
 )
-def test_all_run_where_there_is_time(monkeypatch, name, value):
+def test_all_tests_run_if_an_environment_variable_is_set(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert runs(LONG + MANY) == LONG + MANY
 
 
-def test_the_seed_follows_from_the_sources(monkeypatch, tmp_path):
+def test_the_seed_depends_on_the_sources(monkeypatch, tmp_path):
     monkeypatch.setattr(draw, "ROOT", tmp_path)
     (tmp_path / "tests").mkdir()
     source = tmp_path / "tests" / "a.py"

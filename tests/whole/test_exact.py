@@ -1,4 +1,4 @@
-"""Invariant 1: recipe `exact` gives the very same bits, whatever the program."""
+"""Invariant 1: recipe `exact` returns the same bits as stock PyTorch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.testing.strategies import programs
 
-# Name -> (rewritten, reference). "aot": the joint graph of aot_eager, undecomposed. "inductor":
-# the joint graph that Inductor makes, run op by op.
+# Name -> (rewritten, reference). "aot": the joint graph of aot_eager, without decompositions.
+# "inductor": the joint graph of Inductor, run op by op.
 PATHS: dict[str, tuple[Any, Any]] = {
     "aot": (aot_exact, "aot_eager"),
     "inductor": (Backend(EXACT_EAGER), stock_eager),
@@ -46,7 +46,7 @@ def check(
     run: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
     **options: Any,
 ) -> None:
-    """Steps on `batches` through the rewritten and the reference program agree bit for bit."""
+    """Check that steps of the rewritten and the reference program agree bit for bit."""
     results = []
     for backend in PATHS[path]:
         torch._dynamo.reset()
@@ -123,7 +123,7 @@ def test_graph_breaks(path):
 
 
 class Attention(nn.Module):
-    """What a transformer has of views and sums over sizes, in a tenth of its operators."""
+    """The views and size arithmetic of a transformer in few operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_autocast(path, make):
 
 
 class Checkpointed(nn.Module):
-    """Blocks that the user asked to recompute, dropout among them."""
+    """Checkpointed blocks with dropout."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_checkpoint(path, dropout):
 
 
 class InPlace(nn.Module):
-    """Views, in-place operators, a buffer that is written to."""
+    """Views, in-place operators and writes to a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_no_grad(path):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17])
-def test_awkward_row_counts(path, rows):
+def test_any_number_of_rows(path, rows):
     check(MLP(), (randn(rows, 64),), path=path)
 
 
@@ -260,16 +260,16 @@ ALL_EXACT = {"skip": ("*",), "keep_exact": ("*",), "compiler": "eager"}
     ids=["without rules", "budget"],
 )
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_everything_kept_exactly(monkeypatch, make, options):
+def test_options_can_make_everything_exact(monkeypatch, make, options):
     config = Config.recipe("agoq", **ALL_EXACT, **options)
-    monkeypatch.setitem(PATHS, "kept", (Backend(config), stock_eager))
-    check(make().train(), (tokens(),), path="kept")
+    monkeypatch.setitem(PATHS, "all exact", (Backend(config), stock_eager))
+    check(make().train(), (tokens(),), path="all exact")
 
 
-def test_everything_kept_exactly_in_checkpointed_regions(monkeypatch):
+def test_options_can_make_checkpointed_regions_exact(monkeypatch):
     config = Config.recipe("agoq", **ALL_EXACT)
-    monkeypatch.setitem(PATHS, "kept", (Backend(config), stock_eager))
-    check(Checkpointed(0.2), (randn(32, 64),), path="kept")
+    monkeypatch.setitem(PATHS, "all exact", (Backend(config), stock_eager))
+    check(Checkpointed(0.2), (randn(32, 64),), path="all exact")
 
 
 # --- random programs ----------------------------------------------------------------------------
@@ -291,8 +291,8 @@ def test_random_program_inductor(case):
 
 @pytest.mark.long
 @given(programs())
-def test_random_program_kept_exactly(case):
+def test_options_can_make_a_random_program_exact(case):
     program, inputs = case
-    kept = Backend(Config(save_format="e2m1", error_tolerance=math.inf, **ALL_EXACT))
-    with patch.dict(PATHS, {"kept": (kept, stock_eager)}):
-        check(program, tuple(inputs), path="kept")
+    exact = Backend(Config(save_format="e2m1", error_tolerance=math.inf, **ALL_EXACT))
+    with patch.dict(PATHS, {"all exact": (exact, stock_eager)}):
+        check(program, tuple(inputs), path="all exact")

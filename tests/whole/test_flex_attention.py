@@ -1,4 +1,4 @@
-"""FlexAttention, whose scores a user's functions change: torchtitan's and Transformers' way."""
+"""FlexAttention with functions that modify scores and masks, as in torchtitan and transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two of them."""
+    """Two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Blocks(nn.Module):
 
 
 def documents(device: str = "cpu") -> flex.BlockMask:
-    """Tokens see those before them in their document."""
+    """Return a causal mask within documents of 50 tokens."""
     document = torch.arange(LENGTH, device=device) // 50
     seen = lambda b, h, i, j: (i >= j) & (document[i] == document[j])  # noqa: E731
     return flex.create_block_mask(seen, None, None, LENGTH, LENGTH, device=device)
@@ -62,7 +62,7 @@ def case(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> tuple[Bloc
 
 @pytest.fixture
 def backward_on_cpu(monkeypatch):
-    """PyTorch has code for FlexAttention's backward on CPUs, but says no to whoever calls it."""
+    """Disable the check that rejects the backward of FlexAttention on CPUs. It works there."""
     monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)
 
 
@@ -76,7 +76,7 @@ def test_the_exact_recipe_changes_no_bit(backward_on_cpu, budget):
     torch._dynamo.reset()
     assert_same_step(got, step(torch.compile(model, backend=stock_eager), model, batch))
     outputs = [s for s in spy.plan.saved if "flex_attention" in s.op and s.dtype == "bfloat16"]
-    assert len(outputs) == (2 if budget is None else 1)  # the other is computed again
+    assert len(outputs) == (2 if budget is None else 1)  # the second output is recomputed
 
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq", "linear"])
@@ -90,22 +90,22 @@ def test_gradients_are_close(backward_on_cpu, recipe):
         assert relative(got.gradients[name], gradient) < 0.2, name
 
 
-def test_operands_stay_exact_for_a_reason(backward_on_cpu):
+def test_saved_outputs_stay_exact_with_a_reason(backward_on_cpu):
     model, batch = case()
     program, spy = compiled(model, Config.recipe("agoq", compiler="eager"))
     step(program, model, batch)
     outputs = [s for s in spy.plan.saved if "flex_attention" in s.op]
-    assert len(outputs) == 4  # and log-sums, of each of two blocks
+    assert len(outputs) == 4  # output and log-sums of two blocks
     assert {s.kept_as for s in outputs} == {"exact"}
     assert all("FlexAttention, whose scores may be changed" in s.reason for s in outputs)
 
 
-def test_operations_are_those_of_attention(backward_on_cpu):
+def test_flops_are_counted_like_attention(backward_on_cpu):
     model, batch = case()
     joint = capture_joint(model, *batch)
     attention = [n for n in joint.gm.graph.nodes if "flex_attention" in str(n.target)]
     forward = [n for n in attention if "backward" not in str(n.target)]
-    products = 2 * 2 * HEADS * LENGTH**2 * HIDDEN // HEADS  # of one kind, in a batch of two
+    products = 2 * 2 * HEADS * LENGTH**2 * HIDDEN // HEADS  # one product, in a batch of two
     assert [flops(n) / products for n in forward] == [2, 2]
     assert [flops(n) / products for n in attention if n not in forward] == [5, 5]
     assert not any(graph.is_getitem(n) for n in attention)
@@ -113,13 +113,13 @@ def test_operations_are_those_of_attention(backward_on_cpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["exact", "coat", "agoq"])
-def test_generated_code_on_a_gpu(recipe):
+def test_gradients_of_generated_code_are_close_on_a_gpu(recipe):
     model, batch = case("cuda")
     want = step(torch.compile(model), model, batch)
     torch._dynamo.reset()
     got = step(torch.compile(model, backend="fp8pass", options={"recipe": recipe}), model, batch)
     for name, gradient in want.gradients.items():
-        # The gradient of a slope is a sum over all scores, most of which cancel.
+        # The gradient of a slope is a sum over all scores, and most terms cancel.
         lossy = 0.3 if name.endswith("slope") else 0.2
         bound = 0.02 if recipe == "exact" else lossy
         assert relative(got.gradients[name], gradient) < bound, name

@@ -1,4 +1,4 @@
-"""Where FP8 makes a model hardly faster a sentence says so; where it does nothing is said."""
+"""fp8pass warns if FP8 is expected to save little time, and is silent otherwise."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch):
-    """The device is called as the GPU that most have."""
+    """Make the device an H100."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
 
 
 @pytest.fixture
 def models(monkeypatch):
-    """The modules models.py, layer.py and gpt2.py of benchmarks/."""
+    """Import models.py, layer.py and gpt2.py of benchmarks/."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     names = ("models", "layer", "gpt2")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 def plans(model, *args, loss_of=compute_own_loss, config=None) -> list[Plan]:
-    """The plans of a model without memory, as of one on a GPU."""
+    """Return the plans of a model on the meta device, which equal its plans on a GPU."""
     step = record_step(model, ("",), (args, {}), loss_of)
     return [plan_region(r, config or Config()).plan for r in step.regions if r.gm is not None]
 
@@ -57,7 +57,7 @@ def autocast(run, args, kwargs):
 
 @cache
 def gpt(benchmarks, layers: int = 2) -> list[Plan]:
-    """GPT-2 124M's plans, of few layers."""
+    """Return the plans of GPT-2 124M with few layers."""
     size = benchmarks.FULL
     with torch.device("meta"):
         model = importlib.import_module("models").GPT(
@@ -68,7 +68,7 @@ def gpt(benchmarks, layers: int = 2) -> list[Plan]:
 
 
 def decoder(benchmarks, hidden: int, heads: int, ffn: int, batch: int, seq: int) -> list[Plan]:
-    """The plans of one of Llama's decoder layers."""
+    """Return the plans of a decoder layer of Llama."""
     with torch.device("meta"):
         model = benchmarks.Stack(1, hidden, heads, ffn).bfloat16()
         tables = (torch.empty(seq, hidden // heads, dtype=torch.bfloat16) for _ in range(2))
@@ -77,7 +77,7 @@ def decoder(benchmarks, hidden: int, heads: int, ffn: int, batch: int, seq: int)
 
 
 def measured(file: str, case: str | None = None) -> dict[str, float]:
-    """Milliseconds that each variant saves, compared with BF16, in a benchmark."""
+    """Return the milliseconds that each variant of a benchmark saves compared with BF16."""
     record = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text())
     assert "H200" in record["gpu"]
     ms = {r["variant"]: r["ms"] for r in record["results"] if r.get("case") == case}
@@ -85,7 +85,7 @@ def measured(file: str, case: str | None = None) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["h2048", "h4096"])
-def test_layers_that_win_are_silent_and_estimated_as_measured(models, name):
+def test_fast_layers_cause_no_warning_and_match_measurements(models, name):
     case = next(c for c in models.layer.CASES if c.name == name)
     size = case.hidden, case.heads, case.ffn, case.batch, case.seq
     found = decoder(models.models, *size)
@@ -95,28 +95,28 @@ def test_layers_that_win_are_silent_and_estimated_as_measured(models, name):
 
 
 @pytest.mark.long
-def test_gpt2_breaks_even_and_is_doubted(models):
+def test_gpt2_breaks_even_and_causes_a_warning(models):
     found = gpt(models.gpt2)
     saved = 1e3 * gain.gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
     of = measured("gpt2")
     assert of["fp8pass linear"] < saved < of["fp8pass coat"] + 1
-    said = gain.doubt(found, CUDA)
-    assert "FP8 is expected to take " in said  # on an H100, whose memory is slower
-    assert f"that 8 linear layers take in BF16 on {H100}" in said
-    assert "such as blocks.0.out (768 → 768)" in said
+    message = gain.doubt(found, CUDA)
+    assert "FP8 is expected to take " in message  # on an H100, with slower memory
+    assert f"that 8 linear layers take in BF16 on {H100}" in message
+    assert "such as blocks.0.out (768 → 768)" in message
 
 
-def test_what_an_h200_saves(models, monkeypatch):
+def test_gpt2_saves_little_on_an_h200(models, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.doubt(gpt(models.gpt2), CUDA)
 
 
-def test_large_layers_win_on_every_gpu(models):
+def test_large_layers_are_faster_on_every_gpu(models):
     found = decoder(models.models, 4096, 32, 11008, batch=1, seq=8192)
     assert all(gain.gain(found, gpu).is_clear for gpu in GPUS.values())
 
 
-def test_few_rows_are_doubted(models):
+def test_few_rows_cause_a_warning(models):
     assert gain.doubt(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
 
 
@@ -126,7 +126,7 @@ def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
     return plans(model, x, loss_of=lambda run, args, _: run(*args).sum(), config=config)
 
 
-def test_nothing_is_said_of_other_devices_and_gpus(monkeypatch):
+def test_other_devices_and_unknown_gpus_cause_no_warning(monkeypatch):
     found = small()
     assert gain.doubt(found, CUDA)
     assert not gain.doubt(found, torch.device("cpu"))
@@ -136,12 +136,12 @@ def test_nothing_is_said_of_other_devices_and_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize("config", [Config(skip="*"), Config.recipe("exact")])
-def test_nothing_is_said_where_nothing_is_in_fp8(config):
+def test_models_without_fp8_cause_no_warning(config):
     assert not gain.doubt(small(config=config), CUDA)
 
 
-def test_products_in_fp32_are_not_doubted():
-    """They would not be in BF16 without FP8."""
+def test_gemms_in_fp32_cause_no_warning():
+    """BF16 would not be the alternative."""
     assert not gain.doubt(small(torch.float32), CUDA)
 
 
@@ -156,7 +156,7 @@ class Head(nn.Module):
         return F.cross_entropy(self.lm_head(x).float(), targets)
 
 
-def test_what_runs_in_chunks_counts_as_often_as_there_are_chunks():
+def test_a_chunked_head_counts_all_its_chunks():
     with torch.device("meta"):
         model = Head().bfloat16()
         x = torch.empty(512, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -170,18 +170,18 @@ def test_what_runs_in_chunks_counts_as_often_as_there_are_chunks():
     assert chunked.fp8_work.bytes >= whole.fp8_work.bytes
 
 
-def test_known_gpus():
+def test_device_names_are_mapped_to_known_gpus():
     assert known_gpu(H100) is GPUS["H100"]
     assert known_gpu("NVIDIA GeForce RTX 4090") is GPUS["RTX 4090"]
     assert known_gpu("Tesla T4") is None
 
 
 def as_on_a_gpu(monkeypatch, module):
-    """What is said of a model on the CPU is what would be of one on a GPU."""
+    """Judge a model on the CPU as if it were on a GPU."""
     monkeypatch.setattr(module, "doubt", lambda plans, device: gain.doubt(plans, device and CUDA))
 
 
-def test_it_is_said_once_in_training_and_by_explain(monkeypatch, caplog):
+def test_training_warns_once_and_explain_reports_it(monkeypatch, caplog):
     as_on_a_gpu(monkeypatch, compile_log)
     as_on_a_gpu(monkeypatch, tables)
     model = MLP((64, 64, 64)).bfloat16()
@@ -190,6 +190,6 @@ def test_it_is_said_once_in_training_and_by_explain(monkeypatch, caplog):
     for _ in range(3):
         program(x).sum().backward()
     texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    (said,) = [text for text in texts if "FP8 is expected to " in text]
+    (message,) = [text for text in texts if "FP8 is expected to " in text]
     text = str(fp8pass.explain(program, x))
-    assert " ".join(said.split()) in " ".join(text.split())
+    assert " ".join(message.split()) in " ".join(text.split())

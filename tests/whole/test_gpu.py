@@ -1,4 +1,4 @@
-"""What only a GPU shows: tensor cores, Inductor's Triton code, allocator readings, CUDA graphs."""
+"""Tests that need a GPU: tensor cores, Inductor's Triton code, allocator readings, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HIDDEN, HEADS, FFN, BATCH, SEQ = 512, 8, 1408, 2, 512
 
 
 def layer(dtype=torch.bfloat16, batch=BATCH, seq=SEQ, layers=1):
-    """The decoder layer and its batch."""
+    """Return decoder layers and their batch."""
     torch.manual_seed(0)
     models = benchmark_models()
     model = models.Stack(layers, HIDDEN, HEADS, FFN)
@@ -46,7 +46,7 @@ def layer(dtype=torch.bfloat16, batch=BATCH, seq=SEQ, layers=1):
 
 
 def reference(model: nn.Module, args) -> TrainingStep:
-    """The step in fp32."""
+    """Run the step in fp32."""
     wide = copy.deepcopy(model).float()
     x, *rest = args
     return step(wide, wide, (x.detach().float().requires_grad_(), *(r.float() for r in rest)))
@@ -69,12 +69,12 @@ def test_kernels_agree_with_generated_code(recipe, dynamic, monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_rows,fuse_norms,fuse_tiles")
     torch._dynamo.reset()
     program, _ = compiled(model, config, dynamic=dynamic)
-    assert_close(got, step(program, model, args), decibel=17)  # torchao's gate for wgrad
+    assert_close(got, step(program, model, args), decibel=17)  # torchao's bound for wgrad
     assert_close(got, reference(model, args), decibel=8)
 
 
 def agree(got: TrainingStep, want: TrainingStep, tolerance: float) -> None:
-    """Two ways to compute the same thing."""
+    """Check that outputs and gradients agree within a relative error."""
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert relative(a, b) < tolerance
     for name, b in want.gradients.items():
@@ -82,12 +82,12 @@ def agree(got: TrainingStep, want: TrainingStep, tolerance: float) -> None:
 
 
 def requested_bytes() -> int:
-    """What the program asked of the allocator, without the allocator's rounding."""
+    """Return the bytes that the program requested, without the allocator's rounding."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def with_inductor(gm, inputs):
-    """A backend that lowers the dialect in an inference graph and generates code for it."""
+    """Backend that lowers the dialect in an inference graph and compiles it with Inductor."""
 
     def inner(graph, example_inputs, **kwargs):
         lower(graph)
@@ -109,7 +109,7 @@ def test_generated_code_agrees_with_the_reference_kernels():
     for compiler in ("eager", "inductor"):
         torch._dynamo.reset()
         steps.append(step(compiled(model, Config(compiler=compiler))[0], model, args))
-    # The reference rounds every intermediate to bf16, which is enough to flip codes of FP8.
+    # The reference rounds every intermediate to bf16, which can change the rounding to FP8.
     agree(steps[1], steps[0], 0.07)
 
 
@@ -126,15 +126,15 @@ def test_the_allocator_agrees_with_the_plan(recipe):
     before = requested_bytes()
     y = program(*args)
     torch.cuda.synchronize()
-    kept = requested_bytes() - before - y.untyped_storage().nbytes()
-    # The rotary tables are in the plan, but the caller holds them.
+    saved = requested_bytes() - before - y.untyped_storage().nbytes()
+    # The rotary tables are in the plan, but the caller owns their memory.
     tables = sum(s.bytes for s in spy.plan.saved if s.op == "placeholder")
     planned = spy.plan.saved_bytes - tables
-    assert abs(kept - planned) <= 0.02 * planned, (kept, planned)
+    assert abs(saved - planned) <= 0.02 * planned, (saved, planned)
     del y
 
 
-def test_coat_keeps_fewer_bytes_than_stock():
+def test_coat_saves_fewer_bytes_than_stock():
     model, args = layer()
     program, spy = compiled(model, Config())
     program(*args)
@@ -142,9 +142,9 @@ def test_coat_keeps_fewer_bytes_than_stock():
 
 
 def peak_bytes(config: Config) -> int:
-    """The most that a step of eight layers allocates.
+    """Return the peak memory of a step of eight layers.
 
-    The first step may free what other tests have left, so that the second one counts.
+    The first step may free memory of other tests, so the second step is measured.
     """
     torch._dynamo.reset()
     model, args = layer(batch=16, seq=1024, layers=8)
@@ -172,7 +172,7 @@ def test_the_peak_falls_with_the_budget():
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_modes(mode):
+def test_all_modes_agree(mode):
     model = MLP((64, 128, 64)).cuda().bfloat16()
     args = (torch.randn(48, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True),)
     plain = step(torch.compile(model, backend="fp8pass"), model, args)
@@ -190,20 +190,20 @@ def test_modes(mode):
 
 
 def blocks(mode) -> tuple[nn.Module, nn.Module]:
-    """Two equal blocks, compiled one by one."""
+    """Return two equal blocks, compiled one by one."""
     model = nn.ModuleList(MLP((64, 128, 64)) for _ in range(2)).cuda()
     parts = [torch.compile(m, backend="fp8pass", mode=mode) for m in model]
     return model, lambda x: parts[1](parts[0](x))
 
 
 def whole(mode) -> tuple[nn.Module, nn.Module]:
-    """A model that is compiled as a whole."""
+    """Return a model that is compiled as a whole."""
     model = MLP((64, 128, 64)).cuda()
     return model, torch.compile(model, backend="fp8pass", mode=mode)
 
 
 def trained(make, mode, counts, *, keeps: bool = False) -> torch.Tensor:
-    """All weights after steps of so many micro-batches each, less what they were before."""
+    """Return the change of all weights after steps with `counts` micro-batches each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, program = make(mode)
@@ -223,22 +223,22 @@ def trained(make, mode, counts, *, keeps: bool = False) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
 
 
-# Graphs are warmed up and recorded while gradients are added up, or before.
+# CUDA graphs are warmed up and recorded before or while gradients are accumulated.
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 1, 3, 1, 2)])
 @pytest.mark.parametrize("make", [whole, blocks])
-def test_training_with_cuda_graphs(make, counts):
-    """Replays overwrite gradients, of which sums are made all the same."""
+def test_cuda_graphs_train_like_eager_code(make, counts):
+    """Replays overwrite gradients, which must not change their sums."""
     want = trained(make, None, counts)
     assert relative(trained(make, "reduce-overhead", counts), want) < 0.05
 
 
-def test_gradients_that_stay_with_cuda_graphs():
+def test_cuda_graphs_accumulate_gradients_that_are_not_dropped():
     want = trained(whole, None, (3, 3, 3))
     assert relative(trained(whole, "reduce-overhead", (3, 3, 3), keeps=True), want) < 0.05
 
 
-def test_exact_recipe():
-    """Bit-equal op by op, and close in generated code, where fusion rounds elsewhere."""
+def test_the_exact_recipe_agrees_with_stock():
+    """Bits are equal op by op. Generated code is close, because fusion changes roundings."""
     model, args = layer()
     eager = step(compiled(model, Config.recipe("exact", compiler="eager"))[0], model, args)
     torch._dynamo.reset()
@@ -250,9 +250,9 @@ def test_exact_recipe():
 
 
 def test_without_fp8_hardware_saves_stay_low_bit(monkeypatch):
-    """Before sm89: GEMMs in bf16, activations coded as E4M3 with integer arithmetic."""
+    """Before sm89 GEMMs run in bf16, and integer arithmetic quantizes activations to E4M3."""
     model, args = layer()
-    # What the native conversions give with the same GEMMs.
+    # The results of native conversions with the same GEMMs.
     monkeypatch.setattr(hardware, "why_no_fp8_gemm", lambda device: "an old GPU")
     monkeypatch.setattr(hardware, "has_fp8_casts", lambda device: True)
     native, native_spy = compiled(model, Config())
@@ -271,27 +271,27 @@ def test_without_fp8_hardware_saves_stay_low_bit(monkeypatch):
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e4m3_bytes"])
-def test_codes_are_those_of_the_scales_that_are_stored(fmt):
-    """Invariant 4 in Triton, which keeps bf16 intermediates in fp32 registers."""
+def test_values_are_quantized_with_the_stored_scales(fmt):
+    """Invariant 4 in Triton, which computes bf16 intermediates in fp32 registers."""
 
     def function(x):
         scales = fp8.scale(fp8.amax(x, "1×128"), f"{fmt} 1×128")
         return fp8.quantize(x, scales, f"{fmt} 1×128").view(torch.uint8), scales
 
     x = torch.randn(512, 512, device="cuda")
-    codes, scales = torch.compile(function, backend=with_inductor)(x)
+    data, scales = torch.compile(function, backend=with_inductor)(x)
     want, want_scales = function(x)
     assert torch.equal(scales, want_scales)
-    assert torch.equal(codes, want)
+    assert torch.equal(data, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])
-def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
-    """One kernel a plane, the first with the scales; codes differ at most where a value ties.
+def test_packing_in_triton_agrees_with_the_reference(fmt, dtype):
+    """Each plane has one kernel, and values differ only for ties.
 
-    Triton's own division may be off in the last bit. Few significant bits in values and scales
-    make many exact ties, which that bit decides.
+    Triton's division may be off in the last bit. Values and scales with few significant bits have
+    many exact ties, and that bit decides their rounding.
     """
     from torch._inductor import metrics
 
@@ -301,38 +301,38 @@ def test_packing_in_triton_is_that_of_the_reference(fmt, dtype):
         scales = fp8.scale(fp8.amax(x, "1×128"), f"{fmt} 1×128")
         return scales, *(fp8.quantize(x, scales, f"{fmt} 1×128", i) for i in planes)
 
-    def unpack(scales, *codes):
-        return fp8.dequantize(codes, scales, f"{fmt} 1×128", dtype)
+    def unpack(scales, *planes):
+        return fp8.dequantize(planes, scales, f"{fmt} 1×128", dtype)
 
     x = (torch.randn(512, 512, device="cuda") * torch.logspace(-7, 4, 512, device="cuda")).to(dtype)
     x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 0
     metrics.reset()
-    scales, *codes = torch.compile(pack, backend=with_inductor)(x)
+    scales, *planes = torch.compile(pack, backend=with_inductor)(x)
     assert metrics.generated_kernel_count == len(planes)
-    want_scales, *want_codes = pack(x)
+    want_scales, *want_planes = pack(x)
     assert identical(scales, want_scales)
 
-    def distance(codes):
-        values = fp8.dequantize(codes, scales, f"{fmt} 1×128", torch.float32)
+    def distance(planes):
+        values = fp8.dequantize(planes, scales, f"{fmt} 1×128", torch.float32)
         return (x.double() - values).abs()[2:]
 
-    excess = distance(codes) - distance(want_codes)
+    excess = distance(planes) - distance(want_planes)
     assert (excess <= x[2:].double().abs() * 2.0**-20).all()
     assert identical(
-        torch.compile(unpack, backend=with_inductor)(scales, *codes), unpack(scales, *codes)
+        torch.compile(unpack, backend=with_inductor)(scales, *planes), unpack(scales, *planes)
     )
-    assert not unpack(scales, *codes)[:2, :128].isfinite().any()
+    assert not unpack(scales, *planes)[:2, :128].isfinite().any()
 
 
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])
 def test_packed_saves(fmt):
     model, args = layer()
-    kept = {}
+    results = {}
     for format in ("e4m3", fmt):
         torch._dynamo.reset()
         program, spy = compiled(model, Config(save_format=format))
-        kept[format] = step(program, model, args), spy.plan.saved_bytes
-    (got, less), (want, more) = kept[fmt], kept["e4m3"]
+        results[format] = step(program, model, args), spy.plan.saved_bytes
+    (got, less), (want, more) = results[fmt], results["e4m3"]
     assert less < more
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert relative(a, b) < 0.02
@@ -370,7 +370,7 @@ def test_bias(bias_dtype):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("rows", [1, 17, 1000])
 def test_rows_that_are_not_multiples_of_16(monkeypatch, rows, padded):
-    """Whether Inductor pads them, which it decides by timing, or not."""
+    """Inductor may pad them; it decides by timing."""
     pad_gemms(monkeypatch, padded)
     model = MLP((64, 128, 64)).cuda().bfloat16()
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -382,7 +382,7 @@ def test_rows_that_are_not_multiples_of_16(monkeypatch, rows, padded):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_transposed_rows_that_are_not_multiples_of_16(dynamic):
-    """The input's gradient has a column for each of them."""
+    """Each row is a column of the gradient of the input."""
     model = MLP((64, 128, 64)).cuda().bfloat16()
     x = torch.randn(64, 17, device="cuda", dtype=torch.bfloat16).t().requires_grad_()
     if dynamic:
@@ -404,7 +404,7 @@ def test_dynamic_rows():
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", ["input", "weight", "gradient"])
-def test_what_is_not_finite_is_not_hidden(place, poison):
+def test_nonfinite_values_are_not_hidden(place, poison):
     model = MLP((64, 128, 64)).cuda().bfloat16()
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
     incoming = torch.ones(32, 64, device="cuda", dtype=torch.bfloat16)
@@ -419,7 +419,7 @@ def test_what_is_not_finite_is_not_hidden(place, poison):
 
 
 def test_attention_with_a_learned_mask_of_odd_length():
-    """Its kernels ask for rows of whole words: PyTorch makes the mask a part of wider rows."""
+    """Its kernels need rows of whole words, so PyTorch allocates the mask with wider rows."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -444,8 +444,8 @@ def test_attention_with_a_learned_mask_of_odd_length():
 
 
 @pytest.mark.parametrize("name", ["e8m3", "e5m2", "e4m3", "e6m9"])
-def test_generated_masks_are_the_references(name):
-    """What is masked in the kernel that computes it is masked as it would be in memory."""
+def test_generated_simulated_formats_are_bit_equal_to_the_reference(name):
+    """Simulated formats give equal bits if they are fused with the producer of a value."""
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float().cuda()
 
     @torch.compile(backend=compiled_dialect)
@@ -461,7 +461,7 @@ MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def compiled_dialect(gm, inputs):
-    """A graph of operators of the dialect, lowered and compiled by Inductor."""
+    """Backend that lowers a graph of the dialect and compiles it with Inductor."""
 
     def inner(graph, example_inputs, **kwargs):
         lower(graph)

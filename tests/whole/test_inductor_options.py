@@ -1,4 +1,4 @@
-"""Options of Inductor that fp8pass sets: only where they are needed, and gradients stay right."""
+"""Options of Inductor that fp8pass sets where they are needed, and that users pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECIPES = ("linear", "coat")
 
 
 def roberta():
-    """A tiny Roberta: three embeddings, whose gradients one loop adds up."""
+    """Return a tiny Roberta. One loop adds up the gradients of its three embeddings."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
     torch.manual_seed(0)
@@ -52,8 +52,8 @@ def assert_right_embeddings(recipe: str, device: str) -> None:
 
 
 @pytest.mark.long
-def test_gradients_of_embeddings_on_the_cpu():
-    """Two threads: one adds without atomics, for which Inductor generates other code."""
+def test_gradients_of_embeddings_are_right_on_the_cpu():
+    """Two threads, because Inductor uses atomic additions only with several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -64,7 +64,7 @@ def test_gradients_of_embeddings_on_the_cpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_of_embeddings_on_a_gpu(recipe):
+def test_gradients_of_embeddings_are_right_on_a_gpu(recipe):
     assert_right_embeddings(recipe, "cuda")
 
 
@@ -74,7 +74,7 @@ def test_the_cpu_has_the_options_of_stock_inductor(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
-def test_an_accelerator_has_those_that_are_measured_there(recipe):
+def test_an_accelerator_has_options_tuned_by_measurements(recipe):
     options = inductor_defaults(Config.recipe(recipe), [3, torch.empty(2, device="meta")])
     assert options["realize_reads_threshold"] == 8
     assert ("realize_opcount_threshold" in options) == (recipe == "agoq")
@@ -90,7 +90,7 @@ def test_values_of_another_type_are_refused(name, value):
 
 
 @pytest.mark.long
-def test_pytorchs_activation_quantization_is_warned_of_wherever_it_is_asked_for():
+def test_activation_quantization_of_pytorch_causes_a_warning():
     options = {"post_grad_fusion_options": {"activation_quantization_aten_pass": {}}}
     program = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options=options)
     with pytest.warns(UserWarning, match="activation_quantization_aten_pass is on"):

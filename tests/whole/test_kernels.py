@@ -1,7 +1,6 @@
-"""What the kernels take over, and that gradients stay what they were.
+"""The kernels replace the right parts of graphs, and gradients do not change.
 
-On the CPU the kernels' references run in their place. What the passes make of a graph is run op by
-op, but for a graph in which every pass that fuses finds something: Inductor compiles that.
+On the CPU the references of the kernels run, and most tests run lowered graphs op by op.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def gradients(model, x, config, *, kernels_off, monkeypatch):
     [(Layers, (2, 16, 128), "coat"), (Layers, (2, 16, 128), "agoq"), (MLP, (32, 64), "linear")],
     ids=["coat", "agoq", "linear"],
 )
-def test_gradients_stay(make, shape, recipe, graphs, monkeypatch):
+def test_kernels_do_not_change_gradients(make, shape, recipe, graphs, monkeypatch):
     model, x = make().bfloat16(), torch.randn(shape).bfloat16()
     config = Config.recipe(recipe)
     want = gradients(model, x, config, kernels_off=True, monkeypatch=monkeypatch)
@@ -51,7 +50,7 @@ def test_gradients_stay(make, shape, recipe, graphs, monkeypatch):
 
 
 class NormedMLP(nn.Module):
-    """A gated MLP behind a norm, twice, so that one norm has a residual sum before it."""
+    """Two gated MLPs with norms, so that the second norm follows a residual sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +64,8 @@ class NormedMLP(nn.Module):
 
 
 @pytest.mark.long
-def test_compiled_as_interpreted(kernels_on_cpu, monkeypatch):
-    """By Inductor, for any number of rows."""
+def test_generated_code_agrees_with_interpreted_graphs(kernels_on_cpu, monkeypatch):
+    """Inductor compiles them for dynamic shapes."""
     model, x = NormedMLP().bfloat16(), torch.randn(32, 64).bfloat16()
     found = []
     for interprets in (False, True):
@@ -84,14 +83,14 @@ def test_compiled_as_interpreted(kernels_on_cpu, monkeypatch):
             assert relative(got.gradients[parameter], gradient) < 0.05, parameter
 
 
-def test_recipe_exact_uses_none(graphs):
+def test_recipe_exact_uses_no_kernels(graphs):
     model, x = Layers(1).bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     program = torch.compile(model, backend=make_backend(Config.recipe("exact")))
     program(x).sum().backward()
     assert set(counts(graphs)) == {"quantize"}  # in a lossless format
 
 
-def test_disabled_kernels(graphs, monkeypatch):
+def test_kernels_can_be_disabled(graphs, monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_tiles")
     model, x = Layers(1).bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     torch.compile(model, backend="fp8pass")(x).sum().backward()
@@ -118,7 +117,7 @@ def test_hugging_face_models_train(make, graphs):
 
 
 @pytest.mark.long
-def test_varying_lengths(graphs):
+def test_dynamic_lengths_use_kernels(graphs):
     model = Layers(1).bfloat16()
     program = torch.compile(model.stack, backend="fp8pass", dynamic=True)
     for length in (16, 24, 21):
@@ -131,7 +130,7 @@ def test_varying_lengths(graphs):
 
 
 class Gated(nn.Module):
-    """A gated unit of any activation."""
+    """A gated unit with a given activation."""
 
     def __init__(self, activation) -> None:
         super().__init__()
@@ -154,8 +153,8 @@ class Gated(nn.Module):
     ],
     ids=["swiglu", "geglu", "geglu-tanh", "squared-relu", "sigmoid", "made-up"],
 )
-def test_any_activation_gets_the_kernels(activation, graphs, monkeypatch):
-    """The product and its gradients are in one tile kernel, whatever the activation is."""
+def test_gated_units_with_any_activation_use_the_kernels(activation, graphs, monkeypatch):
+    """One tile kernel computes the gated product and its gradients."""
     model, x = Gated(activation).bfloat16(), torch.randn(32, 64).bfloat16()
     want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
     graphs.clear()
@@ -174,7 +173,7 @@ def test_any_activation_gets_the_kernels(activation, graphs, monkeypatch):
 
 
 class GatedByOne(nn.Module):
-    """A gated unit whose gate and up are the halves of one product, as Phi-3's."""
+    """A gated unit with gate and up in one linear layer, as in Phi-3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +185,7 @@ class GatedByOne(nn.Module):
 
 
 def test_kernels_read_the_halves_of_a_product(graphs, monkeypatch):
-    """The forward's rows and the backward's tiles; neither half is copied, nor their product."""
+    """Row kernels of the forward and tile kernels of the backward do not copy gate or up."""
     model, x = GatedByOne().bfloat16(), torch.randn(2, 32, 64).bfloat16()
     want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
     graphs.clear()
@@ -204,8 +203,8 @@ def test_kernels_read_the_halves_of_a_product(graphs, monkeypatch):
     assert {("groups", 256, 0), ("groups", 256, 128)} in parts
 
 
-class Made(nn.Module):
-    """A model made of a function and its modules and parameters."""
+class FunctionModel(nn.Module):
+    """A model that calls a function with its modules and parameters."""
 
     def __init__(self, function, **members) -> None:
         super().__init__()
@@ -234,13 +233,13 @@ def masked(m, x):
 
 
 AWKWARD = {
-    # The codes of a gradient, for two layers.
+    # Two layers share the quantized gradient.
     "a sum of layers": (
         lambda m, x: m.l(torch.tanh(x)) + m.b(torch.tanh(x)),
         {"b": lambda: nn.Linear(64, 96, bias=False)},
         (32, 64),
     ),
-    # With as many rows as columns, a value for each row has the shape of one for each column.
+    # In a square matrix, values by row and values by column have the same shape.
     "square, rows": (
         lambda m, x: m.l(torch.relu(x * m.r[:, None])),
         {"r": lambda: nn.Parameter(torch.randn(64))},
@@ -280,10 +279,10 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("case", AWKWARD)
-def test_awkward_models(case, graphs, monkeypatch):
+def test_unusual_models_have_the_same_gradients(case, graphs, monkeypatch):
     function, members, shape = AWKWARD[case]
     made = {name: make() for name, make in members.items()}
-    model = Made(function, l=nn.Linear(64, 96), **made).bfloat16()
+    model = FunctionModel(function, l=nn.Linear(64, 96), **made).bfloat16()
     x = (torch.randn(shape) * torch.rand(shape[0], 1).clamp_min(0.1)).bfloat16()
     want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
     got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)

@@ -1,4 +1,4 @@
-"""The package: its public names, and the script that it installs."""
+"""The package: its public names, its script, wheel and sdist, and the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_public_names_are_what_their_modules_define():
 
 
 def test_no_module_has_the_name_of_a_function():
-    """As fp8pass.backend would, which Dynamo loads before anyone uses fp8pass.backend()."""
+    """A module fp8pass.backend, imported by Dynamo, would replace the function fp8pass.backend."""
     modules = {module.name for module in pkgutil.iter_modules(fp8pass.__path__)}
     assert modules & set(fp8pass.__all__) == {"distributed", "optim", "testing"}
 
@@ -42,7 +42,7 @@ def test_the_script_is_declared():
     assert declared == {"fp8pass": "fp8pass.tools.cli:main"}
 
 
-# PyTorch for CPUs comes without Triton, which the suite has for its interpreter.
+# PyTorch for CPUs does not include Triton. The tests install it for its interpreter.
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
@@ -65,8 +65,8 @@ print(fp8pass.explain(run, torch.randn(4, 24, 32).bfloat16()))
 """
 
 
-@pytest.mark.long  # CI runs the demo without, each time
-def test_all_works_without_triton():
+@pytest.mark.long  # CI runs the demo without Triton
+def test_the_package_works_without_triton():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
         cwd=ROOT / "tests", capture_output=True, text=True,
@@ -80,7 +80,7 @@ def test_all_works_without_triton():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, list[str]]:
-    """The names of all files in a wheel and in an sdist, made from a copy of what git has."""
+    """The names of all files in a wheel and an sdist, built from a copy of the repository."""
     pytest.importorskip("setuptools", minversion="77")
     copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "out"))
     for path in ("fp8pass", "tests", "benchmarks"):
@@ -125,7 +125,7 @@ RELATIVE = re.compile(r"\]\((?!https?://|#)[^)]*\)")
 
 
 def test_pypi_shows_no_link_to_a_file_of_the_repository(built):
-    """PyPI has no such files: the links of the README are absolute or plain text there."""
+    """On PyPI links of the README must be absolute or plain text."""
     assert RELATIVE.search((ROOT / "README.md").read_text())
     assert "Description-Content-Type: text/markdown" in built["README"]
     assert "## First example" in built["README"]
@@ -157,8 +157,8 @@ def test_every_public_name_is_in_the_reference():
     assert named == {*fp8pass._MODULES, *modules}
 
 
-def test_the_links_of_the_readme_lead_somewhere():
-    """Those of docs/ are checked when the site is built."""
+def test_targets_of_the_readmes_links_exist():
+    """The build of the site checks the links of docs/."""
     links = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", (ROOT / "README.md").read_text())
     assert links
     for path, anchor in links:

@@ -1,4 +1,4 @@
-"""Products whose columns are used in parts: kernels give what generated code does."""
+"""Slices of the columns of a GEMM: kernels agree with generated code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 class Parts(nn.Module):
-    """A product, some of whose columns are multiplied by others.
+    """A layer that multiplies two slices of the columns of a linear layer.
 
     Attributes:
-        first, second: where each factor begins.
+        first, second: first column of each slice.
     """
 
     def __init__(self, width, columns, first, second, activation, bias) -> None:
@@ -51,13 +51,13 @@ class Parts(nn.Module):
     shape=st.sampled_from([(48, 64), (2, 24, 64)]),
     recipe=st.sampled_from(["coat", "agoq", "linear"]),
 )
-def test_parts_of_a_product(
+def test_gradients_of_slices_of_columns_are_right(
     graphs, monkeypatch, columns, first, second, unit, more, activation, bias, shape, recipe
 ):
     torch.manual_seed(0)
     first, second = first * unit, second * unit
     width = max(first, second) + columns + more * 16
-    width += -width % CONTRACTION_MULTIPLE  # which FP8 takes
+    width += -width % CONTRACTION_MULTIPLE  # required by FP8
     model = Parts(width, columns, first, second, activation, bias).bfloat16()
     x = torch.randn(shape).bfloat16()
     graphs.clear()
@@ -71,12 +71,12 @@ def test_parts_of_a_product(
     for parameter, gradient in want.gradients.items():
         assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
     in_place = first % ALIGNED == second % ALIGNED == 0
-    if width > columns and recipe != "linear":  # which has one scale for all rows
+    if width > columns and recipe != "linear":  # it has one scale for all rows
         assert (_offsets_read(graphs) >= {first, second}) == in_place
 
 
 def _offsets_read(graphs) -> set[int]:
-    """Where the parts in BF16 begin that row kernels read."""
+    """Return the offsets of the BF16 slices that row kernels read."""
     programs = (
         program
         for g in graphs

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks that share the graph of a region, or have none."""
+    """Blocks that share the graph of a region, or are called directly."""
 
     def __init__(self, call=None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def gradients(model: nn.Module, **options) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("call", "plain"), [(region, None), (region_around_a_region, without_a_region)]
 )
-def test_a_region_is_what_its_call_is(call, plain, options):
+def test_a_region_has_the_gradients_of_a_plain_call(call, plain, options):
     for ours, want in zip(
         gradients(Blocks(call), **options), gradients(Blocks(plain), **options), strict=True
     ):
@@ -98,7 +98,7 @@ def test_every_block_of_a_region_has_its_own_layers_and_patterns(options):
 
 
 class Pairs(nn.Module):
-    """A region of two modules that lie at different places, of which one is shared."""
+    """A region of a shared module and a block, with blocks at different paths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ class Pairs(nn.Module):
         return self.pair(self.decoder["last"], self.pair(self.encoder, x))
 
 
-def test_modules_at_different_places_keep_their_names():
+def test_modules_at_different_paths_keep_their_names():
     (compiled,) = explained(Pairs()).graphs
     found = sorted(x.module for x in compiled.plan.linears)
     blocks = [f"{name}.{layer}" for name in ("decoder.last", "encoder") for layer in ("down", "up")]
     assert found == [*blocks, "shared", "shared"]
 
 
-def test_a_region_without_gradients():
+def test_a_region_runs_without_gradients():
     model = Blocks(region)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_layers_in_called_graphs_are_listed_with_a_reason(call):
 @pytest.mark.long
 @pytest.mark.parametrize("call", [by_cond, by_map])
 def test_called_graphs_train(call):
-    """Within the rounding of the layers outside of them."""
+    """The bound covers the rounding of the layers outside of the graphs."""
     ours = gradients(Calls(call))
     want = gradients(Calls(call), recipe="exact")
     compared = [(a, b) for a, b in zip(ours, want, strict=True) if b is not None]

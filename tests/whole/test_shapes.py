@@ -1,4 +1,4 @@
-"""Matrices of any size, layout and dtype, padded or copied: within FP8's error of eager PyTorch."""
+"""Matrices of any size, layout and dtype, padded or copied: results are close to eager PyTorch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 @pytest.fixture(params=["reference", "lowered"])
 def config(request, monkeypatch) -> Config:
-    """The dialect's own operators, or what they are lowered to, run op by op."""
+    """Run the operators of the dialect, or their lowering, op by op."""
     if request.param == "reference":
         return COAT_EAGER
     interpret_halves(monkeypatch)
     return Config()
 
 
-def agrees_with_eager(model, x, tolerance=0.12, config=COAT_EAGER):
-    """Output and gradients are within FP8's error of plain PyTorch's."""
+def assert_close_to_eager(model, x, tolerance=0.12, config=COAT_EAGER):
+    """Check that output and gradients are within FP8's error of eager PyTorch."""
     want = step(model, model, (x,))
     program, spy = compiled(model, config)
     got = step(program, model, (x,))
@@ -53,24 +53,24 @@ def agrees_with_eager(model, x, tolerance=0.12, config=COAT_EAGER):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17])
-def test_awkward_row_counts(rows, config):
+def test_any_number_of_rows_works(rows, config):
     x = torch.randn(rows, 64, requires_grad=True)
-    _, _, spy = agrees_with_eager(FFN(64, 128), x, config=config)
+    _, _, spy = assert_close_to_eager(FFN(64, 128), x, config=config)
     assert all(bool(y.fp8) == (rows > 0) for y in spy.plan.linears)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 1000])
-def test_rows_that_inductor_pads(monkeypatch, rows):
-    """Where that makes a GEMM in BF16 faster, as it may on a GPU."""
+def test_rows_may_be_padded_by_inductor(monkeypatch, rows):
+    """On a GPU Inductor pads a GEMM if that makes it faster in BF16."""
     pad_gemms(monkeypatch)
     x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
-    _, _, spy = agrees_with_eager(MLP((64, 128, 64)).bfloat16(), x)
+    _, _, spy = assert_close_to_eager(MLP((64, 128, 64)).bfloat16(), x)
     assert all(y.fp8 == ("forward", "dgrad", "wgrad") for y in spy.plan.linears)
     assert {y.rows for y in spy.plan.linears} == {str(-(-rows // 8) * 8 if rows > 1 else 1)}
 
 
 class OwnGradient(torch.autograd.Function):
-    """A linear layer that prepares its own way what its wgrad contracts."""
+    """A linear layer that copies or pads the operands of its wgrad with `prepare`."""
 
     @staticmethod
     def forward(ctx, x, weight, prepare):
@@ -99,7 +99,7 @@ PREPARATIONS = {
 
 
 class OneWeight(nn.Module):
-    """`run(x, weight)` with a weight of its own."""
+    """A module with a weight that computes `run(x, weight)`."""
 
     def __init__(self, run, *shape, dtype=torch.float32) -> None:
         super().__init__()
@@ -114,12 +114,12 @@ def prepared(name):
 
 
 @pytest.mark.parametrize("name", PREPARATIONS)
-def test_wgrads_that_are_prepared(name):
-    agrees_with_eager(prepared(name), torch.randn(17, 64, requires_grad=True))
+def test_operands_of_wgrad_may_be_copied_or_padded(name):
+    assert_close_to_eager(prepared(name), torch.randn(17, 64, requires_grad=True))
 
 
-def test_a_copied_gradient_is_one_still():
-    """It has the format of gradients, whatever the number of rows."""
+def test_a_copied_gradient_is_quantized_as_a_gradient():
+    """It has the format of gradients for any number of rows."""
     config = Config(gradient_format="e5m2", compiler="eager")
     formats = []
     for rows in (16, 17):
@@ -134,23 +134,23 @@ def test_a_copied_gradient_is_one_still():
     assert formats[0].count("e5m2 tensor") == 2
 
 
-def test_a_view_of_a_weight_that_contracts_too_little(config):
+def test_a_view_of_a_weight_with_a_short_contraction_stays_exact(config):
     model = OneWeight(lambda x, w: x @ w.view(512, 8).t(), 256, 16, dtype=torch.bfloat16)
     x = torch.randn(32, 8, dtype=torch.bfloat16, requires_grad=True)
-    _, _, spy = agrees_with_eager(model, x, config=config)
+    _, _, spy = assert_close_to_eager(model, x, config=config)
     (layer,) = spy.plan.linears
     assert layer.reason == "weight 512×8: both sizes must be multiples of 16"
 
 
-def test_features_that_a_model_pads_are_no_padding_of_rows():
+def test_padded_features_are_not_mistaken_for_padded_rows():
     model = OneWeight(lambda x, w: F.pad(x, (0, 16)) @ F.pad(w, (0, 0, 0, 16)), 48, 32)
-    _, _, spy = agrees_with_eager(model, torch.randn(32, 48, requires_grad=True))
+    _, _, spy = assert_close_to_eager(model, torch.randn(32, 48, requires_grad=True))
     assert not any(y.fp8 for y in spy.plan.linears)
 
 
-def test_features_that_are_not_multiples_of_16(config):
+def test_layers_with_other_sizes_than_multiples_of_16_stay_exact(config):
     x = torch.randn(32, 24, requires_grad=True)
-    _, _, spy = agrees_with_eager(MLP((24, 48, 32)), x, config=config)
+    _, _, spy = assert_close_to_eager(MLP((24, 48, 32)), x, config=config)
     assert [bool(y.fp8) for y in spy.plan.linears] == [False, True]
 
 
@@ -166,20 +166,20 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_layouts_of_the_input(layout, config):
+def test_the_input_may_have_any_layout(layout, config):
     x = LAYOUTS[layout]().requires_grad_()
-    agrees_with_eager(FFN(64, 128), x, config=config)
+    assert_close_to_eager(FFN(64, 128), x, config=config)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["transposed", "expanded rows", "three dimensions"])
-def test_layouts_of_the_input_in_generated_code(layout):
-    """Of 40 rows, which are padded to 48 for wgrad, and are columns of a transposed dgrad."""
-    agrees_with_eager(nn.Linear(64, 32), LAYOUTS[layout]().requires_grad_(), config=Config())
+def test_the_input_may_have_any_layout_in_generated_code(layout):
+    """The 40 rows are padded to 48 for wgrad, and are columns of a transposed dgrad."""
+    assert_close_to_eager(nn.Linear(64, 32), LAYOUTS[layout]().requires_grad_(), config=Config())
 
 
 @pytest.mark.parametrize("layout", ["expanded", "transposed"])
-def test_layouts_of_the_incoming_gradient(layout):
+def test_the_incoming_gradient_may_have_any_layout(layout):
     model, x = FFN(64, 128), torch.randn(32, 64, requires_grad=True)
     incoming = torch.randn(64).expand(32, 64) if layout == "expanded" else torch.randn(64, 32).t()
     results = []
@@ -191,15 +191,15 @@ def test_layouts_of_the_incoming_gradient(layout):
 
 @pytest.mark.parametrize("gradient_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(dtype, gradient_format):
+def test_all_dtypes_work(dtype, gradient_format):
     x = torch.randn(32, 64).to(dtype).requires_grad_()
     config = Config(gradient_format=gradient_format, compiler="eager")
-    agrees_with_eager(FFN(64, 128).to(dtype), x, tolerance=0.15, config=config)
+    assert_close_to_eager(FFN(64, 128).to(dtype), x, tolerance=0.15, config=config)
 
 
 @pytest.mark.parametrize("group_size", [16, 64, 128])
 def test_group_size_is_used_and_small_columns_survive(group_size):
-    """Columns of very different size: one scale for all would lose the small ones."""
+    """With one scale for columns of very different magnitude, small columns would become zero."""
 
     class Gate(nn.Module):
         def forward(self, x):
@@ -207,7 +207,7 @@ def test_group_size_is_used_and_small_columns_survive(group_size):
 
     x = (torch.randn(64, 256) * 10.0 ** torch.linspace(-6, 2, 256)).requires_grad_()
     config = Config(compiler="eager", group_size=group_size)
-    h = x * 1  # no leaf: it has to be kept
+    h = x * 1  # not a leaf, so autograd saves it
     program, spy = compiled(Gate(), config)
     (got,) = torch.autograd.grad(program(h).sum(), h)
     (want,) = torch.autograd.grad(Gate()(h).sum(), h)
@@ -219,8 +219,8 @@ def test_group_size_is_used_and_small_columns_survive(group_size):
 
 
 @pytest.mark.long
-def test_jagged_tensors_of_other_lengths():
-    """PyTorch compiles the backward of such a graph when it first runs, outside of any tracing."""
+def test_jagged_tensors_of_different_lengths_train():
+    """PyTorch compiles the backward of such a graph in its first run, outside of tracing."""
     model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
     program = torch.compile(model, backend="fp8pass")
     for lengths in ((5, 10), (3, 8), (7, 12)):

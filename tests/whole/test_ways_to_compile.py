@@ -1,4 +1,4 @@
-"""Ways to compile and run a model in which stock `torch.compile` trains, and so must fp8pass."""
+"""Ways to compile and run a model that work with stock `torch.compile` also work with fp8pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (64, 128, 64)
 
 
 def gradients(program, model, x) -> list[torch.Tensor]:
-    """Of all parameters, after two steps."""
+    """Return the gradients of all parameters after two steps."""
     for _ in range(2):
         model.zero_grad()
         program(x).square().mean().backward()
@@ -30,7 +30,7 @@ def gradients(program, model, x) -> list[torch.Tensor]:
 
 
 class Skipped(nn.Module):
-    """Two layers, of which one stays in high precision."""
+    """A layer in FP8 and a layer in high precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Skipped(nn.Module):
 
 
 @pytest.mark.parametrize("enabled", ["for a step", "for backwards"])
-def test_compiled_autograd(enabled):
-    """It compiles a backward as a graph of its own, with what the passes left there."""
+def test_compiled_autograd_has_equal_gradients(enabled):
+    """It compiles the rewritten backward as a separate graph."""
     config = Config(compiler="eager", skip=("exact",))
     model, x = Skipped(), torch.randn(32, 64)
     want = gradients(torch.compile(model, backend=Backend(config)), model, x)
@@ -64,7 +64,7 @@ def test_compiled_autograd(enabled):
 
 
 class ChangedView(nn.Module):
-    """A view, which is changed in place after a graph break, as Wav2Vec2 masks its features."""
+    """A view that is changed in place after a graph break, like the masked features of Wav2Vec2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_an_interpreted_graph_returns_no_views(hooks):
 @pytest.mark.parametrize(
     "tool", [fp8pass.explain, fp8pass.diagnose, fp8pass.calibrate, fp8pass.bisect]
 )
-def test_tools_run_what_changes_a_view(tool):
+def test_tools_run_a_model_that_changes_a_view(tool):
     model, x = changed_view()
     assert tool(model, x) if tool is fp8pass.explain else tool(model, loss, x)
 
@@ -111,7 +111,7 @@ def test_tools_run_what_changes_a_view(tool):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(dtype):
-    """Neither generated code nor predictions; 1000 rows are no sum of two numbers in bfloat16."""
+    """Graphs and predictions do not change. In bfloat16 counts of 1000 rows would be rounded."""
     config = Config.recipe("agoq", compiler="eager")
     model, x = MLP(SIZES), torch.randn(1000, 64)
     found = []
@@ -123,8 +123,8 @@ def test_the_default_dtype_changes_nothing(dtype):
             layers = fp8pass.diagnose(model, loss, x, config=config).layers
         finally:
             torch.set_default_dtype(torch.float32)
-        codes = [p.after for g in explanation.graphs for p in g.passes]
-        found.append((explanation.saved_bytes, layers, codes))
+        code = [p.after for g in explanation.graphs for p in g.passes]
+        found.append((explanation.saved_bytes, layers, code))
     assert found[0] == found[1]
 
 
@@ -132,7 +132,7 @@ def test_the_default_dtype_changes_nothing(dtype):
 
 
 @pytest.mark.parametrize("sizes", [(64, 0), (0, 64)])
-def test_an_empty_weight(sizes):
+def test_an_empty_weight_stays_exact(sizes):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -148,10 +148,10 @@ def test_an_empty_weight(sizes):
     assert all(x is None or x.isfinite().all() for x in found.gradients.values())
 
 
-# --- what is missing, and what is routine ---------------------------------------------------------
+# --- a missing C++ compiler -----------------------------------------------------------------------
 
 
-def test_without_a_compiler_for_the_cpu(monkeypatch):
+def test_a_missing_cpp_compiler_raises_an_error(monkeypatch):
     monkeypatch.setattr(compat, "has_cpp_compiler", lambda: False)
     program = torch.compile(MLP(), backend="fp8pass")
     with pytest.raises(Exception, match=r"No working C\+\+ compiler.*'compiler': 'eager'"):
@@ -173,7 +173,7 @@ def documented_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("line", documented_lines())
-def test_what_the_documents_say_compiles(line, monkeypatch):
+def test_documented_lines_compile(line, monkeypatch):
     seen = []
 
     def record(gm, inputs, **kwargs):

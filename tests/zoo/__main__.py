@@ -1,8 +1,9 @@
-"""Record what becomes of every architecture: `python -m tests.zoo`, for docs/supported.md.
+"""Record results of all architectures for docs/supported.md: `python -m tests.zoo`.
 
-Each takes one step with the default recipe, held against noise as in the tests. Graphs run op by
-op after all passes: Inductor, which takes most of the time, is left out. A run that was stopped
-goes on where it was; `--again` starts anew. `python benchmarks/tables.py` writes the tables.
+Each architecture takes one step with the default recipe, which is compared with noise as in the
+tests. Graphs run op by op after all passes, because Inductor would take most of the time. A second
+run continues an interrupted run; `--again` starts over. `python benchmarks/tables.py` writes the
+tables.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ FAMILIES = {
 
 
 def row(family: str, name: str) -> dict[str, Any]:
-    """One architecture: its layers, what is kept for its backward, whether its step is right."""
+    """Return the result of an architecture: layers, saved bytes, and whether its step is right."""
     result: dict[str, Any] = {"family": family, "name": name, "error": "", "complaints": []}
     try:
         verdict, spy = check(name, RECIPE, "lowered")
-    except AssertionError as error:  # with what stock Inductor says to the model
+    except AssertionError as error:  # the message includes the result of stock Inductor
         return result | {"error": str(error)}
     layers = [layer for plan in spy.plans for layer in plan.linears]
     return result | {
@@ -58,7 +59,7 @@ def row(family: str, name: str) -> dict[str, Any]:
 
 
 def operators(spy: Spy) -> dict[str, str]:
-    """The aten operators of the graphs before any pass, in words, by their kind."""
+    """Return the names of the aten operators in the graphs before any pass, by kind."""
     code = "\n".join(records[0].before for records in spy.passes if records)
     found: dict[str, set[str]] = {}
     for name, overload in set(re.findall(r"\baten\.(\w+)\.(\w+)", code)):
@@ -68,7 +69,7 @@ def operators(spy: Spy) -> dict[str, str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget earlier results")

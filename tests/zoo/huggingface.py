@@ -1,6 +1,6 @@
-"""Architectures of transformers, a table: config, model, inputs, and what differs from `TINY`.
+"""Table of architectures of transformers: config, model, inputs, and changes of `TINY`.
 
-A size or option of `TINY` is set where the config has an attribute of that name.
+The sizes and options of `TINY` apply to configs that have attributes of these names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TINY = {
 }  # fmt: skip
 
 
-DEFAULT = object()  # in place of what TINY says
+DEFAULT = object()  # the default of the config instead of the value in TINY
 
 
 def ids(rows: int = 2, length: int = 16) -> Tensor:
@@ -89,12 +89,12 @@ def both() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """One architecture.
+    """An architecture.
 
     Attributes:
         config, model: names in transformers.
         inputs: makes a batch.
-        changes: of the config, besides `TINY`; parts of a composite config by their name.
+        changes: options of the config besides `TINY`. Parts of a composite config are nested.
     """
 
     config: str
@@ -103,7 +103,7 @@ class HuggingFace:
     changes: Mapping[str, Any]
 
     def make(self) -> tuple[nn.Module, Mapping[str, Any]]:
-        """The model, in fp32 and without dropout, and a batch."""
+        """Return the model, in fp32 and without dropout, and a batch."""
         import transformers
 
         torch.manual_seed(0)
@@ -113,17 +113,17 @@ class HuggingFace:
 
 
 def tiny(config: type, changes: Mapping[str, Any]) -> Any:
-    """A small config of that class."""
+    """Return a small config of a class."""
     known = set(inspect.signature(config).parameters) | set(getattr(config, "attribute_map", {}))
     known |= {n for c in config.__mro__ for n in getattr(c, "__annotations__", {})}
-    given = {**{k: v for k, v in TINY.items() if k in known}, **changes}
-    return config(**{k: v for k, v in given.items() if v is not DEFAULT})
+    values = {**{k: v for k, v in TINY.items() if k in known}, **changes}
+    return config(**{k: v for k, v in values.items() if v is not DEFAULT})
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with nothing random, so that runs can be compared."""
+    """Disable all randomness of a model, so that runs can be compared."""
     for module in model.modules():
-        if type(module).__name__ == "PhimoeTopKRouter":  # draws the experts
+        if type(module).__name__ == "PhimoeTopKRouter":  # it draws experts at random
             module.eval()
         for name in ("dropout", "p", "layerdrop", "attention_dropout", "activation_dropout",
                      "dropout_prob", "attn_dropout", "drop_prob", "dropout_rate",
@@ -140,7 +140,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def _of(model: str, inputs: Callable[[], Mapping[str, Any]], **changes: Any) -> HuggingFace:
-    """An entry whose config has the model's name up to `Model` or `For`."""
+    """Return an entry. By default the name of the config is derived from the name of the model."""
     stem = model.split("For")[0].removesuffix("Model").removesuffix("LMHead")
     config = changes.pop("config", f"{stem}Config")
     return HuggingFace(config, model, inputs, changes)
@@ -243,7 +243,7 @@ EXPERTS = {
     "qwen2 moe": _of("Qwen2MoeForCausalLM", labelled, shared_expert_intermediate_size=32),
     "qwen3 moe": _of("Qwen3MoeForCausalLM", labelled),
     "olmoe": _of("OlmoeForCausalLM", labelled),
-    # Experts as good as the best get gradients: in BF16 some are equal, in FP64 none.
+    # Experts that tie with the best expert get gradients. Ties occur in BF16 but not in FP64.
     "phimoe": _of("PhimoeForCausalLM", labelled, router_jitter_noise=10.0),
     "granite moe": _of("GraniteMoeForCausalLM", labelled),
     "glm4 moe": _of("Glm4MoeForCausalLM", labelled),

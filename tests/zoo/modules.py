@@ -1,4 +1,4 @@
-"""Architectures of torch.nn: its own modules, and blocks as timm and diffusion models have them."""
+"""Architectures of torch.nn: its modules, and blocks of timm and of diffusion models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def noised() -> dict[str, Any]:
 
 
 class Patches(nn.Module):
-    """An image as tokens."""
+    """Splits an image into tokens."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Feedforward(nn.Sequential):
 
 
 class Attention(nn.Module):
-    """With queries and keys normalized, as larger vision transformers have it."""
+    """Attention, optionally with normalized queries and keys as in large vision transformers."""
 
     def __init__(self, normalized: bool = False) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class InvertedResidual(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Every token through its best expert of four, and one that all share."""
+    """Computes each token with the best of four experts and a shared expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class LinearRecurrence(nn.Module):
 
 
 def wave(t: Tensor, width: int = WIDTH) -> Tensor:
-    """The sinusoidal embedding of a time."""
+    """Return the sinusoidal embedding of a time."""
     angles = t[:, None] * torch.exp(torch.arange(width // 2, device=t.device).to(t.dtype) / -8)
     return torch.cat([angles.sin(), angles.cos()], -1)
 
@@ -274,7 +274,7 @@ class UNet(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """A variational one, without its noise."""
+    """A variational autoencoder without noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class GraphNetwork(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A cell of the given kind, unrolled."""
+    """An unrolled recurrent cell."""
 
     def __init__(self, cell: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ class Recurrent(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A module with `x`, or all inputs in order, as its arguments."""
+    """Calls a module with all inputs in order."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ ARCHITECTURES: dict[str, Make] = {
     "graph attention": (
         GraphNetwork,
         lambda: {
-            # Of up to 32 nodes Triton 3.6 aborts (docs/upstream/triton_3_6_slp_abort.md).
+            # Triton 3.6 aborts for up to 32 nodes (docs/upstream/triton_3_6_slp_abort.md).
             "x": torch.randn(2, 48, WIDTH),
             "edges": (torch.rand(2, 48, 48) > 0.5) | torch.eye(48, dtype=torch.bool),
         },

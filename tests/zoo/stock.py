@@ -1,6 +1,6 @@
-"""Architectures that stock PyTorch cannot compile, and its error.
+"""Architectures that stock PyTorch cannot compile, and its errors.
 
-They are compiled with fp8pass as far as Inductor, and run op by op. `test_zoo.py` checks that they
+With fp8pass they are not compiled by Inductor, but run op by op. `test_zoo.py` checks that they
 still fail.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 FAILS: dict[str, str] = {}
 
-# Those that it cannot compile in BF16 on a GPU, with PyTorch 2.11.
+# Architectures that PyTorch 2.11 cannot compile in BF16 on a GPU.
 FAILS_ON_A_GPU = {
     "fnet": "Unsupported dtype BFloat16",  # a Fourier transform
     "timm gfnet": "Unsupported dtype BFloat16",
     "prophetnet": "is not comparable",
 }
 
-# Architectures of which stock Inductor's BF16 gradients on a GPU are further from those of eager
-# PyTorch in FP64 than noise explains, and how far they are.
+# Architectures that stock Inductor computes wrong in BF16 on a GPU: differences from eager PyTorch
+# in FP64 that noise does not explain.
 WRONG_ON_A_GPU = {
     "efficientnet": "output 0 is off by 0.55, gradient of the last batch norm's bias by 1",
     "poolformer": "output 0 is off by 0.374, all gradients by 0.895",

@@ -1,12 +1,11 @@
-"""Forward and all gradients of many architectures, through Inductor, against eager PyTorch in fp64.
+"""Forward and gradients of many architectures, compared with eager PyTorch in fp64.
 
-What is accepted is measured (closeness.py): a relative error e of a gradient, which is an SQNR of
+The accepted error is measured (closeness.py): a relative error e of a gradient, which is an SQNR of
 -20 log10(e), bounds its cosine (at least √(1 - e²)) and its norm (within 1 ± e). All gradients
-together are held against noise as one vector, too, so that none can hide where single ones are
-chaotic.
+together are also compared with noise as one vector, because single gradients can be chaotic.
 
-A hash of the sources draws a few architectures, and `FP8PASS_SEED=...` the same again. All are
-tried under `make test-long`, and on a GPU.
+A hash of the sources draws a few architectures, and `FP8PASS_SEED=...` draws the same ones again.
+`make test-long` and GPUs run all.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ ALL = [(name, recipe) for name in NAMES for recipe in RECIPES]
 
 
 def sample(count: int) -> list[tuple[str, str]]:
-    """Architectures that this run draws, each with a recipe."""
+    """Draw architectures, each with a recipe."""
     rng = random.Random(int(os.environ["FP8PASS_SEED"]))
     return [(name, rng.choice(RECIPES)) for name in rng.sample(NAMES, count)]
 
 
-class Called(nn.Module):
-    """A model whose arguments are given in the order of their names."""
+class PositionalModel(nn.Module):
+    """A model with positional instead of keyword arguments."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -57,17 +56,17 @@ class Called(nn.Module):
 
 
 def make(name: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, list[Any]]:
-    """An architecture and its inputs."""
+    """Return an architecture and its inputs."""
     torch.manual_seed(0)
     if name in modules.ARCHITECTURES:
         model, inputs = (function() for function in modules.ARCHITECTURES[name])
     else:
         model, inputs = huggingface.ARCHITECTURES[name].make()
-    return Called(model, tuple(inputs)).to(device, dtype), placed(inputs, device, dtype)
+    return PositionalModel(model, tuple(inputs)).to(device, dtype), place(inputs, device, dtype)
 
 
-def placed(inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> list[Any]:
-    """Inputs on a device; floating point ones in that dtype."""
+def place(inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> list[Any]:
+    """Move inputs to a device, and floating point inputs to a dtype."""
     return [x.to(device, dtype if x.is_floating_point() else None) for x in inputs.values()]
 
 
@@ -77,8 +76,8 @@ def compiled_step(name: str, backend: Any, device: str, dtype: torch.dtype) -> A
     return step(torch.compile(model, backend=backend), model, inputs)
 
 
-def halves_as(compiler: str) -> Any:
-    """`lowered`: halves are run op by op after all passes on them."""
+def interpret_if_lowered(compiler: str) -> Any:
+    """Return a context that runs graphs op by op after all passes if `compiler` is `lowered`."""
     if compiler == "lowered":
         interpreted = lambda gm, inputs, **kwargs: compat.interpret(gm)  # noqa: E731
         return patch.object(compat, "compile_fx_inner", interpreted)
@@ -88,10 +87,10 @@ def halves_as(compiler: str) -> Any:
 def check(
     name: str, recipe: str, compiler: str, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Verdict, Spy]:
-    """One step, held against noise."""
+    """Run one step and compare it with noise."""
     config, spy = Config.recipe(recipe), Spy()
     try:
-        with halves_as(compiler):
+        with interpret_if_lowered(compiler):
             got = compiled_step(name, Backend(config, spy), device, dtype)
     except Exception as error:
         raise AssertionError(
@@ -103,13 +102,13 @@ def check(
     if verdict.complaints or known:
         stock = reference.judge([compiled_step(name, "inductor", device, dtype)])
         assert stock.complaints or not known, f"stock.py lists {name}, which is right now"
-        said = f"stock Inductor: {stock.complaints or 'is fine'}"
-        verdict.complaints = [] if known else [*verdict.complaints, said]
+        remark = f"stock Inductor: {stock.complaints or 'is fine'}"
+        verdict.complaints = [] if known else [*verdict.complaints, remark]
     return verdict, spy
 
 
 def stock_error(name: str, device: str, dtype: torch.dtype) -> str:
-    """What to list in stock.py, if it fails."""
+    """Return the error of stock Inductor, for stock.py."""
     try:
         compiled_step(name, "inductor", device, dtype)
     except Exception as error:
@@ -118,7 +117,7 @@ def stock_error(name: str, device: str, dtype: torch.dtype) -> str:
 
 
 def reference_of(name: str, config: Config, device: str, dtype: torch.dtype) -> Reference:
-    """The eager model in fp64, or in fp32 where it mixes dtypes of its own."""
+    """Return the eager model in fp64, or in fp32 if it needs that dtype."""
     model, inputs = make(name, device, dtype)
     for wide in (torch.float64, torch.float32):
         try:
@@ -128,7 +127,7 @@ def reference_of(name: str, config: Config, device: str, dtype: torch.dtype) -> 
     raise AssertionError(f"eager PyTorch runs {name} in no dtype: {reason}")
 
 
-def passes(
+def check_passes(
     name: str, recipe: str, device: str, dtype: torch.dtype, compiler: str = "inductor"
 ) -> None:
     compiler = "lowered" if name in FAILS else compiler
@@ -140,38 +139,38 @@ def passes(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "recipe"), ALL if LONG else sample(1))
-def test_architecture(name, recipe):
-    passes(name, recipe, "cpu", torch.float32)
+def test_architecture_is_right(name, recipe):
+    check_passes(name, recipe, "cpu", torch.float32)
 
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(("name", "recipe"), [] if LONG else sample(4)[1:])
-def test_architecture_up_to_code_generation(name, recipe):
-    """Compiling C++ takes twenty seconds, all that comes before it two."""
-    passes(name, recipe, "cpu", torch.float32, "lowered")
+def test_architecture_is_right_up_to_code_generation(name, recipe):
+    """Everything before C++ compilation takes two seconds, C++ compilation twenty."""
+    check_passes(name, recipe, "cpu", torch.float32, "lowered")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "recipe"), ALL if torch.cuda.is_available() else sample(1))
-def test_architecture_on_a_gpu(name, recipe):
+def test_architecture_is_right_on_a_gpu(name, recipe):
     if name in FAILS_ON_A_GPU:
         with pytest.raises(Exception, match=FAILS_ON_A_GPU[name]):
             compiled_step(name, "inductor", "cuda", torch.bfloat16)
         return
-    passes(name, recipe, "cuda", torch.bfloat16)
+    check_passes(name, recipe, "cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", list(FAILS) if LONG else list(FAILS)[:1])
-def test_stock_pytorch_fails(name):
+def test_stock_pytorch_still_fails(name):
     with pytest.raises(Exception, match=FAILS[name]):
         compiled_step(name, "inductor", "cpu", torch.float32)
 
 
-def test_what_a_run_of_the_zoo_records(monkeypatch):
-    """For docs/supported.md."""
+def test_records_of_the_zoo_fit_the_tables(monkeypatch):
+    """docs/supported.md has tables of the records."""
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(root)
-    monkeypatch.syspath_prepend(root / "benchmarks")  # whose scripts import each other by name
+    monkeypatch.syspath_prepend(root / "benchmarks")  # scripts import each other by name
     from tables import zoo_operators_table, zoo_table
 
     from .__main__ import FAMILIES, row

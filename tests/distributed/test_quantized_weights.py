@@ -1,4 +1,4 @@
-"""Weights that come in codes, in one process: the same forward, the same kernels, nothing kept."""
+"""Quantized weights in one process: same forward, same kernels, no additional saved bytes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Block(nn.Module):
         return x + self.ffn(self.norm(x))
 
 
-def with_codes(model: nn.Module) -> nn.Module:
-    """A copy whose linear layers have weights in codes."""
+def quantize_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with quantized weights in its linear layers."""
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -34,10 +34,10 @@ def with_codes(model: nn.Module) -> nn.Module:
     return model
 
 
-def both(model: nn.Module, x: torch.Tensor, config: Config):
-    """Steps and plans with weights in BF16 and in codes."""
+def run_both(model: nn.Module, x: torch.Tensor, config: Config):
+    """Return steps and plans with weights in BF16 and with quantized weights."""
     found = []
-    for each in (model, with_codes(model)):
+    for each in (model, quantize_weights(model)):
         torch._dynamo.reset()
         spy = Spy()
         program = torch.compile(each, backend=Backend(config, spy))
@@ -55,8 +55,8 @@ def x() -> torch.Tensor:
     return torch.randn(32, 128).bfloat16().requires_grad_()
 
 
-def test_the_forward_is_the_same_and_nothing_more_is_kept(model, x):
-    (want, plain), (got, planned) = both(model, x, COAT_EAGER)
+def test_the_forward_is_equal_and_saves_no_more_bytes(model, x):
+    (want, plain), (got, planned) = run_both(model, x, COAT_EAGER)
     assert torch.equal(got.outputs[0], want.outputs[0])
     assert planned.saved_bytes <= plain.saved_bytes
     assert [y.fp8 for y in planned.linears] == [y.fp8 for y in plain.linears]
@@ -66,9 +66,9 @@ def test_the_forward_is_the_same_and_nothing_more_is_kept(model, x):
 
 
 @pytest.mark.long
-def test_kernels_read_codes(model, x, graphs):
-    """Of the values, kernels of the backward make codes for its scale, too."""
-    (want, _), (got, _) = both(model, x, Config())
+def test_kernels_read_quantized_weights(model, x, graphs):
+    """Kernels of the backward requantize the values with the scale of the backward."""
+    (want, _), (got, _) = run_both(model, x, Config())
     assert torch.equal(got.outputs[0], want.outputs[0])
     for name, gradient in want.gradients.items():
         assert relative(got.gradients[name], gradient) < 0.08, name
@@ -79,11 +79,11 @@ def test_kernels_read_codes(model, x, graphs):
 
 
 @pytest.mark.parametrize("zeros", [slice(0, 16), slice(None)])
-def test_rows_of_zeros(model, x, zeros):
-    """They do not decide on the scale of the others."""
+def test_rows_of_zeros_do_not_affect_other_rows(model, x, zeros):
+    """Rows of zeros must not determine the scale of other rows."""
     with torch.no_grad():
         model.ffn.up.weight[zeros] = 0
-    (want, _), (got, _) = both(model, x, COAT_EAGER)
+    (want, _), (got, _) = run_both(model, x, COAT_EAGER)
     assert torch.equal(got.outputs[0], want.outputs[0])
     for name, gradient in want.gradients.items():
         torch.testing.assert_close(
@@ -92,20 +92,20 @@ def test_rows_of_zeros(model, x, zeros):
 
 
 @pytest.mark.parametrize("recipe", ["linear", "agoq", "exact"])
-def test_other_recipes_take_the_values(model, x, recipe):
-    (want, _), (got, _) = both(model, x, Config.recipe(recipe, compiler="eager"))
+def test_other_recipes_use_dequantized_weights(model, x, recipe):
+    (want, _), (got, _) = run_both(model, x, Config.recipe(recipe, compiler="eager"))
     assert relative(got.outputs[0].detach(), want.outputs[0].detach()) < 0.08
     for name, gradient in want.gradients.items():
         assert relative(got.gradients[name], gradient) < 0.3, name
 
 
-def test_eager_pytorch_takes_the_values(model, x):
-    want, got = (step(each, each, (x,)) for each in (model, with_codes(model)))
+def test_eager_pytorch_uses_dequantized_weights(model, x):
+    want, got = (step(each, each, (x,)) for each in (model, quantize_weights(model)))
     assert relative(got.outputs[0].detach(), want.outputs[0].detach()) < 0.06
     assert all(relative(got.gradients[n], g) < 0.1 for n, g in want.gradients.items())
 
 
-def test_a_weight_in_codes_cannot_be_changed(model):
-    weight = with_codes(model).ffn.up.weight
+def test_writing_to_a_quantized_weight_raises_an_error(model):
+    weight = quantize_weights(model).ffn.up.weight
     with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
         weight.mul_(2)
