@@ -21,7 +21,7 @@ from fp8pass import Config, ConfigError, compat
 from fp8pass.dynamo import Backend
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.weights import freezing as frozen
+from fp8pass.weights import quantize_frozen as frozen
 from fp8pass.weights.quantized_parameter import CodedWeight, coded
 
 DEVICES = [
