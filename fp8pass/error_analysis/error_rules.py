@@ -44,7 +44,7 @@ from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
-from fp8pass.graph.tags import KEPT_BY_CHOICE
+from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
 aten = torch.ops.aten
 
@@ -100,7 +100,7 @@ class Rules:
         self.backward = graph.tangent_dependent(g)
         self.coded_outputs = self._coded_outputs() if config.attention_output != "exact" else set()
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
-        inexact = (facts.held | facts.activations) - facts.parameters
+        inexact = (facts.leaves | facts.activations) - facts.parameters
         exact = inputs - self.backward - inexact
         splitter = Splitter(g, self.backward, frozenset(exact), has_formula)
         self.regions = splitter.split()
@@ -293,7 +293,7 @@ class Rules:
 
         '' for other operators.
         """
-        chosen = user.meta.get(KEPT_BY_CHOICE) and user in self.backward
+        chosen = user.meta.get(HIGH_PRECISION_BY_CHOICE) and user in self.backward
         return "a layer that stays in high precision by choice reads it" if chosen else ""
 
     def _attention(self, user: fx.Node) -> Amplification | str:

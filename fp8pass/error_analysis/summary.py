@@ -67,7 +67,7 @@ def _renamed(cases: Cases, equal: Region, region: Region) -> str:
 def _summary(region: Region, cases: Cases) -> RuleSummary:
     forward = [n for n in region.nodes if n not in region.backward]
     return RuleSummary(
-        module=graph.module_path(graph.source((forward or region.nodes)[0])),
+        module=graph.module_path(graph.skip_views_and_casts((forward or region.nodes)[0])),
         inputs=tuple(_described(n) for n in region.values),
         cached=tuple(_described(n) for n in region.cached),
         operators=tuple(dict.fromkeys(_short(n) for n in forward)),

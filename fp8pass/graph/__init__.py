@@ -22,7 +22,7 @@ multiples.py       which gradients are multiples of the one that a backward star
 flops.py           floating point operations
 spec.py            what a well-formed graph is
 
-The helpers of the first five are here: `graph.emit`, `graph.tensor`, `graph.source`, ...
+The helpers of the first five are here: `graph.emit`, `graph.tensor`, `graph.skip_views_and_casts`, ...
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fp8pass.graph.names import clean_path, module_path, operator_name, value_na
 from fp8pass.graph.nodes import (
     aten,
     bytes_of,
-    copy_of,
+    copy_module,
     dtype_text,
     emit,
     is_call,
     is_getitem,
-    is_no_tensor,
+    is_non_tensor,
     nbytes,
     numel,
     operator_of,
@@ -48,37 +48,45 @@ from fp8pass.graph.nodes import (
     tensor,
     value,
 )
-from fp8pass.graph.order import ancestors, behind, depends, settle, tangent_dependent
+from fp8pass.graph.order import (
+    ancestors,
+    depends_on,
+    insertion_point_after,
+    sort_and_prune,
+    tangent_dependent,
+)
 from fp8pass.graph.patterns import (
     CASTS,
     RESHAPES,
+    is_batched_transpose,
     is_residual_sum,
-    part_of_rows,
-    root,
-    source,
-    swaps_matrices,
-    untransposed,
-    untransposed_matrices,
+    match_column_slice,
+    skip_batched_transposes,
+    skip_reshapes,
+    skip_transposes,
+    skip_views_and_casts,
 )
-from fp8pass.graph.tags import REPLACED, original_name
+from fp8pass.graph.tags import ORIGINAL_OPERATOR, original_name
 
 __all__ = [
     "CASTS",
-    "REPLACED",
+    "ORIGINAL_OPERATOR",
     "RESHAPES",
     "ancestors",
     "aten",
-    "behind",
     "bytes_of",
     "clean_path",
-    "copy_of",
-    "depends",
+    "copy_module",
+    "depends_on",
     "dtype_text",
     "emit",
+    "insertion_point_after",
+    "is_batched_transpose",
     "is_call",
     "is_getitem",
-    "is_no_tensor",
+    "is_non_tensor",
     "is_residual_sum",
+    "match_column_slice",
     "module_path",
     "nbytes",
     "numel",
@@ -87,18 +95,16 @@ __all__ = [
     "original_name",
     "output_node",
     "outputs",
-    "part_of_rows",
     "prims",
-    "root",
-    "settle",
     "shape_text",
-    "source",
+    "skip_batched_transposes",
+    "skip_reshapes",
+    "skip_transposes",
+    "skip_views_and_casts",
+    "sort_and_prune",
     "stride_order",
-    "swaps_matrices",
     "tangent_dependent",
     "tensor",
-    "untransposed",
-    "untransposed_matrices",
     "value",
     "value_names",
 ]

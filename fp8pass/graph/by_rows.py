@@ -26,7 +26,7 @@ from fp8pass import compat, graph
 from fp8pass.config import checks_are_on
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, prims, tensor
-from fp8pass.graph.row_values import NotByRows, RowGraph, named
+from fp8pass.graph.row_values import NotRowwise, RowGraph, named
 
 log = logging.getLogger("fp8pass")
 
@@ -58,26 +58,26 @@ class ChunkWriter(RowGraph):
         """Add a node of the part, whose operands have been added.
 
         Raises:
-            NotByRows: it mixes rows, or is an operator that nobody wrote for some rows.
+            NotRowwise: it mixes rows, or is an operator that nobody wrote for some rows.
         """
-        if node.target is aten.permute.default and graph.untransposed(node)[1]:
+        if node.target is aten.permute.default and graph.skip_transposes(node)[1]:
             return  # read by GEMMs, which look through it
         if graph.is_getitem(node) and node.args[0] not in part:
-            raise NotByRows(f"{named(node)} has several results")
+            raise NotRowwise(f"{named(node)} has several results")
         write = _WRITERS.get(node.target) or _WRITERS_OF_KINDS.get(kind(node))
         if write is None:
-            raise NotByRows(f"{named(node)} may mix tokens")
+            raise NotRowwise(f"{named(node)} may mix tokens")
         self._part = part
         try:
             written = write(self, node)
-        except NotByRows:
+        except NotRowwise:
             raise
         except Exception as error:  # a bug here must not stop a compilation, but fails a test
             if checks_are_on():
                 raise
             log.debug("computing %s for some of the tokens failed:", node.name, exc_info=True)
             problem = f"{named(node)} cannot be computed for some of the tokens: {error}"
-            raise NotByRows(problem) from error
+            raise NotRowwise(problem) from error
         (self._sums if node in self.sums else self._written)[node] = written
 
     def _pointwise(self, node: fx.Node) -> fx.Node:
@@ -87,7 +87,7 @@ class ChunkWriter(RowGraph):
 
     def _creation(self, node: fx.Node) -> fx.Node:
         if node.target is not aten.full.default:
-            raise NotByRows(f"{named(node)} makes a value for all tokens")
+            raise NotRowwise(f"{named(node)} makes a value for all tokens")
         *_, rest = self._split(node)
         with compat.fake_mode_of(tensor(node)):
             created = self._emit(node.target, list(rest), *node.args[1:], like=node, **node.kwargs)
@@ -96,7 +96,7 @@ class ChunkWriter(RowGraph):
 
     def _random(self, node: fx.Node) -> fx.Node:
         """One seed would give all parts of the rows the same numbers."""
-        raise NotByRows(f"{named(node)} draws the numbers of all tokens at once")
+        raise NotRowwise(f"{named(node)} draws the numbers of all tokens at once")
 
     def _reshape(self, node: fx.Node) -> fx.Node:
         form, _, rest = self._split(node)
@@ -105,7 +105,7 @@ class ChunkWriter(RowGraph):
             return self._aligned(operand, node)
         x = self._rows(operand)
         if self.form(operand).shifted != form.shifted:  # type: ignore[arg-type]
-            raise NotByRows(f"{named(node)} mixes tokens")
+            raise NotRowwise(f"{named(node)} mixes tokens")
         return self._in_shape(x, rest, node)
 
     def _expand(self, node: fx.Node) -> fx.Node:
@@ -123,7 +123,7 @@ class ChunkWriter(RowGraph):
             rest = (dim - form.dims + 1, *node.args[2:])
             return self._emit(node.target, self._rows(x), *rest, like=node)
         if node.args[4:] or form.shifted:
-            raise NotByRows(f"{named(node)} takes some tokens in a way that no loss does")
+            raise NotRowwise(f"{named(node)} takes some tokens in a way that no loss does")
         lead = tuple(tensor(x).shape[: form.dims])  # type: ignore[arg-type]
         self._set_shift(lead, dim, *node.args[2:4])
         *_, rest = self._split(node)
@@ -136,7 +136,7 @@ class ChunkWriter(RowGraph):
         lead = tuple(tensor(node).shape[: self.form(node).dims])
         dim = dim % tensor(node).ndim  # type: ignore[operator]
         if dim >= len(lead) or node.args[5:]:
-            raise NotByRows(f"{named(node)} writes to a part of the vocabulary")
+            raise NotRowwise(f"{named(node)} writes to a part of the vocabulary")
         self._set_shift(lead, dim, *node.args[3:5])  # type: ignore[arg-type]
         *_, rest = self._split(node)
         of_rows = self._in_shape(self._rows(source), rest, node)
@@ -148,7 +148,7 @@ class ChunkWriter(RowGraph):
         x, pad, *value = node.args
         form = self.form(x)  # type: ignore[arg-type]
         if len(pad) > 2 * (tensor(x).ndim - form.dims):  # type: ignore[arg-type]
-            raise NotByRows(f"{named(node)} adds tokens")
+            raise NotRowwise(f"{named(node)} adds tokens")
         return self._emit(node.target, self._rows(x), pad, *value, like=node)
 
     def _gather(self, node: fx.Node) -> fx.Node:
@@ -163,7 +163,7 @@ class ChunkWriter(RowGraph):
         val, shape = tensor(node), tensor(index).shape  # type: ignore[arg-type]
         last = dim % val.ndim == val.ndim - 1  # type: ignore[operator]
         if not last or shape[-1] != 1 or node.kwargs or self.form(node).dims != val.ndim - 1:
-            raise NotByRows(f"{named(node)} writes to several logits of a token")
+            raise NotRowwise(f"{named(node)} writes to several logits of a token")
         with compat.fake_mode_of(val):
             places = self._emit(
                 prims.iota.default,
@@ -201,7 +201,7 @@ class ChunkWriter(RowGraph):
             rest = node.args[2:]
             return self._emit(node.target, self._rows(x), dim, *rest, like=node, **node.kwargs)
         if lead != list(range(form.dims)) or node.target not in REDUCING_SUMS or form.shifted:
-            raise NotByRows(f"{named(node)} needs all tokens")
+            raise NotRowwise(f"{named(node)} needs all tokens")
         self.sums.add(node)
         dims = [0, *(d for d in own if d > 0)]
         total = self._emit(aten.sum.dim_IntList, self._rows(x), dims, like=node, **node.kwargs)
@@ -216,18 +216,18 @@ class ChunkWriter(RowGraph):
         assert isinstance(a, fx.Node)
         assert isinstance(b, fx.Node)
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
-            raise NotByRows(f"{named(node)} may mix tokens")
-        base, flipped = graph.untransposed(a)
+            raise NotRowwise(f"{named(node)} may mix tokens")
+        base, flipped = graph.skip_transposes(a)
         if a in self._written or not (flipped or b in self._part):
             shared = self._shared_input(b, tuple(tensor(b).shape)) if b not in self._part else None
             if shared is None:
-                raise NotByRows(f"{named(node)} multiplies tokens with tokens")
+                raise NotRowwise(f"{named(node)} multiplies tokens with tokens")
             added = [self._aligned(x, node) for x in bias]
             return self._emit(node.target, *added, self._rows(a), shared, like=node)
         if not flipped or bias:
-            raise NotByRows(f"{named(node)} multiplies tokens with tokens")
+            raise NotRowwise(f"{named(node)} multiplies tokens with tokens")
         if self.form(base).shifted or self.form(b).shifted:
-            raise NotByRows(f"{named(node)} adds up tokens that are shifted")
+            raise NotRowwise(f"{named(node)} adds up tokens that are shifted")
         self.sums.add(node)
         left = self._emit(aten.permute.default, self._rows(base), [1, 0], like=node)
         return self._emit(node.target, left, self._rows(b), like=node)

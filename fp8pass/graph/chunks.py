@@ -27,7 +27,8 @@ def in_chunks(
 ) -> tuple[Tensor, ...]:
     """Run `body` on `count` chunks of `rows`; what unrolled chunks compute, op by op."""
     results = [
-        body(*(x[start:end] for x in rows), *shared) for start, end in bounds(len(rows[0]), count)
+        body(*(x[start:end] for x in rows), *shared)
+        for start, end in chunk_bounds(len(rows[0]), count)
     ]
     parts = list(zip(*results, strict=True))
     split = len(parts) - sums
@@ -40,7 +41,7 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
-def bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
+def chunk_bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
     """The first row of each chunk, and the one behind its last."""
     length = rows // count
     for i in range(count):
@@ -91,7 +92,7 @@ class Chunks:
 
     def facts(self, facts: JointFacts) -> JointFacts:
         """What is known of the body's inputs, by what is known of the graph's."""
-        sources = {taken: graph.source(given) for taken, given in self.inputs()}
+        sources = {taken: graph.skip_views_and_casts(given) for taken, given in self.inputs()}
         return JointFacts(
             parameters=frozenset(n for n, source in sources.items() if source in facts.parameters),
             weights=frozenset(n for n, source in sources.items() if source in facts.weights),

@@ -39,7 +39,7 @@ class Kind(Enum):
 
 
 # Views of some of the elements.
-SELECTIONS = {
+PARTIAL_VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,
@@ -53,7 +53,7 @@ SELECTIONS = {
 
 VIEWS = (
     graph.RESHAPES
-    | SELECTIONS
+    | PARTIAL_VIEWS
     | {
         aten.permute.default,
         aten.transpose.int,
@@ -66,10 +66,10 @@ VIEWS = (
 )
 
 # GEMMs over groups of rows, or of what they contract.
-GROUPED = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
+GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
 # GEMMs over a batch, of matrix by matrix.
-BATCHED = {aten.bmm.default, aten.baddbmm.default}
+BATCHED_GEMMS = {aten.bmm.default, aten.baddbmm.default}
 
 GEMMS = {
     aten.mm.default,
@@ -80,8 +80,8 @@ GEMMS = {
     aten.linear.default,
     aten.matmul.default,
     aten._scaled_mm.default,
-    *GROUPED,
-    *BATCHED,
+    *GROUPED_GEMMS,
+    *BATCHED_GEMMS,
     *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
 }
 
@@ -90,7 +90,7 @@ FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
 # Those of them that reduce a whole tensor, row or group to one number.
-STATISTICS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
+AMAX_OPERATORS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {
     aten.sum.default,
@@ -202,7 +202,7 @@ _TABLE: tuple[tuple[Set[Any], Kind], ...] = (
 )
 
 
-def is_mask(node: fx.Node) -> bool:
+def is_attention_mask(node: fx.Node) -> bool:
     """Whether a CUDA kernel of attention adds `node` to its scores."""
     return any(u.args[i] is node for u in node.users for i in _masks_of(u))
 

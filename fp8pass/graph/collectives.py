@@ -18,8 +18,8 @@ from fp8pass.graph.nodes import aten, tensor
 
 c10d = torch.ops._c10d_functional
 
-GATHER = c10d.all_gather_into_tensor.default
-WAIT = c10d.wait_tensor.default
+ALL_GATHER = c10d.all_gather_into_tensor.default
+WAIT_TENSOR = c10d.wait_tensor.default
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 
@@ -54,9 +54,9 @@ def is_collective(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
-def sends(node: fx.Node) -> bool:
+def starts_communication(node: fx.Node) -> bool:
     """Whether ranks send each other something here."""
-    return is_collective(node) and node.target is not WAIT
+    return is_collective(node) and node.target is not WAIT_TENSOR
 
 
 def remove_unused(g: fx.Graph) -> None:
@@ -67,10 +67,14 @@ def remove_unused(g: fx.Graph) -> None:
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 
 
-def gathers(g: fx.Graph) -> Iterator[Gather]:
+def find_gathers(g: fx.Graph) -> Iterator[Gather]:
     """The gathers of a graph, in order."""
     for node in g.nodes:
-        waits = [u for u in node.users if u.target is WAIT] if graph.is_call(node, GATHER) else []
+        waits = (
+            [u for u in node.users if u.target is WAIT_TENSOR]
+            if graph.is_call(node, ALL_GATHER)
+            else []
+        )
         if len(waits) == len(node.users) == 1:
             yield _gather(node, waits[0])
 

@@ -14,13 +14,13 @@ from fp8pass.dialect.coding import is_fp8
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.segments import rows_of_padded
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED, Kind, kind
+from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
 
 # The operators that libraries run; a memory budget may buy their recomputation.
-EXPENSIVE = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
+EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
 def total_flops(g: fx.Graph) -> tuple[float, float]:
@@ -36,7 +36,7 @@ def total_flops(g: fx.Graph) -> tuple[float, float]:
 def is_expensive(node: fx.Node) -> bool:
     """Whether `node` is a GEMM, a convolution or attention."""
     called = node.op == "call_function" and not graph.is_getitem(node)
-    return called and kind(node) in EXPENSIVE
+    return called and kind(node) in EXPENSIVE_KINDS
 
 
 def is_fp8_gemm(node: fx.Node) -> bool:
@@ -55,7 +55,7 @@ def flops(node: fx.Node) -> float:
         # The backward's first operand is a gradient, but not FlexAttention's.
         first = 1 if backward and node.target not in FLEX_ATTENTION else 0
         return _attention_flops(operands[first:], backward=backward)
-    if node.target in GROUPED:
+    if node.target in GROUPED_GEMMS:
         return _grouped_flops(*operands[:2])
     if node.target is fp8.scaled_grouped_outer.default:
         rows = rows_of_padded(compat.size_hint(operands[0].shape[-1]), operands[-1].shape[0])

@@ -17,7 +17,7 @@ class JointFacts:
     Attributes:
         parameters: inputs that live through the step whatever we do: parameters and buffers.
         weights: those of them that are an `nn.Parameter`, trained or frozen.
-        held: other inputs that autograd keeps alive: leaves that require a gradient.
+        leaves: other inputs that autograd keeps alive: leaves that require a gradient.
         activations: inputs that require a gradient and are no leaves: outputs of other graphs.
         overwritten: inputs that the forward writes to, such as running statistics. The backward
             cannot read what they were.
@@ -26,22 +26,22 @@ class JointFacts:
 
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
     weights: frozenset[fx.Node] = field(default_factory=frozenset)
-    held: frozenset[fx.Node] = field(default_factory=frozenset)
+    leaves: frozenset[fx.Node] = field(default_factory=frozenset)
     activations: frozenset[fx.Node] = field(default_factory=frozenset)
     overwritten: frozenset[fx.Node] = field(default_factory=frozenset)
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether using `node` in the backward keeps nothing alive that would not be anyway."""
-        lives_on = node in self.parameters or node in self.held
+        lives_on = node in self.parameters or node in self.leaves
         return lives_on and node not in self.overwritten
 
-    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
+    def map_to_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
         """The same about a copy of the graph."""
         return JointFacts(
             frozenset(copies[n] for n in self.parameters),
             frozenset(copies[n] for n in self.weights),
-            frozenset(copies[n] for n in self.held),
+            frozenset(copies[n] for n in self.leaves),
             frozenset(copies[n] for n in self.activations),
             frozenset(copies[n] for n in self.overwritten),
             self.num_fwd_outputs,
@@ -60,6 +60,6 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(n for n in found if isinstance(n, fx.Node) and n.op == "placeholder")
 
 
-def inputs_among(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
+def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
     """Those of `nodes` that are the inputs `indices` of the Dynamo graph."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

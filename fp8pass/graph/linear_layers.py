@@ -36,19 +36,19 @@ from fp8pass import compat, graph
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import BATCHED, GROUPED, Kind, kind
+from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS, Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
 from fp8pass.graph.output_heads import (
+    find_logit_gemms,
+    find_router_gemms,
     fused_gradients,
     has_head_name,
     is_tied_to_embedding,
-    logits,
-    routers,
 )
-from fp8pass.graph.tags import ADDED
+from fp8pass.graph.tags import ADDED_BY_PASS
 from fp8pass.plan import Linear
 
 # A weight that its user could make a parameter.
@@ -108,7 +108,7 @@ class Layer:
         return graph.module_path(self.forward)
 
     @property
-    def why_none(self) -> Reason:
+    def why_not_linear(self) -> Reason:
         """Why it is no linear layer; an empty reason where it is one."""
         return Reason(self.flaw, routine=self.flaw not in ("", NO_PARAMETER))
 
@@ -175,7 +175,7 @@ def parts_with_layers(
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
     """The linear layers of a graph and what comes close, with the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
-    of_heads, before_choice = logits(g) | fused_gradients(g).gemms, routers(g)
+    of_heads, before_choice = find_logit_gemms(g) | fused_gradients(g).gemms, find_router_gemms(g)
     layers: list[Layer] = []
     by_weight: dict[fx.Node, list[Layer]] = {}
     by_input: dict[fx.Node, list[Layer]] = {}
@@ -196,7 +196,7 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
         if known is None or gradient is None:
             continue
         forwards = differentiated.get(node.meta.get("seq_nr"), ())
-        dgrad_of = by_weight.get(graph.source(known), [])
+        dgrad_of = by_weight.get(graph.skip_views_and_casts(known), [])
         wgrad_of = [y for y in by_input.get(_elements(known), ()) if _is_wgrad(node, y)]
         for found, role in ((dgrad_of, "dgrad"), (wgrad_of, "wgrad")):
             if of := [y for y in found if not forwards or y.forward in forwards]:
@@ -209,10 +209,10 @@ def _multiplies_matrices(node: fx.Node) -> bool:
     """Whether a node is a GEMM of two matrices, or batches of them, that is not in FP8 already."""
     if node.op != "call_function" or kind(node) is not Kind.GEMM or node.target in OPERATORS:
         return False
-    return all(tensor(x).ndim >= 2 for x in node.args[first_operand(node) :][:2])  # type: ignore[arg-type]
+    return all(tensor(x).ndim >= 2 for x in node.args[first_factor_index(node) :][:2])  # type: ignore[arg-type]
 
 
-def first_operand(gemm: fx.Node) -> int:
+def first_factor_index(gemm: fx.Node) -> int:
     """The position of the first factor: what is added to the product comes before it."""
     return 1 if gemm.target in ADDING else 0
 
@@ -226,11 +226,11 @@ def _product_text(sizes: tuple[Any, ...]) -> str:
 
 def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | None:
     """The layer whose forward a GEMM is, by what its operands are computed from."""
-    a, b = operands_of(gemm)
+    a, b = gemm_operands(gemm)
     found = []
     for weight, other in ((b, a), (a, b)):
-        source = graph.source(weight)
-        flaw = _flaw(gemm, source, graph.source(other), facts, origins)
+        source = graph.skip_views_and_casts(weight)
+        flaw = _flaw(gemm, source, graph.skip_views_and_casts(other), facts, origins)
         if flaw is not None and tensor(source).ndim >= 2:
             inward, outward = (-2, -1) if weight is b else (-1, -2)
             sizes, (*rows,) = tensor(weight).shape, tensor(other).shape
@@ -244,7 +244,9 @@ def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | Non
 def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
     """How many weights a GEMM has; 0 where there is one, or what is batched is no weight."""
     is_one = isinstance(batch, int) and batch == 1
-    several = gemm.target in GROUPED or (gemm.target in BATCHED and not is_one and not flaw)
+    several = gemm.target in GROUPED_GEMMS or (
+        gemm.target in BATCHED_GEMMS and not is_one and not flaw
+    )
     return compat.size_hint(batch) if several else 0
 
 
@@ -272,9 +274,9 @@ def _flaw(
     return "its weight is computed by a product of parameters" if is_matrix else None
 
 
-def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
+def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The operands of a GEMM, without the zeros that Inductor's pad_mm appends to a contraction."""
-    first = first_operand(gemm)
+    first = first_factor_index(gemm)
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
@@ -292,7 +294,7 @@ def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs
     """
     node = graph.emit(like.graph, target, *args, like=like, **kwargs)
     if target not in OPERATORS:
-        node.meta[ADDED] = True
+        node.meta[ADDED_BY_PASS] = True
     if compat.must_save(node):
         del node.meta["recompute"]
     return node
@@ -320,7 +322,7 @@ def _is_head(layer: Layer, of_heads: set[fx.Node]) -> bool:
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
     """The operand known since the forward, and the one that is a gradient."""
-    a, b = operands_of(gemm)
+    a, b = gemm_operands(gemm)
     if (a in backward) == (b in backward):
         return None, None
     return (b, a) if a in backward else (a, b)
@@ -331,8 +333,10 @@ def _elements(matrix: fx.Node) -> fx.Node:
 
     A matrix, or each of a batch.
     """
-    untransposed = graph.untransposed_matrices if tensor(matrix).ndim == 3 else graph.untransposed
-    return graph.root(_unpadded(untransposed(matrix)[0], dim=0))
+    untransposed = (
+        graph.skip_batched_transposes if tensor(matrix).ndim == 3 else graph.skip_transposes
+    )
+    return graph.skip_reshapes(_unpadded(untransposed(matrix)[0], dim=0))
 
 
 def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
@@ -348,7 +352,7 @@ def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
     return next((y for y in layers if y.module == path), layers[0])
 
 
-def why_not_of_this_size(out_features: Any, in_features: Any) -> str:
+def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
     """Why no product with a weight of these sizes runs in FP8, or should; '' where it may."""
     weight = f"weight {out_features}×{in_features}"
     if not (is_multiple_of_16(out_features) and is_multiple_of_16(in_features)):

@@ -48,7 +48,7 @@ SUMMED_OPERANDS: dict[Any, tuple[int, ...]] = {
 }
 
 
-def is_multiple(node: fx.Node, of: Callable[[Any], bool]) -> bool:
+def is_multiple_of_gradient(node: fx.Node, of: Callable[[Any], bool]) -> bool:
     """Whether a node is a multiple of a gradient, by those of its operands that are `of` it.
 
     All other operands must not depend on that gradient; `node` is known to.

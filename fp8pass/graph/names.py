@@ -14,7 +14,7 @@ from torch import fx
 from fp8pass.compat import is_operator
 from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.patterns import RESHAPES
-from fp8pass.graph.tags import ADDED, REPLACED
+from fp8pass.graph.tags import ADDED_BY_PASS, ORIGINAL_OPERATOR
 
 # Names that one line lists.
 LISTED = 3
@@ -95,11 +95,11 @@ def value_names(g: fx.Graph) -> dict[fx.Node, str]:
     for node in g.nodes:
         if value(node) is None:
             continue
-        if ADDED in node.meta and node.target in RESHAPES:
+        if ADDED_BY_PASS in node.meta and node.target in RESHAPES:
             names[node] = names[node.all_input_nodes[0]]
             continue
-        name = node.meta.get(REPLACED) or getattr(node.target, "__name__", node.target)
-        name = f"{name} for FP8" if ADDED in node.meta else name
+        name = node.meta.get(ORIGINAL_OPERATOR) or getattr(node.target, "__name__", node.target)
+        name = f"{name} for FP8" if ADDED_BY_PASS in node.meta else name
         prefix = f"{module_path(node)}:{node.op if node.op == 'placeholder' else name}"
         counts[prefix] = counts.get(prefix, -1) + 1
         names[node] = f"{prefix}:{counts[prefix]}"

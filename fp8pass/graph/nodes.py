@@ -57,7 +57,7 @@ def value(node: fx.Node) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
-def is_no_tensor(node: fx.Node) -> bool:
+def is_non_tensor(node: fx.Node) -> bool:
     """Whether a value is a size or an object: it costs nothing to hand to the backward."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
@@ -131,7 +131,7 @@ def operator_of(node: fx.Node) -> fx.Node:
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
 
 
-def copy_of(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:
+def copy_module(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:
     """A module of its own graph that shares everything else with `gm`.
 
     `copies` is filled with the copy of every node.

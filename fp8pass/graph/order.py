@@ -23,7 +23,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def behind(node: fx.Node) -> fx.Node:
+def insertion_point_after(node: fx.Node) -> fx.Node:
     """What comes behind `node`, and behind all inputs or results of one operator with it."""
     following = node.next
     while following.op == "placeholder" or (
@@ -42,7 +42,7 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
+def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
     """Whether one of `reads` is computed from one of `stored`, in a graph that is in order.
 
     Nothing behind the last of `reads` matters: the search stays where a kernel is.
@@ -61,7 +61,7 @@ def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
     return False
 
 
-def settle_around(kernel: fx.Node) -> None:
+def sort_around(kernel: fx.Node) -> None:
     """Move a new node behind its operands, and what uses its results behind it."""
     last = max(kernel.all_input_nodes, default=kernel)
     if kernel < last:
@@ -97,7 +97,7 @@ def sort_topologically(g: fx.Graph) -> None:
             previous.append(node)
 
 
-def settle(g: fx.Graph) -> None:
+def sort_and_prune(g: fx.Graph) -> None:
     """Bring a graph in order after nodes were put in place of others."""
     sort_topologically(g)
     g.eliminate_dead_code()

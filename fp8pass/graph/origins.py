@@ -8,7 +8,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.collectives import GATHER
+from fp8pass.graph.collectives import ALL_GATHER
 from fp8pass.graph.joint import JointFacts
 
 
@@ -68,7 +68,7 @@ class Origins:
                 pending += [n for n in current.all_input_nodes if n not in seen]
                 seen.update(current.all_input_nodes)
         elements = sum(graph.numel(graph.tensor(n)) for n in seen & self.weights)
-        elements += sum(_elements_of_others(n) for n in seen if graph.is_call(n, GATHER))
+        elements += sum(_elements_of_others(n) for n in seen if graph.is_call(n, ALL_GATHER))
         return elements >= graph.numel(graph.tensor(node))
 
 

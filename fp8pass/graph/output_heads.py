@@ -22,11 +22,11 @@ import torch
 from torch import fx, nn
 
 from fp8pass import graph
-from fp8pass.graph.classify import SELECTIONS, Kind, kind
+from fp8pass.graph.classify import PARTIAL_VIEWS, Kind, kind
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, value
 from fp8pass.graph.order import ancestors
-from fp8pass.graph.patterns import is_sum_of_alike, source
+from fp8pass.graph.patterns import is_same_shape_addition, skip_views_and_casts
 
 HEAD_NAMES = ("lm_head", "embed_out", "unembed")
 TOP_LEVEL_HEAD_NAMES = ("output",)
@@ -45,7 +45,9 @@ def has_head_name(path: str) -> bool:
     return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
 
 
-def is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...]) -> bool:
+def stays_in_high_precision(
+    path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...]
+) -> bool:
     """Whether a layer is skipped, or an output head as far as is known before a graph is traced.
 
     Heads have the `logits`' sizes, if not a head's name.
@@ -54,7 +56,7 @@ def is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[str, ...])
     return is_head or matching_pattern(path, skip) is not None
 
 
-def sizes_of_logits(model: nn.Module) -> tuple[int, int] | None:
+def largest_embedding_size(model: nn.Module) -> tuple[int, int] | None:
     """The sizes of the largest embedding, which an output head has, too."""
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
     return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
@@ -65,12 +67,12 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
     return any(user.target is aten.embedding.default for user in weight.users)
 
 
-def logits(g: fx.Graph) -> set[fx.Node]:
+def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
     """The GEMMs whose result a log-softmax of the forward reads."""
     return _gemms_before(g, LOG_SOFTMAX)
 
 
-def routers(g: fx.Graph) -> set[fx.Node]:
+def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
     """The GEMMs of whose result the forward takes the largest."""
     return _gemms_before(g, CHOICES)
 
@@ -91,7 +93,7 @@ class FusedGradients:
 def fused_gradients(g: fx.Graph) -> FusedGradients:
     """Find the gradients of output heads that the forward of a joint graph computes."""
     backward, found = graph.tangent_dependent(g), FusedGradients()
-    heads = logits(g)
+    heads = find_logit_gemms(g)
     origins = {head: {head} for head in heads}  # of a value between two GEMMs: the heads behind it
     for node in (n for n in g.nodes if n not in backward and n not in heads):
         behind = set[fx.Node]().union(*(origins.get(n, ()) for n in node.all_input_nodes))
@@ -111,9 +113,9 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
 
 def _whole(operand: fx.Node) -> fx.Node:
     """Return the tensor that an operand is a part of: heads may be computed in chunks."""
-    node = source(operand)
-    while node.target in SELECTIONS or graph.is_getitem(node):
-        node = source(node.all_input_nodes[0])
+    node = skip_views_and_casts(operand)
+    while node.target in PARTIAL_VIEWS or graph.is_getitem(node):
+        node = skip_views_and_casts(node.all_input_nodes[0])
     return node
 
 
@@ -137,7 +139,7 @@ def _gemms_before(g: fx.Graph, ends: Set[Any]) -> set[fx.Node]:
 
 def _joins_stream(node: fx.Node) -> bool:
     """Whether `node` adds a branch to the stream that the branch is computed from."""
-    if not is_sum_of_alike(node):
+    if not is_same_shape_addition(node):
         return False
     a, b = node.all_input_nodes
     (terms_a, behind_a), (terms_b, behind_b) = _terms(a), _terms(b)

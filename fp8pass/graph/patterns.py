@@ -52,7 +52,7 @@ def is_dequantized_saved_value(node: fx.Node) -> bool:
     return is_call(node, fp8.dequantize.default) and not quantization_of(node).is_for_operands
 
 
-def root(node: fx.Node) -> fx.Node:
+def skip_reshapes(node: fx.Node) -> fx.Node:
     """The node whose elements `node` holds, in the same order."""
     while _is_reshape(node):
         node = node.args[0]  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class ColumnSlice:
     columns: int
 
 
-def part_of_rows(node: fx.Node) -> ColumnSlice | None:
+def match_column_slice(node: fx.Node) -> ColumnSlice | None:
     """Which columns of which matrix a slice of the last dimension is; None for other nodes."""
     made: Any = node.args[0] if is_getitem(node) else node
     if value(node) is None or made.target not in _FIRST_COLUMNS or made.kwargs:
@@ -129,7 +129,7 @@ def filled_with(node: fx.Node) -> float | None:
     return 1.0 if node.target in ONES else None
 
 
-def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
+def skip_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     """A matrix and whether `node` is its transpose, looking through swaps of two dimensions."""
     flipped = False
     while _is_swap(node):
@@ -137,23 +137,25 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, flipped
 
 
-def source(node: fx.Node) -> fx.Node:
+def skip_views_and_casts(node: fx.Node) -> fx.Node:
     """The node that `node` is a view, transpose, cast or plain copy of."""
     through = CASTS | {aten.clone.default}
-    while _is_reshape(node) or node.target in through or _is_swap(node) or swaps_matrices(node):
+    while (
+        _is_reshape(node) or node.target in through or _is_swap(node) or is_batched_transpose(node)
+    ):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def untransposed_matrices(node: fx.Node) -> tuple[fx.Node, bool]:
+def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     """A batch of matrices and whether `node` has their transposes: `untransposed` of each."""
     flipped = False
-    while swaps_matrices(node):
+    while is_batched_transpose(node):
         node, flipped = node.args[0], not flipped  # type: ignore[assignment]
     return node, flipped
 
 
-def swaps_matrices(node: fx.Node) -> bool:
+def is_batched_transpose(node: fx.Node) -> bool:
     """Whether `node` transposes each matrix of a batch [E, M, N]."""
     if node.target not in (aten.permute.default, aten.transpose.int) or tensor(node).ndim != 3:
         return False
@@ -186,15 +188,17 @@ def is_residual_sum(node: fx.Node) -> bool:
 
     Terms have the shape of the sum: taking a maximum away, as softmax does, is something else.
     """
-    return is_sum_of_alike(node) and len(node.users) > 1 and _is_term(node)
+    return is_same_shape_addition(node) and len(node.users) > 1 and _is_term(node)
 
 
 def _is_term(node: fx.Node) -> bool:
     through = RESHAPES | CASTS
-    return any(is_sum_of_alike(u) or (u.target in through and _is_term(u)) for u in node.users)
+    return any(
+        is_same_shape_addition(u) or (u.target in through and _is_term(u)) for u in node.users
+    )
 
 
-def is_sum_of_alike(node: fx.Node) -> bool:
+def is_same_shape_addition(node: fx.Node) -> bool:
     """Whether `node` adds two values of its own shape, or takes one from the other."""
     if node.target not in ADDITIONS or len(node.all_input_nodes) != 2:
         return False

@@ -23,8 +23,8 @@ from fp8pass.graph.symbols import (
     UnitStep,
     clamped,
     compared,
+    elementwise,
     logarithm,
-    of_numbers,
     over,
     power,
     root,
@@ -56,46 +56,48 @@ _TANH = "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * sigmoid(2.0 * {0}) - 1.0)"
 
 POINTWISE: dict[Any, Meaning] = {
     # Arithmetic.
-    aten.add.Tensor: Meaning(of_numbers(lambda a, b: a + b), "{0} + {1}"),
-    aten.add.Scalar: Meaning(of_numbers(lambda a, b: a + b), "{0} + {1}"),
-    aten.sub.Tensor: Meaning(of_numbers(lambda a, b: a - b), "{0} - {1}"),
-    aten.sub.Scalar: Meaning(of_numbers(lambda a, b: a - b), "{0} - {1}"),
-    aten.rsub.Scalar: Meaning(of_numbers(lambda a, b: b - a), "{1} - {0}"),
-    aten.mul.Tensor: Meaning(of_numbers(lambda a, b: a * b), "{0} * {1}"),
-    aten.mul.Scalar: Meaning(of_numbers(lambda a, b: a * b), "{0} * {1}"),
-    aten.div.Tensor: Meaning(of_numbers(over), "{0} / {1}"),
-    aten.div.Scalar: Meaning(of_numbers(over), "{0} / {1}"),
-    aten.addcmul.default: Meaning(of_numbers(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
-    aten.reciprocal.default: Meaning(of_numbers(lambda a: over(sympy.Integer(1), a)), "1.0 / {0}"),
-    aten.neg.default: Meaning(of_numbers(lambda a: -a), "-{0}"),
-    aten.abs.default: Meaning(of_numbers(Magnitude), "tl.abs({0})"),
-    aten.sign.default: Meaning(of_numbers(Sign)),
+    aten.add.Tensor: Meaning(elementwise(lambda a, b: a + b), "{0} + {1}"),
+    aten.add.Scalar: Meaning(elementwise(lambda a, b: a + b), "{0} + {1}"),
+    aten.sub.Tensor: Meaning(elementwise(lambda a, b: a - b), "{0} - {1}"),
+    aten.sub.Scalar: Meaning(elementwise(lambda a, b: a - b), "{0} - {1}"),
+    aten.rsub.Scalar: Meaning(elementwise(lambda a, b: b - a), "{1} - {0}"),
+    aten.mul.Tensor: Meaning(elementwise(lambda a, b: a * b), "{0} * {1}"),
+    aten.mul.Scalar: Meaning(elementwise(lambda a, b: a * b), "{0} * {1}"),
+    aten.div.Tensor: Meaning(elementwise(over), "{0} / {1}"),
+    aten.div.Scalar: Meaning(elementwise(over), "{0} / {1}"),
+    aten.addcmul.default: Meaning(elementwise(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
+    aten.reciprocal.default: Meaning(elementwise(lambda a: over(sympy.Integer(1), a)), "1.0 / {0}"),
+    aten.neg.default: Meaning(elementwise(lambda a: -a), "-{0}"),
+    aten.abs.default: Meaning(elementwise(Magnitude), "tl.abs({0})"),
+    aten.sign.default: Meaning(elementwise(Sign)),
     # Powers, exponentials and their like.
     aten.pow.Tensor_Scalar: Meaning(power),  # in Triton: `POWERS`
-    aten.square.default: Meaning(of_numbers(lambda a: a**2), "{0} * {0}"),
-    aten.sqrt.default: Meaning(of_numbers(lambda a: root(a, 1)), "tl.sqrt({0})"),
-    aten.rsqrt.default: Meaning(of_numbers(lambda a: root(a, -1)), "tl.rsqrt({0})"),
-    aten.exp.default: Meaning(of_numbers(sympy.exp), "exp2({0} * 1.4426950408889634)"),
-    aten.exp2.default: Meaning(of_numbers(lambda a: sympy.exp(a * math.log(2))), "exp2({0})"),
-    aten.pow.Scalar: Meaning(of_numbers(lambda b, a: sympy.Pow(b, a))),
-    aten.sinh.default: Meaning(of_numbers(lambda a: (sympy.exp(a) - sympy.exp(-a)) / 2)),
-    aten.cosh.default: Meaning(of_numbers(lambda a: (sympy.exp(a) + sympy.exp(-a)) / 2)),
-    aten.expm1.default: Meaning(of_numbers(lambda a: sympy.exp(a) - 1)),
-    aten.log.default: Meaning(of_numbers(logarithm), "tl.log({0})"),
-    aten.log1p.default: Meaning(of_numbers(lambda a: logarithm(1 + a))),
+    aten.square.default: Meaning(elementwise(lambda a: a**2), "{0} * {0}"),
+    aten.sqrt.default: Meaning(elementwise(lambda a: root(a, 1)), "tl.sqrt({0})"),
+    aten.rsqrt.default: Meaning(elementwise(lambda a: root(a, -1)), "tl.rsqrt({0})"),
+    aten.exp.default: Meaning(elementwise(sympy.exp), "exp2({0} * 1.4426950408889634)"),
+    aten.exp2.default: Meaning(elementwise(lambda a: sympy.exp(a * math.log(2))), "exp2({0})"),
+    aten.pow.Scalar: Meaning(elementwise(lambda b, a: sympy.Pow(b, a))),
+    aten.sinh.default: Meaning(elementwise(lambda a: (sympy.exp(a) - sympy.exp(-a)) / 2)),
+    aten.cosh.default: Meaning(elementwise(lambda a: (sympy.exp(a) + sympy.exp(-a)) / 2)),
+    aten.expm1.default: Meaning(elementwise(lambda a: sympy.exp(a) - 1)),
+    aten.log.default: Meaning(elementwise(logarithm), "tl.log({0})"),
+    aten.log1p.default: Meaning(elementwise(lambda a: logarithm(1 + a))),
     aten.sin.default: Meaning(None, "tl.sin({0})"),
     aten.cos.default: Meaning(None, "tl.cos({0})"),
-    aten.erf.default: Meaning(of_numbers(sympy.erf), "tl.erf({0})"),
+    aten.erf.default: Meaning(elementwise(sympy.erf), "tl.erf({0})"),
     # Activations, and their gradients.
-    aten.sigmoid.default: Meaning(of_numbers(Sigmoid), "sigmoid({0})"),
-    aten.tanh.default: Meaning(of_numbers(sympy.tanh), _TANH),
-    aten.silu.default: Meaning(of_numbers(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
+    aten.sigmoid.default: Meaning(elementwise(Sigmoid), "sigmoid({0})"),
+    aten.tanh.default: Meaning(elementwise(sympy.tanh), _TANH),
+    aten.silu.default: Meaning(elementwise(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
     aten.relu.default: Meaning(
-        of_numbers(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"
+        elementwise(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"
     ),
-    aten.sigmoid_backward.default: Meaning(of_numbers(sigmoid_backward), "{0} * {1} * (1.0 - {1})"),
-    aten.tanh_backward.default: Meaning(of_numbers(tanh_backward), "{0} * (1.0 - {1} * {1})"),
-    aten.silu_backward.default: Meaning(of_numbers(silu_backward), _SILU_BACKWARD),
+    aten.sigmoid_backward.default: Meaning(
+        elementwise(sigmoid_backward), "{0} * {1} * (1.0 - {1})"
+    ),
+    aten.tanh_backward.default: Meaning(elementwise(tanh_backward), "{0} * (1.0 - {1} * {1})"),
+    aten.silu_backward.default: Meaning(elementwise(silu_backward), _SILU_BACKWARD),
     aten.threshold_backward.default: Meaning(threshold_backward, "tl.where({1} <= {2}, 0.0, {0})"),
     aten.gelu_backward.default: Meaning(),
     aten.hardtanh_backward.default: Meaning(),
@@ -111,9 +113,9 @@ POINTWISE: dict[Any, Meaning] = {
     aten.ge.Tensor: Meaning(compared(1, or_equal=True), "{0} >= {1}"),
     aten.lt.Tensor: Meaning(compared(-1), "{0} < {1}"),
     aten.le.Tensor: Meaning(compared(-1, or_equal=True), "{0} <= {1}"),
-    aten.logical_and.default: Meaning(of_numbers(lambda a, b: a * b)),
-    aten.logical_or.default: Meaning(of_numbers(lambda a, b: a + b - a * b)),
-    aten.logical_not.default: Meaning(of_numbers(lambda a: 1 - a)),
+    aten.logical_and.default: Meaning(elementwise(lambda a, b: a * b)),
+    aten.logical_or.default: Meaning(elementwise(lambda a, b: a + b - a * b)),
+    aten.logical_not.default: Meaning(elementwise(lambda a: 1 - a)),
     aten.clamp_min.default: Meaning(clamped(1), "largest({0}, {1})"),
     aten.clamp_max.default: Meaning(clamped(-1), "smallest({0}, {1})"),
     aten.maximum.default: Meaning(clamped(1), "largest({0}, {1})"),
@@ -129,7 +131,7 @@ POINTWISE: dict[Any, Meaning] = {
     **dict.fromkeys(compat.seeded_random_ops(), Meaning()),
 }
 if hasattr(prims, "fma"):  # not in every PyTorch
-    POINTWISE[prims.fma.default] = Meaning(of_numbers(lambda a, b, c: a * b + c))
+    POINTWISE[prims.fma.default] = Meaning(elementwise(lambda a, b, c: a * b + c))
 
 # Triton of `aten.pow.Tensor_Scalar`, by exponent.
 POWERS: dict[float, str] = {
@@ -142,7 +144,9 @@ POWERS: dict[float, str] = {
 }
 
 # Triton of every operator that always has the same, by name.
-TRITON: dict[str, str] = {str(op): row.triton for op, row in POINTWISE.items() if row.triton}
+TRITON_TEMPLATES: dict[str, str] = {
+    str(op): row.triton for op, row in POINTWISE.items() if row.triton
+}
 
 
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
@@ -156,7 +160,7 @@ def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
         return None
     if target == str(aten.pow.Tensor_Scalar):
         return POWERS.get(arguments[1])
-    template = TRITON.get(target, "")
+    template = TRITON_TEMPLATES.get(target, "")
     takes_as_many = f"{{{len(arguments) - 1}}}" in template
     takes_more = f"{{{len(arguments)}}}" in template
     return template if takes_as_many and not takes_more else None

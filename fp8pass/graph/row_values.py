@@ -19,10 +19,10 @@ from fp8pass import compat, graph
 from fp8pass.graph.nodes import aten, emit, tensor
 
 # On a node outside of a part: that it is what a gradient from outside would be, were that one.
-FROM_TANGENTS = "fp8pass_from_tangents"
+UNIT_TANGENT = "fp8pass_from_tangents"
 
 
-class NotByRows(Exception):
+class NotRowwise(Exception):
     """Part of a graph cannot be computed row by row; the message says why, after "because"."""
 
 
@@ -132,7 +132,7 @@ class RowGraph:
         """How a value has rows."""
         found = self._form_of(tuple(tensor(node).shape))
         if found is None:
-            raise NotByRows(f"{named(node)} needs all tokens")
+            raise NotRowwise(f"{named(node)} needs all tokens")
         return found
 
     def _form_of(self, shape: tuple[Any, ...]) -> Form | None:
@@ -150,7 +150,7 @@ class RowGraph:
         form, shape = self.form(node), tuple(tensor(node).shape)
         rest = shape[form.dims :]
         if not all(isinstance(size, int) for size in rest):
-            raise NotByRows(f"{named(node)} has sizes that vary besides the number of tokens")
+            raise NotRowwise(f"{named(node)} has sizes that vary besides the number of tokens")
         return form, shape[: form.dims], rest
 
     # Operands.
@@ -160,7 +160,7 @@ class RowGraph:
         if operand in self._written:
             written = self._written[operand]
             if written in self._shared:
-                raise NotByRows(f"{named(operand)} has one result for all tokens")
+                raise NotRowwise(f"{named(operand)} has one result for all tokens")
             return written
         self._require_outside(operand)
         form, lead, rest = self._split(operand)
@@ -171,14 +171,14 @@ class RowGraph:
         if not isinstance(operand, fx.Node):
             return operand
         if graph.value(operand) is None:
-            raise NotByRows(f"{named(node)} computes with what is no tensor")
+            raise NotRowwise(f"{named(node)} computes with what is no tensor")
         form, lead, rest = self._split(node)
         if operand in self._written:
             written = self._written[operand]
             if written not in self._shared:
                 same = self.form(operand).shifted == form.shifted
                 if not same or tensor(written).ndim != 1 + len(rest):
-                    raise NotByRows(f"{named(node)} moves tokens to other places")
+                    raise NotRowwise(f"{named(node)} moves tokens to other places")
             return written
         self._require_outside(operand)
         shape = tuple(tensor(operand).shape)
@@ -189,10 +189,10 @@ class RowGraph:
 
     def _require_outside(self, operand: fx.Node) -> None:
         if operand in self._part:
-            raise NotByRows(f"{named(operand)} needs all tokens")
+            raise NotRowwise(f"{named(operand)} needs all tokens")
 
     def _shared_input(self, operand: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
-        base, flipped = graph.untransposed(operand)
+        base, flipped = graph.skip_transposes(operand)
         if base is not operand:  # one input for a weight and its transpose
             x = self._shared_input(base, tuple(tensor(base).shape))
             return self._emit(aten.permute.default, x, [1, 0], like=operand) if flipped else x
@@ -238,7 +238,7 @@ class RowGraph:
 
     def _placeholder(self, source: fx.Node, fake: torch.Tensor) -> fx.Node:
         # A gradient from outside is what a joint graph calls one: passes on bodies look for it.
-        prefix = "tangents" if source.meta.get(FROM_TANGENTS) else "primals"
+        prefix = "tangents" if source.meta.get(UNIT_TANGENT) else "primals"
         number = len(self.row_inputs) + len(self.shared_inputs) + 1
         with self.body.inserting_before(_first_computation(self.body)):
             node = self.body.placeholder(f"{prefix}_{number}")
@@ -247,7 +247,7 @@ class RowGraph:
 
     def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         if any(n.graph is not self.body for n in _nodes((args, kwargs))):
-            raise NotByRows(f"{named(like)} depends on sizes that vary")
+            raise NotRowwise(f"{named(like)} depends on sizes that vary")
         node = emit(self.body, target, *args, like=like, **kwargs)
         operands = node.all_input_nodes
         if operands and all(operand in self._shared for operand in operands):
@@ -261,7 +261,7 @@ class RowGraph:
     ) -> None:
         shift = Shift(lead, dim, *_left_out(start, end, lead[dim]))
         if self.shift is not None and str(self.shift) != str(shift):
-            raise NotByRows("the loss shifts tokens in two ways")
+            raise NotRowwise("the loss shifts tokens in two ways")
         self.shift = shift
 
     def _left_rows(self, node: fx.Node, ndim: int) -> fx.Node:
@@ -297,13 +297,13 @@ class RowGraph:
         dims = self.form(x).dims
         shapes = (tensor(n).shape[:dims] for n in (x, other))
         if not _same_shape(*shapes):
-            raise NotByRows(f"{named(other)} has tokens in other places than {named(x)}")
+            raise NotRowwise(f"{named(other)} has tokens in other places than {named(x)}")
 
     def _dim_of_row(self, x: Any, dim: Any) -> int:
         form = self.form(x)
         dim = dim % tensor(x).ndim
         if dim < form.dims:
-            raise NotByRows(f"the result of {named(x)} is read across tokens")
+            raise NotRowwise(f"the result of {named(x)} is read across tokens")
         return int(dim - form.dims + 1)
 
 
@@ -326,7 +326,7 @@ def _left_out(start: Any, end: Any, size: Any) -> tuple[int, int]:
     first = 0 if start is None else start
     last = 0 if end is None or end == torch.iinfo(torch.int64).max else end
     if not (isinstance(first, int) and isinstance(last, int) and first >= 0 >= last):
-        raise NotByRows("the loss shifts tokens by a number that varies")
+        raise NotRowwise("the loss shifts tokens by a number that varies")
     return first, -last
 
 

@@ -16,10 +16,10 @@ from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.quantization import ROW, TENSOR, Quantization, parse, parse_block
 from fp8pass.graph.classify import VIEWS
-from fp8pass.graph.collectives import GATHER, WAIT
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.linear_layers import is_multiple_of_16
 from fp8pass.graph.nodes import aten
-from fp8pass.graph.tags import CARRIES
+from fp8pass.graph.tags import COPIED_VALUE
 from fp8pass.runtime.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
@@ -30,7 +30,7 @@ _NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 
 # What is between a matrix and the part of it that a rank sends, or tokens that are permuted.
 _ON_THE_WIRE = {
-    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT, GATHER, aten.index.Tensor),
+    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default}),
 }
 
@@ -198,7 +198,7 @@ def _verify_operand(node: fx.Node, data: fx.Node, scale: Any, how: Quantization)
     _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
     own_scale = quantized.args[1]
     if how.is_in_groups and data is not codes:
-        scale = graph.untransposed(scale)[0]
+        scale = graph.skip_transposes(scale)[0]
     same = _is_same(own_scale, scale)
     same = same or (quantized is not codes and _is_gathered(own_scale, scale))
     _require(same, node, f"{data} was quantized with another scale")
@@ -359,7 +359,7 @@ def _is_same(x: object, y: object) -> bool:
     """Whether two values are one node, or copies that a recomputation made."""
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
-    return x.meta.get(CARRIES, x.name) == y.meta.get(CARRIES, y.name)
+    return x.meta.get(COPIED_VALUE, x.name) == y.meta.get(COPIED_VALUE, y.name)
 
 
 def _is_gathered(own: Any, scale: Any) -> bool:

@@ -90,7 +90,7 @@ class Sigmoid(sympy.Function):
 
 
 # How the functions above and sympy's evaluate on tensors.
-TORCH: dict[str, Any] = {
+TORCH_FUNCTIONS: dict[str, Any] = {
     "UnitStep": lambda x: (x > 0).to(x.dtype),
     "Sign": torch.sign,
     "Where": lambda c, a, b: torch.where(c > 0.5, a, b),
@@ -125,7 +125,7 @@ def number(x: Operand | float | int) -> Expr:
     return exact if exact.q <= 1 << 10 else sympy.Float(x)
 
 
-def of_numbers(function: Callable[..., Expr]) -> Formula:
+def elementwise(function: Callable[..., Expr]) -> Formula:
     """The formula of an operator that is a function of numbers.
 
     `alpha`, which sums and differences take, multiplies the second operand.

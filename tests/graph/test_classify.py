@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass.graph.classify import attention_output, is_mask
+from fp8pass.graph.classify import attention_output, is_attention_mask
 
 aten = torch.ops.aten
 
@@ -17,13 +17,13 @@ def test_masks_of_attention():
     q, k, v, mask, dy, lse = (g.placeholder(name) for name in ("q", "k", "v", "mask", "dy", "lse"))
     forward = aten._scaled_dot_product_efficient_attention.default
     y = g.call_function(forward, (q, k, v, None, True))
-    assert not any(map(is_mask, (q, k, v, mask)))
+    assert not any(map(is_attention_mask, (q, k, v, mask)))
     backward = aten._scaled_dot_product_efficient_attention_backward.default
     saved = (y, lse, None, None, 0.0, [True] * 4)
     g.call_function(backward, (dy, q, k, v, mask, *saved))
-    assert is_mask(mask)
-    assert not any(map(is_mask, (q, k, v, dy, lse)))
-    assert not is_mask(g.placeholder("other"))
+    assert is_attention_mask(mask)
+    assert not any(map(is_attention_mask, (q, k, v, dy, lse)))
+    assert not is_attention_mask(g.placeholder("other"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass.graph.order import depends, settle_around, sort_topologically
+from fp8pass.graph.order import depends_on, sort_around, sort_topologically
 
 
 def test_kernels_do_not_need_each_other():
@@ -34,11 +34,11 @@ def test_a_new_node_between_its_operands_and_what_uses_it():
     operand = g.call_function(torch.abs, (apart,))
     g.output((follows, operand))
     new.args = (operand,)
-    settle_around(new)
+    sort_around(new)
     g.lint()
     assert list(g.nodes)[:-1] == [x, apart, operand, new, early, follows]
-    assert depends([follows], [apart])
-    assert not depends([apart, operand], [new])
+    assert depends_on([follows], [apart])
+    assert not depends_on([apart, operand], [new])
 
 
 def test_nothing_behind_is_searched():
@@ -49,6 +49,6 @@ def test_nothing_behind_is_searched():
         chain.append(g.call_function(torch.neg, (chain[-1],)))
     g.output(chain[-1])
     with Profile() as profile:
-        assert depends([chain[3]], [chain[1]])
-        assert not depends([chain[3]], [chain[3]])
+        assert depends_on([chain[3]], [chain[1]])
+        assert not depends_on([chain[3]], [chain[3]])
     assert sum(entry.callcount for entry in profile.getstats()) < 100

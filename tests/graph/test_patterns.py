@@ -40,7 +40,7 @@ def last(function) -> torch.fx.Node:
 @pytest.mark.parametrize("case", PARTS)
 def test_parts_of_rows(case):
     function, (width, offset, columns) = PARTS[case]
-    part = graph.part_of_rows(last(function))
+    part = graph.match_column_slice(last(function))
     assert (part.width, part.offset, part.columns) == (width, offset, columns)
     x = torch.arange(2 * 12 * 64).view(2, 12, 64)
     whole = x.view(part.whole.meta["val"].shape)
@@ -49,4 +49,4 @@ def test_parts_of_rows(case):
 
 @pytest.mark.parametrize("case", NO_PARTS)
 def test_what_is_no_part(case):
-    assert graph.part_of_rows(last(NO_PARTS[case])) is None
+    assert graph.match_column_slice(last(NO_PARTS[case])) is None

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from fp8pass import compat
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.pointwise import POINTWISE, POWERS, TRITON, triton_template
-from fp8pass.graph.symbols import TORCH, Operand, Underivable, of_numbers
+from fp8pass.graph.pointwise import POINTWISE, POWERS, TRITON_TEMPLATES, triton_template
+from fp8pass.graph.symbols import TORCH_FUNCTIONS, Operand, Underivable, elementwise
 
 aten = torch.ops.aten
 OPERATORS = sorted(POINTWISE, key=str)
@@ -72,13 +72,15 @@ def test_formula_is_what_pytorch_computes(op):
     symbols, formula = formula_of(op, positive=positive)
     tensors = samples(op, positive=positive)
     want = op(*arguments_of(op, tensors)).double()
-    got = sympy.lambdify(symbols, formula, modules=[TORCH])(*(x.double() for x in tensors))
+    got = sympy.lambdify(symbols, formula, modules=[TORCH_FUNCTIONS])(
+        *(x.double() for x in tensors)
+    )
     torch.testing.assert_close(got, want)
 
 
 def test_arguments_that_a_formula_does_not_know_are_refused():
     x = Operand(sympy.Symbol("x"))
-    assert of_numbers(lambda a, b: a + b)(x, x, alpha=3) == 4 * x.symbol
+    assert elementwise(lambda a, b: a + b)(x, x, alpha=3) == 4 * x.symbol
     with pytest.raises(Underivable, match="value"):
         POINTWISE[aten.addcmul.default].formula(x, x, x, value=2)
 
@@ -91,4 +93,4 @@ def test_kernels_compute_calls_with_all_arguments():
     assert triton_template("aten.pow.Tensor_Scalar", ("x", 2)) == POWERS[2.0]
     assert triton_template("aten.pow.Tensor_Scalar", ("x", 2.5)) is None
     assert triton_template("aten.gelu.default", ("x",)) is None
-    assert TRITON.keys() <= {str(op) for op in POINTWISE}
+    assert TRITON_TEMPLATES.keys() <= {str(op) for op in POINTWISE}
