@@ -24,13 +24,13 @@ MAX_LISTED = 3
 _ROOT = re.compile(r"L\['(?:self|fn|mod|model_)'\]|L\['args'\]\[0\]")
 # A closure variable of the traced function.
 _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
-# Attributes on the way to a module that do not occur in its name in a checkpoint. `clean_path` also
+# Attributes on the way to a module that are not in its name in a checkpoint. `clean_path` also
 # drops names like `__dict__`, which occur if a module defines `__getattr__`.
 _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def matching_pattern(path: str, patterns: tuple[str, ...]) -> str | None:
-    """Return the first pattern that matches a module path, a parent's path, or a suffix of these."""
+    """Return the first pattern that matches a path, a parent of it, or a suffix of either."""
     return next((p for p in patterns if _matches(path, p)), None)
 
 
@@ -38,7 +38,7 @@ def _matches(path: str, pattern: str) -> bool:
     if f".{pattern}." in f".{path}.":
         return True
     if not any(c in pattern for c in "*?["):
-        return False  # plain paths are common, and fnmatch is slow for hundreds of them
+        return False  # fnmatch is slow for hundreds of plain paths
     forms = (f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*"))
     return any(fnmatch.fnmatchcase(path, form) for form in forms)
 
@@ -46,7 +46,7 @@ def _matches(path: str, pattern: str) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[str, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of `names`, the names of a graph's `what`."""
+    """Warn about patterns of an option that match none of the graph's `names` of `what`."""
     for pattern in patterns if names else ():
         if not any(_matches(name, pattern) for name in names):
             nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)

@@ -89,18 +89,18 @@ def test_layers_that_win_are_silent_and_estimated_as_measured(models, name):
     case = next(c for c in models.layer.CASES if c.name == name)
     size = case.hidden, case.heads, case.ffn, case.batch, case.seq
     found = decoder(models.models, *size)
-    saved = 1e3 * gain.gain(found, GPUS["H200"]).saved
+    saved = 1e3 * gain.estimate_gain(found, GPUS["H200"]).saved
     assert saved == pytest.approx(measured("layer", name)["fp8pass coat"], rel=0.35)
-    assert not gain.doubt(found, CUDA)
+    assert not gain.slowdown_warning(found, CUDA)
 
 
 @pytest.mark.long
 def test_gpt2_breaks_even_and_is_doubted(models):
     found = gpt(models.gpt2)
-    saved = 1e3 * gain.gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
+    saved = 1e3 * gain.estimate_gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
     of = measured("gpt2")
     assert of["fp8pass linear"] < saved < of["fp8pass coat"] + 1
-    said = gain.doubt(found, CUDA)
+    said = gain.slowdown_warning(found, CUDA)
     assert "FP8 is expected to take " in said  # on an H100, whose memory is slower
     assert f"that 8 linear layers take in BF16 on {H100}" in said
     assert "such as blocks.0.out (768 → 768)" in said
@@ -108,16 +108,18 @@ def test_gpt2_breaks_even_and_is_doubted(models):
 
 def test_what_an_h200_saves(models, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.doubt(gpt(models.gpt2), CUDA)
+    assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.slowdown_warning(
+        gpt(models.gpt2), CUDA
+    )
 
 
 def test_large_layers_win_on_every_gpu(models):
     found = decoder(models.models, 4096, 32, 11008, batch=1, seq=8192)
-    assert all(gain.gain(found, gpu).is_clear for gpu in GPUS.values())
+    assert all(gain.estimate_gain(found, gpu).is_clear for gpu in GPUS.values())
 
 
 def test_few_rows_are_doubted(models):
-    assert gain.doubt(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
+    assert gain.slowdown_warning(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
 
 
 def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
@@ -128,21 +130,21 @@ def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
 
 def test_nothing_is_said_of_other_devices_and_gpus(monkeypatch):
     found = small()
-    assert gain.doubt(found, CUDA)
-    assert not gain.doubt(found, torch.device("cpu"))
-    assert not gain.doubt(found, None)
+    assert gain.slowdown_warning(found, CUDA)
+    assert not gain.slowdown_warning(found, torch.device("cpu"))
+    assert not gain.slowdown_warning(found, None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA of tomorrow")
-    assert not gain.doubt(found, CUDA)
+    assert not gain.slowdown_warning(found, CUDA)
 
 
 @pytest.mark.parametrize("config", [Config(skip="*"), Config.recipe("exact")])
 def test_nothing_is_said_where_nothing_is_in_fp8(config):
-    assert not gain.doubt(small(config=config), CUDA)
+    assert not gain.slowdown_warning(small(config=config), CUDA)
 
 
 def test_products_in_fp32_are_not_doubted():
     """They would not be in BF16 without FP8."""
-    assert not gain.doubt(small(torch.float32), CUDA)
+    assert not gain.slowdown_warning(small(torch.float32), CUDA)
 
 
 class Head(nn.Module):
@@ -178,7 +180,11 @@ def test_known_gpus():
 
 def as_on_a_gpu(monkeypatch, module):
     """What is said of a model on the CPU is what would be of one on a GPU."""
-    monkeypatch.setattr(module, "doubt", lambda plans, device: gain.doubt(plans, device and CUDA))
+    monkeypatch.setattr(
+        module,
+        "slowdown_warning",
+        lambda plans, device: gain.slowdown_warning(plans, device and CUDA),
+    )
 
 
 def test_it_is_said_once_in_training_and_by_explain(monkeypatch, caplog):

@@ -8,7 +8,7 @@
 
 LLMQ section 3, "Chunking". All gradients come out in the forward, as if the gradient of the graph's
 result were 1: they are multiples of it, which is checked. The backward multiplies. Between the
-GEMM and the loss there may be anything that computes each token by itself (`graph/by_rows.py`):
+GEMM and the loss there may be anything that computes each token by itself (`graph/row_writer.py`):
 casts, a softcap, label smoothing, a z-loss, a shift by one token. It is the same arithmetic, token
 by token; only the weight's gradient is added up chunk by chunk, as it is over micro-batches: in the
 weight's dtype.
@@ -28,14 +28,14 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.by_rows import ChunkWriter
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.multiples import is_multiple_of_gradient
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.order import ancestors
 from fp8pass.graph.output_heads import find_logit_gemms
-from fp8pass.graph.row_values import UNIT_TANGENT, NotRowwise
+from fp8pass.graph.row_graph import UNIT_TANGENT, NotRowwise
+from fp8pass.graph.row_writer import ChunkWriter
 from fp8pass.passes.context import Context
 from fp8pass.plan import Head
 
@@ -185,7 +185,7 @@ class Chunking:
         call = self._call(rows, sums)
         for i, node in enumerate((*rows, *sums)):
             new = self._emit(operator.getitem, call, i)
-            new = new if node in self.writer.sums else self.writer.restored(node, new)
+            new = new if node in self.writer.sums else self.writer.restore(node, new)
             if node in self.backward:
                 assert tangent is not None
                 with self.gm.graph.inserting_before(self.head):
