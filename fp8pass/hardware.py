@@ -165,7 +165,7 @@ REFERENCE = "H200"
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the GPU whose name a device name contains, for example `NVIDIA H100 80GB HBM3`."""
+    """Return the GPU of a device name, for example `NVIDIA H100 80GB HBM3`."""
     return next((gpu for key, gpu in GPUS.items() if normalize(key) in normalize(name)), None)
 
 

@@ -62,7 +62,7 @@ def starts_communication(node: fx.Node) -> bool:
 def remove_unused(g: fx.Graph) -> None:
     """Remove unused nodes, including collectives, which FX keeps as side effects.
 
-    All ranks have the same graph, so no rank waits for a collective that another one removed.
+    All ranks have the same graph, and so remove the same collectives.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 
@@ -96,5 +96,5 @@ def _concatenation_of(split: fx.Node, ranks: Any) -> fx.Node | None:
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
-    """Return an argument whose default is 0."""
+    """Return an argument by position or name; the default is 0."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)

@@ -17,8 +17,8 @@ parameters (low-rank, orthogonal); the weight is a buffer or a constant (a Fouri
 graph's Laplacian, a rotation); or both operands are parameters (an orthogonality penalty, learned
 queries). Other GEMMs are not listed.
 
-A GEMM of the backward belongs to the layer whose autograd step (`seq_nr`) it differentiates. Where
-that is unknown, data flow decides, and module paths decide between layers with a shared input.
+A GEMM of the backward belongs to the layer with the same autograd step (`seq_nr`). Where that is
+unknown, data flow decides, and module paths decide between layers with a shared input.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Layer:
         input: the other operand of the forward.
         forward: the GEMM of the forward.
         in_features, out_features: the sizes of the weight.
-        rows: sizes whose product is the number of rows of the input.
+        rows: the leading sizes of the input; their product is the number of rows.
         flaw: why it is not activation × weight; '' for a linear layer.
         experts: the number of weights, if each row of the input uses one of several; else 0.
         is_head: whether it computes logits (`output_heads.py`).

@@ -58,7 +58,7 @@ def value(node: fx.Node) -> torch.Tensor | None:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """Return the fake tensor of a node whose value must be a tensor."""
+    """Return the fake tensor of a node. The value must be a tensor."""
     val = value(node)
     assert val is not None, f"{node} is not a tensor"
     return val
@@ -124,7 +124,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def operator_of(node: fx.Node) -> fx.Node:
-    """Return the operator whose result a getitem selects; for other nodes, the node itself."""
+    """Return the operator behind a getitem, and any other node itself."""
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
 
 

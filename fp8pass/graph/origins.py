@@ -14,7 +14,7 @@ from fp8pass.graph.joint import JointFacts
 
 @dataclass(frozen=True)
 class Origins:
-    """The nodes of a forward that do not depend on the data. All others are activations.
+    """The nodes of a forward that do not depend on the data. All other nodes are activations.
 
     Attributes:
         weights: the parameters.

@@ -69,12 +69,12 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
 
 
 def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs whose result a log-softmax of the forward reads."""
+    """Return the GEMMs before the log-softmaxes of the forward."""
     return _gemms_before(g, LOG_SOFTMAX)
 
 
 def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs whose result a top-k or argmax of the forward reads."""
+    """Return the GEMMs before the top-k and argmax operators of the forward."""
     return _gemms_before(g, ROUTER_CHOICES)
 
 
@@ -105,7 +105,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
     """Find the gradients of output heads that the forward of a joint graph computes."""
     backward, found = graph.tangent_dependent(g), FusedGradients()
     heads = find_logit_gemms(g)
-    heads_of = {head: {head} for head in heads}  # the heads whose logits a value depends on
+    heads_of = {head: {head} for head in heads}  # of each value that depends on logits
     for node in (n for n in g.nodes if n not in backward and n not in heads):
         sources = set[fx.Node]().union(*(heads_of.get(n, ()) for n in node.all_input_nodes))
         if kind(node) is Kind.GEMM:

@@ -202,7 +202,7 @@ def is_same_shape_addition(node: fx.Node) -> bool:
     if node.target not in ADDITIONS or len(node.all_input_nodes) != 2:
         return False
     values = [value(n) for n in (node, *node.all_input_nodes)]
-    shapes = [shape_text(x) for x in values if x is not None]  # a symbolic scalar has none
+    shapes = [shape_text(x) for x in values if x is not None]  # a symbolic scalar has no shape
     return len(shapes) == 3 and len(set(shapes)) == 1
 
 

@@ -1,7 +1,7 @@
 """Pointwise operators: one row for each, with its value in sympy and in Triton.
 
 An operator without a formula has no error rule yet, and an operator without Triton has no fused
-kernel yet. All operators in the table are pointwise, even those that PyTorch does not tag as such.
+kernel yet. PyTorch does not tag all of them as pointwise, but `classify.py` does.
 """
 
 from __future__ import annotations

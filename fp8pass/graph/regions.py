@@ -1,7 +1,7 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
 Dynamo traces equal regions once, and calls that graph with the parameters of each region. The graph
-does not show which inputs are parameters, and its module paths are those of the first region.
+does not show which inputs are parameters, and it has the module paths of the first region.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STACK = "nn_module_stack"
 
 @dataclass(frozen=True)
 class Renaming:
-    """Renames module paths of the first region to those of another region with the same graph.
+    """Renames module paths of the first region to the paths of another region with the same graph.
 
     Attributes:
         prefixes: pairs of an old and a new prefix, split at the dots, the longest first.

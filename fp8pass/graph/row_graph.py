@@ -111,7 +111,7 @@ class RowGraph:
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Add the output, and return the values to pass: those with rows, and the shared ones."""
+        """Add the output. Return the values to pass: first with rows, then shared."""
         rows, shared = self.row_inputs, self.shared_inputs
         for placeholder in reversed([*rows.values(), *shared.values()]):
             next(iter(self.body.nodes)).prepend(placeholder)

@@ -32,7 +32,7 @@ log = logging.getLogger("fp8pass")
 
 # Sums over rows can be added up over chunks. Other reductions over rows cannot.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
-# Reductions whose second argument lists the reduced dimensions.
+# Reductions with the reduced dimensions as second argument.
 ROW_REDUCTIONS = SUM_OPERATORS | {
     aten.mean.dim,
     aten.amax.default,

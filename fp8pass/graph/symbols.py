@@ -2,8 +2,8 @@
 
 A formula takes the arguments of an operator, with an `Operand` for each tensor, and returns the
 sympy expression of one element. It raises `Underivable` where a relative perturbation of an operand
-has no bounded effect: at a division by a number that may vanish. Comparisons are written as they
-are; `error_analysis/jumps.py` decides whether the result jumps at one.
+has no bounded effect: at a division by a number that may vanish. Comparisons are allowed;
+`error_analysis/jumps.py` decides whether the result jumps there.
 """
 
 from __future__ import annotations

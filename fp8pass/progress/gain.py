@@ -23,7 +23,7 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# A smaller share of the GEMMs' time may be lost elsewhere: between the cases above.
+# FP8 may be slower if it saves a smaller share of the GEMMs' time: between the two cases above.
 CLEAR_SHARE = 0.15
 
 
@@ -61,7 +61,7 @@ def slowdown_warning(plans: Sequence[Plan], device: torch.device | None) -> str:
 
     Args:
         plans: the plans of all graphs, once for each run.
-        device: the device of the model. There is no warning for a GPU with unknown rates.
+        device: the device of the model. GPUs with unknown rates get no warning.
     """
     if device is None or device.type != "cuda":
         return ""
