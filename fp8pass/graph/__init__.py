@@ -14,7 +14,6 @@ collectives.py     collectives; all-gathers and the tensors that they gather
 origins.py         values that depend on the data, on parameters or on constants
 output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
-called_graphs.py   linear layers in graphs that torch.cond and similar operators call
 chunks.py          subgraphs that run on chunks of rows
 row_graph.py       the graph of such a chunk, and its inputs
 row_writer.py      writes that graph, operator by operator

@@ -171,6 +171,27 @@ def parts_with_layers(
     return parts
 
 
+def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[tuple[str, Layer]]:
+    """Yield the layers in graphs that operators of the forward call, with the operator's name.
+
+    These operators are `torch.cond`, `scan`, `while_loop` and `map`. The passes do not rewrite the
+    called graphs.
+    """
+    backward = graph.tangent_dependent(gm.graph)
+    for call in gm.graph.nodes:
+        if call in backward or not compat.calls_graphs(call):
+            continue
+        operands = [n for n in call.all_input_nodes if n.op != "get_attr"]
+        for reference in (n for n in call.all_input_nodes if n.op == "get_attr"):
+            called = getattr(gm, reference.target)
+            if isinstance(called, fx.GraphModule):
+                # The inputs of the called graph are the last operands of the call.
+                inputs = [n for n in called.graph.nodes if n.op == "placeholder"]
+                pairs = zip(reversed(inputs), reversed(operands), strict=False)
+                for layer in find_layers(called.graph, facts.map_to_subgraph(pairs)):
+                    yield graph.operator_name(call), layer
+
+
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
     """Return the linear layers of a graph, with flawed ones, and the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)

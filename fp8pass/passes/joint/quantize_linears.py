@@ -28,7 +28,6 @@ from torch import fx
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
-from fp8pass.graph.called_graphs import layers_in_called_graphs
 from fp8pass.graph.linear_layers import (
     GraphPart,
     Layer,
@@ -37,6 +36,7 @@ from fp8pass.graph.linear_layers import (
     gemm_operands,
     is_multiple_of_16,
     is_narrow,
+    layers_in_called_graphs,
     parts_with_layers,
     why_unsuitable_size,
 )
