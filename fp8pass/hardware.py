@@ -1,7 +1,4 @@
-"""Abilities of devices and rates of GPU models, and the time of some work by a roofline.
-
-Abilities are FP8 GEMMs, FP8 casts and Triton kernels.
-"""
+"""Which devices support FP8 GEMMs, FP8 casts and Triton kernels; rates of GPUs for a roofline."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from functools import cache
 import torch
 
 FP8_CAPABILITY = (8, 9)
-# Of `_scaled_grouped_mm` with scales by row.
+# The major compute capability of `_scaled_grouped_mm` with a scale for each row.
 GROUPED_CAPABILITY = 9
 
-# The rates of one GPU, in operations and bytes a second. A memory budget weighs operators against
-# each other with these: only their ratios matter, which differ little between GPUs.
+# The measured rates of one GPU, in operations and bytes per second. A memory budget compares
+# operators by these rates on every GPU: only their ratios matter, which differ little.
 RATES_OF = "NVIDIA H200"
 FP8_FLOPS = 1300e12
 BF16_FLOPS = 680e12
@@ -25,9 +22,9 @@ BANDWIDTH = 4.27e12
 
 
 def why_no_fp8_gemm(device: torch.device) -> str | None:
-    """The reason why `device` cannot run FP8 GEMMs, or None where it can.
+    """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    The CPU can: its reference kernels compute the same as tensor cores.
+    The CPU can: its reference kernels compute what tensor cores compute.
     """
     if device.type == "cpu":
         return None
@@ -41,7 +38,7 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, for which the driver is asked once."""
+    """Return the compute capability of a GPU. The driver is called once for each GPU."""
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -51,10 +48,10 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def why_no_grouped_gemm(device: torch.device) -> str | None:
-    """The reason why `device` cannot run FP8 GEMMs of experts, or None where it can."""
-    lacking = why_no_fp8_gemm(device)
-    if lacking or device.type == "cpu":
-        return lacking
+    """Return why `device` cannot run FP8 GEMMs of experts, or None if it can."""
+    reason = why_no_fp8_gemm(device)
+    if reason or device.type == "cpu":
+        return reason
     major, minor = capability_of(device)
     if major != GROUPED_CAPABILITY:
         name = torch.cuda.get_device_name(device)
@@ -63,7 +60,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:
-    """The reason why the Triton kernels of `codegen/` do not run on `device`, None if they do."""
+    """Return why the Triton kernels of `codegen/` do not run on `device`, or None if they do."""
     if device.type != "cuda":
         return "Triton kernels run on NVIDIA GPUs only"
     return why_no_fp8_gemm(device)
@@ -76,7 +73,7 @@ def has_fp8_casts(device: torch.device) -> bool:
 
 GIB = 1 << 30
 
-# What of a datasheet's operations and bytes a second an H200 reaches in a step of training.
+# The share of the datasheet's rates that an H200 reaches in a training step.
 FP8_SHARE = FP8_FLOPS / 1979e12
 BF16_SHARE = BF16_FLOPS / 989e12
 ATTENTION_SHARE = ATTENTION_FLOPS / 989e12
@@ -85,12 +82,12 @@ BANDWIDTH_SHARE = BANDWIDTH / 4.8e12
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU does.
+    """An amount of work for a GPU.
 
     Attributes:
         fp8_flops, bf16_flops: operations of GEMMs.
-        attention_flops: of attention.
-        bytes: moved by generated code between memory and the GPU.
+        attention_flops: operations of attention.
+        bytes: bytes that generated code reads and writes.
     """
 
     fp8_flops: float = 0.0
@@ -103,7 +100,7 @@ class Work:
         return Work(*(a + b for a, b in pairs))
 
     def times(self, count: float) -> Work:
-        """The same, `count` times."""
+        """Return `count` times this work."""
         return Work(*(count * x for x in vars(self).values()))
 
 
@@ -112,11 +109,11 @@ class Gpu:
     """A GPU with FP8 tensor cores.
 
     Attributes:
-        name: of the model.
-        memory: bytes.
-        fp8_flops, bf16_flops, attention_flops: operations a second that GEMMs and attention reach.
-        bandwidth: bytes a second between its memory and its processors.
-        link: bytes a second to the host, and as many from it at the same time.
+        name: the name of the model.
+        memory: the bytes of its memory.
+        fp8_flops, bf16_flops, attention_flops: operations per second of GEMMs and of attention.
+        bandwidth: bytes per second of its memory.
+        link: bytes per second to the host, with as many from the host at the same time.
     """
 
     name: str
@@ -128,7 +125,7 @@ class Gpu:
     link: float
 
     def seconds(self, work: Work) -> float:
-        """The time that some work takes by the roofline."""
+        """Return the time of some work by the roofline."""
         return (
             work.fp8_flops / self.fp8_flops
             + work.bf16_flops / self.bf16_flops
@@ -140,7 +137,7 @@ class Gpu:
 def _gpu(
     name: str, gib: float, fp8: float, bf16: float, terabytes: float, link: float
 ) -> tuple[str, Gpu]:
-    """A GPU by its datasheet: dense TFLOP/s with FP32 sums, TB/s; GB/s of the link each way."""
+    """Make a GPU from its datasheet: dense TFLOP/s with FP32 sums, TB/s, GB/s of the link."""
     return name, Gpu(
         name,
         gib * GIB,
@@ -152,8 +149,8 @@ def _gpu(
     )
 
 
-# The rates of the H200, and its link with both ways in use, are measured; those of the others are
-# the same share of theirs.
+# The rates of the H200 are measured, and its link with both directions in use. The other GPUs are
+# assumed to reach the same share of their datasheets.
 GPUS = dict(
     (
         _gpu("H200", 140, 1979, 989, 4.8, 42),
@@ -168,10 +165,10 @@ REFERENCE = "H200"
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """The GPU that a device's name, such as `NVIDIA H100 80GB HBM3`, has in its own."""
-    return next((g for known, g in GPUS.items() if plain(known) in plain(name)), None)
+    """Return the GPU of a device name, for example `NVIDIA H100 80GB HBM3`."""
+    return next((gpu for key, gpu in GPUS.items() if normalize(key) in normalize(name)), None)
 
 
-def plain(name: str) -> str:
-    """A name of a GPU without what is left out at times."""
+def normalize(name: str) -> str:
+    """Remove the parts of a GPU's name that users may omit."""
     return re.sub(r"nvidia|geforce|[\s-]", "", name.lower())

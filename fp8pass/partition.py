@@ -15,7 +15,7 @@ from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, inputs_among, overwritten_inputs
+from fp8pass.graph.joint import JointFacts, overwritten_inputs, select_inputs
 from fp8pass.hooks import CompiledGraph
 from fp8pass.passes import JOINT_PASSES, Context, Requests
 from fp8pass.passes.runner import Watcher, run_passes, warn_about_checkpointing
@@ -53,8 +53,8 @@ class Partitioner(compat.CustomPartitionerFn):
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
         self.compilation.finish(CompiledGraph(records, gm, ctx))
         if self.compilation.shows_halves:
-            self.compilation.rewrite_half(graph.copy_of(forward), "forward")
-            self.compilation.rewrite_half(graph.copy_of(backward), "backward")
+            self.compilation.rewrite_half(graph.copy_module(forward), "forward")
+            self.compilation.rewrite_half(graph.copy_module(backward), "backward")
         return forward, backward
 
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
@@ -64,12 +64,12 @@ class Partitioner(compat.CustomPartitionerFn):
         # Counted before tensor subclasses are taken apart, as inputs of the Dynamo graph are.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        parameters = inputs_among(primals, static)
+        parameters = select_inputs(primals, static)
         facts = JointFacts(
             parameters=parameters,
-            weights=inputs_among(parameters, inputs.weights),
-            held=inputs_among(primals, inputs.held),
-            activations=inputs_among(primals, inputs.activations),
+            weights=select_inputs(parameters, inputs.weights),
+            leaves=select_inputs(primals, inputs.held),
+            activations=select_inputs(primals, inputs.activations),
             overwritten=overwritten_inputs(gm.graph),
             num_fwd_outputs=kwargs["num_fwd_outputs"],
         )
@@ -99,10 +99,10 @@ def checkpointing_of(gm: fx.GraphModule) -> Checkpointing | None:
 def without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
     """What a joint graph would keep without checkpointing, by a plan for a copy of it."""
     copies: dict[fx.Node, fx.Node] = {}
-    copy = graph.copy_of(gm, copies)
+    copy = graph.copy_module(gm, copies)
     compat.forget_checkpointing(copy.graph)
     config = replace(ctx.config, memory_budget=None)
-    plan = Context(config, ctx.facts.of_copy(copies), Requests(least=True))
+    plan = Context(config, ctx.facts.map_to_copy(copies), Requests(least=True))
     run_passes(JOINT_PASSES, copy, plan, of="without checkpointing")
     assert ctx.plan.checkpointing is not None
     kept, least = plan.plan.saved_bytes, plan.plan.least_bytes
@@ -113,7 +113,7 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     """Split the joint graph at `ctx.saved`, and check that nothing else crosses."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
-    tensors = [n for n in ctx.saved if not graph.is_no_tensor(n)]
+    tensors = [n for n in ctx.saved if not graph.is_non_tensor(n)]
     planned = [n.name for n in tensors]
     forward, backward = compat.extract_forward_backward(
         gm, tensors, symbols, objects, num_fwd_outputs=ctx.facts.num_fwd_outputs

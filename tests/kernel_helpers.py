@@ -17,7 +17,7 @@ from fp8pass.codegen.program.batch import Batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import reference
 from fp8pass.config import Config
-from fp8pass.graph.nodes import copy_of
+from fp8pass.graph.nodes import copy_module
 from fp8pass.passes import LOWERING_PASSES, Context
 from fp8pass.passes.counters.count_kernels import count_kernels
 from fp8pass.passes.lowering.lower_dialect import lower_dialect
@@ -66,7 +66,7 @@ def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
 
     def record(gm: fx.GraphModule, ctx: Context) -> None:
         gm.graph.lint()
-        found.append(copy_of(gm).graph)
+        found.append(copy_module(gm).graph)
 
     rest = LOWERING_PASSES[len(KERNEL_PASSES) :]
     monkeypatch.setattr(compilation, "LOWERING_PASSES", (*KERNEL_PASSES, record, *rest))

@@ -331,8 +331,8 @@ class BudgetProblem:
         sums = dict.fromkeys(v for v in keepable if v.target in ADDITIONS and v in junctions)
         for later in sums:
             for operand in later.all_input_nodes:
-                if graph.source(operand) in sums:
-                    yield graph.source(operand), later
+                if graph.skip_views_and_casts(operand) in sums:
+                    yield graph.skip_views_and_casts(operand), later
 
     def _plan(self, chosen: np.ndarray) -> dict[fx.Node, Decision]:
         """Decisions about the values that the backward needs and those they are recomputed from.

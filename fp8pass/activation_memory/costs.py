@@ -8,13 +8,14 @@ to reduce again.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import fx
 
 from fp8pass import compat, graph, hardware
-from fp8pass.graph.classify import STATISTICS, Kind, kind
-from fp8pass.graph.collectives import GATHER, WAIT
-from fp8pass.graph.flops import EXPENSIVE, flops, is_fp8_gemm
+from fp8pass.graph.classify import AMAX_OPERATORS, Kind, kind
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
+from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
@@ -48,7 +49,7 @@ def recompute_price(node: fx.Node) -> float:
         return math.inf
     if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION) or node.target in graph.CASTS:
         return 0
-    if kind_ is Kind.REDUCTION or node.target in STATISTICS:
+    if kind_ is Kind.REDUCTION or node.target in AMAX_OPERATORS:
         return sum(graph.nbytes(n) for n in node.all_input_nodes)
     return graph.nbytes(node)
 
@@ -58,13 +59,14 @@ def _price_of_collective(node: fx.Node) -> float:
 
     No price is weighed against others: all ranks have to decide alike, whatever they keep.
     """
-    is_gather = node.target is GATHER or (node.target is WAIT and node.args[0].target is GATHER)  # type: ignore[union-attr]
+    collective: Any = node.args[0] if node.target is WAIT_TENSOR else node
+    is_gather = collective.target is ALL_GATHER
     return 0 if is_gather and compat.must_recompute(node) else math.inf
 
 
 def keep_price(node: fx.Node) -> float:
     """The price of keeping `node` exactly, in units; infinite if it cannot be kept."""
-    if graph.is_no_tensor(node):
+    if graph.is_non_tensor(node):
         return 0
     if graph.value(node) is None:
         return math.inf
@@ -86,7 +88,7 @@ def can_run_again(node: fx.Node) -> bool:
     operator = graph.operator_of(node)
     if operator.op != "call_function" or compat.must_save(operator):
         return False
-    return kind(operator) in EXPENSIVE
+    return kind(operator) in EXPENSIVE_KINDS
 
 
 def recompute_seconds(node: fx.Node) -> float:
@@ -96,10 +98,10 @@ def recompute_seconds(node: fx.Node) -> float:
     kind_ = kind(node)
     if kind_ in (Kind.VIEW, Kind.SYMBOL, Kind.CREATION):
         return 0.0
-    if kind_ in EXPENSIVE:
+    if kind_ in EXPENSIVE_KINDS:
         return flops(node) / _peak_flops(node)
     moved = graph.nbytes(node)
-    if kind_ is Kind.REDUCTION or node.target in STATISTICS:
+    if kind_ is Kind.REDUCTION or node.target in AMAX_OPERATORS:
         moved += sum(graph.nbytes(n) for n in node.all_input_nodes)
     share = FUSED_SHARE if kind_ is Kind.POINTWISE else 1.0
     return share * moved / hardware.BANDWIDTH

@@ -105,7 +105,7 @@ def kept_bytes(decisions: Decisions, choices: FormatChoices) -> float:
     """Bytes that a plan keeps where it computes, without those of what stays alive anyway."""
     total = 0.0
     for node, decision in decisions.items():
-        if decision.recomputed or choices.facts.is_free(node) or graph.is_no_tensor(node):
+        if decision.recomputed or choices.facts.is_free(node) or graph.is_non_tensor(node):
             continue
         total += stored_bytes(node, decision) - host_bytes(node, decision)
     return total

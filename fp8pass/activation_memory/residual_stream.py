@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import fx
 
 from fp8pass.activation_memory.costs import keep_price
-from fp8pass.graph.patterns import is_sum_of_alike
+from fp8pass.graph.patterns import is_same_shape_addition
 
 
 def chained_sums(
@@ -52,4 +52,4 @@ def chained_sums(
 
 def is_stream_sum(node: fx.Node) -> bool:
     """Whether `node` may be a sum of a residual stream, which a norm and the next sum read."""
-    return is_sum_of_alike(node) and len(node.users) > 1
+    return is_same_shape_addition(node) and len(node.users) > 1

@@ -28,7 +28,7 @@ from fp8pass.dialect.coding import CONTRACTION_MULTIPLE, is_fp8
 from fp8pass.dialect.formats import FORMATS, Format, divisor_group, simulated_format
 from fp8pass.dialect.quantization import SCALE_FORMS, Block, Quantization, parse, parse_block
 from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_BITS, MANTISSA_BITS, SMALLEST_SCALE
-from fp8pass.graph.collectives import GATHER, WAIT, remove_unused
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR, remove_unused
 from fp8pass.graph.nodes import aten, prims, tensor
 
 fp8 = torch.ops.fp8pass
@@ -252,11 +252,11 @@ def _as_bytes(emit: Emitter, data: fx.Node) -> fx.Node:
 @_lowers(fp8.as_codes.default)
 def _as_codes(emit: Emitter, data: fx.Node, format: str) -> fx.Node:
     """Bytes that NCCL gathered are gathered as codes: so Inductor finds what a GEMM reads."""
-    if data.target is WAIT and tensor(data).device.type == "cuda":
+    if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":
         gather: Any = data.args[0]
         sent = gather.args[0]
         if sent.target is aten.view.dtype:
-            return emit(WAIT, emit(GATHER, sent.args[0], *gather.args[1:]))
+            return emit(WAIT_TENSOR, emit(ALL_GATHER, sent.args[0], *gather.args[1:]))
     return emit(aten.view.dtype, data, FORMATS[format].dtype)
 
 

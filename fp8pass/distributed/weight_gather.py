@@ -31,9 +31,9 @@ from fp8pass.config import Pattern
 from fp8pass.distributed.gradient_sums import Traffic
 from fp8pass.distributed.wire import load_kernels
 from fp8pass.graph import dtype_text
-from fp8pass.graph.linear_layers import why_not_of_this_size
+from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, first_reasons, warn_about_idle_patterns
-from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
 from fp8pass.weights.quantized_parameter import CodedWeight, coded, divided
 
 log = logging.getLogger("fp8pass")
@@ -271,11 +271,11 @@ def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dic
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = sizes_of_logits(model)
+    logits = largest_embedding_size(model)
     found = dict.fromkeys(linears, "FSDP2 does not gather this weight")
     for module in model.modules():
         for parameter, layer in _linear_weights(module):
-            skipped = is_exact(linears[layer], layer, logits, skip)
+            skipped = stays_in_high_precision(linears[layer], layer, logits, skip)
             found[layer] = "it is an output head, or skipped" if skipped else _why_not(parameter)
     return found
 
@@ -291,7 +291,7 @@ def _why_not(parameter: GatheredParameter) -> str:
         )
     if parameter.resharded_to_fewer_ranks:
         return "reshard_after_forward is a number of ranks"
-    return why_not_of_this_size(*weight.shape) or _why_not_in_rows(weight)
+    return why_unsuitable_size(*weight.shape) or _why_not_in_rows(weight)
 
 
 def _why_not_in_rows(weight: DTensor) -> str:

@@ -254,7 +254,7 @@ def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
     forward = [n for n in region.nodes if n not in region.backward]
     return replace(
         summary,
-        module=graph.module_path(graph.source((forward or region.nodes)[0])),
+        module=graph.module_path(graph.skip_views_and_casts((forward or region.nodes)[0])),
         inputs=tuple(f"{n.name} ({_short_name(n)})" for n in region.values),
         cached=tuple(f"{n.name} ({_short_name(n)})" for n in region.cached),
         operators=tuple(dict.fromkeys(map(_short_name, forward))),

@@ -9,17 +9,17 @@ from fp8pass import compat, graph
 from fp8pass.config import Config
 from fp8pass.dialect.formats import FORMATS, Format
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, block_text, parse
-from fp8pass.graph.classify import GROUPED
+from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.linear_layers import (
     Layer,
     Reason,
     emit_operand,
+    gemm_operands,
     is_multiple_of_16,
-    operands_of,
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
+from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE, OPERAND_OF, REPLACED_GEMM, ROLE
 
 fp8 = torch.ops.fp8pass
 
@@ -37,10 +37,10 @@ def why_not_at_all(layer: Layer, config: Config) -> Reason:
     if not config.quantize_lm_head and layer.is_head:
         return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
     if layer.flaw:
-        return layer.why_none
+        return layer.why_not_linear
     if layer.is_router:
         return Reason("router: a small error may send a token to another expert", chosen=True)
-    if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
+    if any(tensor(x).dtype not in OPERAND_DTYPES for x in gemm_operands(layer.forward)):
         return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
@@ -60,7 +60,7 @@ def mark(layer: Layer, reason: Reason) -> tuple[str, ...]:
     for role, gemm in layer.gemms():
         gemm.meta[ROLE] = role
         if by_choice:
-            gemm.meta[KEPT_BY_CHOICE] = True
+            gemm.meta[HIGH_PRECISION_BY_CHOICE] = True
     return () if reason.text else tuple(dict.fromkeys(role for role, _ in layer.gemms()))
 
 
@@ -72,8 +72,8 @@ def fast_roles(layer: Layer, config: Config) -> tuple[str, ...]:
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
     """Whether the FP8 form of a layer's GEMM uses fast accumulation."""
-    role, length = gemm.meta[ROLE], tensor(operands_of(gemm)[0]).shape[-1]
-    if gemm.target in GROUPED and role == "wgrad":  # contracts over the tokens of each expert
+    role, length = gemm.meta[ROLE], tensor(gemm_operands(gemm)[0]).shape[-1]
+    if gemm.target in GROUPED_GEMMS and role == "wgrad":  # contracts over the tokens of each expert
         length = length // layer.experts
     return config.accumulates_fast(role, length)
 
@@ -102,14 +102,14 @@ class Quantizer:
 
         `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
         """
-        base, flipped = graph.untransposed(matrix)
+        base, flipped = graph.skip_transposes(matrix)
         is_transposed = contract_rows != flipped
         # Transposing data pads them with zeros to a length that tensor cores take.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
             base, is_transposed = self._permuted(base, like), not is_transposed
         # One tensor may be two matrices: a view of another shape has rows of its own.
-        identity = graph.root(base), graph.shape_text(tensor(base))
+        identity = graph.skip_reshapes(base), graph.shape_text(tensor(base))
         key = (*identity, quantization)
         if key not in self._quantized:
             self._quantized[key] = self._quantize(base, identity, quantization, like)
@@ -154,21 +154,21 @@ class Quantizer:
         """The operands of a GEMM as `Config.quantizations` names them."""
         role = gemm.meta[ROLE]
         known = {"dgrad": "weight", "wgrad": "input"}
-        bases = [graph.untransposed(x)[0] for x in operands_of(gemm)]
+        bases = [graph.skip_transposes(x)[0] for x in gemm_operands(gemm)]
         if role == "forward":
             return [self._operand_name(base, layer) for base in bases]
         return ["gradient" if base in self.backward else known[role] for base in bases]
 
     def format_of(self, matrix: fx.Node) -> Format:
         """The format of a matrix in FP8 GEMMs, which depends on whether it is a gradient."""
-        is_gradient = graph.untransposed(matrix)[0] in self.backward
+        is_gradient = graph.skip_transposes(matrix)[0] in self.backward
         name = self.config.gradient_format if is_gradient else self.config.forward_format
         return FORMATS[name]
 
     def _operand_name(self, base: fx.Node, layer: Layer) -> str:
         if base in self.backward:
             return "gradient"
-        return "weight" if graph.source(base) is layer.weight else "input"
+        return "weight" if graph.skip_views_and_casts(base) is layer.weight else "input"
 
     def _amax(
         self, base: fx.Node, identity: tuple[fx.Node, str], block: Block, like: fx.Node
@@ -203,6 +203,6 @@ def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quant
 
 def take_place(node: fx.Node, gemm: fx.Node) -> None:
     """Have a node go by the name of the GEMM that it replaces."""
-    node.meta[STANDS_FOR] = graph.original_name(gemm)
+    node.meta[REPLACED_GEMM] = graph.original_name(gemm)
     name = gemm.target.__name__  # type: ignore[union-attr]
-    node.meta[graph.REPLACED] = gemm.meta.get(graph.REPLACED, name)
+    node.meta[graph.ORIGINAL_OPERATOR] = gemm.meta.get(graph.ORIGINAL_OPERATOR, name)

@@ -1,4 +1,4 @@
-"""Messages about compilations: a line for each graph that trains, warnings, a spinner."""
+"""Log compilations: one line for each training graph, warnings, a spinner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from fp8pass import compat, graph
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.plan import Plan
-from fp8pass.progress.gain import doubt
+from fp8pass.progress.gain import slowdown_warning
 
 log = logging.getLogger("fp8pass")
 
@@ -25,10 +25,10 @@ ROUTINE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class CompileLog(Hooks):
-    """Logs one line for each graph with a backward, and each warning once for each model.
+    """Logs one line for each graph with a backward, and each kind of warning once for each model.
 
-    In distributed training the first rank logs for all ranks. A graph from PyTorch's caches has no
-    plan, and so no line.
+    In distributed training only the first rank logs. A graph from PyTorch's caches has no plan, and
+    so gets no line.
     """
 
     def after_passes(self, compiled: CompiledGraph) -> None:
@@ -39,11 +39,11 @@ class CompileLog(Hooks):
             return
         _inform(plan.summary())
         _warn_once("precision", unexpected_precision(plan))
-        _warn_once("gain", doubt([plan], device_of(compiled)))
+        _warn_once("gain", slowdown_warning([plan], device_of(compiled)))
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Show `what` with a spinner if stderr is a terminal."""
+        """Show `what` with a spinner while the context is open, if stderr is a terminal."""
         console = Console(stderr=True)
         if not console.is_terminal or is_later_rank():
             yield
@@ -93,7 +93,7 @@ def _inform(line: str) -> None:
 
 
 def is_later_rank() -> bool:
-    """Whether another rank of distributed training logs for this one."""
+    """Whether this process is a rank of distributed training other than the first."""
     distributed = torch.distributed
     return (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0

@@ -182,7 +182,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
             continue  # exact
         yield LayerError(
             record.path(node),
-            graph.module_path(graph.source(node)),
+            graph.module_path(graph.skip_views_and_casts(node)),
             _describe(node, record),
             graph.shape_text(graph.tensor(node)),
             mean_absolute,

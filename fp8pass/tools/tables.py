@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fp8pass import hardware
 from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
-from fp8pass.progress.gain import doubt
+from fp8pass.progress.gain import slowdown_warning
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import ExplanationData
 from fp8pass.tools.output import make_name, make_table
@@ -188,7 +188,7 @@ def format_remarks(explanation: ExplanationData) -> str:
     text += _describe_checkpointing(explanation)
     runs = [(g.plan, run) for g in explanation.graphs for run in g.runs]
     devices = (weight.device for _, run in runs for weight in run.weights.values())
-    slower = doubt([plan for plan, _ in runs], next(devices, None))
+    slower = slowdown_warning([plan for plan, _ in runs], next(devices, None))
     return text + (f"\n{slower}" if slower else "")
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fp8pass.config import ConfigError, Pattern
-from fp8pass.graph.linear_layers import why_not_of_this_size
+from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, warn_about_idle_patterns
-from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
 
 
 @dataclass
@@ -48,13 +48,13 @@ def choose(
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = sizes_of_logits(model)
+    logits = largest_embedding_size(model)
     shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
     choice = Choice()
     for layer, path in linears.items():
         if not considers(layer.weight):
             continue
-        if is_exact(path, layer, logits, skip):
+        if stays_in_high_precision(path, layer, logits, skip):
             choice.reasons[path] = "it is an output head, or skipped"
         elif layer.weight in shared:
             choice.reasons[path] = "a module that is no linear layer has its weight, too"
@@ -68,4 +68,4 @@ def choose(
 def _why_no_weight_like_it(weight: Tensor) -> str:
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}, not a plain parameter"
-    return why_not_of_this_size(*weight.shape) if weight.numel() else "it is empty"
+    return why_unsuitable_size(*weight.shape) if weight.numel() else "it is empty"

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import graph
 from fp8pass.activation_memory.backward_memory import is_buffered
 from fp8pass.config import Config
-from fp8pass.graph.patterns import is_sum_of_alike
-from fp8pass.graph.tags import CARRIES
+from fp8pass.graph.patterns import is_same_shape_addition
+from fp8pass.graph.tags import COPIED_VALUE
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.runner import run_passes
 
@@ -71,9 +71,9 @@ class Planned:
         """How many sums of the residual stream are computed again, each from the one before."""
         lengths: dict[fx.Node, int] = {}
         for node in self.g.nodes:
-            if CARRIES in node.meta and node.target not in STORED:
+            if COPIED_VALUE in node.meta and node.target not in STORED:
                 before = max((lengths.get(n, 0) for n in node.all_input_nodes), default=0)
-                lengths[node] = before + is_sum_of_alike(node)
+                lengths[node] = before + is_same_shape_addition(node)
         return max(lengths.values(), default=0)
 
     def held_at_once(self) -> int:
@@ -90,7 +90,7 @@ class Planned:
             users = [u for u in node.users if u in position]
             inlined = [last[u] for u in users if not has_buffer(u)]
             last[node] = max([*(position[u] for u in users), *inlined], default=-1)
-            if node in facts.parameters | facts.held or not (node in forward or has_buffer(node)):
+            if node in facts.parameters | facts.leaves or not (node in forward or has_buffer(node)):
                 continue
             change[position.get(node, 0)] += graph.nbytes(node)
             change[last[node] + 1] -= graph.nbytes(node)

@@ -27,7 +27,7 @@ from fp8pass.codegen.kernels import tiles as tile_kernel
 from fp8pass.codegen.kernels.triton_ops import expression
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import reference
-from fp8pass.graph.pointwise import POWERS, TRITON
+from fp8pass.graph.pointwise import POWERS, TRITON_TEMPLATES
 
 pytest.importorskip("triton")
 
@@ -83,11 +83,11 @@ def test_several_matrices_out_of_groups(device, saved, group, rows):
 
 
 def _arity(target: str) -> int:
-    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in TRITON[target])
+    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in TRITON_TEMPLATES[target])
 
 
 @both_devices
-@pytest.mark.parametrize("target", sorted(TRITON))
+@pytest.mark.parametrize("target", sorted(TRITON_TEMPLATES))
 def test_every_operator(device, target):
     """What a kernel makes of an operator is what PyTorch does."""
     arity = _arity(target)

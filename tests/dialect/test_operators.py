@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.codegen.lowering import LOWERINGS
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.graph.classify import STATISTICS, Kind, kind
+from fp8pass.graph.classify import AMAX_OPERATORS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
@@ -114,7 +114,7 @@ def test_class(operator):
     node = fx.Graph().call_function(operator)
     node.meta["val"] = torch.empty(1)
     assert kind(node) is (Kind.GEMM if OPERATORS[operator].multiplies else Kind.QUANTIZE)
-    assert (operator in STATISTICS) == OPERATORS[operator].reduces
+    assert (operator in AMAX_OPERATORS) == OPERATORS[operator].reduces
 
 
 @each_operator

@@ -24,7 +24,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fp8pass.graph import by_rows
+from fp8pass.graph import row_writer
 from fp8pass.graph.classify import Kind
 
 
@@ -100,14 +100,14 @@ def test_an_exception_is_a_reason_and_fails_a_check(monkeypatch):
     def broken(*_):
         raise RuntimeError("of an operator")
 
-    monkeypatch.setitem(by_rows._WRITERS_OF_KINDS, Kind.POINTWISE, broken)
+    monkeypatch.setitem(row_writer._WRITERS_OF_KINDS, Kind.POINTWISE, broken)
     with pytest.raises(BackendCompilerFailed, match="of an operator"):  # tests set FP8PASS_CHECK
         run(Model(plain), batch(), 3)
     torch._dynamo.reset()
     monkeypatch.setenv("FP8PASS_CHECK", "0")
     (head,) = run(Model(plain), batch(), 3)[2].plan.heads
     assert head.chunks == 1
-    assert "cannot be computed for some of the tokens: of an operator" in head.reason
+    assert "cannot be computed in chunks of tokens: of an operator" in head.reason
 
 
 def test_a_sum_over_tokens_that_are_left():

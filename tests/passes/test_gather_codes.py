@@ -22,9 +22,9 @@ from fp8pass import compat, explain
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.graph import spec
-from fp8pass.graph.collectives import GATHER, WAIT
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import ROLE, WHY_WIDE
+from fp8pass.graph.tags import ROLE, WHY_NOT_QUANTIZED
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.joint.gather_codes import gather_codes
@@ -92,13 +92,13 @@ def planned(
 
 def sent(joint: JointGraph) -> list[torch.dtype]:
     """What is gathered, in order."""
-    return [tensor(n).dtype for n in joint.calls(GATHER)]
+    return [tensor(n).dtype for n in joint.calls(ALL_GATHER)]
 
 
 def sent_by_half(joint: JointGraph) -> list[int]:
     """How many gathers the forward has, and the backward."""
     halves = cut(joint.gm, joint.ctx)
-    return [len(g.graph.find_nodes(op="call_function", target=GATHER)) for g in halves]
+    return [len(g.graph.find_nodes(op="call_function", target=ALL_GATHER)) for g in halves]
 
 
 def reasons(joint: JointGraph) -> list[str]:
@@ -138,7 +138,7 @@ def test_ranks_whose_rows_lie_one_below_the_other(mesh, sizes, dim):
     joint = planned(Gathered(mesh, dim), activation(*sizes))
     assert sent(joint) == [ROW_AMAXES, BYTES, BYTES]
     assert not put_side_by_side(joint)
-    assert all(tensor(n).ndim == 2 for n in joint.calls(GATHER))
+    assert all(tensor(n).ndim == 2 for n in joint.calls(ALL_GATHER))
 
 
 def test_a_weight(mesh):
@@ -159,7 +159,7 @@ def test_one_scale(mesh):
     """The amax of all ranks is the largest of theirs; the same codes serve forward and wgrad."""
     joint = planned(Gathered(mesh, 1), activation(2, ROWS), Config.recipe("linear"))
     assert sent(joint) == [torch.float32, BYTES, BYTES]
-    assert tensor(joint.calls(GATHER)[0]).shape == (2,)
+    assert tensor(joint.calls(ALL_GATHER)[0]).shape == (2,)
 
 
 def test_one_scale_for_parts_of_rows(mesh):
@@ -221,8 +221,8 @@ def test_left_as_it_is(mesh, read, dim, recipe, reason):
     before = str(joint.gm.graph)
     gather_codes(joint.gm, joint.ctx)
     assert str(joint.gm.graph) == before
-    (gather,) = joint.calls(GATHER)
-    assert gather.meta[WHY_WIDE] == reason
+    (gather,) = joint.calls(ALL_GATHER)
+    assert gather.meta[WHY_NOT_QUANTIZED] == reason
 
 
 def test_explain_says_why(mesh):
@@ -258,7 +258,7 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
         scale, weight_scale = (operand(n, dtype=torch.float32) for n in ("scale", "of_weight"))
         add = partial(emit, g, like=x)
         codes = add(fp8.as_bytes.default, add(fp8.quantize.default, x, scale, "e4m3 tensor"))
-        whole = add(fp8.as_codes.default, add(WAIT, add(GATHER, codes, 2, "0")), "e4m3")
+        whole = add(fp8.as_codes.default, add(WAIT_TENSOR, add(ALL_GATHER, codes, 2, "0")), "e4m3")
         operands = (whole, scale, weight, weight_scale)
         how = "e4m3 tensor", "e4m3 tensor"
         g.output(add(fp8.scaled_mm.default, *operands, None, torch.bfloat16, False, *how))
@@ -266,7 +266,7 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
     (gather,) = micro_pipeline_tp.find_all_gather_patterns(g)
     assert gather.shard_node.meta["val"].dtype is torch.float8_e4m3fn
     assert len(micro_pipeline_tp._find_consumer_matmuls(gather.res_node)) == 1
-    assert len(g.find_nodes(op="call_function", target=GATHER)) == 1
+    assert len(g.find_nodes(op="call_function", target=ALL_GATHER)) == 1
 
 
 def test_sizes_that_vary(mesh):

@@ -89,18 +89,18 @@ def test_fast_layers_cause_no_warning_and_match_measurements(models, name):
     case = next(c for c in models.layer.CASES if c.name == name)
     size = case.hidden, case.heads, case.ffn, case.batch, case.seq
     found = decoder(models.models, *size)
-    saved = 1e3 * gain.gain(found, GPUS["H200"]).saved
+    saved = 1e3 * gain.estimate_gain(found, GPUS["H200"]).saved
     assert saved == pytest.approx(measured("layer", name)["fp8pass coat"], rel=0.35)
-    assert not gain.doubt(found, CUDA)
+    assert not gain.slowdown_warning(found, CUDA)
 
 
 @pytest.mark.long
 def test_gpt2_breaks_even_and_causes_a_warning(models):
     found = gpt(models.gpt2)
-    saved = 1e3 * gain.gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
+    saved = 1e3 * gain.estimate_gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
     of = measured("gpt2")
     assert of["fp8pass linear"] < saved < of["fp8pass coat"] + 1
-    message = gain.doubt(found, CUDA)
+    message = gain.slowdown_warning(found, CUDA)
     assert "FP8 is expected to take " in message  # on an H100, with slower memory
     assert f"that 8 linear layers take in BF16 on {H100}" in message
     assert "such as blocks.0.out (768 → 768)" in message
@@ -108,16 +108,18 @@ def test_gpt2_breaks_even_and_causes_a_warning(models):
 
 def test_gpt2_saves_little_on_an_h200(models, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.doubt(gpt(models.gpt2), CUDA)
+    assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.slowdown_warning(
+        gpt(models.gpt2), CUDA
+    )
 
 
 def test_large_layers_are_faster_on_every_gpu(models):
     found = decoder(models.models, 4096, 32, 11008, batch=1, seq=8192)
-    assert all(gain.gain(found, gpu).is_clear for gpu in GPUS.values())
+    assert all(gain.estimate_gain(found, gpu).is_clear for gpu in GPUS.values())
 
 
 def test_few_rows_cause_a_warning(models):
-    assert gain.doubt(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
+    assert gain.slowdown_warning(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
 
 
 def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
@@ -128,21 +130,21 @@ def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
 
 def test_other_devices_and_unknown_gpus_cause_no_warning(monkeypatch):
     found = small()
-    assert gain.doubt(found, CUDA)
-    assert not gain.doubt(found, torch.device("cpu"))
-    assert not gain.doubt(found, None)
+    assert gain.slowdown_warning(found, CUDA)
+    assert not gain.slowdown_warning(found, torch.device("cpu"))
+    assert not gain.slowdown_warning(found, None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA of tomorrow")
-    assert not gain.doubt(found, CUDA)
+    assert not gain.slowdown_warning(found, CUDA)
 
 
 @pytest.mark.parametrize("config", [Config(skip="*"), Config.recipe("exact")])
 def test_models_without_fp8_cause_no_warning(config):
-    assert not gain.doubt(small(config=config), CUDA)
+    assert not gain.slowdown_warning(small(config=config), CUDA)
 
 
 def test_gemms_in_fp32_cause_no_warning():
     """BF16 would not be the alternative."""
-    assert not gain.doubt(small(torch.float32), CUDA)
+    assert not gain.slowdown_warning(small(torch.float32), CUDA)
 
 
 class Head(nn.Module):
@@ -178,7 +180,11 @@ def test_device_names_are_mapped_to_known_gpus():
 
 def as_on_a_gpu(monkeypatch, module):
     """Judge a model on the CPU as if it were on a GPU."""
-    monkeypatch.setattr(module, "doubt", lambda plans, device: gain.doubt(plans, device and CUDA))
+    monkeypatch.setattr(
+        module,
+        "slowdown_warning",
+        lambda plans, device: gain.slowdown_warning(plans, device and CUDA),
+    )
 
 
 def test_training_warns_once_and_explain_reports_it(monkeypatch, caplog):

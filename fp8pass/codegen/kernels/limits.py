@@ -13,7 +13,7 @@ from fp8pass.codegen.program.ir import Program
 from fp8pass.config import BUG
 from fp8pass.dialect.quantization import ROW, TENSOR
 from fp8pass.graph.nodes import aten, is_call, tensor
-from fp8pass.graph.patterns import quantization_of, root, swaps_matrices, transposes
+from fp8pass.graph.patterns import is_batched_transpose, quantization_of, skip_reshapes, transposes
 
 fp8 = torch.ops.fp8pass
 
@@ -63,8 +63,8 @@ def why_no_rows(codes: fx.Node) -> str | None:
 
 def _has_columns_for_rows(x: fx.Node) -> bool:
     """Whether a matrix is a batch of transposed ones, of which the row kernel would need a copy."""
-    copy = root(x)
-    return is_call(copy, aten.clone.default) and swaps_matrices(copy.args[0])  # type: ignore[arg-type]
+    copy = skip_reshapes(x)
+    return is_call(copy, aten.clone.default) and is_batched_transpose(copy.args[0])  # type: ignore[arg-type]
 
 
 def why_no_tiles(codes: fx.Node) -> str | None:

@@ -84,7 +84,7 @@ class Reader:
             raise NotAMatrix
         if val.device != tensor(self.matrix).device:  # numbers may be tensors on the CPU
             raise NotAMatrix
-        load, part = Load(node.name, self.operand(node)), graph.part_of_rows(node)
+        load, part = Load(node.name, self.operand(node)), graph.match_column_slice(node)
         if load.operand == "full" and part is not None and _is_readable(part):
             load = _part(load, part)
         elif not val.is_contiguous():
@@ -118,7 +118,7 @@ class Reader:
             return False
         if is_dequantized_saved_value(node):
             return self._load_groups(node, node)
-        part = graph.part_of_rows(node)
+        part = graph.match_column_slice(node)
         if part is not None:
             coded = _decoded(part.whole)
             return coded is not None and self._load_groups(node, coded, part)
@@ -294,7 +294,7 @@ def _part(load: Load, part: ColumnSlice) -> Load:
 
 def _decoded(x: fx.Node) -> fx.Node | None:
     """The groups that a matrix is dequantized from, in the same rows; None for others."""
-    decoded = graph.root(x)
+    decoded = graph.skip_reshapes(x)
     if not is_dequantized_saved_value(decoded):
         return None
     return decoded if tensor(decoded).shape[-1] == tensor(x).shape[-1] else None
@@ -310,9 +310,9 @@ def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
     """The nodes whose tensors a load reads."""
     whole = node
     if load.width:
-        whole = graph.part_of_rows(node).whole  # type: ignore[union-attr]
+        whole = graph.match_column_slice(node).whole  # type: ignore[union-attr]
     if load.operand == "groups":
-        planes, scales = graph.root(whole).args[:2]
+        planes, scales = graph.skip_reshapes(whole).args[:2]
         yield planes[0]  # type: ignore[index,misc]
         yield scales  # type: ignore[misc]
     else:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.graph.collectives import GATHER, sends
+from fp8pass.graph.collectives import ALL_GATHER, starts_communication
 from fp8pass.graph.nodes import tensor
-from fp8pass.graph.tags import WHY_WIDE
+from fp8pass.graph.tags import WHY_NOT_QUANTIZED
 from fp8pass.passes.context import Context
 from fp8pass.plan import Collective
 
@@ -19,7 +19,7 @@ def list_collectives(gm: fx.GraphModule, ctx: Context) -> None:
     """Add all collectives to the plan, in order."""
     backward = _in_backward(gm.graph)
     for node in gm.graph.nodes:
-        if not sends(node):
+        if not starts_communication(node):
             continue
         sent = [n for n in node.all_input_nodes if graph.value(n) is not None]
         ctx.plan.collectives.append(
@@ -42,6 +42,6 @@ def _in_backward(g: fx.Graph) -> set[fx.Node]:
 
 
 def _why_wide(node: fx.Node) -> str:
-    if node.target is GATHER:
-        return str(node.meta.get(WHY_WIDE, ""))
+    if node.target is ALL_GATHER:
+        return str(node.meta.get(WHY_NOT_QUANTIZED, ""))
     return "sums are not rounded"

@@ -8,7 +8,7 @@
 
 LLMQ section 3, "Chunking". All gradients come out in the forward, as if the gradient of the graph's
 result were 1: they are multiples of it, which is checked. The backward multiplies. Between the
-GEMM and the loss there may be anything that computes each token by itself (`graph/by_rows.py`):
+GEMM and the loss there may be anything that computes each token by itself (`graph/row_writer.py`):
 casts, a softcap, label smoothing, a z-loss, a shift by one token. It is the same arithmetic, token
 by token; only the weight's gradient is added up chunk by chunk, as it is over micro-batches: in the
 weight's dtype.
@@ -28,14 +28,14 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.by_rows import ChunkWriter
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.multiples import is_multiple
+from fp8pass.graph.multiples import is_multiple_of_gradient
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.order import ancestors
-from fp8pass.graph.output_heads import logits
-from fp8pass.graph.row_values import FROM_TANGENTS, NotByRows
+from fp8pass.graph.output_heads import find_logit_gemms
+from fp8pass.graph.row_graph import UNIT_TANGENT, NotRowwise
+from fp8pass.graph.row_writer import ChunkWriter
 from fp8pass.passes.context import Context
 from fp8pass.plan import Head
 
@@ -49,7 +49,7 @@ FEWEST, MOST = 4, 8
 
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
     """Put one operator in the place of each output head and the loss behind it."""
-    found = logits(gm.graph) if ctx.config.head_chunks != 1 else []
+    found = find_logit_gemms(gm.graph) if ctx.config.head_chunks != 1 else []
     heads = sorted(head for head in found if head.target in (aten.mm.default, aten.addmm.default))
     while heads:
         done = _chunk(gm, heads, ctx)
@@ -75,10 +75,10 @@ def _chunk(gm: fx.GraphModule, heads: Sequence[fx.Node], ctx: Context) -> dict[f
     try:
         part = find_part(head)
         Chunking(gm, head, part, count).run()
-    except NotByRows as reason:
+    except NotRowwise as reason:
         return {head: _whole(head, str(reason))}
     finally:
-        graph.settle(gm.graph)  # what was begun in vain goes, too
+        graph.sort_and_prune(gm.graph)  # what was begun in vain goes, too
     return {
         each: Head(graph.module_path(each), _shape(each), graph.nbytes(each) // count, count, "")
         for each in heads
@@ -106,7 +106,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
     """The nodes that hold logits, all that reads these, and what lies between; in order.
 
     Raises:
-        NotByRows: logits leave the graph.
+        NotRowwise: logits leave the graph.
     """
     most = graph.numel(tensor(head)) // 2
     part, pending = {head}, [head]
@@ -121,7 +121,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
         pending = list(_between(head.graph, part) - part)
         part |= set(pending)
     if any(node.op == "output" for node in part):
-        raise NotByRows("its logits are returned: return the loss alone")
+        raise NotRowwise("its logits are returned: return the loss alone")
     return sorted(part)
 
 
@@ -169,7 +169,7 @@ class Chunking:
         """Rewrite the graph.
 
         Raises:
-            NotByRows: that cannot be done; nothing has changed, but for nodes that nobody uses.
+            NotRowwise: that cannot be done; nothing has changed, but for nodes that nobody uses.
         """
         part = set(self.part)
         for node in self.part:
@@ -185,7 +185,7 @@ class Chunking:
         call = self._call(rows, sums)
         for i, node in enumerate((*rows, *sums)):
             new = self._emit(operator.getitem, call, i)
-            new = new if node in self.writer.sums else self.writer.restored(node, new)
+            new = new if node in self.writer.sums else self.writer.restore(node, new)
             if node in self.backward:
                 assert tangent is not None
                 with self.gm.graph.inserting_before(self.head):
@@ -214,7 +214,7 @@ class Chunking:
     def _tangent(self) -> fx.Node | None:
         """The gradient from outside of which all gradients of the part are multiples."""
         if len(self.tangents) > 1:
-            raise NotByRows("its loss is in several results of the graph: return their sum")
+            raise NotRowwise("its loss is in several results of the graph: return their sum")
         return next(iter(self.tangents), None)
 
     def _as_known(self, node: fx.Node) -> fx.Node:
@@ -236,14 +236,14 @@ class Chunking:
     def _require_multiple(self, node: fx.Node) -> None:
         """Check that a gradient is one times the gradient from outside, and has its range."""
         if node in self.backward and not compat.is_tangent(node):
-            if not is_multiple(node, self.backward.__contains__):
+            if not is_multiple_of_gradient(node, self.backward.__contains__):
                 name = graph.operator_name(node)
-                raise NotByRows(
+                raise NotRowwise(
                     f"the gradient from the operator {name} is no multiple of that of the loss"
                 )
             val = graph.value(node)
             if val is not None and val.dtype is torch.float16:
-                raise NotByRows(
+                raise NotRowwise(
                     "gradients in float16 need the loss scale from the start: use bfloat16"
                 )
 
@@ -253,22 +253,22 @@ class Chunking:
         val = tensor(node) if compat.is_tangent(node) else None
         if val is not None:
             if val.ndim:
-                raise NotByRows("losses of single tokens are returned: return their mean or sum")
+                raise NotRowwise("losses of single tokens are returned: return their mean or sum")
             self.tangents.add(node)
             with compat.fake_mode_of(val):
                 unit = self._emit(aten.full.default, [], 1, dtype=val.dtype, device=val.device)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._known.get(n, n))
             unit = self._emit(node.target, *args, **kwargs)
-        unit.meta[FROM_TANGENTS] = True
+        unit.meta[UNIT_TANGENT] = True
         return unit
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the forward, before the head."""
         with self.gm.graph.inserting_before(self.head):
             node = emit(self.gm.graph, target, *args, like=self.head, **kwargs)
-        if any(n.meta.get(FROM_TANGENTS) for n in node.all_input_nodes):
-            node.meta[FROM_TANGENTS] = True
+        if any(n.meta.get(UNIT_TANGENT) for n in node.all_input_nodes):
+            node.meta[UNIT_TANGENT] = True
         return node
 
     def _measure_elsewhere(self) -> None:
@@ -284,7 +284,7 @@ class Chunking:
         for size in shape:
             if not isinstance(size, int):
                 if str(size) not in self._sizes:
-                    raise NotByRows(f"the size {size} varies, and only its logits tell it")
+                    raise NotRowwise(f"the size {size} varies, and only its logits tell it")
                 of, *dim = self._sizes[str(size)]
                 size = self._emit(aten.sym_size.int, of, *dim) if dim else of
             arguments.append(size)
@@ -317,7 +317,7 @@ def _require_narrow(results: list[fx.Node], most: int) -> None:
         if _holds_logits(node, most):
             reader = max(node.users)
             name = graph.operator_name(reader)
-            raise NotByRows(f"the operator {name} reads its logits outside of the loss, too")
+            raise NotRowwise(f"the operator {name} reads its logits outside of the loss, too")
 
 
 def _add_submodule(gm: fx.GraphModule, body: fx.GraphModule) -> str:

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.classify import STATISTICS, VIEWS
-from fp8pass.graph.collectives import GATHER, WAIT, Gather, gathers
+from fp8pass.graph.classify import AMAX_OPERATORS, VIEWS
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR, Gather, find_gathers
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.origins import Origins
 from fp8pass.graph.patterns import CASTS
@@ -32,20 +32,20 @@ fp8 = torch.ops.fp8pass
 
 # What has the elements of a gathered tensor.
 COPIES = {
-    *(WAIT, GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
+    *(WAIT_TENSOR, ALL_GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
     *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),
 }
 
 
 def gather_again(gm: fx.GraphModule, ctx: Context) -> None:
     """Mark the gathers that the backward repeats."""
-    found = list(gathers(gm.graph))
+    found = list(find_gathers(gm.graph))
     if not found:
         return  # as on one rank, where nothing more has to be known of the graph
     backward, origins = graph.tangent_dependent(gm.graph), Origins.of(gm.graph, ctx.facts)
     for gather in found:
-        sent = graph.root(gather.shard)
-        if gather.node in backward or sent.target in STATISTICS:
+        sent = graph.skip_reshapes(gather.shard)
+        if gather.node in backward or sent.target in AMAX_OPERATORS:
             continue  # what a scale follows from: the scale of a tensor is kept, in four bytes
         if gather.shard in origins.computed:
             _repeat(gather, backward)
@@ -66,5 +66,5 @@ def _repeat(gather: Gather, backward: set[fx.Node]) -> None:
 
 def _keep_sent(codes: fx.Node) -> None:
     """Have the backward keep codes, unless a checkpointed region computes what they are of."""
-    if not compat.must_recompute(graph.source(codes.args[0])):  # type: ignore[arg-type]
+    if not compat.must_recompute(graph.skip_views_and_casts(codes.args[0])):  # type: ignore[arg-type]
         compat.save_always(codes)

@@ -36,10 +36,10 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, block_text, parse, parse_block
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.collectives import GATHER, WAIT, Gather, gathers, remove_unused
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR, Gather, find_gathers, remove_unused
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.patterns import CASTS, RESHAPES
-from fp8pass.graph.tags import GATHERED_AS, OPERAND_OF, WHY_WIDE
+from fp8pass.graph.tags import OPERAND_OF, ORIGINAL_GATHER, WHY_NOT_QUANTIZED
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -86,11 +86,11 @@ class GatheredMatrix:
 def gather_codes(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace gathers of what is only quantized by gathers of codes."""
     changed = False
-    for gather in list(gathers(gm.graph)):
+    for gather in list(find_gathers(gm.graph)):
         matrices, others = find_readers(gather.whole)
         reason = why_not(gather, matrices, others)
         if reason:
-            gather.node.meta[WHY_WIDE] = reason
+            gather.node.meta[WHY_NOT_QUANTIZED] = reason
             continue
         for matrix in matrices:
             Sender(gm.graph, gather, matrix).rewrite()
@@ -222,7 +222,7 @@ class Sender:
         data = self._gathered(self._emit(fp8.as_bytes.default, codes))
         format = parse(str(text)).format.name
         gathered = self._emit(fp8.as_codes.default, data, format)
-        gathered.meta[GATHERED_AS] = self.matrix.node.name
+        gathered.meta[ORIGINAL_GATHER] = self.matrix.node.name
         return gathered
 
     def _amax(self, x: fx.Node, block: Block) -> fx.Node:
@@ -268,7 +268,7 @@ class Sender:
 
     def _sent(self, part: fx.Node) -> fx.Node:
         """The parts of all ranks, one below the other."""
-        return self._emit(WAIT, self._emit(GATHER, part, *self.gather.group))
+        return self._emit(WAIT_TENSOR, self._emit(ALL_GATHER, part, *self.gather.group))
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that stands where the gather did, in the checkpoint region of the reader."""

@@ -21,11 +21,11 @@ from fp8pass import graph
 from fp8pass.activation_memory.decision import Decision
 from fp8pass.dialect.formats import EXACT
 from fp8pass.dialect.quantization import Quantization, block_text, group
-from fp8pass.graph.classify import Kind, is_mask, kind
+from fp8pass.graph.classify import Kind, is_attention_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, emit, prims
-from fp8pass.graph.tags import CARRIES, ROLE, TO_HOST
+from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED, ROLE
 from fp8pass.passes.context import Context
 from fp8pass.plan import CrossingTensor, SavedTensor
 
@@ -112,15 +112,15 @@ class Carrier:
                 copy = self.graph.node_copy(node, lambda n: self._carried[n])
             if node.target is aten.view.default and _is_expanded(node.args[0]):  # type: ignore[arg-type]
                 copy.target = aten.reshape.default  # what was expanded has been copied
-            copy.meta = {**node.meta, "partitioner_tag": "is_backward", CARRIES: node.name}
+            copy.meta = {**node.meta, "partitioner_tag": "is_backward", COPIED_VALUE: node.name}
             return copy
         if decision.low_bit:
             return self._through_low_bits(node, decision)
         # Attention's kernels ask for masks in rows of whole words, which PyTorch widens them to.
-        is_part = kind(node) is Kind.VIEW and not is_mask(node)
+        is_part = kind(node) is Kind.VIEW and not is_attention_mask(node)
         if is_part or node in self.ctx.facts.overwritten:
             return self._as_copy(node, decision)
-        node.meta[TO_HOST] = decision.on_host
+        node.meta[IS_OFFLOADED] = decision.on_host
         self._cross(node, decision, node)
         return node
 
@@ -132,7 +132,7 @@ class Carrier:
     def _less_mean(self, node: fx.Node, decision: Decision) -> fx.Node:
         """Keep the difference of a value from its mean over tokens, and the mean, in its dtype."""
         dtype = graph.tensor(node).dtype
-        with self.graph.inserting_before(graph.behind(node)):
+        with self.graph.inserting_before(graph.insertion_point_after(node)):
             mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)
             wide = emit(self.graph, cast, node, torch.float32, like=node)
             difference = emit(self.graph, aten.sub.Tensor, wide, mean, like=node)
@@ -151,18 +151,18 @@ class Carrier:
         assert decision.format is not None
         how = Quantization(decision.format, group(decision.group_size))
         text, add = str(how), partial(emit, self.graph, like=x)
-        with self.graph.inserting_before(graph.behind(x)):
+        with self.graph.inserting_before(graph.insertion_point_after(x)):
             scales = add(fp8.scale.default, add(fp8.amax.default, x, block_text(how.block)), text)
             planes = [
                 add(fp8.quantize.default, x, scales, text, i)
                 for i in range(len(decision.format.planes))
             ]
         for plane in planes:
-            plane.meta[TO_HOST] = decision.on_host
+            plane.meta[IS_OFFLOADED] = decision.on_host
         self._cross(node, decision, *planes, scales, *beside)
         with self.graph.inserting_before(self.at):
             back = add(fp8.dequantize.default, planes, scales, text, dtype)
-            back.meta |= {"partitioner_tag": "is_backward", CARRIES: node.name}
+            back.meta |= {"partitioner_tag": "is_backward", COPIED_VALUE: node.name}
             return self._in_layout_of(node, back) if decision.format.packed else back
 
     def _in_layout_of(self, node: fx.Node, back: fx.Node) -> fx.Node:
@@ -183,16 +183,16 @@ class Carrier:
 
     def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
         """A view kept without its base, whose memory it would hold; an input before it changes."""
-        with self.graph.inserting_before(graph.behind(node)):
+        with self.graph.inserting_before(graph.insertion_point_after(node)):
             copy = emit(self.graph, aten.clone.default, node, like=node)
-        copy.meta[TO_HOST] = decision.on_host
+        copy.meta[IS_OFFLOADED] = decision.on_host
         self._cross(node, decision, copy)
         return copy
 
     def _cross(self, node: fx.Node, decision: Decision, *tensors: fx.Node) -> None:
         """Let `tensors`, which `node` is kept as, cross the boundary."""
         self.crossing.update(dict.fromkeys(tensors))
-        if graph.is_no_tensor(node):
+        if graph.is_non_tensor(node):
             return
         if node in self.ctx.facts.parameters - self.ctx.facts.overwritten:
             self.ctx.plan.parameters.append(node.name)
@@ -241,7 +241,7 @@ def describe(
         dtype=graph.dtype_text(val.dtype),
         kept_as=_kept_as(decision),
         bytes_exact=graph.nbytes(node),
-        bytes=0 if node in ctx.facts.held else sum(t.bytes for t in crossing),
+        bytes=0 if node in ctx.facts.leaves else sum(t.bytes for t in crossing),
         reason=decision.reason,
         value=value,
         place=place,

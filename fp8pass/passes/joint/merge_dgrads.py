@@ -27,7 +27,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.dialect.quantization import TENSOR, parse
-from fp8pass.graph.collectives import WAIT
+from fp8pass.graph.collectives import WAIT_TENSOR
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.patterns import RESHAPES
@@ -118,7 +118,7 @@ def _term(gemm: fx.Node) -> Term | None:
         return None
     if _only_user(codes) is None or _only_user(found.weight) is None:
         return None
-    if graph.is_call(graph.source(found.weight.args[0]), WAIT):  # type: ignore[arg-type]
+    if graph.is_call(graph.skip_views_and_casts(found.weight.args[0]), WAIT_TENSOR):  # type: ignore[arg-type]
         return None
     while (user := _only_user(found.total)) is not None and _is_sum_of_two(user):
         found.total = user
@@ -194,7 +194,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
             *(None, gemm.args[5], fast_accumulation, *gemm.args[7:]),
         )
     merged.meta[ROLE] = "dgrad"
-    merged.meta[graph.REPLACED] = gemm.meta[graph.REPLACED]
+    merged.meta[graph.ORIGINAL_OPERATOR] = gemm.meta[graph.ORIGINAL_OPERATOR]
     gemm.replace_all_uses_with(merged)
     for term in others:
         term.remove()

@@ -28,7 +28,7 @@ from fp8pass import graph
 from fp8pass.activation_memory.link import backward_wait, bandwidth_of, forward_wait, running_times
 from fp8pass.config import ConfigError
 from fp8pass.graph.flops import is_expensive
-from fp8pass.graph.tags import CARRIES, TO_HOST
+from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED
 from fp8pass.passes.context import Context
 from fp8pass.plan import CrossingTensor, HostCopy, Offload
 from fp8pass.runtime.arena import available
@@ -49,7 +49,7 @@ def offload_saved(gm: fx.GraphModule, ctx: Context) -> None:
     Raises:
         ConfigError: the host has less memory.
     """
-    sent = [n for n in ctx.saved if n.meta.get(TO_HOST)]
+    sent = [n for n in ctx.saved if n.meta.get(IS_OFFLOADED)]
     if not sent:
         return
     schedule = _Schedule(gm, ctx, sent)
@@ -158,7 +158,11 @@ class _Schedule:
             begun = begun or node is self.begin_of_backward
             if begun and node not in self._in_backward and node.op != "output":
                 operands = node.all_input_nodes
-                place = graph.behind(max(operands)) if operands else self.begin_of_backward
+                place = (
+                    graph.insertion_point_after(max(operands))
+                    if operands
+                    else self.begin_of_backward
+                )
                 if place is not node:
                     place.prepend(node)
 
@@ -185,7 +189,7 @@ class _Schedule:
                 self._settle(pending.popleft(), node)
             if (copy := copies.get(node)) is None:
                 continue
-            place = graph.behind(node)
+            place = graph.insertion_point_after(node)
             while pending and self._bytes(pending) + copy.bytes > self.limit:
                 self._settle(pending.popleft(), place)
             copy.made, copy.sent = end, max(end, free) + copy.seconds
@@ -234,7 +238,11 @@ class _Schedule:
     def _fetch(self, copy: _Copy, anchor: fx.Node | None, places: dict[fx.Node, fx.Node]) -> None:
         """Fetch a copy behind a node of the backward, or where it is used."""
         node, there = copy.node, copy.there
-        place = copy.first if anchor is None else places.setdefault(anchor, graph.behind(anchor))
+        place = (
+            copy.first
+            if anchor is None
+            else places.setdefault(anchor, graph.insertion_point_after(anchor))
+        )
         device = graph.tensor(node).device
         with self.graph.inserting_before(place):
             back = graph.emit(self.graph, from_host, there, device, anchor, like=node)
@@ -242,7 +250,7 @@ class _Schedule:
             here = graph.emit(self.graph, settled, back, there, like=node)
         for new in (back, here):
             new.meta["partitioner_tag"] = "is_backward"
-        here.meta[CARRIES] = node.name
+        here.meta[COPIED_VALUE] = node.name
         for user in [u for u in node.users if u in self._in_backward]:
             user.replace_input_with(node, here)
 

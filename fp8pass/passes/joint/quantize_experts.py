@@ -51,16 +51,16 @@ from fp8pass.config import Config
 from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import BY_ROW, ROW, Quantization
-from fp8pass.graph.classify import BATCHED, GROUPED
+from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS
 from fp8pass.graph.linear_layers import (
     Layer,
     Reason,
     emit_operand,
     find_layers,
-    operands_of,
+    gemm_operands,
 )
 from fp8pass.graph.nodes import aten, emit, prims, tensor
-from fp8pass.graph.tags import ROLE, TURNED
+from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
@@ -81,7 +81,7 @@ MOST_EXPERTS = 1023
 
 def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite the GEMMs of experts; record them at their place among linear layers."""
-    has_any = any(n.target in GROUPED | BATCHED for n in gm.graph.nodes)
+    has_any = any(n.target in GROUPED_GEMMS | BATCHED_GEMMS for n in gm.graph.nodes)
     if ctx.config.simulate is not None or not has_any:
         return
     eligible: dict[fx.Node, Layer] = {}
@@ -117,7 +117,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if (config.forward_format, config.gradient_format) != (E4M3.name, E4M3.name):
         return Reason("PyTorch has FP8 GEMMs of experts for e4m3 only")
     gemm = layer.forward
-    if gemm.target in BATCHED:
+    if gemm.target in BATCHED_GEMMS:
         weights = weights_of(gemm, layer)
         if gemm.kwargs:
             return Reason(f"{gemm.target} with factors: only plain sums and products run in FP8")
@@ -144,8 +144,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 def weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
     """The factor of a batched forward or dgrad that is the weights, in front or behind."""
-    a, b = operands_of(gemm)
-    return a if graph.source(a) is layer.weight else b
+    a, b = gemm_operands(gemm)
+    return a if graph.skip_views_and_casts(a) is layer.weight else b
 
 
 def grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -195,11 +195,11 @@ class ExpertQuantizer(Quantizer):
 
     def tokens(self, x: fx.Node, like: fx.Node) -> fx.Node:
         """`x`, in memory row by row if it is the transpose of what is."""
-        return x if not graph.untransposed(x)[1] else self.copy(x, like)
+        return x if not graph.skip_transposes(x)[1] else self.copy(x, like)
 
     def matrices(self, weights: fx.Node, like: fx.Node) -> fx.Node:
         """The transposes of weights [E, K, N], one below the other: [E·N, K]."""
-        base, flipped = graph.untransposed_matrices(weights)
+        base, flipped = graph.skip_batched_transposes(weights)
         key = base, flipped
         if key not in self._matrices:
             experts, inward, outward = tensor(weights).shape
@@ -236,8 +236,8 @@ class ExpertQuantizer(Quantizer):
 
         Fake values of views are given: to find them PyTorch would compare sizes that vary.
         """
-        base, flipped = graph.untransposed_matrices(batch)
-        key = graph.root(base), flipped, graph.shape_text(tensor(batch))
+        base, flipped = graph.skip_batched_transposes(batch)
+        key = graph.skip_reshapes(base), flipped, graph.shape_text(tensor(batch))
         if key not in self._rows:
             self._rows[key] = self._rows_of(batch, layer, like)
         return self._rows[key]
@@ -265,7 +265,7 @@ class ExpertQuantizer(Quantizer):
 
     def swapped(self, batch: fx.Node, like: fx.Node) -> fx.Node:
         """The transposes of a batch of matrices."""
-        base, flipped = graph.untransposed_matrices(batch)
+        base, flipped = graph.skip_batched_transposes(batch)
         return base if flipped else self.of(base, like, aten.permute.default, [0, 2, 1])
 
     def offsets(self, batch: fx.Node, layer: Layer, like: fx.Node) -> fx.Node:
@@ -324,7 +324,7 @@ def _lie_one_below_the_other(batch: torch.Tensor) -> bool:
 
 def _shared_matrix(batch: fx.Node) -> fx.Node | None:
     """The matrix that all of a batch are, expanded or repeated; None if they are not one."""
-    made, sizes = graph.root(batch), tensor(batch).shape[1:]
+    made, sizes = graph.skip_reshapes(batch), tensor(batch).shape[1:]
     if made.target not in (aten.expand.default, aten.repeat.default):
         return None
     if made.target is aten.repeat.default and made.args[1][-1] != 1:  # type: ignore[index]
@@ -347,21 +347,23 @@ def _gathers_all_rows(node: fx.Node) -> bool:
     rows = indices[0] if len(indices) == 1 else None
     if not isinstance(rows, fx.Node) or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
         return False
-    return not graph.untransposed(x)[1] and graph.nbytes(node) >= graph.nbytes(x)
+    return not graph.skip_transposes(x)[1] and graph.nbytes(node) >= graph.nbytes(x)
 
 
 def _identity(x: fx.Node) -> tuple[fx.Node, str]:
     """What says that two matrices are one."""
-    return graph.root(x), graph.shape_text(tensor(x))
+    return graph.skip_reshapes(x), graph.shape_text(tensor(x))
 
 
 def rewrite(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> None:
     """Replace one GEMM of `layer` by its FP8 form."""
-    is_wgrad = tensor(gemm).ndim == 3 if gemm.target in GROUPED else gemm.meta[ROLE] == "wgrad"
+    is_wgrad = (
+        tensor(gemm).ndim == 3 if gemm.target in GROUPED_GEMMS else gemm.meta[ROLE] == "wgrad"
+    )
     with gemm.graph.inserting_before(gemm):
         if is_wgrad:
             result = _outer(gemm, layer, quantizer)
-        elif gemm.target in GROUPED:
+        elif gemm.target in GROUPED_GEMMS:
             result = _product(gemm, layer, quantizer, *grouped_operands_of(gemm))
             take_place(result, gemm)
         else:
@@ -390,7 +392,7 @@ def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) 
 
     Weights in front have tokens that are columns, which is undone unless it only would be again.
     """
-    tokens, weights = operands_of(gemm)
+    tokens, weights = gemm_operands(gemm)
     in_front = weights_of(gemm, layer) is tokens
     if in_front:
         tokens, weights = (quantizer.swapped(x, gemm) for x in (weights, tokens))
@@ -399,9 +401,9 @@ def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) 
     result = quantizer.unstacked(product, tokens, layer, gemm)
     is_biased = gemm.target is aten.baddbmm.default
     if in_front:
-        product.meta[TURNED] = True
+        product.meta[IS_TRANSPOSED] = True
         result = quantizer.of(result, gemm, aten.permute.default, [0, 2, 1])
-        if is_biased or not all(map(graph.swaps_matrices, gemm.users)):
+        if is_biased or not all(map(graph.is_batched_transpose, gemm.users)):
             result = quantizer.copy(result, gemm)
     if is_biased:
         result = emit(gemm.graph, aten.add.Tensor, result, gemm.args[0], like=gemm)
@@ -411,14 +413,14 @@ def _batch_of_products(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) 
 
 def _outer(gemm: fx.Node, layer: Layer, quantizer: ExpertQuantizer) -> fx.Node:
     """Wgrad: a product of each expert's tokens and gradients."""
-    if gemm.target in GROUPED:
+    if gemm.target in GROUPED_GEMMS:
         left, right, offsets = grouped_operands_of(gemm)
-        rows, flipped = graph.untransposed(left)
+        rows, flipped = graph.skip_transposes(left)
         if not flipped:
             rows = emit_operand(aten.permute.default, left, [1, 0], like=gemm)
         both = rows, quantizer.tokens(right, gemm)
     else:
-        left, right = operands_of(gemm)
+        left, right = gemm_operands(gemm)
         factors = quantizer.swapped(left, gemm), right
         rows, other = (quantizer.rows(x, layer, gemm) for x in factors)
         both = rows, other

@@ -28,20 +28,20 @@ from torch import fx
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
-from fp8pass.graph.called_graphs import layers_in_called_graphs
 from fp8pass.graph.linear_layers import (
     GraphPart,
     Layer,
     Reason,
     emit_operand,
+    gemm_operands,
     is_multiple_of_16,
     is_narrow,
-    operands_of,
+    layers_in_called_graphs,
     parts_with_layers,
-    why_not_of_this_size,
+    why_unsuitable_size,
 )
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import ROLE, TURNED
+from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
@@ -106,7 +106,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
     biased = gemm.target is aten.addmm.default
     if biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")
-    if why := why_not_of_this_size(*weight):
+    if why := why_unsuitable_size(*weight):
         small = any(compat.size_hint(size) < WORTH_PADDING for size in weight)
         return Reason(why, routine=small or is_narrow(*weight))
     if biased and not has_columns_for_tensor_cores(gemm):
@@ -146,17 +146,17 @@ def _takes_rows(gemm: fx.Node) -> bool:
     Not if data would have to be transposed, or padded to a contraction that tensor cores take; and
     cuBLASLt multiplies such operands only if the result is BF16.
     """
-    operands = operands_of(gemm)
+    operands = gemm_operands(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
         return False
-    a_is_transposed, b_is_transposed = (graph.untransposed(x)[1] for x in operands)
+    a_is_transposed, b_is_transposed = (graph.skip_transposes(x)[1] for x in operands)
     contracts_rows = a_is_transposed or not b_is_transposed
     return tensor(gemm).dtype is torch.bfloat16 and not contracts_rows
 
 
 def _divides(block: Block, gemm: fx.Node) -> bool:
     """Whether a block divides the operands of a GEMM, transposed or not."""
-    sizes = [size for x in operands_of(gemm) for size in tensor(x).shape]
+    sizes = [size for x in gemm_operands(gemm) for size in tensor(x).shape]
     return all(
         isinstance(size, int) and size % side == 0 for size in sizes for side in block if side > 1
     )
@@ -172,7 +172,7 @@ def rewrite(gemm: fx.Node, layer: Layer, quantizer: Quantizer) -> None:
     g = gemm.graph
     if _is_batch_of_one(gemm):
         gemm = _without_batch(gemm, quantizer)
-    a, b = operands_of(gemm)
+    a, b = gemm_operands(gemm)
     bias = gemm.args[0] if gemm.target is aten.addmm.default else None
     names = quantizer.operand_names(gemm, layer)
     how = [choose_quantization(name, gemm, quantizer.config) for name in names]
@@ -199,7 +199,7 @@ def _without_batch(gemm: fx.Node, quantizer: Quantizer) -> fx.Node:
     """The product of two matrices that takes the place of a batch of one."""
     backward = quantizer.backward
     with gemm.graph.inserting_before(gemm):
-        operands = [_only_matrix(x, gemm, backward) for x in operands_of(gemm)]
+        operands = [_only_matrix(x, gemm, backward) for x in gemm_operands(gemm)]
         product = emit(gemm.graph, aten.mm.default, *operands, like=gemm)
         batch = emit_operand(aten.unsqueeze.default, product, 0, like=gemm)
     take_place(product, gemm)
@@ -212,7 +212,7 @@ def _without_batch(gemm: fx.Node, quantizer: Quantizer) -> fx.Node:
 
 
 def _only_matrix(batch: fx.Node, like: fx.Node, backward: set[fx.Node]) -> fx.Node:
-    base, flipped = graph.untransposed_matrices(batch)
+    base, flipped = graph.skip_batched_transposes(batch)
     matrix = emit_operand(aten.squeeze.dim, base, 0, like=like)
     found = emit_operand(aten.permute.default, matrix, [1, 0], like=like) if flipped else matrix
     if batch in backward:
@@ -222,10 +222,10 @@ def _only_matrix(batch: fx.Node, like: fx.Node, backward: set[fx.Node]) -> fx.No
 
 def _flipped(product: fx.Node, gemm: fx.Node) -> fx.Node:
     """The transpose of a product, in the layout of `gemm` unless that is only transposed again."""
-    product.meta[TURNED] = True
+    product.meta[IS_TRANSPOSED] = True
     g = gemm.graph
     result = emit(g, aten.permute.default, product, [1, 0], like=gemm)
-    if all(graph.untransposed(user)[0] is not user for user in gemm.users):
+    if all(graph.skip_transposes(user)[0] is not user for user in gemm.users):
         return result
     layout = torch.contiguous_format
     return emit(g, aten.clone.default, result, memory_format=layout, like=gemm)

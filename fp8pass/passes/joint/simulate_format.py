@@ -27,13 +27,13 @@ from fp8pass.graph.linear_layers import (
     Layer,
     Reason,
     emit_operand,
-    first_operand,
-    operands_of,
+    first_factor_index,
+    gemm_operands,
     parts_with_layers,
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import ROLE, STANDS_FOR
+from fp8pass.graph.tags import REPLACED_GEMM, ROLE
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -74,8 +74,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if layer.flaw:
-        return layer.why_none
-    if any(tensor(x).dtype not in MASKED_DTYPES for x in operands_of(layer.forward)):
+        return layer.why_not_linear
+    if any(tensor(x).dtype not in MASKED_DTYPES for x in gemm_operands(layer.forward)):
         return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
@@ -90,7 +90,7 @@ class Mask:
 
     def gemm(self, gemm: fx.Node) -> None:
         """Mask the operands of a GEMM, and its result."""
-        first = first_operand(gemm)
+        first = first_factor_index(gemm)
         with gemm.graph.inserting_before(gemm):
             for position in (first, first + 1):
                 matrix = gemm.args[position]
@@ -101,7 +101,7 @@ class Mask:
         users = list(gemm.users)
         with gemm.graph.inserting_after(gemm):
             result = emit(gemm.graph, fp8.mask_format.default, gemm, *self._how, like=gemm)
-        result.meta[STANDS_FOR] = gemm.name
+        result.meta[REPLACED_GEMM] = gemm.name
         for user in users:
             user.replace_input_with(gemm, result)
         if compat.must_save(gemm):  # now its masked result is what the policy is for
@@ -110,10 +110,10 @@ class Mask:
     def _operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
         """An operand, masked before it is transposed."""
         batch = tensor(matrix).ndim == 3
-        base, flipped = (graph.untransposed_matrices if batch else graph.untransposed)(matrix)
+        base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
         if self._holds(base):
             return matrix
-        key = graph.root(base), graph.shape_text(tensor(base))
+        key = graph.skip_reshapes(base), graph.shape_text(tensor(base))
         if key not in self._masked:
             masked = emit_operand(fp8.mask_format.default, base, *self._how, like=gemm)
             self._masked[key] = masked

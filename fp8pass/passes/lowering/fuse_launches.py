@@ -32,7 +32,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
     for group in groups:
         _fuse(group)
     if groups:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:

@@ -23,7 +23,7 @@ from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
 from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.order import depends, settle_around
+from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import RESHAPES, is_residual_sum
 from fp8pass.passes.context import Context
 
@@ -39,7 +39,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
         if node.op == "call_function" and node.users and is_residual_sum(node):
             changed |= fuse(node)
     if changed:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
 def fuse(node: fx.Node) -> bool:
@@ -57,7 +57,7 @@ def fuse(node: fx.Node) -> bool:
     sums = column_sums(reader)
     if not sums:
         return False
-    if not has_shape(node) or depends(reader.loads, [node, *sums]):
+    if not has_shape(node) or depends_on(reader.loads, [node, *sums]):
         return False
     # Other users of the values in between compute them again.
     dtype = graph.dtype_text(tensor(node).dtype)
@@ -74,7 +74,7 @@ def fuse(node: fx.Node) -> bool:
     replace(node, results[0])
     for old, partial in zip(sums, results[1:], strict=False):
         _finish(old, partial)
-    settle_around(graph.operator_of(results[0]))
+    sort_around(graph.operator_of(results[0]))
     return True
 
 

@@ -29,7 +29,7 @@ from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.nodes import tensor
-from fp8pass.graph.order import depends, settle_around
+from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import is_quantized_operand, quantization_of
 from fp8pass.passes.context import Context
 
@@ -43,7 +43,7 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
         if is_quantized_operand(node) and node.users:
             changed |= fuse(node)
     if changed:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
 def fuse(codes: fx.Node) -> bool:
@@ -56,7 +56,7 @@ def fuse(codes: fx.Node) -> bool:
     results = emit_kernel(rows, [([plan.reader], plan.stores)], like=codes)
     for node, result in zip(plan.replaced, results, strict=True):
         replace(node, result)
-    settle_around(graph.operator_of(results[0]))
+    sort_around(graph.operator_of(results[0]))
     return True
 
 
@@ -106,7 +106,7 @@ def _plan(codes: fx.Node, *, compute: bool) -> RowKernel | None:
     store = Store(names[x], ("rows",), scale=names[scale], format=format)  # type: ignore[index]
     kernel.stores.append(store)
     kernel.replaced.append(codes)
-    return None if depends(reader.loads, kernel.replaced) else kernel
+    return None if depends_on(reader.loads, kernel.replaced) else kernel
 
 
 def used_elsewhere(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:

@@ -37,7 +37,7 @@ def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
     for group in groups:
         _fuse(group)
     if groups:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
 def _compute_first(g: fx.Graph) -> None:

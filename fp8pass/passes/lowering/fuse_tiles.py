@@ -40,7 +40,7 @@ from fp8pass.codegen.program.emit import emit_kernel
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader, is_in_memory
 from fp8pass.graph.nodes import tensor
-from fp8pass.graph.order import depends, settle_around
+from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import is_quantized_operand, quantization_of, transposes
 from fp8pass.passes.context import Context
 
@@ -141,7 +141,7 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
             fuse([group])
         changed |= bool(matrices)
     if changed:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
 def matrix_behind_codes(codes: fx.Node) -> TiledMatrix | None:
@@ -241,7 +241,7 @@ def can_store(whole: Concatenation, groups: list[list[TiledMatrix]]) -> bool:
 def depends_on_itself(matrices: list[TiledMatrix]) -> bool:
     """Whether a tensor that one of the matrices is computed from depends on another one of them."""
     reads = {n for m in matrices for n in m.reader.loads}
-    return len(matrices) > 1 and depends(reads, [n for m in matrices for n in m.results])
+    return len(matrices) > 1 and depends_on(reads, [n for m in matrices for n in m.results])
 
 
 def fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
@@ -269,4 +269,4 @@ def fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) ->
             else:
                 for node in matrix.replaced[layout]:
                     node.replace_all_uses_with(result)
-    settle_around(graph.operator_of(results[0]))
+    sort_around(graph.operator_of(results[0]))

@@ -15,13 +15,13 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.buffers import buffer, hold
-from fp8pass.graph.classify import GROUPED, Kind, kind
+from fp8pass.graph.classify import GROUPED_GEMMS, Kind, kind
 from fp8pass.passes.context import Context
 
 
 def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
     """Give what grouped GEMMs read a buffer, unless it has one."""
-    grouped = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in GROUPED]
+    grouped = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in GROUPED_GEMMS]
     bases = dict.fromkeys(_base(operand) for n in grouped for operand in n.args[:2])
     computed = [n for n in bases if n is not None and _is_fused(n)]
     for node in computed:

@@ -19,7 +19,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.codegen.add_product import add_product
 from fp8pass.codegen.buffers import after
-from fp8pass.graph.chunks import Chunks, bounds, chunks_of
+from fp8pass.graph.chunks import Chunks, chunk_bounds, chunks_of
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.passes.context import Context
 
@@ -111,7 +111,7 @@ class Unrolled:
         rows, count = self.chunks.rows[0], self.chunks.count
         size = tensor(rows).shape[0]
         if isinstance(size, int):
-            return list(bounds(size, count))
+            return list(chunk_bounds(size, count))
         everything = self._emit(aten.sym_size.int, rows, 0, like=rows)
         length = self._emit(operator.floordiv, everything, count, like=rows)
         starts = [self._emit(operator.mul, length, i, like=rows) for i in range(count)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8pass import compat, hardware
 from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
-from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, plain
+from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, normalize
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
 from fp8pass.tools import running
@@ -226,13 +226,13 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
         raise ConfigError(
             f"gpu must be a name, a size or both, such as 'RTX 4090, 20GiB', got {wanted!r}."
         )
-    same = {plain(known): known for known in GPUS}
-    if names and plain(names[0]) not in same:
+    same = {normalize(known): known for known in GPUS}
+    if names and normalize(names[0]) not in same:
         raise ConfigError(
             f"{unknown('gpu', names[0], GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
             "alone: '16GiB'."
         )
-    gpu = GPUS[same[plain(names[0])]] if names else _detect_gpu()
+    gpu = GPUS[same[normalize(names[0])]] if names else _detect_gpu()
     return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
 
 

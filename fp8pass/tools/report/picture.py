@@ -24,7 +24,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_dequantized_saved_value
-from fp8pass.graph.tags import CARRIES, ROLE
+from fp8pass.graph.tags import COPIED_VALUE, ROLE
 
 fp8 = torch.ops.fp8pass
 
@@ -141,7 +141,7 @@ class _Columns:
     def __getitem__(self, node: fx.Node) -> int:
         """Return the column of the same node, the same step of autograd, or the same module."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
-        carried = node.meta.get(CARRIES)
+        carried = node.meta.get(COPIED_VALUE)
         for origin in (node.name, carried, (path, sequence), path or None, ("", sequence)):
             if origin in self._by_origin:
                 return self._by_origin[origin]
@@ -202,7 +202,7 @@ class _Drawing:
             return "input"
         if is_dequantized_saved_value(node):
             return "dequantize"
-        if CARRIES in node.meta and node not in self.forward:
+        if COPIED_VALUE in node.meta and node not in self.forward:
             return "recomputed"
         if is_fp8_gemm(node):
             return "fp8"
@@ -230,7 +230,7 @@ class _Drawing:
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         """Yield how a value reaches the backward, and the reason."""
-        name = node.meta.get(CARRIES, node.name) if node not in self.forward else node.name
+        name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
             yield "saves", saved.name if saved.name != node.name else ""
