@@ -228,7 +228,7 @@ class Config:
     def quantizations(self) -> dict[tuple[str, str], str]:
         """The quantization of each operand of each GEMM, as text; keys are role and operand."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
-        scales = self.forward_scales if self.quantizes_linears else "tensor"
+        scales = self.forward_scales.removesuffix("wise") if self.quantizes_linears else "tensor"
         return {
             ("forward", "input"): f"{self.forward_format} {scales}",
             ("forward", "weight"): f"{self.forward_format} {scales}",

@@ -66,10 +66,11 @@ def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
 
 def product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
     """`a @ b.T` of FP8 matrices [M, K] and [N, K], as FP32 [M, N]."""
-    if _mode.on_tensor_cores and _fits_tensor_cores(a, b):
+    is_traced = isinstance(a, compat.FakeTensor)
+    if _mode.on_tensor_cores and not is_traced and _fits_tensor_cores(a, b):
         one = torch.ones((), device=a.device)
         return compat.scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
-    if _mode.emulated:
+    if _mode.emulated and not is_traced:
         return accumulate(a, b, fast=fast)
     return a.float() @ b.float().t()
 

@@ -33,7 +33,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import BATCHED, GROUPED, Kind, kind

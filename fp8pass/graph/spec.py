@@ -11,7 +11,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.config import BUG
 from fp8pass.dialect import masking
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.quantization import ROW, TENSOR, Quantization, parse, parse_block

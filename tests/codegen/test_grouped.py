@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8pass.codegen.lowering import lower
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.graph.nodes import aten
 
 fp8 = torch.ops.fp8pass

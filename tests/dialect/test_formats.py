@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8pass.dialect.coding import decode, encode
+from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import (
     E2M1,
     E2M2,

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8pass.config import BUG
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.expert_groups import padded_length
 from fp8pass.dialect.formats import E4M3
-from fp8pass.dialect.segments import padded_length
 
 PLACES, COLUMNS = 128, 64
 # Columns that one program goes through.

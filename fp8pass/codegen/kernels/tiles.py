@@ -23,7 +23,7 @@ from fp8pass.codegen.kernels.operator import define_kernel
 from fp8pass.codegen.kernels.tile_source import TileWriter
 from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
 from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, Program
-from fp8pass.dialect.coding import padded
+from fp8pass.dialect.encoding import padded_size
 from fp8pass.graph.nodes import tensor
 
 # The layouts and formats that this kernel stores. Codes are packed into words as E4M3.
@@ -48,11 +48,11 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
     if any("rows" in store.layouts for store in program.stores):
         m = 32
     is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
-    tiles = compat.ceil_div(padded(rows), m) * compat.ceil_div(columns, n)
+    tiles = compat.ceil_div(padded_size(rows), m) * compat.ceil_div(columns, n)
     return LaunchPart(
         function(program),
         grid=tiles,
-        sizes={"M": rows, "M_PADDED": padded(rows), "N": columns},
+        sizes={"M": rows, "M_PADDED": padded_size(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
         num_warps=8 if len(program.stores) > 2 and not program.takes_amaxes else 4,
     )

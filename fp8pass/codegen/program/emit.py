@@ -15,7 +15,7 @@ from fp8pass.codegen.program.ir import OPERANDS, Program, Step, Store
 from fp8pass.codegen.program.reader import Reader, tensors_of
 from fp8pass.codegen.program.simplify import simplify
 from fp8pass.codegen.program.verify import verify
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
 # A program to be: the readers of its loads and steps, and its stores.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import compat
-from fp8pass.dialect.coding import padded
+from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
@@ -170,7 +170,7 @@ class Program:
             for layout in store.layouts:
                 shapes: dict[str, list[tuple[Any, Any]]] = {
                     "rows": [((rows, store.width or columns), code)],
-                    "columns": [((columns, store.width or padded(rows)), code)],
+                    "columns": [((columns, store.width or padded_size(rows)), code)],
                     "sums": [((PARTIAL_SUMS, columns), torch.float32)],
                     "amax": [(amax_shape(rows, columns), torch.float32)],
                     "full": [((rows, columns), value)],

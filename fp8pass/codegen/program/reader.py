@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer
 from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, tensor

@@ -16,17 +16,17 @@ from fp8pass.codegen.program.ir import (
     Store,
     amax_shape,
 )
-from fp8pass.dialect.coding import encode
+from fp8pass.dialect.encoding import encode
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.ops import dequantize, quantize, transpose
 from fp8pass.dialect.quantization import Quantization, group
-from fp8pass.dialect.scaling import scale_of
+from fp8pass.dialect.scaling import operand_scale
 
 # Steps that are no aten operators, and `where`, which takes tensors only in aten.
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
-    "scale": lambda amax, format: scale_of(amax, FORMATS[format]),
+    "scale": lambda amax, format: operand_scale(amax, FORMATS[format]),
     "aten.where.self": torch.where,
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8pass.codegen.program.ir import OPERANDS, REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.config import BUG
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
