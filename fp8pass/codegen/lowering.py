@@ -1,8 +1,7 @@
 """Replace the operators of the dialect by aten operators, which Inductor fuses.
 
 Runs on the forward and the backward graph right before Inductor compiles them. An operator's
-reference (`dialect/ops.py`) is traced into the graph, or the function that `tuned_lowerings.py` has
-in its place.
+reference (`dialect/ops.py`) is traced into the graph, or a function in `tuned_lowerings.py`.
 """
 
 from __future__ import annotations
@@ -76,5 +75,5 @@ def _trace(
 
 
 def _describe(number: int, x: torch.Tensor) -> str:
-    """Describe all that a trace can depend on."""
+    """Describe the properties of an operand that a trace depends on."""
     return f"{number}: {x.dtype} {x.device} {list(x.shape)} {list(x.stride())}"

@@ -1,7 +1,7 @@
-"""Functions that are traced in place of references, where generated code needs another form.
+"""Functions that are traced instead of references, where generated code needs another form.
 
-They use library GEMMs, arrange reductions so that Inductor fuses them, and pin the layouts of what
-GEMMs read. All other operators of the dialect are traced from their references.
+They call library GEMMs, arrange reductions so that Inductor fuses them, and pin the layouts of GEMM
+operands. The lowering of every other operator is a trace of its reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.codegen.buffers import buffer, library
-from fp8pass.codegen.kernels.tiles import holds_amaxes
+from fp8pass.codegen.kernels.tile_kernel import holds_amaxes
 from fp8pass.dialect import ops
 from fp8pass.dialect.encoding import is_fp8, split_groups
 from fp8pass.dialect.expert_groups import expert_of
@@ -32,11 +32,11 @@ AMAX_GROUP = 128
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that is traced in place of a reference.
+    """A function that is traced instead of a reference.
 
     Attributes:
         function: the function.
-        arguments: returns its arguments for a node; by default those of the operator.
+        arguments: returns its arguments for a node; by default the arguments of the node.
     """
 
     function: Callable[..., Tensor]
@@ -55,7 +55,7 @@ def _lowers(target: Callable[..., Any], **options: Any) -> Callable[[Callable], 
 
 
 def _pin_row_major(x: Tensor) -> Tensor:
-    """Store `x` row by row: Inductor may choose another layout for pointwise results."""
+    """Store `x` in row-major layout. Inductor may choose another layout for pointwise results."""
     return buffer(x, [0, 1])
 
 
@@ -81,7 +81,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Add whether `x` has amaxes already, and the parts of a byte that its groups are packed in."""
+    """Return `x`, the block, whether `x` consists of amaxes, and how many elements share a byte."""
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
     width = parse(str(scales[0].args[1])).format.planes[0] if scales else 8
@@ -99,10 +99,10 @@ def _amax(x: Tensor, block: str, has_amaxes: bool, parts: int) -> Tensor:
 
 
 def _amax_in_two_stages(x: Tensor) -> Tensor:
-    """Reduce groups, then all of their maxima (COAT's Group Scaling).
+    """Reduce groups, then the maxima of all groups (COAT's Group Scaling).
 
-    Inductor fuses the first stage into the kernel that computes `x`. Groups of the size that saved
-    tensors are quantized in share a kernel with these; rows would need another one.
+    Inductor fuses the first stage into the kernel that computes `x`. The groups have the size of
+    the groups of saved tensors, so that one kernel reduces both. Rows would need another kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
@@ -111,9 +111,9 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Reduce the parts of a group that share bytes of the first plane together.
+    """Reduce together the elements of a group that share bytes of the first plane.
 
-    Packing that plane visits the same elements in the same order, so that both share a loop.
+    Packing visits the elements in the same order, so that Inductor uses one loop for both.
     """
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
@@ -146,10 +146,9 @@ def _scaled_mm(
     return product if bias is None or fuses_bias else product + bias
 
 
-# GEMMs of experts. On a GPU `_scaled_grouped_mm` multiplies FP8 matrices. It returns BF16, which is
-# cast to other dtypes. Elsewhere `_grouped_mm` multiplies their values, which BF16 represents
-# exactly, and its result is scaled. Both round twice where the reference rounds once, unless a
-# GPU's result is BF16.
+# GEMMs of experts. On a GPU `_scaled_grouped_mm` multiplies FP8 matrices, and its BF16 result is
+# cast. On a CPU `_grouped_mm` multiplies the values, which BF16 represents exactly, and the result
+# is scaled. Both round twice where the reference rounds once, except for BF16 results on a GPU.
 
 
 @_lowers(fp8.scaled_grouped_mm.default)
@@ -204,7 +203,7 @@ def _multiply_groups(*args: Any) -> Tensor:
 
 
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return FP8 data that NCCL gathered as bytes, and the group of ranks; else the arguments."""
+    """Return the arguments. If NCCL gathered the bytes, return the sent data and the ranks."""
     data, format = node.args
     if data.target is WAIT and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
         gather: Any = data.args[0]  # type: ignore[union-attr]
@@ -216,7 +215,7 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 @_lowers(fp8.as_codes.default, arguments=_as_codes_arguments)
 def _as_codes(data: Tensor, format: str, *group: Any) -> Tensor:
-    """Gather as FP8 data what was gathered as bytes, so that Inductor finds what a GEMM reads."""
+    """Gather FP8 data instead of bytes, so that Inductor recognizes a gathered GEMM operand."""
     return WAIT(GATHER(data, *group)) if group else ops.as_codes(data, format)
 
 
@@ -228,7 +227,7 @@ def _transpose_segments(x: Tensor, *args: Any) -> Tensor:
 
 def _call_kernel(*args: Any) -> Tensor:
     # Imported when the kernel first runs: a machine without a GPU may have no Triton.
-    from fp8pass.codegen.kernels.segments import transpose_segments
+    from fp8pass.codegen.kernels.expert_transpose import transpose_segments
 
     return transpose_segments(*args)
 

@@ -4,9 +4,8 @@
 references of GEMMs wait for them. Rows after the last group belong to no expert and may hold any
 values.
 
-A GEMM that contracts tokens needs groups whose length tensor cores support. So quantized tokens are
-padded: every group has a multiple of 16 rows, and at least 16, so that an empty group gives a
-product, which is zero.
+Tensor cores contract multiples of 16 tokens. So a GEMM that contracts tokens reads padded groups:
+each has a multiple of 16 rows, and at least 16, so that the product of an empty group is zero.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ def rows_of_padded(length: int, experts: int) -> int:
 
 def group_starts(ends: Tensor) -> Tensor:
     """Return the start of each group, int32 [E]."""
-    return torch.nn.functional.pad(ends, (1, 0))[:-1]
+    # Indexing a fake GPU tensor would need a PyTorch with CUDA; `narrow` does not.
+    return torch.nn.functional.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
 
 
 def padded_group_ends(offsets: Tensor) -> Tensor:

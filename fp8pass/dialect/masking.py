@@ -22,8 +22,8 @@ LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def masked(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
-    """Mask `x` to a format, in its own dtype; NaN, Inf and zeros stay as they are.
+def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
+    """Mask `x` to a format, in its own dtype; NaN, Inf and zeros do not change.
 
     Args:
         x: bfloat16, float16 or float32.

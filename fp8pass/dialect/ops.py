@@ -7,8 +7,8 @@ References may return views of their operands, in any layout; the operator's ker
 tensor in the layout of the shape rule.
 
 Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, no less than fp32's smallest
-normal number, stored as the quantization says (`quantization.py`). NaN and Inf reach the output: an
-infinite amax gives an infinite scale, and every value multiplied by it is not finite.
+normal number, stored in the form that the quantization defines (`quantization.py`). NaN and Inf
+reach the output: an infinite amax gives an infinite scale, and every product with it is not finite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8pass.dialect.encoding import (
     unpack,
 )
 from fp8pass.dialect.formats import EXACT, FORMATS, simulated_format
-from fp8pass.dialect.masking import masked
+from fp8pass.dialect.masking import mask
 from fp8pass.dialect.quantization import Quantization, parse, parse_block
 
 _library = torch.library.Library("fp8pass", "DEF")
@@ -86,11 +86,10 @@ def _operator(
     return register
 
 
-def _fake_amax(x: Tensor, block: str) -> Tensor:
-    return x.new_empty(_quantization_of(block).scale_shape(x.shape), dtype=torch.float32)
-
-
-@_operator(_fake_amax, reduces=True)
+@_operator(
+    lambda x, block: x.new_empty(_quantization_of(block).scale_shape(x.shape), dtype=torch.float32),
+    reduces=True,
+)
 def amax(x: Tensor, block: str) -> Tensor:
     """Return the largest magnitude in each block of `x`, fp32 (COAT 5.2, Group Scaling).
 
@@ -104,11 +103,7 @@ def _quantization_of(block: str) -> Quantization:
     return Quantization(EXACT, parse_block(block))
 
 
-def _fake_scale(amax: Tensor, quantization: str) -> Tensor:
-    return torch.empty_like(amax, dtype=parse(quantization).scale_dtype)
-
-
-@_operator(_fake_scale)
+@_operator(lambda amax, text: torch.empty_like(amax, dtype=parse(text).scale_dtype))
 def scale(amax: Tensor, quantization: str) -> Tensor:
     """Return the scales that map the `amax` of blocks to the format's largest value (LLMQ 3)."""
     return parse(quantization).scale(amax)
@@ -201,11 +196,7 @@ def transpose(data: Tensor) -> Tensor:
     return data.t().clone(memory_format=torch.contiguous_format)
 
 
-def _fake_joined(parts: list[Tensor]) -> Tensor:
-    return parts[0].new_empty((parts[0].shape[0], sum(part.shape[1] for part in parts)))
-
-
-@_operator(_fake_joined)
+@_operator(lambda parts: parts[0].new_empty((parts[0].shape[0], sum(x.shape[1] for x in parts))))
 def joined(parts: list[Tensor]) -> Tensor:
     """Concatenate FP8 matrices [M, K₁], [M, K₂], ... to [M, K₁ + K₂ + ...], contiguous."""
     raw = [part.view(torch.uint8) for part in parts]  # FP8 has no copy kernel
@@ -226,13 +217,10 @@ def as_codes(data: Tensor, format: str) -> Tensor:
     return data.view(dtype)
 
 
-def _fake_scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Any, dtype: torch.dtype, *_: Any
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
-@_operator(_fake_scaled_mm, multiplies=True)
+@_operator(
+    lambda a, _a, b, _b, bias, dtype, *_: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),
+    multiplies=True,
+)
 def scaled_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -247,8 +235,8 @@ def scaled_mm(
     """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`.
 
     `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
-    in `out_dtype`. Operands in a lossless format are multiplied as they are (`aten.mm`). With
-    `fast_accumulation` tensor cores may keep 14 bits of the running sum (`accumulation.py`).
+    in `out_dtype`. Operands in a lossless format are multiplied by `aten.mm`. With
+    `fast_accumulation` tensor cores may truncate the running sum to 14 bits (`accumulation.py`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
@@ -304,19 +292,12 @@ def transpose_segments(
     return encode(padded, FORMATS[format]).t()
 
 
-def _fake_scaled_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    dtype: torch.dtype,
-    *_: Any,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0] // offsets.shape[0]), dtype=dtype)
-
-
-@_operator(_fake_scaled_grouped_mm, multiplies=True)
+@_operator(
+    lambda a, _a, b, _b, offsets, dtype, *_: a.new_empty(
+        (a.shape[0], b.shape[0] // offsets.shape[0]), dtype=dtype
+    ),
+    multiplies=True,
+)
 def scaled_grouped_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -341,19 +322,12 @@ def scaled_grouped_mm(
     return product
 
 
-def _fake_scaled_grouped_outer(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    dtype: torch.dtype,
-    *_: Any,
-) -> Tensor:
-    return a.new_empty((ends.shape[0], a.shape[0], b.shape[0]), dtype=dtype)
-
-
-@_operator(_fake_scaled_grouped_outer, multiplies=True)
+@_operator(
+    lambda a, _a, b, _b, ends, dtype, *_: a.new_empty(
+        (ends.shape[0], a.shape[0], b.shape[0]), dtype=dtype
+    ),
+    multiplies=True,
+)
 def scaled_grouped_outer(
     a: Tensor,
     a_scale: Tensor,
@@ -379,4 +353,4 @@ def scaled_grouped_outer(
 @_operator(lambda x, *_: torch.empty_like(x))
 def mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
     """Mask `x` to a simulated format, in its own dtype and layout (FP8 and back 3.2)."""
-    return masked(x, simulated_format(format), inner, outer)
+    return mask(x, simulated_format(format), inner, outer)

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from fp8pass.dialect.formats import Format
 
-# Group scales have the range of fp32 and a rounding error of 0.2%, far below that of any format.
+# bf16 has the range of fp32 and a rounding error of 0.2%, far below the error of any format.
 GROUP_SCALE_DTYPE = torch.bfloat16
 # A smaller scale is denormal, and its reciprocal infinite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# The bits of an fp32 number that bf16 has, and those of its exponent and its mantissa.
+# Masks of an fp32 number: the bits that bf16 has, the exponent and the mantissa.
 BF16_BITS = -1 << 16
-EXPONENT_BITS, MANTISSA_BITS = 0x7F80_0000, 0x7F_FFFF
+EXPONENT_MASK, MANTISSA_MASK = 0x7F80_0000, 0x7F_FFFF
 
 
 def amax_quotient(amax: Tensor, fmt: Format) -> Tensor:
@@ -37,7 +37,7 @@ def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
     """Round fp32 `x`, positive and normal, up to a power of two; Inf and NaN stay."""
-    bits = x.view(torch.int32) + MANTISSA_BITS & EXPONENT_BITS
+    bits = x.view(torch.int32) + MANTISSA_MASK & EXPONENT_MASK
     return torch.where(x < torch.inf, bits.view(torch.float32), x)
 
 

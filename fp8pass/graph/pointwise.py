@@ -43,7 +43,7 @@ class Meaning:
     Attributes:
         formula: its value in sympy, None where the error rules have none.
         triton: its value in Triton, None where kernels have none. `{0}`, `{1}`, ... are operands,
-            fp32 values or constants; functions are those of `codegen/kernels/prelude.py`.
+            fp32 values or constants; functions are those of `codegen/kernels/device_functions.py`.
     """
 
     formula: Formula | None = None
