@@ -163,9 +163,9 @@ def _scaled_grouped_mm(
 ) -> Tensor:
     experts = offsets.shape[0]
     matrices = b.unflatten(0, (experts, -1)).permute(0, 2, 1)
-    scales = b_scale.view(experts, -1)
+    scales = b_scale.reshape(experts, -1)
     if a.device.type == "cuda":
-        vectors = a_scale.view(-1), scales
+        vectors = a_scale.reshape(-1), scales
         return _multiply_groups(a, matrices, *vectors, offsets, out_dtype, fast_accumulation)
     product = aten._grouped_mm.default(a.bfloat16(), matrices.bfloat16(), offsets)
     row = torch.arange(a.shape[0], dtype=torch.int32, device=a.device)
@@ -186,7 +186,8 @@ def _scaled_grouped_outer(
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)
-        vectors = [scale.expand(-1, x.shape[0]).reshape(-1) for scale, x in pairs]
+        copies = [scale.expand(-1, x.shape[0]).contiguous() for scale, x in pairs]
+        vectors = [copy.view(-1) for copy in copies]  # a view of one expert's scale has stride 0
         return _multiply_groups(a, b_transposed, *vectors, ends, out_dtype, fast_accumulation)
     products = aten._grouped_mm.default(a.bfloat16(), b_transposed.bfloat16(), ends)
     return (products * (a_scale * b_scale).unsqueeze(-1)).to(out_dtype)
