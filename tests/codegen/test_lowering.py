@@ -66,7 +66,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check(function, *args, tracing: str, others: tuple[tuple, ...] = ()) -> fx.GraphModule:
-    """Compare the lowered graph with the reference on `args`; on `others` if symbolic."""
+    """Compare the lowered graph with the reference, also on `others` if sizes are symbolic."""
     gm = lowered(function, *args, tracing=tracing)
     for batch in (args, *(others if tracing == "symbolic" else ())):
         got, want = gm(*batch), function(*batch)

@@ -99,7 +99,7 @@ def test_norm_backward(device, rows, columns, monkeypatch):
     # The summation order differs, and subtracting a sum from a gradient may leave little.
     torch.testing.assert_close(gradient, wanted[0], rtol=2**-7, atol=1e-5)
     assert torch.allclose(sums, wanted[1], rtol=1e-4, atol=1e-3)
-    assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # of what is rounded to it
+    assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # the operand is rounded
 
 
 @both_devices
