@@ -12,10 +12,10 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import compat, compilation, hardware
-from fp8pass.codegen.kernels import operator
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import kernel_operator
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
-from fp8pass.codegen.program.reference import reference
+from fp8pass.codegen.program.program_batch import Batch
+from fp8pass.codegen.program.reference import compute_program
 from fp8pass.config import Config
 from fp8pass.graph.nodes import copy_module
 from fp8pass.passes import LOWERING_PASSES, Context
@@ -100,7 +100,7 @@ def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Te
     results = batch.empty_outputs(inputs)
     for x in results:
         x.view(torch.uint8).fill_(0x55)
-    operator.run(module.prepare, batch, inputs, results)
+    kernel_operator.run(module.prepare, batch, inputs, results)
     return results
 
 
@@ -151,8 +151,8 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> None:
 
 
 def check(module, program: Program, inputs: list[torch.Tensor], *, exact: bool = False) -> None:
-    """Check that the kernel of a program agrees with its reference."""
-    wanted = reference(program, inputs)
+    """The kernel of a program computes what its reference does."""
+    wanted = compute_program(program, inputs)
     for got, want in zip(run(module, program, inputs), wanted, strict=True):
         assert_same(got, want, exact=exact)
 

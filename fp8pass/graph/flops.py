@@ -10,9 +10,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
+from fp8pass.dialect.expert_groups import rows_of_padded
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.segments import rows_of_padded
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 

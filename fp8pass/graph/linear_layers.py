@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Pattern
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS, Kind, kind

@@ -40,7 +40,7 @@ class PointwiseOp:
     Attributes:
         formula: the value in sympy, for error rules.
         triton: the value in Triton, for kernels. `{0}`, `{1}`, ... are operands, fp32 values or
-            constants. `codegen/kernels/prelude.py` defines the functions.
+            constants. `codegen/kernels/device_functions.py` defines the functions.
     """
 
     formula: Formula | None = None

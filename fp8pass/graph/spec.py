@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import BUG
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.masking import MASKED_DTYPES
 from fp8pass.dialect.ops import OPERATORS

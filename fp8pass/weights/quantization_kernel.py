@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.dialect.triton_functions import largest, scale_of
+from fp8pass.dialect.triton_scaling import largest, scale_of
 from fp8pass.runtime.triton_launcher import Launcher
 
 # Elements of a row that a program holds at once.

@@ -9,8 +9,8 @@ import torch
 from kernel_helpers import by_rows, fused, programs_of, random
 
 from fp8pass.codegen.kernels.launch import MOST_PARTS
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
 
 fp8 = torch.ops.fp8pass
 

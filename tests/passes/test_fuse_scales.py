@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
-from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
-from fp8pass.codegen.kernels.tiles import tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
+from fp8pass.codegen.program.program_batch import Batch
 
 fp8 = torch.ops.fp8pass
 

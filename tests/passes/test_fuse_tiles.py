@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
-from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.config import Config
 from fp8pass.graph import spec
 from fp8pass.passes import Context

@@ -14,9 +14,9 @@ from torch import nn
 
 import fp8pass
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import tile_kernel
 from fp8pass.codegen.program.ir import Load, Program, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads

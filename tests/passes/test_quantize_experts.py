@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass import diagnose, explain
-from fp8pass.codegen.kernels.limits import why_no_rows
+from fp8pass.codegen.kernels.supported import why_no_rows
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.joint.quantize_experts import quantize_experts

@@ -14,9 +14,9 @@ from kernel_helpers import Layers, counts, interpret_halves
 from torch import nn
 
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.kernels.tiles import tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config, ConfigError
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.reader import ALIGNED
 from fp8pass.config import Config
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.launch import parts_by_launch
-from fp8pass.codegen.kernels.limits import why_no_rows, why_no_tiles
-from fp8pass.codegen.kernels.operator import KERNELS, parts_of
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.kernel_operator import KERNELS, prepare_batch
+from fp8pass.codegen.kernels.launch import group_into_launches
+from fp8pass.codegen.kernels.supported import why_no_rows, why_no_tiles
 from fp8pass.codegen.program.ir import Program
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.dialect.quantization import TENSOR
 from fp8pass.graph import tensor
 from fp8pass.graph.patterns import is_quantized_operand, quantization_of
@@ -35,7 +35,7 @@ def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
         if node.target in KERNELS:
             batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
             programs.update(_kernel_of(node, program) for program in batch.programs)
-            launches += len(parts_by_launch(parts_of(KERNELS[node.target], batch, sizes)))
+            launches += len(group_into_launches(prepare_batch(KERNELS[node.target], batch, sizes)))
     left = [n for n in gm.graph.nodes if is_quantized_operand(n)]
     generated = dict(Counter(map(_why_generated, left)))
     ctx.plan.kernels.append(KernelUse(dict(programs), launches, generated))

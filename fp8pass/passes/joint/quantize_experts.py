@@ -48,7 +48,7 @@ from torch import fx
 
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import BY_ROW, ROW, Quantization
 from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS

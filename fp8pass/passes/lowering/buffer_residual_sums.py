@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import hold
+from fp8pass.codegen.buffers import store_in_buffer
 from fp8pass.passes.context import Context
 
 
@@ -23,4 +23,4 @@ def buffer_residual_sums(gm: fx.GraphModule, ctx: Context) -> None:
         val = graph.value(node)
         if val is None or not val.is_floating_point() or not graph.is_residual_sum(node):
             continue
-        hold(node)
+        store_in_buffer(node)

@@ -14,10 +14,10 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.launch import MOST_PARTS
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.kernels.tiles import tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.emit import emit_batch
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
 # Bytes that a kernel may read and write: the GPU moves them in the time of one launch.

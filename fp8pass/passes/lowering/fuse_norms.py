@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.limits import why_not_a_matrix
-from fp8pass.codegen.kernels.rows import LONGEST_SUMMED, rows
+from fp8pass.codegen.kernels.row_kernel import LONGEST_SUMMED, rows
+from fp8pass.codegen.kernels.supported import why_not_a_matrix
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_rows
-from fp8pass.codegen.kernels.rows import CHUNK, rows
+from fp8pass.codegen.kernels.row_kernel import CHUNK, rows
+from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_rows
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store

@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
-from fp8pass.codegen.kernels.tiles import holds_amaxes, tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.tile_kernel import holds_amaxes, tiles
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.passes.context import Context

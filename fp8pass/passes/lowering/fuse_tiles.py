@@ -34,8 +34,8 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
-from fp8pass.codegen.kernels.tiles import FORMATS_BY_LAYOUT, tiles
+from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
+from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader, is_in_memory

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import buffer, hold
+from fp8pass.codegen.buffers import buffer, store_in_buffer
 from fp8pass.graph.classify import GROUPED_GEMMS, Kind, kind
 from fp8pass.passes.context import Context
 
@@ -25,7 +25,7 @@ def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
     bases = dict.fromkeys(_base(operand) for n in grouped for operand in n.args[:2])
     computed = [n for n in bases if n is not None and _is_fused(n)]
     for node in computed:
-        hold(node)
+        store_in_buffer(node)
 
 
 def _base(operand: object) -> fx.Node | None:

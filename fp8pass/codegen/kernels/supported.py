@@ -1,4 +1,4 @@
-"""Which matrices and programs the kernels take: devices, sizes, formats and layouts."""
+"""Which matrices and programs the kernels support: devices, sizes, formats and layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fp8pass import hardware
-from fp8pass.codegen.kernels.triton_ops import CODE_TYPES
+from fp8pass.codegen.kernels.triton_ops import TRITON_TYPES
 from fp8pass.codegen.program.ir import Program
 from fp8pass.config import BUG
 from fp8pass.dialect.quantization import ROW, TENSOR
@@ -17,15 +17,15 @@ from fp8pass.graph.patterns import is_batched_transpose, quantization_of, skip_r
 
 fp8 = torch.ops.fp8pass
 
-# A kernel computes a matrix if it reads at most this many times the matrix's own bytes for it;
-# otherwise the matrix is read from memory.
+# A kernel computes a matrix if its inputs have at most this many times the bytes of the matrix.
+# Otherwise it reads the matrix from memory.
 LARGEST_INPUTS = 2.0
 
 
 class UnsupportedProgram(ValueError):
-    """A program is well formed, but not one that a kernel can run; the message says why.
+    """A kernel cannot run a well-formed program; the message has the reason.
 
-    Passes ask before they make one.
+    Passes check this before they emit a program.
     """
 
     def __init__(self, problem: str) -> None:
@@ -33,9 +33,9 @@ class UnsupportedProgram(ValueError):
 
 
 def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]]) -> None:
-    """Raise UnsupportedProgram unless a kernel stores all that a program does.
+    """Raise UnsupportedProgram unless a kernel supports all stores of a program.
 
-    `formats` are those of the codes that it stores in each layout.
+    `formats` has the quantized formats that the kernel can store in each layout.
     """
     for store in program.stores:
         for layout in store.layouts:
@@ -51,38 +51,38 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
                 )
 
 
-def why_no_rows(codes: fx.Node) -> str | None:
-    """Why the row kernel does not take a matrix of codes, as far as the matrix alone tells."""
-    block = quantization_of(codes).block
+def why_no_rows(data: fx.Node) -> str | None:
+    """Return why the row kernel cannot compute a quantized matrix, apart from its inputs."""
+    block = quantization_of(data).block
     if block != ROW:
         return "one scale for all" if block == TENSOR else "scales vary along rows"
-    if _has_columns_for_rows(codes.args[0]):  # type: ignore[arg-type]
+    if _has_columns_for_rows(data.args[0]):  # type: ignore[arg-type]
         return "its rows are columns in memory"
-    return why_no_kernel(codes)
+    return why_no_kernel(data)
 
 
 def _has_columns_for_rows(x: fx.Node) -> bool:
-    """Whether a matrix is a batch of transposed ones, of which the row kernel would need a copy."""
+    """Whether a matrix is a batch of transposed matrices, which the row kernel would copy first."""
     copy = skip_reshapes(x)
     return is_call(copy, aten.clone.default) and is_batched_transpose(copy.args[0])  # type: ignore[arg-type]
 
 
-def why_no_tiles(codes: fx.Node) -> str | None:
-    """Why the tile kernel does not take a matrix of codes, as far as the matrix alone tells."""
-    block = quantization_of(codes).block
+def why_no_tiles(data: fx.Node) -> str | None:
+    """Return why the tile kernel cannot compute a quantized matrix, apart from its inputs."""
+    block = quantization_of(data).block
     if block != TENSOR:
         return "scales by row" if block == ROW else "scales vary along rows"
-    return why_no_kernel(codes) or (None if transposes(codes) else "not needed transposed")
+    return why_no_kernel(data) or (None if transposes(data) else "not needed transposed")
 
 
-def why_no_kernel(codes: fx.Node) -> str | None:
-    """Why neither kernel takes a matrix of codes: its format, its size or its device."""
-    format = quantization_of(codes).format.name
-    return why_not_a_matrix(codes) if format in CODE_TYPES else f"no kernel for {format}"
+def why_no_kernel(data: fx.Node) -> str | None:
+    """Return why no kernel computes a quantized matrix: its format, size or device."""
+    format = quantization_of(data).format.name
+    return why_not_a_matrix(data) if format in TRITON_TYPES else f"no kernel for {format}"
 
 
 def why_not_a_matrix(x: fx.Node) -> str | None:
-    """Why no kernel takes a value: its size or its device."""
+    """Return why no kernel computes a value: its size or device."""
     val = tensor(x)
     if val.ndim < 2 or not isinstance(val.shape[-1], int) or val.shape[-1] == 1:
         return "not a matrix of fixed width"

@@ -1,8 +1,8 @@
 """Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-Called eagerly on a GPU they run Triton kernels generated for the programs; on the CPU they run the
-references. Inductor allocates the results and launches the kernels as it does its own. Programs are
-a string argument, so that graphs can be cached.
+Called eagerly, they run Triton kernels generated for the programs on a GPU, and the references on a
+CPU. Inductor allocates the results and launches the kernels like its own. Programs are a string
+argument, so that graphs can be cached.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from fp8pass import compat
 from fp8pass.codegen.buffers import library
-from fp8pass.codegen.kernels.launch import Launch, LaunchPart, launches
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.launch import Launch, LaunchPart, plan_launches
 from fp8pass.codegen.program.ir import Program
+from fp8pass.codegen.program.program_batch import Batch
 
-# Takes a program and the sizes M and N of its matrix; M may be symbolic.
+# Prepares a program for a launch, given the sizes M and N of its matrix; M may be symbolic.
 Prepare = Callable[[Program, Any, int], LaunchPart]
 
-# How the programs of every kernel are prepared, by its operator.
+# The function that prepares the programs of each kernel's operator.
 KERNELS: dict[Any, Prepare] = {}
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """An operator that runs batches of programs with the kernels that `prepare` makes."""
+    """Define the operator that runs batches of programs, which `prepare` prepares for launches."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -50,7 +50,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
     def prepare_all(inputs: Sequence[Any], programs: str) -> list[Launch]:
         sizes = [x.get_size() for x in inputs]
-        return launches(parts_of(prepare, Batch.parse(programs), sizes))
+        return plan_launches(prepare_batch(prepare, Batch.parse(programs), sizes))
 
     compat.lower_to_triton(op, prepare_all)
     KERNELS[op] = prepare
@@ -58,17 +58,17 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run a batch's kernels on the device of its inputs and write their results to `results`."""
+    """Run the kernels of a batch on the device of its inputs, and write to `results`."""
     operands = [x.contiguous() for x in inputs]
-    parts = parts_of(prepare, batch, [x.shape for x in operands])
-    for launch in launches(part for part in parts if part.grid):
+    parts = prepare_batch(prepare, batch, [x.shape for x in operands])
+    for launch in plan_launches(part for part in parts if part.grid):
         launch.run(operands, results)
 
 
-def parts_of(
+def prepare_batch(
     prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]
 ) -> Iterator[LaunchPart]:
-    """The parts of a batch's launches, one for each program, with inputs of these sizes."""
+    """Prepare each program of a batch for inputs of these sizes."""
     for program, read, numbers in batch.split(range(len(sizes))):
         rows, columns = program.sizes([sizes[i] for i in read])
         part = prepare(program, rows, int(columns))

@@ -1,10 +1,10 @@
-"""`transpose_segments` as a Triton kernel: tokens of experts, coded, transposed and padded at once.
+"""`transpose_segments` as a Triton kernel: quantize, transpose and pad the tokens of experts.
 
     codes[k, place] = x[rows[token], k] / scale[e]
                                             token = place - padded start of e + start of e
 
-A program has a tile of places, which segments begin at multiples of, and goes through the columns.
-It finds whose each place is from the offsets, that are on the GPU: nobody waits for them.
+A Triton program has a tile of places and loops over columns. It computes the expert of each place
+from the offsets, which stay on the GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8pass.config import BUG
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.expert_groups import padded_length
 from fp8pass.dialect.formats import E4M3
-from fp8pass.dialect.segments import padded_length
 
 PLACES, COLUMNS = 128, 64
-# Columns that one program goes through.
+# Columns that one program loops over.
 SPAN = 1024
 TILE = tl.constexpr(CONTRACTION_MULTIPLE)
 
@@ -60,9 +60,9 @@ def _transpose_segments(
 def transpose_segments(
     x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
 ) -> Tensor:
-    """`dialect.ops.transpose_segments` on a GPU, in E4M3."""
+    """Compute `dialect.ops.transpose_segments` on a GPU, in E4M3."""
     if format != E4M3.name:
-        raise ValueError(f"The kernel for tokens of experts codes in e4m3, not in {format}. {BUG}")
+        raise ValueError(f"The kernel for tokens of experts quantizes to e4m3, not {format}. {BUG}")
     x, columns, experts = x.contiguous(), x.shape[1], len(offsets)
     rows = None if rows is None else rows.contiguous()
     length = padded_length(len(x if rows is None else rows), experts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_BITS, MANTISSA_BITS, SMALLEST_SCALE
+from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, MANTISSA_MASK, SMALLEST_SCALE
 
-# NaN must reach the user: Triton's own reductions and comparisons drop it. Scales are as in
+# NaN must reach the user: Triton's own reductions and comparisons drop it. Scales are defined in
 # `dialect/scaling.py`.
 _PRELUDE = """
 import triton
@@ -31,7 +31,7 @@ def quotient_of(amax, step):
 
 @triton.jit
 def power_of_two(x):
-    bits = x.to(tl.int32, bitcast=True) + {mantissa_bits} & {exponent_bits}
+    bits = x.to(tl.int32, bitcast=True) + {mantissa_mask} & {exponent_mask}
     return tl.where(x < float("inf"), bits.to(tl.float32, bitcast=True), x)
 
 
@@ -41,7 +41,7 @@ def truncated(x):
 
 """
 
-# Two codes of 4 bits share a byte: see `nibbles.py`.
+# Two 4-bit elements share a byte: see `nibbles.py`.
 _NIBBLES = """
 @triton.jit
 def minifloat(code, SHIFT: tl.constexpr, factor):
@@ -85,19 +85,19 @@ _ASSEMBLY = """tl.inline_asm_elementwise(
 
 @dataclass(frozen=True)
 class Instructions:
-    """A Triton function of elements that is written in the GPU's own instructions.
+    """An elementwise Triton function in inline assembly.
 
     Triton's own functions handle denormals, come from a library, or unpack registers twice. They
-    take two to twenty instructions where the hardware has one, and kernels would be limited by them
-    rather than by memory. The hardware's approximations have a relative error of 2^-22.
+    execute two to twenty instructions where the hardware has one, and would limit kernels more than
+    memory does. The hardware's approximations have a relative error of 2^-22.
 
     Attributes:
-        instructions: in PTX.
+        instructions: the PTX.
         interpreted: the same in Triton, for its interpreter, which has no inline assembly.
         parameters: the function's parameters.
         registers: constraints of the inline assembly: results, then parameters.
         dtype: dtype of the results.
-        pack: how many elements one execution takes.
+        pack: elements that one execution processes.
     """
 
     instructions: str
@@ -108,8 +108,8 @@ class Instructions:
     pack: int = 1
 
 
-def assembled(functions: dict[str, Instructions]) -> str:
-    """The source of Triton functions, by name."""
+def write_functions(functions: dict[str, Instructions]) -> str:
+    """Return the source of Triton functions, by name."""
     import triton
 
     found = []
@@ -124,7 +124,7 @@ def assembled(functions: dict[str, Instructions]) -> str:
 _INSTRUCTIONS = {
     "exp2": Instructions("ex2.approx.ftz.f32 $0, $1;", "tl.exp2(x)"),
     "reciprocal": Instructions("rcp.approx.ftz.f32 $0, $1;", "1.0 / x"),
-    # The E4M3 codes of four values in a word: the hardware converts two values at a time.
+    # Four values as E4M3 in a word: the hardware converts two values at a time.
     "word_of": Instructions(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
@@ -145,17 +145,17 @@ def sigmoid(x):
 """
 
 
-def quotient_of(amax: str, format: str) -> str:
-    """A call of the Triton function `quotient_of`, which is `dialect.scaling.quotient_of`."""
+def call_quotient_of(amax: str, format: str) -> str:
+    """Return a call of the Triton function `quotient_of`: `dialect.scaling.amax_quotient`."""
     return f"quotient_of({amax}, {1 / FORMATS[format].max!r})"
 
 
-def prelude() -> str:
-    """The source that every kernel's module begins with."""
+def shared_source() -> str:
+    """Return the source at the beginning of every kernel's module."""
     scaling = _PRELUDE.format(
         smallest_scale=SMALLEST_SCALE,
         bf16_bits=BF16_BITS,
-        exponent_bits=EXPONENT_BITS,
-        mantissa_bits=MANTISSA_BITS,
+        exponent_mask=EXPONENT_MASK,
+        mantissa_mask=MANTISSA_MASK,
     )
-    return scaling + assembled(_INSTRUCTIONS) + _SIGMOID + _NIBBLES
+    return scaling + write_functions(_INSTRUCTIONS) + _SIGMOID + _NIBBLES

@@ -1,8 +1,8 @@
-"""Programs that one operator runs. They are independent: none reads a result of another.
+"""Independent programs that one operator runs.
 
-Programs may store codes side by side in one matrix, each in its own columns, so that no copy has to
-put them together. This matrix is the operator's first result. All other results follow in the order
-of the programs and their stores.
+Programs may store data in different columns of one matrix, which saves the copy that concatenates
+them. This matrix is the operator's first result. The other results follow in the order of the
+programs and their stores.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import torch
 from torch import Tensor
 
 from fp8pass.codegen.program.ir import Program
-from fp8pass.codegen.program.reference import reference
+from fp8pass.codegen.program.reference import compute_program
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Programs of one operator, whose inputs are those of the programs, one after another."""
+    """Programs of one operator. Its inputs are the concatenated inputs of the programs."""
 
     programs: tuple[Program, ...]
 
     def dumps(self) -> str:
-        """The programs as text."""
+        """Serialize the programs."""
         return json.dumps([program.dumps() for program in self.programs])
 
     @staticmethod
     @cache
     def parse(text: str) -> Batch:
-        """The batch that `dumps` wrote."""
+        """Parse a batch from the text of `dumps`."""
         return Batch(tuple(map(Program.parse, json.loads(text))))
 
     @property
     def joins(self) -> bool:
-        """Whether programs store codes side by side in one matrix."""
+        """Whether programs store data in different columns of one matrix."""
         return any(store.width for program in self.programs for store in program.stores)
 
     def split(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
-        """Each program with its inputs and the positions of its results among the operator's."""
+        """Yield each program with its inputs and the indices of its results."""
         first, number = 0, int(self.joins)
         for program in self.programs:
             numbers = []
@@ -56,7 +56,7 @@ class Batch:
             first += program.input_count
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Uninitialized results."""
+        """Return uninitialized results."""
         found: dict[int, Tensor] = {}
         for program, operands, numbers in self.split(inputs):
             for number, x in zip(numbers, program.empty_outputs(operands), strict=True):
@@ -64,11 +64,11 @@ class Batch:
         return [found[number] for number in range(len(found))]
 
     def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The results, computed operator by operator."""
+        """Compute the results operator by operator."""
         results = self.empty_outputs(inputs)
         for program, operands, numbers in self.split(inputs):
             stores = [store for store in program.stores for _ in range(store.result_count)]
-            found = reference(program, operands)
+            found = compute_program(program, operands)
             for store, number, x in zip(stores, numbers, found, strict=True):
                 if store.width:
                     place = results[number].view(torch.uint8)
