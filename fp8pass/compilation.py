@@ -19,7 +19,7 @@ from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.passes import LOWERING_PASSES, Context, Requests
-from fp8pass.passes.added import keys_of
+from fp8pass.passes.added import cache_keys
 from fp8pass.passes.runner import disabled_passes, run_passes
 from fp8pass.plan import Plan
 
@@ -142,7 +142,7 @@ class Compilation:
         key = (
             source_hash(),
             repr(replace(self.config, passes=())),
-            keys_of(self.config.passes),
+            cache_keys(self.config.passes),
             torch.__version__,
             repr(self.inputs),
             self.by_name,

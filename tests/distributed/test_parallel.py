@@ -112,9 +112,9 @@ def checkpointed(device: str, way: str) -> None:
 
 
 def codes_are_those_of_what_was_gathered(device: str, way: str, recipe: str) -> None:
-    """Loss and gradients of each rank are the same bits without `gather_codes`."""
+    """Loss and gradients of each rank are the same bits without `gather_quantized`."""
     found = []
-    for left_out in ("", "gather_codes"):
+    for left_out in ("", "gather_quantized"):
         torch._dynamo.reset()
         with mock.patch.dict(os.environ, FP8PASS_DISABLE_PASSES=left_out):
             model = distributed(way, device, recipe, blocks=1, dtype=torch.bfloat16)

@@ -218,20 +218,17 @@ def _equal(got: list[TrainingStep], want: list[TrainingStep]) -> bool:
 
 
 def _keeping_views(program: Program, device: str) -> list[TrainingStep]:
-    """Our steps if what is kept of a part of a tensor is no copy.
+    """Our steps if saved views are not copied.
 
-    Kernels that compute in vectors round some functions differently beside gaps between elements,
-    which a copy does not have.
+    Vectorized kernels round some functions differently if elements are not contiguous, as they are
+    in a copy.
     """
-    copied = Carrier._as_copy
+    copy = Carrier._copy
 
-    def kept(self: Carrier, node: Any, decision: Any) -> Any:
-        if node in self.ctx.facts.overwritten:
-            return copied(self, node, decision)
-        self._cross(node, decision, node)
-        return node
+    def copy_overwritten(self: Carrier, node: Any) -> Any:
+        return copy(self, node) if node in self.ctx.facts.overwritten else node
 
-    with patch.object(Carrier, "_as_copy", kept):
+    with patch.object(Carrier, "_copy", copy_overwritten):
         return _ours(program, device).steps
 
 

@@ -16,7 +16,7 @@ from fp8pass.compilation import Compilation
 from fp8pass.config import Config, ConfigError
 from fp8pass.graph.nodes import aten
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, LOWERING_PASSES
-from fp8pass.passes.added import with_added
+from fp8pass.passes.added import insert_passes
 
 
 def sigmoids(gm, ctx) -> None:
@@ -38,7 +38,7 @@ def model_and_input():
 
 
 def names(passes, added) -> list[str]:
-    return [p.__name__ for p in with_added(passes, added)]
+    return [p.__name__ for p in insert_passes(passes, added)]
 
 
 def test_positions():
@@ -48,7 +48,7 @@ def test_positions():
         at = found.index("quantize_linears")
         assert found[at - 1 : at + 2] == ["nothing", "quantize_linears", "sigmoids"]
         assert len(found) == len(passes) + 2
-    assert with_added(LOWERING_PASSES, added) == list(LOWERING_PASSES)
+    assert insert_passes(LOWERING_PASSES, added) == list(LOWERING_PASSES)
 
 
 def test_several_at_one_position_run_in_their_order():

@@ -29,7 +29,7 @@ import fp8pass
 from fp8pass.config import Config, ConfigError
 from fp8pass.dynamo import Backend
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.passes.joint.chunk_head import rule_of_chunks
+from fp8pass.passes.joint.chunk_head import choose_chunks
 
 
 @pytest.mark.drawn(4)
@@ -194,10 +194,10 @@ def test_twenty_steps_give_the_same_model():
 
 
 def test_the_rule():
-    assert rule_of_chunks(8192, 4096) == 4
-    assert rule_of_chunks(65536, 4096) == 8
-    assert rule_of_chunks(4096, 4096) == 1
-    assert rule_of_chunks(65536, 768) == 1
+    assert choose_chunks(8192, 4096) == 4
+    assert choose_chunks(65536, 4096) == 8
+    assert choose_chunks(4096, 4096) == 1
+    assert choose_chunks(65536, 768) == 1
 
 
 def test_explain_tells():

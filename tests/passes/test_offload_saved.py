@@ -342,7 +342,7 @@ def test_waits_are_said_before_the_first_step(caplog):
         assert not caplog.records
         say(Offload(50e9, 0.1, 0.2, copies_, forward_wait_s=0.002, backward_wait_s=0.01))
     (record,) = caplog.records
-    assert "take 40 ms, at 50 GB/s; nothing hides 12 ms of them" in record.getMessage()
+    assert "take 40 ms per step, at 50 GB/s; 12 ms of them are exposed" in record.getMessage()
 
 
 @given(

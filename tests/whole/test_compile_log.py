@@ -208,7 +208,7 @@ def test_a_plan_with_a_remark_is_counted(said):
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend="fp8pass", options=options))
     ((_, line),) = said()
     assert ALL_OF_TWO in line
-    assert line.endswith("; offload=True has no memory_budget to meet")
+    assert line.endswith("; offload=True has no effect without memory_budget")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

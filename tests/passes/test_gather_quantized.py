@@ -27,7 +27,7 @@ from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import ROLE, WHY_WIDE
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.joint.gather_codes import gather_codes
+from fp8pass.passes.joint.gather_quantized import gather_quantized
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
@@ -219,7 +219,7 @@ def test_left_as_it_is(mesh, read, dim, recipe, reason):
     joint = capture_joint(Gathered(mesh, dim, read), x, config=Config.recipe(recipe))
     quantize_linears(joint.gm, joint.ctx)
     before = str(joint.gm.graph)
-    gather_codes(joint.gm, joint.ctx)
+    gather_quantized(joint.gm, joint.ctx)
     assert str(joint.gm.graph) == before
     (gather,) = joint.calls(GATHER)
     assert gather.meta[WHY_WIDE] == reason
