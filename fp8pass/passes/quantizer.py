@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,6 +78,12 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
     slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}
     fast = tuple(role for role in roles if role not in slow)
     return layer.entry(reason, times, fp8=roles, fast=fast)
+
+
+def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
+    """Count the layers before each node whose GEMMs have been tagged with their roles."""
+    forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
+    return dict(zip(g.nodes, accumulate(forward), strict=True))
 
 
 def gemms_in_order(g: fx.Graph, layers: Iterable[Layer]) -> list[tuple[fx.Node, Layer]]:

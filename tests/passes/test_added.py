@@ -1,4 +1,4 @@
-"""Passes that users add run at their position, and are part of the keys of caches."""
+"""Passes of the user run at their position, and change cache keys."""
 
 from __future__ import annotations
 

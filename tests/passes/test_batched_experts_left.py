@@ -1,4 +1,4 @@
-"""Batched GEMMs that stay as they are, each with its reason."""
+"""Batched GEMMs that are not rewritten, and the reason for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output head and its loss in chunks of tokens: the same numbers, and no logits of all."""
+"""The output head and its loss in chunks: the same numbers, without logits of all tokens."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_inductor_runs_one_chunk_after_the_other():
 
 @pytest.mark.long
 def test_logits_of_one_chunk_are_alive_at_once():
-    """With what GPUs do by themselves: losses computed where they are put together."""
+    """With Inductor's fusion on GPUs, which computes losses where they are concatenated."""
     options = {"force_pointwise_cat": True, "reorder_for_peak_memory": False}
     model, data = Model(), batch((4, 32))
     with inductor_config.patch(allow_buffer_reuse=False, fx_graph_cache=False, **options):

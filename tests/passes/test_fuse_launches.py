@@ -17,7 +17,7 @@ fp8 = torch.ops.fp8pass
 
 @pytest.mark.parametrize(("most", "together"), [(40 * 32, [3]), (40 * 32 - 1, [2, 1])])
 def test_what_is_there_is_quantized_together(monkeypatch, most, together):
-    """Unless codes, of `y` and `z` as many bytes, would be in memory long before."""
+    """Unless FP8 data, as many bytes as `y` and `z` have elements, would be in memory too early."""
     monkeypatch.setattr(import_module("fp8pass.passes.lowering.fuse_launches"), "MOST_EARLY", most)
 
     def function(x, y, z):
@@ -32,7 +32,7 @@ def test_what_is_there_is_quantized_together(monkeypatch, most, together):
 
 @pytest.mark.parametrize("most", [16 * 32 * 5, 16 * 32 * 5 - 1])
 def test_what_takes_longer_than_a_launch_has_its_own(monkeypatch, most):
-    """`y`, in fp32, is read, and its codes, of a byte each, are written."""
+    """The kernel reads `y` in FP32, and writes one byte for each element."""
     monkeypatch.setattr(import_module("fp8pass.passes.lowering.fuse_launches"), "MOST_MOVED", most)
 
     def function(x, y):
@@ -80,7 +80,7 @@ def test_what_is_computed_from_codes_is_quantized_after_them(monkeypatch):
 
 
 def test_both_kinds_of_kernels(monkeypatch):
-    """Each kind has launches of its own."""
+    """Each kind has its own launches."""
 
     def function(x, y, s):
         a, _ = by_rows(x)

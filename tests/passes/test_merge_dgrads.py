@@ -1,4 +1,4 @@
-"""Layers with a common input get its gradient from one GEMM."""
+"""One GEMM computes the gradient of an input that layers share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = ("forward", "dgrad", "wgrad")
 
 
 class Parallel(nn.Module):
-    """Layers of several widths that read the same; their outputs are weighted."""
+    """Layers of several widths with the same input and weighted outputs."""
 
     def __init__(self, widths=(64, 32, 32), factors=None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Parallel(nn.Module):
 
 
 def dgrads(model, x, config=None) -> list[int]:
-    """The contractions of the GEMMs that give gradients of inputs."""
+    """The contractions of the GEMMs that compute gradients of inputs."""
     joint = capture_joint(model, x, config=config or Config())
     for pass_ in JOINT_PASSES:
         pass_(joint.gm, joint.ctx)
@@ -83,7 +83,7 @@ def test_what_is_not_rounded_is_not_merged():
 
 
 class Added(Parallel):
-    """Layers that have the same gradient."""
+    """Layers with the same output gradient."""
 
     def forward(self, x):
         x = torch.tanh(x)
@@ -98,7 +98,7 @@ def test_layers_with_the_same_gradient_have_a_gemm_each():
 
 
 def test_rows_beside_those_of_a_larger_gradient():
-    """Not only the largest entries of the sum are as good as before."""
+    """Smaller entries of the sum are as exact as before, too."""
     torch.manual_seed(2)
     model, x = Parallel((64, 64)), inputs().detach().requires_grad_()
 
@@ -161,7 +161,7 @@ def test_explain_counts_them():
 
 @given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))
 def test_gradients_of_any_magnitudes(exponents):
-    """The sum is as exact as its largest part, however much smaller the others are."""
+    """The sum is as exact as its largest term, however small the other terms are."""
     torch.manual_seed(1)
     model, x = Parallel(factors=[2.0**e for e in exponents]), inputs().detach()
     x.requires_grad_()
@@ -197,7 +197,7 @@ def test_compiled_as_interpreted():
 @pytest.mark.parametrize(("rows", "widths"), [(32, (128, 256)), (48, (64, 16, 208))])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_kernels_that_write_side_by_side(device, layout, rows, widths):
-    """Matrices of one height, whose codes lie beside one another."""
+    """Matrices with the same number of rows; their FP8 data is concatenated."""
     torch.manual_seed(0)
     programs, operands, offset = [], [], 0
     for width in widths:

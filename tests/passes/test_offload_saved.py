@@ -1,4 +1,4 @@
-"""Values kept on the host: the same numbers, in the buffers of the plan, when they are needed."""
+"""Offloaded tensors: the same numbers, the planned buffers, and copies in time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fp8pass.runtime import copies
 from fp8pass.runtime.copies import from_host, settled, to_host
 from fp8pass.testing.strategies import programs
 
-# A link that is as fast beside a tiny model as a real one beside a real model.
+# A bandwidth that is as fast for a tiny model as a real link is for a real model.
 FAST = 5e12
 HOST = {"memory_budget": 0.3, "offload": True, "host_bandwidth": FAST}
 
@@ -62,12 +62,12 @@ def mlp(width: int = 64):
 
 
 def in_buffers() -> int:
-    """Bytes of the host's buffers that somebody holds."""
+    """Bytes of host buffers in use."""
     return copies.lane_of(torch.device("cpu")).buffers.used
 
 
 def train(make, options, monkeypatch=None, **how):
-    """A step and its plan; with `monkeypatch` all is planned alike, and nothing copied."""
+    """A step and its plan; with `monkeypatch` the plan is the same, but nothing is copied."""
     torch._dynamo.reset()
     if monkeypatch:
         monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "offload_saved")
@@ -176,7 +176,7 @@ def test_scales_and_statistics_stay(monkeypatch):
 
 @pytest.mark.long
 def test_forwards_before_their_backwards():
-    """Every call has buffers of its own, which the next step uses again."""
+    """Every call has its own buffers, which the next step reuses."""
     torch._dynamo.reset()
     model, (x, *tables) = decoder()
     program, spy = compiled(model, config("exact"))
@@ -325,7 +325,7 @@ def test_a_pass_that_has_nothing_to_send_changes_nothing():
     assert found.code == before
 
 
-# --- what users are told ------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------
 
 
 def test_a_host_that_is_too_small(monkeypatch):
@@ -350,7 +350,7 @@ def test_waits_are_said_before_the_first_step(caplog):
     st.floats(10, 12),
 )
 def test_waits(sent, end):
-    """One copy at a time, in order: as if somebody had stood beside the link with a clock."""
+    """Compare with a simulation of the link, which carries one copy at a time, in order."""
     free = 0.0
     for made, seconds in sorted(sent):
         free = (made if made > free else free) + seconds
@@ -404,14 +404,14 @@ def test_explain_says_what_is_where(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_on_a_gpu_what_is_on_the_host_takes_no_memory(compiler, monkeypatch):
-    """Held bytes are the plan's, a step gives the numbers that it gives without copies."""
+    """Allocated bytes equal the plan, and the numbers equal a step without copies."""
     monkeypatch.undo()
     models = benchmark_models()
     torch.manual_seed(0)
     model = models.Stack(4, 1024, 8, 2816).cuda().bfloat16()
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     args = (x, *models.rope_tables(2048, 128, x.device))
-    # A link of the test's own: others may share that of the machine.
+    # The test has its own link, since other processes may use the link of the machine.
     options = Config(compiler=compiler, memory_budget=0.4, offload=True, host_bandwidth=4e11)
 
     def run(disabled):

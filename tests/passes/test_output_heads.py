@@ -1,4 +1,4 @@
-"""Which layers are output heads, and stay in high precision unless they are asked for."""
+"""Output heads are found, and stay in high precision unless the user quantizes them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Stream(nn.Module):
 
 
 def test_rows_of_a_length_that_varies_share_a_scale():
-    """They are filled up with zeros where they are transposed, whose rows are others."""
+    """The transpose is padded with zeros, and its rows differ."""
     layer = nn.Linear(32, 32).bfloat16()
 
     def model(x):
@@ -153,7 +153,7 @@ def test_the_head_of_a_stream_is_its_only_one():
 
 
 def test_a_parallel_branch_makes_no_head():
-    """As in GPT-J: attention and MLP read the same normed stream, and are added in turn."""
+    """As in GPT-J: attention and MLP read the same normed stream, and both are added to it."""
 
     class Parallel(Stream):
         def forward(self, x):
@@ -164,7 +164,7 @@ def test_a_parallel_branch_makes_no_head():
 
 
 def test_logits_that_are_a_sum_of_several_layers_have_several_heads():
-    """As with an adapter beside the head, a mask, and noise."""
+    """For example with an adapter, a mask, and noise."""
 
     class Adapted(nn.Module):
         def __init__(self):

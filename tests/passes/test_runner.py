@@ -1,4 +1,4 @@
-"""Environment variables: dumps of the graphs, passes left out."""
+"""Environment variables: dumps of graphs, and disabled passes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_torch_trace_gets_both_graphs(tmp_path):
-    """In a process of its own: PyTorch reads the variable once."""
+    """In a separate process, since PyTorch reads the variable once."""
     train = (
         "import torch; m = torch.compile(torch.nn.Linear(64, 64), backend='fp8pass', "
         "options={'compiler': 'eager'}); m(torch.randn(16, 64)).sum().backward()"
@@ -149,7 +149,7 @@ def test_passes_are_deterministic():
 
 
 def test_passes_that_do_not_apply_leave_the_graph_identical():
-    """Nothing to run in FP8, nothing kept: elementwise on a leaf."""
+    """An elementwise operator on a leaf runs nothing in FP8 and saves nothing."""
     joint = capture_joint(lambda x: x * 2 + 1, torch.randn(32, 64, requires_grad=True))
     before = joint.code
     for pass_ in JOINT_PASSES:

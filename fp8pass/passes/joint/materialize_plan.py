@@ -1,4 +1,4 @@
-"""Carry out the plan: quantize saved values, and recompute the others in the backward.
+"""Carry out the plan: quantize saved values, and recompute other values in the backward.
 
 Afterwards forward and backward share exactly the nodes in `ctx.saved`:
 
@@ -11,7 +11,6 @@ The forward does not use the rounded values: saving in low bits changes gradient
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import torch
@@ -25,8 +24,9 @@ from fp8pass.graph.classify import Kind, is_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, dtype_text, emit, prims, shape_text, tensor
-from fp8pass.graph.tags import CARRIES, ROLE, TO_HOST
+from fp8pass.graph.tags import CARRIES, TO_HOST
 from fp8pass.passes.context import Context
+from fp8pass.passes.quantizer import count_layers_before
 from fp8pass.plan import CrossingTensor, SavedTensor
 
 fp8 = torch.ops.fp8pass
@@ -83,7 +83,7 @@ class Carrier:
         self.crossing: dict[fx.Node, None] = {}
         self.at = graph.output_node(g)
         self._carried: dict[fx.Node, fx.Node] = {}
-        self._names, self._places = graph.value_names(g), _count_layers_before(g)
+        self._names, self._places = graph.value_names(g), count_layers_before(g)
 
     def in_backward(self, node: fx.Node) -> fx.Node:
         """Return the node that replaces the forward value `node` in the backward."""
@@ -231,12 +231,6 @@ class Carrier:
 def _is_expanded(node: fx.Node) -> bool:
     """Whether elements share memory, as the rows of an expanded tensor do."""
     return any(isinstance(stride, int) and stride == 0 for stride in tensor(node).stride())
-
-
-def _count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
-    """Count the linear layers before each node."""
-    forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
-    return dict(zip(g.nodes, itertools.accumulate(forward), strict=True))
 
 
 def _format_text(decision: Decision) -> str:

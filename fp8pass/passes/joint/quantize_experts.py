@@ -40,7 +40,6 @@ Recipe `exact` does not change these GEMMs.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -61,6 +60,7 @@ from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
     accumulates_fast,
+    count_layers_before,
     describe_layer,
     gemms_in_order,
     identity_of,
@@ -81,7 +81,7 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     has_experts = any(n.target in GROUPED | BATCHED for n in gm.graph.nodes)
     if ctx.config.simulate is not None or not has_experts:
         return
-    places, eligible = _count_layers_before(gm.graph), list[Layer]()
+    places, eligible = count_layers_before(gm.graph), list[Layer]()
     layers = (layer for layer in find_layers(gm.graph, ctx.facts) if layer.experts)
     for before, layer in enumerate(layers):
         reason = why_not(layer, ctx.config)
@@ -93,12 +93,6 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     for gemm, layer in gemms_in_order(gm.graph, eligible):
         rewriter.rewrite(gemm, layer)
     rewriter.remove_unused_rows()
-
-
-def _count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
-    """Count the layers before each node that are in the plan already."""
-    forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
-    return dict(zip(g.nodes, itertools.accumulate(forward), strict=True))
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
