@@ -69,7 +69,7 @@ def test_it_changes_the_graph_and_is_recorded(trains):
     assert "sigmoids" in [record.name for record in spy.passes[0]]
 
 
-def test_it_can_be_left_out(monkeypatch):
+def test_it_can_be_disabled(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "sigmoids")
     model, x = model_and_input()
     config = replace(COAT_EAGER, passes=(("after", "quantize_linears", sigmoids),))
@@ -97,7 +97,7 @@ def test_an_unknown_position_names_the_nearest():
         nothing,
     ],
 )
-def test_what_is_no_pass_with_a_position(passes):
+def test_invalid_passes_are_refused(passes):
     with pytest.raises(ConfigError, match="must be a tuple of functions with positions, such as"):
         Config(passes=passes)
 

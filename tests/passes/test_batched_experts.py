@@ -121,7 +121,7 @@ def test_one_graph_for_any_number_of_tokens(name):
     assert plan.linears[0].rows.startswith("4 × s")
 
 
-def test_nothing_is_asked_of_a_number_of_tokens_that_is_a_quotient():
+def test_a_quotient_of_tokens_adds_no_guard():
     """The runner checks that no pass adds guards."""
 
     def function(w: Tensor, x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_nothing_is_asked_of_a_number_of_tokens_that_is_a_quotient():
 
 
 @pytest.mark.parametrize("name", ["bmm", "einsum, transposed"])
-def test_inductor_pads_what_is_contracted(name, monkeypatch):
+def test_inductor_pads_contractions(name, monkeypatch):
     """As on a GPU, if the number of tokens is odd."""
     pad_gemms(monkeypatch)
     spelling = SPELLINGS[name]
@@ -212,7 +212,7 @@ def test_shared_tokens_are_quantized_once(name):
     assert all(n.meta["val"].dtype is not torch.bfloat16 for n in wide)
 
 
-def test_rows_repeated_otherwise_are_not_taken_for_shared():
+def test_rows_repeated_otherwise_are_not_shared():
     """Here each matrix has half of the rows of its neighbours."""
     spelling = Spelling(lambda w, x: torch.bmm(x.repeat(1, E).view(E, T, K), w), (E, K, N), (T, K))
     model, x = Batched(spelling), tokens(T, K)
@@ -220,7 +220,7 @@ def test_rows_repeated_otherwise_are_not_taken_for_shared():
     assert not rewritten(model, x).calls(fp8.as_codes.default)
 
 
-def test_one_number_for_all_is_no_shared_matrix():
+def test_an_expanded_number_is_not_a_shared_matrix():
     """The gradient of a sum is expanded from one number."""
     gm = make_fx(lambda x: x.expand(E, T, N), tracing_mode="fake")(torch.tensor(1.0))
     (node,) = gm.graph.find_nodes(op="call_function", target=aten.expand.default)

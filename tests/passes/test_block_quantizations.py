@@ -76,7 +76,7 @@ def test_quantize_and_dequantize_in_blocks(text):
 
 
 @pytest.mark.parametrize("text", ["e4m3", "e9m9 row", "e4m3 1x32", "e4m3 row fp64", ""])
-def test_what_is_no_quantization(text):
+def test_invalid_quantizations_are_refused(text):
     with pytest.raises(ValueError, match="no quantization such as 'e4m3 row'"):
         parse(text)
 

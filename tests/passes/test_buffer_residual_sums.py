@@ -107,7 +107,7 @@ def test_gradients_of_a_residual_stream_are_sums_of_one():
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
-def test_what_is_saved_has_memory_of_its_size(recipe):
+def test_saved_tensors_have_memory_of_their_size(recipe):
     """Symbolic strides must not reach the tensors that autograd saves.
 
     Recipe linear saves the sums.
@@ -131,7 +131,7 @@ def test_what_is_saved_has_memory_of_its_size(recipe):
 
 
 @pytest.mark.long
-def test_saved_transposes_of_varying_size():
+def test_saved_transposes_with_symbolic_sizes():
     """The quantized input is saved transposed, with rows last."""
     model = nn.Linear(64, 128)
     program, spy = compiled(model, Config(), dynamic=True)

@@ -77,7 +77,7 @@ def test_any_number_of_tokens_and_chunks(tokens, chunks, loss):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", [plain, shifted, softcapped_with_z_loss])
-def test_sizes_that_vary(loss):
+def test_dynamic_shapes(loss):
     model = Model(loss)
     program, spy = in_parts(model, 3, dynamic=True)
     for tokens in ((2, 12), (3, 9), (4, 17)):
@@ -102,7 +102,7 @@ def test_a_head_in_fp8(recipe):
     assert all(relative(gradients[name], want[name]) < 0.2 for name in want)
 
 
-def test_gradients_are_multiples_of_what_comes_from_outside():
+def test_gradients_are_multiples_of_the_tangent():
     model, data = Model(), batch()
     _, once, _ = run(model, data, 3)
     program, _ = in_parts(model, 3)

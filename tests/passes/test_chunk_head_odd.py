@@ -110,7 +110,7 @@ def test_an_exception_is_a_reason_and_fails_a_check(monkeypatch):
     assert "cannot be computed for some of the tokens: of an operator" in head.reason
 
 
-def test_a_sum_over_tokens_that_are_left():
+def test_a_sum_over_the_remaining_tokens():
     """The gradient of a factor of probabilities after a shift."""
 
     class Projected(Model):

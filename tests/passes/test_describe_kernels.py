@@ -9,7 +9,7 @@ from kernel_helpers import Layers, counts
 import fp8pass
 
 
-def test_what_a_decoder_layer_launches(graphs):
+def test_launches_of_a_decoder_layer(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     torch.compile(model, backend="fp8pass")(x).sum().backward()
     forward, backward = (counts([g]) for g in graphs)
@@ -32,6 +32,6 @@ def test_explain_counts_kernels(graphs):
     assert "Kernels: 25 × rows, 26 × scales, 37 × tiles, in" in str(explanation)
 
 
-def test_explain_says_why_there_are_no_kernels():
+def test_explain_reports_why_there_are_no_kernels():
     x = torch.randn(32, 64, requires_grad=True)
     assert " (Triton kernels run on NVIDIA GPUs only)." in str(fp8pass.explain(MLP(), x))

@@ -188,7 +188,7 @@ def test_the_gradient_of_a_scattered_sum(mesh):
 
 
 @pytest.mark.parametrize("role", ["forward", "wgrad"])
-def test_gathered_codes_have_the_scale_that_they_were_made_with(mesh, role):
+def test_gathered_data_keeps_its_scale(mesh, role):
     joint = planned(Gathered(mesh, 1), activation(2, ROWS))
     gemm = next(n for n in joint.calls(fp8.scaled_mm.default) if n.meta[ROLE] == role)
     a, a_scale, b, b_scale, *rest = gemm.args
@@ -213,7 +213,7 @@ def sum_of(layer: nn.Linear, x: Tensor) -> Tensor:
         (None, 1, "exact", "exact formats: rewritten, not rounded"),
     ],
 )
-def test_left_as_it_is(mesh, read, dim, recipe, reason):
+def test_not_rewritten(mesh, read, dim, recipe, reason):
     sizes = (2, ROWS, WIDTH // 2) if dim == 2 else (2, ROWS, WIDTH)
     x = torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_()
     joint = capture_joint(Gathered(mesh, dim, read), x, config=Config.recipe(recipe))
@@ -237,7 +237,7 @@ def test_explain_says_why(mesh):
     assert json.loads(explanation.to_json())["graphs"][0]["collectives"][0]["bytes"] == gather.bytes
 
 
-def test_a_weight_in_16_bits_is_not_kept_either(mesh):
+def test_gathered_weights_in_16_bits_are_not_saved(mesh):
     joint = planned(sharded_layer(mesh), activation(ROWS), Config.recipe("exact"))
     assert sent(joint) == [torch.bfloat16] * 2
     assert not any("parametrizations" in s.module for s in joint.ctx.plan.saved if not s.is_scalar)
@@ -269,7 +269,7 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
     assert len(g.find_nodes(op="call_function", target=GATHER)) == 1
 
 
-def test_sizes_that_vary(mesh):
+def test_dynamic_shapes(mesh):
     """Only if views of FP8 data would need them as arguments."""
     for dim, sizes, wanted in ((0, (ROWS,), [""] * 3), (1, (2, ROWS), ["its sizes vary"])):
         joint = planned(Gathered(mesh, dim), activation(*sizes), dynamic=True)

@@ -94,7 +94,7 @@ def test_copies_change_no_number(recipe, monkeypatch):
     assert not copies._unsettled
 
 
-def test_recipe_exact_is_exact_whatever_is_where():
+def test_recipe_exact_is_exact_with_offload():
     want, _ = train(decoder, Config.recipe("exact", compiler="eager"))
     got, plan = train(decoder, config("exact"))
     assert plan.offload.bytes > 0
@@ -131,7 +131,7 @@ def test_random_programs_give_the_same_bits(case, budget):
 
 
 @pytest.mark.long
-def test_sizes_that_vary():
+def test_dynamic_shapes():
     torch._dynamo.reset()
     model, _ = decoder()
     program, spy = compiled(model, config("exact"), dynamic=True)
@@ -147,7 +147,7 @@ def test_sizes_that_vary():
 
 
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
-def test_autograd_holds_what_the_plan_says(recipe):
+def test_autograd_saves_the_planned_tensors(recipe):
     torch._dynamo.reset()
     model, args = decoder()
     program, spy = compiled(model, config(recipe))
@@ -234,7 +234,7 @@ def test_an_error_about_a_budget_knows_of_the_host():
 
 
 @pytest.mark.long
-def test_what_a_link_can_carry_beside_a_step_is_not_computed_again():
+def test_tensors_that_the_link_can_carry_are_not_recomputed():
     def gemms(**changes) -> int:
         found = joint(config("exact", memory_budget=0.4, **changes))
         return sum(d.recomputed and is_expensive(n) for n, d in found.ctx.decisions.items())
@@ -334,7 +334,7 @@ def test_a_host_that_is_too_small(monkeypatch):
         train(decoder, config())
 
 
-def test_waits_are_said_before_the_first_step(caplog):
+def test_exposed_copies_are_logged_before_the_first_step(caplog):
     copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.03, 0.0, 0.01)]
     say = offload_saved_module()._say_what_is_waited_for
     with caplog.at_level(logging.WARNING, "fp8pass"):
@@ -383,7 +383,7 @@ def test_wrong_options(options, says):
         Config(**options)
 
 
-def test_explain_says_what_is_where(tmp_path):
+def test_explain_reports_where_tensors_are(tmp_path):
     torch._dynamo.reset()
     model, args = decoder()
     explanation = explain(model, *args, config=config(), frontier=True)
@@ -403,7 +403,7 @@ def test_explain_says_what_is_where(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_on_a_gpu_what_is_on_the_host_takes_no_memory(compiler, monkeypatch):
+def test_on_a_gpu_offloaded_tensors_take_no_memory(compiler, monkeypatch):
     """Allocated bytes equal the plan, and the numbers equal a step without copies."""
     monkeypatch.undo()
     models = benchmark_models()

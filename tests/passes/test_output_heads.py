@@ -91,7 +91,7 @@ class Stream(nn.Module):
         return self.classify(x).log_softmax(-1)
 
 
-def test_rows_of_a_length_that_varies_share_a_scale():
+def test_rows_of_symbolic_length_share_a_scale():
     """The transpose is padded with zeros, and its rows differ."""
     layer = nn.Linear(32, 32).bfloat16()
 
@@ -129,7 +129,7 @@ def test_sizes_that_a_guard_has_fixed_are_known():
     assert sqnr(got, want) > 20
 
 
-def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
+def test_symbolic_sizes_are_not_terms_of_a_sum_before_a_log_softmax():
     """`roll` adds to a size."""
     layer = nn.Linear(16, 16)
     program = torch.compile(

@@ -33,7 +33,7 @@ def rows() -> torch.Tensor:
     return torch.randn(32, 16).bfloat16()
 
 
-def test_what_is_computed_gets_a_buffer(rows):
+def test_computed_operands_get_a_buffer(rows):
     (held,) = pinned(lambda x, y: weight_gradient(x.sin(), y), rows, rows)
     assert held.args[0].target is torch.ops.aten.sin.default
     assert held.meta["val"].stride() == (16, 1)
@@ -44,7 +44,7 @@ def test_transposed_results_keep_their_strides(rows):
     assert held.meta["val"].stride() == (1, 32)
 
 
-def test_what_is_in_memory_is_not_copied(rows):
+def test_operands_in_memory_are_not_copied(rows):
     """Inputs and products are in memory already."""
     assert not pinned(weight_gradient, rows, rows)
     assert not pinned(lambda x, w, y: weight_gradient(x @ w, y), rows, rows[:16], rows)

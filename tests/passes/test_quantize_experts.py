@@ -197,7 +197,7 @@ def test_tokens_without_a_gradient_have_no_dgrad():
     assert joint.ctx.plan.linears[0].fp8 == ("forward", "wgrad")
 
 
-def test_the_number_of_tokens_may_vary():
+def test_the_number_of_tokens_may_be_symbolic():
     x = rows()
     torch._dynamo.mark_dynamic(x, 0)
     joint = rewritten(Experts(), x, ends(7, 0, 23, 20))
@@ -263,7 +263,7 @@ def test_weights_that_are_buffers():
     assert reason == "its weight is a buffer or constant: only parameters run in FP8"
 
 
-def test_graphs_without_experts_are_left_alone():
+def test_graphs_without_experts_do_not_change():
     joint = capture_joint(nn.Linear(32, 32), torch.randn(16, 32))
     before = joint.code
     quantize_experts(joint.gm, joint.ctx)

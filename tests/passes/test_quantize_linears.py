@@ -273,7 +273,7 @@ def test_gemms_without_a_parameter_are_no_linear_layers():
     assert joint.code == before
 
 
-def test_a_graph_without_linear_layers_is_left_identical():
+def test_a_graph_without_linear_layers_does_not_change():
     joint = capture_joint(nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Softmax(-1)), rows())
     before = joint.code
     quantize_linears(joint.gm, joint.ctx)
@@ -340,7 +340,7 @@ def test_narrow_sizes(sizes, narrow):
     assert is_narrow(*sizes) == narrow == is_narrow(*reversed(sizes))
 
 
-def test_what_narrow_layers_read_is_kept_in_low_bits():
+def test_inputs_of_narrow_layers_are_saved_in_low_bits():
     """As inputs of layers in FP8: the user did not ask for exact layers."""
     torch._dynamo.reset()
     model, x = Adapted().bfloat16(), rows(features=256, dtype=torch.bfloat16)

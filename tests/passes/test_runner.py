@@ -47,7 +47,7 @@ def test_dump(monkeypatch, tmp_path):
     assert text("plan_saved_values", "before") == text("quantize_linears", "after")
 
 
-def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
+def test_graphs_are_not_dumped_by_default(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run()
     assert not list(tmp_path.iterdir())
@@ -99,7 +99,7 @@ def test_prefixes_are_not_names(monkeypatch):
         run()
 
 
-def test_the_cut_cannot_be_left_out(monkeypatch):
+def test_required_passes_cannot_be_disabled(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "materialize_plan")
     with pytest.raises(Exception, match="cannot be disabled"):
         run()

@@ -103,7 +103,7 @@ def test_layers_that_share_an_input_share_its_mask():
     ("gemms", "expected"),
     [(("forward",), 3), (("dgrad",), 3), (("wgrad",), 3), (("dgrad", "wgrad"), 5), ((), 0)],
 )
-def test_only_the_gemms_that_were_asked_for(gemms, expected):
+def test_only_the_configured_gemms(gemms, expected):
     config = replace(E8M3, simulate_gemms=gemms)
     joint = simulated(linear(), rows(), config=config)
     assert masks(joint) == expected
@@ -246,7 +246,7 @@ def test_evaluation_is_masked_as_training_is():
         assert identical(program(x), trained)
 
 
-def test_sizes_that_vary():
+def test_dynamic_shapes():
     model = linear()
     program, spy = compiled(model, E8M3, dynamic=True)
     for count in (16, 24):

@@ -54,7 +54,7 @@ AT_HAND = {
 
 
 @pytest.mark.parametrize("case", [*FUSED, *AT_HAND])
-def test_what_inductor_does_well_is_left_to_it(case, x):
+def test_concatenations_that_inductor_inlines_do_not_change(case, x):
     assert not stored((FUSED | AT_HAND)[case], x)
 
 
