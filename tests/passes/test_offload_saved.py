@@ -330,17 +330,17 @@ def test_a_pass_that_has_nothing_to_send_changes_nothing():
 
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr(offload_saved_module(), "available", lambda: 4096)
-    with pytest.raises(Exception, match=r"on the host, which has .* left: raise memory_budget"):
+    with pytest.raises(Exception, match=r"but host memory has .* left: raise memory_budget"):
         train(decoder, config())
 
 
 def test_exposed_copies_are_logged_before_the_first_step(caplog):
     copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.03, 0.0, 0.01)]
-    say = offload_saved_module()._say_what_is_waited_for
+    warn = offload_saved_module()._warn_about_exposed_copies
     with caplog.at_level(logging.WARNING, "fp8pass"):
-        say(Offload(50e9, 0.1, 0.2, copies_))
+        warn(Offload(50e9, 0.1, 0.2, copies_))
         assert not caplog.records
-        say(Offload(50e9, 0.1, 0.2, copies_, forward_wait_s=0.002, backward_wait_s=0.01))
+        warn(Offload(50e9, 0.1, 0.2, copies_, forward_wait_s=0.002, backward_wait_s=0.01))
     (record,) = caplog.records
     assert "take 40 ms per step, at 50 GB/s; 12 ms of them are exposed" in record.getMessage()
 
