@@ -120,7 +120,7 @@ VARIANTS = {
     ),
     "bf16 compile, sequence": Variant("sequence"),
     "fp8pass coat, sequence": Variant("sequence", "fp8pass"),
-    "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_codes"),
+    "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_quantized"),
     "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
 }

@@ -15,11 +15,11 @@ from torch import fx, nn
 from fp8pass import compat, graph
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
-from fp8pass.graph.names import matching_pattern, pattern_text
+from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.passes import LOWERING_PASSES, Context, Requests
-from fp8pass.passes.added import keys_of
+from fp8pass.passes.added import cache_keys
 from fp8pass.passes.runner import disabled_passes, run_passes
 from fp8pass.plan import Plan
 
@@ -141,12 +141,8 @@ class Compilation:
         """A hash of all that the result depends on besides the graph."""
         key = (
             source_hash(),
-            repr(
-                replace(
-                    self.config, passes=(), skip=tuple(map(pattern_text, self.config.skip_patterns))
-                )
-            ),
-            keys_of(self.config.passes),
+            repr(replace(self.config, passes=())),
+            cache_keys(self.config.passes),
             torch.__version__,
             repr(self.inputs),
             self.by_name,

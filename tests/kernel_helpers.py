@@ -19,7 +19,7 @@ from fp8pass.codegen.program.reference import compute_program
 from fp8pass.config import Config
 from fp8pass.graph.nodes import copy_module
 from fp8pass.passes import LOWERING_PASSES, Context
-from fp8pass.passes.counters.count_kernels import count_kernels
+from fp8pass.passes.lowering.describe_kernels import describe_kernels
 from fp8pass.passes.lowering.lower_dialect import lower_dialect
 from fp8pass.passes.runner import run_passes
 
@@ -83,7 +83,7 @@ def counts(graphs: list[fx.Graph]) -> Counter[str]:
     found: Counter[str] = Counter()
     for g in graphs:
         ctx = Context(Config())
-        count_kernels(fx.GraphModule(nn.Module(), g), ctx)
+        describe_kernels(fx.GraphModule(nn.Module(), g), ctx)
         (use,) = ctx.plan.kernels
         found.update(use.programs)
         found["quantize"] += sum(use.generated.values())

@@ -55,7 +55,7 @@ def recompute_price(node: fx.Node) -> float:
 
 
 def _price_of_collective(node: fx.Node) -> float:
-    """Gathers run again where `gather_again` or a checkpointed region says so, sums never.
+    """Gathers run again where `repeat_gathers` or a checkpointed region says so, sums never.
 
     No price is weighed against others: all ranks have to decide alike, whatever they keep.
     """

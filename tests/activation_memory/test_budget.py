@@ -276,7 +276,7 @@ def test_a_share_that_a_loss_cannot_meet_is_no_error():
     layers, loss = explain(model, *args, config=config).graphs
     _, same = explain(model, *args, config=Config(compiler="eager")).graphs
     assert layers.plan.saved_bytes < loss.plan.saved_bytes <= same.plan.saved_bytes
-    said = "a graph without linear layers keeps 100% of 257 KiB in spite of memory_budget=0.6"
+    said = "a graph without linear layers saves 100% of 257 KiB in spite of memory_budget=0.6"
     assert loss.plan.note == said
     assert said in " ".join(str(explain(model, *args, config=config)).split())
     with pytest.raises(Exception, match="cannot be met"):

@@ -111,10 +111,10 @@ def checkpointed_blocks_equal_eager(device: str, way: str) -> None:
     assert_near(found[1], found[0], 4e-5)
 
 
-def gathering_quantized_tensors_changes_no_bit(device: str, way: str, recipe: str) -> None:
-    """Loss and gradients have the same bits without pass `gather_codes`."""
+def gathered_data_changes_no_bit(device: str, way: str, recipe: str) -> None:
+    """Loss and gradients of each rank are the same bits without `gather_quantized`."""
     found = []
-    for left_out in ("", "gather_codes"):
+    for left_out in ("", "gather_quantized"):
         torch._dynamo.reset()
         with mock.patch.dict(os.environ, FP8PASS_DISABLE_PASSES=left_out):
             model = distributed(way, device, recipe, blocks=1, dtype=torch.bfloat16)
@@ -253,7 +253,7 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
 def test_gathering_quantized_tensors(two, way, recipe):
-    two(gathering_quantized_tensors_changes_no_bit, way, recipe)
+    two(gathered_data_changes_no_bit, way, recipe)
 
 
 def test_a_nan_of_one_rank_reaches_all(two):

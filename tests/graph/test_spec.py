@@ -131,7 +131,7 @@ def test_contracts_of_stages(joint):
 
 def test_a_stage_that_breaks_its_contract_raises(joint):
     with (
-        patch.object(runner, "_enabled", lambda passes, added: []),
+        patch.object(runner, "_select_enabled", lambda passes, added: []),
         pytest.raises(MalformedGraph, match="was not lowered"),
     ):
         runner.run_passes(LOWERING_PASSES, joint.gm, joint.ctx, of="forward")

@@ -1,4 +1,4 @@
-"""Row kernels store what is read, and nothing else."""
+"""Row kernels store only values that have users."""
 
 from __future__ import annotations
 

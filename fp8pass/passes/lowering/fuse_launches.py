@@ -1,11 +1,10 @@
-"""Kernels that can run together are one operator, so that they are launched together.
+"""Launch kernels that can run together at once, as one operator.
 
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel joins the kernels before it if its inputs exist by then, as weights do. It must be small:
-results that are computed earlier take memory for longer, and a large kernel takes longer than its
-launch.
+A kernel joins earlier kernels if its inputs are available by then, such as weights. It must be
+small: earlier results take memory for longer, and a large kernel takes longer than its launch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MOST_EARLY = 32 * 2**20
 
 
 def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
-    """Put one operator in place of several that can run together."""
+    """Replace kernels that can run together by one operator."""
     groups = [group for op in (rows, tiles) for group in _groups(gm.graph, op) if len(group) > 1]
     for group in groups:
         _fuse(group)
@@ -36,7 +35,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Kernels of one kind, in groups that can run where the first one of each group does."""
+    """Return groups of kernels of one kind that can run at the first kernel of each group."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:
@@ -50,7 +49,7 @@ def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
 
 
 def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether a kernel can run together with a group of kernels, and is small enough to."""
+    """Whether a kernel can run together with a group of kernels, and is small enough."""
     first, *early = *group, node
     results = [x for member in early for x in member.meta["val"]]
     return (
@@ -73,7 +72,7 @@ def _batch(node: fx.Node) -> Batch:
 
 
 def _fuse(group: list[fx.Node]) -> None:
-    """Put one operator in the place of a group's first one, and replace the results of all."""
+    """Emit one operator at the first kernel of a group, and use its results for all kernels."""
     batch = Batch(tuple(program for node in group for program in _batch(node).programs))
     inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
     results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]

@@ -1,20 +1,18 @@
-"""Count the kernels of a graph, and the matrices that generated code quantizes, with the reasons.
+"""Report in the plan which kernels quantize matrices, and why generated code quantizes the rest.
 
-Changes nothing but `ctx.plan.kernels`, which `explain` shows.
+The graph does not change.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.kernel_operator import KERNELS, prepare_batch
 from fp8pass.codegen.kernels.launch import group_into_launches
 from fp8pass.codegen.kernels.supported import why_no_rows, why_no_tiles
-from fp8pass.codegen.program.ir import Program
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.dialect.quantization import TENSOR
 from fp8pass.graph import tensor
@@ -22,11 +20,9 @@ from fp8pass.graph.patterns import is_quantized_operand, quantization_of
 from fp8pass.passes.context import Context
 from fp8pass.plan import KernelUse
 
-fp8 = torch.ops.fp8pass
 
-
-def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add to the plan which kernels quantize the matrices of one graph."""
+def describe_kernels(gm: fx.GraphModule, ctx: Context) -> None:
+    """Add the kernels of one graph to the plan."""
     if not ctx.config.quantizes_linears:
         return
     programs: Counter[str] = Counter()
@@ -34,19 +30,16 @@ def count_kernels(gm: fx.GraphModule, ctx: Context) -> None:
     for node in gm.graph.nodes:
         if node.target in KERNELS:
             batch, sizes = Batch.parse(str(node.args[1])), [tensor(x).shape for x in node.args[0]]
-            programs.update(_kernel_of(node, program) for program in batch.programs)
+            kernel = graph.operator_name(node).rpartition(".")[2]
+            programs.update("scales" if p.finishes_amax else kernel for p in batch.programs)
             launches += len(group_into_launches(prepare_batch(KERNELS[node.target], batch, sizes)))
-    left = [n for n in gm.graph.nodes if is_quantized_operand(n)]
-    generated = dict(Counter(map(_why_generated, left)))
+    rest = [n for n in gm.graph.nodes if is_quantized_operand(n)]
+    generated = dict(Counter(map(_why_generated, rest)))
     ctx.plan.kernels.append(KernelUse(dict(programs), launches, generated))
 
 
-def _kernel_of(node: fx.Node, program: Program) -> str:
-    """The name under which a program is counted."""
-    return "scales" if program.finishes_amax else graph.operator_name(node).rpartition(".")[2]
-
-
-def _why_generated(codes: fx.Node) -> str:
-    is_tensor = quantization_of(codes).block == TENSOR
+def _why_generated(quantize: fx.Node) -> str:
+    """Return why no kernel computes an operand."""
+    is_tensor = quantization_of(quantize).block == TENSOR
     why_not = why_no_tiles if is_tensor else why_no_rows
-    return why_not(codes) or "what it is computed from lies in several matrices of memory"
+    return why_not(quantize) or "its inputs are parts of several matrices in memory"

@@ -1,4 +1,4 @@
-"""The plan says how many kernels there are, and why there are none."""
+"""The plan reports the number of kernels, and why generated code quantizes other matrices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kernel_helpers import Layers, counts
 import fp8pass
 
 
-def test_what_a_decoder_layer_launches(graphs):
+def test_launches_of_a_decoder_layer(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     torch.compile(model, backend="fp8pass")(x).sum().backward()
     forward, backward = (counts([g]) for g in graphs)
-    # Seven weights; inputs of q/k/v, of o, of gate/up, of down: of each a scale for the backward.
+    # Seven weights and the inputs of q/k/v, o, gate/up and down. Each has a scale for the backward.
     assert forward == {"rows": 2 * 11, "scales": 2 * 11}
-    # Norms with a residual stream before them: all but the first. Of a layer: seven weights, four
-    # gradients and three inputs again, gate's and up's gradient and down's input together. The
-    # latter, and gradients of values, are measured before that; so is the gradient that the caller
-    # hands in.
+    # Rows: all norms after a residual stream, which excludes the first. Tiles of a layer: seven
+    # weights, four gradients and three inputs; one kernel takes the gradients of gate and up and
+    # the input of down. The amaxes of these and of the gradients of values have tiles of their own.
+    # One more is the amax of the gradient from the caller.
     assert backward == {"rows": 3, "tiles": 2 * 18 + 1, "scales": 2 * 2}
 
 
@@ -32,6 +32,6 @@ def test_explain_counts_kernels(graphs):
     assert "Kernels: 25 × rows, 26 × scales, 37 × tiles, in" in str(explanation)
 
 
-def test_explain_says_why_there_are_no_kernels():
+def test_explain_reports_why_there_are_no_kernels():
     x = torch.randn(32, 64, requires_grad=True)
     assert " (Triton kernels run on NVIDIA GPUs only)." in str(fp8pass.explain(MLP(), x))

@@ -1,4 +1,4 @@
-"""What is gathered only to be quantized is gathered as codes, and none of it is kept."""
+"""A tensor that is only quantized is gathered in FP8, and no gathered tensor is saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import ROLE, WHY_NOT_QUANTIZED
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
-from fp8pass.passes.joint.gather_codes import gather_codes
+from fp8pass.passes.joint.gather_quantized import gather_quantized
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
@@ -37,14 +37,14 @@ BYTES, ROW_AMAXES = torch.uint8, torch.float32
 
 @pytest.fixture(scope="module", autouse=True)
 def mesh() -> Iterator[DeviceMesh]:
-    """Two ranks, of which there is only this one: nothing that it sends arrives."""
+    """A process group of two ranks in which only this rank exists."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
 
 class Gathered(nn.Module):
-    """A linear layer whose input other ranks have the rest of."""
+    """A linear layer with an input that is sharded over ranks."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, read: Callable[..., Tensor] | None = None):
         super().__init__()
@@ -65,7 +65,7 @@ class WholeParameter(nn.Module):
 
 
 def sharded_layer(mesh: DeviceMesh, dim: int = 0) -> nn.Module:
-    """A linear layer whose weight is gathered when it is used, as in SimpleFSDP."""
+    """A linear layer with a sharded weight that is gathered for each use, as in SimpleFSDP."""
     layer = nn.Linear(WIDTH, 80, bias=False).bfloat16()
     shard = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(dim)]))
     layer.register_parameter("weight", shard)
@@ -80,7 +80,7 @@ def activation(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def planned(
     model: nn.Module, x: Tensor, config: Config = COAT_EAGER, *, dynamic: bool = False
 ) -> JointGraph:
-    """The joint graph after all passes, each of which leaves it well formed and fixes no size."""
+    """The joint graph after all passes; checks that each pass is valid and adds no guards."""
     joint = capture_joint(model, x, config=config, dynamic=dynamic)
     for pass_ in JOINT_PASSES:
         guards = compat.guard_count(joint.gm.graph)
@@ -91,12 +91,12 @@ def planned(
 
 
 def sent(joint: JointGraph) -> list[torch.dtype]:
-    """What is gathered, in order."""
+    """The dtypes of gathered tensors, in order."""
     return [tensor(n).dtype for n in joint.calls(ALL_GATHER)]
 
 
 def sent_by_half(joint: JointGraph) -> list[int]:
-    """How many gathers the forward has, and the backward."""
+    """The number of gathers in the forward, and in the backward."""
     halves = cut(joint.gm, joint.ctx)
     return [len(g.graph.find_nodes(op="call_function", target=ALL_GATHER)) for g in halves]
 
@@ -106,7 +106,7 @@ def reasons(joint: JointGraph) -> list[str]:
 
 
 def put_side_by_side(joint: JointGraph) -> list[torch.dtype]:
-    """What has parts that do not lie one below the other, besides gradients that are scattered."""
+    """The dtypes of gathers along another dimension than the first, without BF16 gradients."""
     dtypes = [tensor(n).dtype for n in joint.calls(aten.cat.default)]
     return [dtype for dtype in dtypes if dtype is not torch.bfloat16]
 
@@ -119,7 +119,7 @@ def gathered_bytes(joint: JointGraph) -> int:
 
 
 def test_an_activation(mesh):
-    """By row in the forward; for wgrad, codes of one scale are kept of the shard and gathered."""
+    """By row in the forward. For wgrad the shard is saved with one scale, and gathered."""
     joint = planned(Gathered(mesh, 1), activation(2, ROWS))
     assert sent(joint) == [ROW_AMAXES, BYTES, BYTES]
     assert put_side_by_side(joint) == sent(joint)
@@ -134,7 +134,7 @@ def test_an_activation(mesh):
 
 @pytest.mark.parametrize(("sizes", "dim"), [((1, ROWS), 1), ((ROWS,), 0), ((2, ROWS), 0)])
 def test_ranks_whose_rows_lie_one_below_the_other(mesh, sizes, dim):
-    """A gather of a matrix, without parts to be put side by side."""
+    """A gather along the first dimension needs no concatenation."""
     joint = planned(Gathered(mesh, dim), activation(*sizes))
     assert sent(joint) == [ROW_AMAXES, BYTES, BYTES]
     assert not put_side_by_side(joint)
@@ -142,7 +142,7 @@ def test_ranks_whose_rows_lie_one_below_the_other(mesh, sizes, dim):
 
 
 def test_a_weight(mesh):
-    """Nothing of it is kept, besides scales; that of the backward needs no amax of its own."""
+    """Only scales are saved. The scale of the backward needs no amax of its own."""
     joint = planned(sharded_layer(mesh), activation(ROWS))
     assert sent(joint) == [ROW_AMAXES, BYTES, BYTES]
     (layer,) = joint.ctx.plan.linears
@@ -156,14 +156,14 @@ def test_a_weight(mesh):
 
 
 def test_one_scale(mesh):
-    """The amax of all ranks is the largest of theirs; the same codes serve forward and wgrad."""
+    """The amax is the largest amax of the ranks. Forward and wgrad use the same FP8 data."""
     joint = planned(Gathered(mesh, 1), activation(2, ROWS), Config.recipe("linear"))
     assert sent(joint) == [torch.float32, BYTES, BYTES]
     assert tensor(joint.calls(ALL_GATHER)[0]).shape == (2,)
 
 
 def test_one_scale_for_parts_of_rows(mesh):
-    """A gather along rows has no row on one rank: one scale serves."""
+    """After a gather along rows no row is on one rank, so the tensor has one scale."""
     joint = planned(sharded_layer(mesh, dim=1), activation(ROWS), Config.recipe("linear"))
     assert sent(joint) == [torch.float32, BYTES, BYTES]
 
@@ -177,7 +177,7 @@ def test_casts_and_permutations_on_the_way(mesh):
 
 
 def test_the_gradient_of_a_scattered_sum(mesh):
-    """Its backward gathers, and dgrad and wgrad share the codes."""
+    """Its backward gathers. Dgrad and wgrad share the FP8 data."""
 
     def scattered(layer: nn.Linear, x: Tensor) -> Tensor:
         terms = DTensor.from_local(layer(x), mesh, [Partial()], run_check=False)
@@ -188,7 +188,7 @@ def test_the_gradient_of_a_scattered_sum(mesh):
 
 
 @pytest.mark.parametrize("role", ["forward", "wgrad"])
-def test_gathered_codes_have_the_scale_that_they_were_made_with(mesh, role):
+def test_gathered_data_keeps_its_scale(mesh, role):
     joint = planned(Gathered(mesh, 1), activation(2, ROWS))
     gemm = next(n for n in joint.calls(fp8.scaled_mm.default) if n.meta[ROLE] == role)
     a, a_scale, b, b_scale, *rest = gemm.args
@@ -213,13 +213,13 @@ def sum_of(layer: nn.Linear, x: Tensor) -> Tensor:
         (None, 1, "exact", "exact formats: rewritten, not rounded"),
     ],
 )
-def test_left_as_it_is(mesh, read, dim, recipe, reason):
+def test_not_rewritten(mesh, read, dim, recipe, reason):
     sizes = (2, ROWS, WIDTH // 2) if dim == 2 else (2, ROWS, WIDTH)
     x = torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_()
     joint = capture_joint(Gathered(mesh, dim, read), x, config=Config.recipe(recipe))
     quantize_linears(joint.gm, joint.ctx)
     before = str(joint.gm.graph)
-    gather_codes(joint.gm, joint.ctx)
+    gather_quantized(joint.gm, joint.ctx)
     assert str(joint.gm.graph) == before
     (gather,) = joint.calls(ALL_GATHER)
     assert gather.meta[WHY_NOT_QUANTIZED] == reason
@@ -231,20 +231,20 @@ def test_explain_says_why(mesh):
     assert (gather.half, gather.dtype, gather.shape) == ("forward", "bfloat16", f"2×{ROWS}×{WIDTH}")
     assert gather.bytes == 2 * 2 * ROWS * WIDTH
     assert (scatter.op, scatter.half) == ("reduce_scatter_tensor", "backward")
-    text = " ".join(str(explanation).split())  # lines end where they may
+    text = " ".join(str(explanation).split())  # the text is wrapped
     assert "aten.sum reads it, too" in text
     assert "sums are not rounded" in text
     assert json.loads(explanation.to_json())["graphs"][0]["collectives"][0]["bytes"] == gather.bytes
 
 
-def test_a_weight_in_16_bits_is_not_kept_either(mesh):
+def test_gathered_weights_in_16_bits_are_not_saved(mesh):
     joint = planned(sharded_layer(mesh), activation(ROWS), Config.recipe("exact"))
     assert sent(joint) == [torch.bfloat16] * 2
     assert not any("parametrizations" in s.module for s in joint.ctx.plan.saved if not s.is_scalar)
 
 
 def test_inductor_finds_the_gemm_that_reads_a_gather():
-    """Its `_micro_pipeline_tp` overlaps both, where rows of ranks lie one below the other."""
+    """`_micro_pipeline_tp` overlaps both if the gather is along the first dimension."""
     g = fx.Graph()
 
     def operand(name: str, *sizes: int, dtype: torch.dtype) -> fx.Node:
@@ -269,8 +269,8 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
     assert len(g.find_nodes(op="call_function", target=ALL_GATHER)) == 1
 
 
-def test_sizes_that_vary(mesh):
-    """Only where views of codes would have to be given them."""
+def test_dynamic_shapes(mesh):
+    """Only if views of FP8 data would need them as arguments."""
     for dim, sizes, wanted in ((0, (ROWS,), [""] * 3), (1, (2, ROWS), ["its sizes vary"])):
         joint = planned(Gathered(mesh, dim), activation(*sizes), dynamic=True)
         assert reasons(joint) == wanted
