@@ -264,7 +264,7 @@ class OffloadedActivations(Option):
 
     def configure(self, t: Training) -> None:
         super().configure(t)
-        t.patches.enter_context(patch("fp8pass.activation_memory.link.SMALLEST", 1 << 10))
+        t.patches.enter_context(patch("fp8pass.activation_memory.host_transfer.SMALLEST", 1 << 10))
         copies.lane_of.cache_clear()
 
     def finish(self, t: Training) -> None:

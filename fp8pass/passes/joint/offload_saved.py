@@ -25,7 +25,12 @@ from functools import cached_property
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.activation_memory.link import backward_wait, bandwidth_of, forward_wait, running_times
+from fp8pass.activation_memory.host_transfer import (
+    backward_wait,
+    find_bandwidth,
+    forward_wait,
+    running_times,
+)
 from fp8pass.config import ConfigError
 from fp8pass.graph.flops import is_expensive
 from fp8pass.graph.tags import CARRIES, TO_HOST
@@ -126,7 +131,7 @@ class _Schedule:
 
     def __init__(self, gm: fx.GraphModule, ctx: Context, sent: Sequence[fx.Node]) -> None:
         self.graph = gm.graph
-        self.bandwidth = rate = bandwidth_of(ctx.config, graph.tensor(sent[0]).device)
+        self.bandwidth = rate = find_bandwidth(ctx.config, graph.tensor(sent[0]).device)
         results = graph.outputs(gm.graph)[: ctx.facts.num_fwd_outputs]
         before = graph.ancestors([*(n for n in results if isinstance(n, fx.Node)), *ctx.saved])
         self.backward = [n for n in gm.graph.nodes if n not in before and n.op != "output"]
