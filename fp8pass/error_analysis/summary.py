@@ -69,7 +69,6 @@ def _summary(region: Region, cases: Cases) -> RuleSummary:
     return RuleSummary(
         module=graph.module_path(graph.source((forward or region.nodes)[0])),
         inputs=tuple(_described(n) for n in region.values),
-        cached=tuple(_described(n) for n in region.cached),
         operators=tuple(dict.fromkeys(_short(n) for n in forward)),
         case_1=cases.one,
         case_2=cases.two,

@@ -321,7 +321,7 @@ def test_formats_are_those_of_the_paper_but_for_what_bytes_are_left(stages):
     most_common = []
     for stage in stages:
         low = [s for s in stage.plan.saved if s.expected_error]
-        formats = [s.kept_as.split()[0] for s in low for _ in range(s.bytes)]
+        formats = [s.saved_as.split()[0] for s in low for _ in range(s.bytes)]
         most_common.append(max(set(formats), key=formats.count))
     assert most_common == ["e2m1", "e2m2", "e2m3", "e4m3"]
 

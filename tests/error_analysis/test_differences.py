@@ -35,7 +35,7 @@ def test_gradients_are_right_whatever_the_values_have_in_common(function, save_f
 def test_a_difference_is_kept_for_itself():
     """What a norm's backward reads is not computed again from `x`, though that is kept, too."""
     saved = plan_of(layer_norm, "e4m3").saved
-    kept = [s.op for s in saved if s.kept_as.startswith("e4m3")]
+    kept = [s.op for s in saved if s.saved_as.startswith("e4m3")]
     assert len(kept) == 2
     assert {"aten.sub.Tensor", "aten.mul.Tensor"} & {*kept}
 
@@ -165,6 +165,6 @@ class SiluOf211(torch.autograd.Function):
 def test_a_gate_saves_no_more_with_the_silu_of_another_version(save_format):
     def saved(silu):
         plan = plan_of(lambda m, x: silu(x) * x.roll(1, 0), save_format)
-        return sorted((s.kept_as, s.bytes) for s in plan.saved)
+        return sorted((s.saved_as, s.bytes) for s in plan.saved)
 
     assert saved(SiluOf211.apply) == saved(F.silu)

@@ -41,7 +41,7 @@ def test_the_argument_is_stored_instead():
 
     rules = rules_of(function)
     assert {"add"} == {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
-    coded = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.kept_as}
+    coded = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.saved_as}
     assert len(coded) == 2
     assert "add" not in coded
 
@@ -77,4 +77,4 @@ def test_terms_of_what_is_divided_by(function, names):
     ids=["norm", "silu", "swish by hand", "softplus"],
 )
 def test_inputs_of_usual_functions_take_four_bits(function):
-    assert any("e2m1" in s.kept_as for s in plan_of(function, "e2m1").saved)
+    assert any("e2m1" in s.saved_as for s in plan_of(function, "e2m1").saved)

@@ -38,7 +38,7 @@ JUMPING = {
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_piecewise_functions_without_a_jump_get_a_4_bit_rule(name):
-    kept = [s for s in plan_of(CONTINUOUS[name], "e2m1").saved if s.kept_as.startswith("e2m1")]
+    kept = [s for s in plan_of(CONTINUOUS[name], "e2m1").saved if s.saved_as.startswith("e2m1")]
     assert kept
     assert min(gradient_cosines(CONTINUOUS[name], "e2m1")) > 0.97
 
@@ -53,7 +53,7 @@ def test_what_jumps_is_compared_as_in_the_forward(name):
 def test_a_mask_is_kept_rather_than_its_operand_exactly():
     plan = plan_of(JUMPING["relu6"], "e2m1")
     assert any(s.dtype == "bool" for s in plan.saved)
-    assert any(s.kept_as.startswith("e2m1") for s in plan.saved)
+    assert any(s.saved_as.startswith("e2m1") for s in plan.saved)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_sign_roots_go_through_what_keeps_signs():
 def test_a_region_that_computes_indices_alone_has_no_rule():
     """No result of it is a number that could jump."""
     plan = plan_of(lambda m, x: x.gather(-1, (x.detach() > 0).long()), "e2m1")
-    assert not any(s.kept_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)
+    assert not any(s.saved_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)

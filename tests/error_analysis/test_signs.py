@@ -173,6 +173,6 @@ def chunked_decay(m, x):
 def test_decays_that_are_bounded_are_kept_in_formats_of_a_wide_range():
     for save_format in ("e4m3", "e2m1"):
         assert min(gradient_cosines(chunked_decay, save_format)) > 0.99
-        kept = {s.kept_as.split()[0] for s in plan_of(chunked_decay, save_format).saved}
+        kept = {s.saved_as.split()[0] for s in plan_of(chunked_decay, save_format).saved}
         assert "e4m3" in kept
         assert "e2m1" not in kept

@@ -169,7 +169,7 @@ def test_scales_and_statistics_stay(monkeypatch):
     away = [t for s in plan.saved for t in s.tensors if t.on_host]
     assert away
     assert all(t.bytes >= 1 << 13 for t in away)
-    low_bits = [s for s in plan.saved if "×" in s.kept_as and s.host_bytes]
+    low_bits = [s for s in plan.saved if "×" in s.saved_as and s.host_bytes]
     assert low_bits
     assert all(not s.tensors[-1].on_host and s.bytes == s.tensors[-1].bytes for s in low_bits)
 
@@ -335,12 +335,12 @@ def test_a_host_that_is_too_small(monkeypatch):
 
 
 def test_waits_are_said_before_the_first_step(caplog):
-    copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.03, 0.0, 0.01)]
+    copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.01)]
     say = offload_saved_module()._say_what_is_waited_for
     with caplog.at_level(logging.WARNING, "fp8pass"):
         say(Offload(50e9, 0.1, 0.2, copies_))
         assert not caplog.records
-        say(Offload(50e9, 0.1, 0.2, copies_, forward_wait_s=0.002, backward_wait_s=0.01))
+        say(Offload(50e9, 0.1, 0.2, copies_, wait_s=0.012))
     (record,) = caplog.records
     assert "take 40 ms, at 50 GB/s; nothing hides 12 ms of them" in record.getMessage()
 

@@ -192,14 +192,12 @@ class Carrier:
     def _cross(self, node: fx.Node, decision: Decision, *tensors: fx.Node) -> None:
         """Let `tensors`, which `node` is kept as, cross the boundary."""
         self.crossing.update(dict.fromkeys(tensors))
-        if graph.is_no_tensor(node):
+        is_parameter = node in self.ctx.facts.parameters - self.ctx.facts.overwritten
+        if graph.is_no_tensor(node) or is_parameter:
             return
-        if node in self.ctx.facts.parameters - self.ctx.facts.overwritten:
-            self.ctx.plan.parameters.append(node.name)
-        else:
-            value, place = self._names[node], self._places[node]
-            saved = describe(node, decision, tensors, self.ctx, value=value, place=place)
-            self.ctx.plan.saved.append(saved)
+        value, place = self._names[node], self._places[node]
+        saved = describe(node, decision, tensors, self.ctx, value=value, place=place)
+        self.ctx.plan.saved.append(saved)
 
 
 def _is_expanded(node: fx.Node) -> bool:
@@ -239,7 +237,7 @@ def describe(
         op=operator_name(node),
         shape=graph.shape_text(val),
         dtype=graph.dtype_text(val.dtype),
-        kept_as=_kept_as(decision),
+        saved_as=_saved_as(decision),
         bytes_exact=graph.nbytes(node),
         bytes=0 if node in ctx.facts.held else sum(t.bytes for t in crossing),
         reason=decision.reason,
@@ -250,7 +248,7 @@ def describe(
     )
 
 
-def _kept_as(decision: Decision) -> str:
+def _saved_as(decision: Decision) -> str:
     assert decision.format is not None
     if not decision.low_bit:
         return decision.format.name

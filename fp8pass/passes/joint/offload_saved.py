@@ -87,7 +87,7 @@ def _say_what_is_waited_for(offload: Offload) -> None:
         log.warning(
             "Copies to the host and back take %.3g ms, at %.3g GB/s; nothing hides %.3g ms of them "
             "in a step that computes %.3g ms. Raise memory_budget, or use smaller formats.",
-            *(1e3 * offload.link_s, offload.bandwidth / 1e9, 1e3 * offload.wait_s, 1e3 * step),
+            *(1e3 * offload.copy_s, offload.bandwidth / 1e9, 1e3 * offload.wait_s, 1e3 * step),
         )
 
 
@@ -225,7 +225,6 @@ class _Schedule:
             early = [n for n in behind if times[n][1] <= copy.fetched]
             anchor = early[-1] if early else behind[0] if behind else None
             self._fetch(copy, anchor, places)
-            copy.fetched = times[anchor][1] if anchor else copy.used
 
     def _on_way(self, before: Sequence[_Copy], copy: _Copy) -> list[_Copy]:
         """The copies that are on their way together, the last ones with `copy`."""
@@ -263,8 +262,8 @@ class _Schedule:
             forward_s=forward,
             backward_s=backward,
             copies=[self._described(copy) for copy in self.copies],
-            forward_wait_s=forward_wait(((c.made, c.seconds) for c in self.copies), forward),
-            backward_wait_s=backward_wait((c.used, c.seconds) for c in self.copies),
+            wait_s=forward_wait(((c.made, c.seconds) for c in self.copies), forward)
+            + backward_wait((c.used, c.seconds) for c in self.copies),
             in_flight_bytes=self.in_flight,
         )
 
@@ -275,8 +274,6 @@ class _Schedule:
             shape=graph.shape_text(val),
             dtype=graph.dtype_text(val.dtype),
             bytes=copy.bytes,
-            made_s=copy.made,
-            sent_s=copy.sent,
-            fetched_s=copy.fetched,
+            computed_s=copy.made,
             used_s=copy.used,
         )
