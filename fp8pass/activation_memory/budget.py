@@ -104,7 +104,7 @@ MEGA = 1e6  # bytes in the solver's unit, since its tolerances are absolute
 
 
 class _Variable(NamedTuple):
-    """A binary variable: whether it may be 1, and its saved bytes, seconds and bytes on the host."""
+    """A binary variable: whether it may be 1, its saved bytes, seconds and bytes on the host."""
 
     allowed: bool
     bytes: float

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8pass import compilation
-from fp8pass.compilation import Compilation, Inputs, decided_by_name
+from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config
 from fp8pass.partition import Partitioner
 
@@ -215,15 +215,15 @@ def named(path: str) -> fx.GraphModule:
 )
 def test_key_covers_what_names_decide(options, matters):
     """But not more, so that equal layers share what was compiled."""
-    first, second = (decided_by_name(named(f"layers.{i}"), Config(**options)) for i in range(2))
+    first, second = (match_names(named(f"layers.{i}"), Config(**options)) for i in range(2))
     assert (first != second) == matters
     keys = [Compilation(Config(**options), by_name=names).cache_key() for names in (first, second)]
     assert (keys[0] != keys[1]) == matters
 
 
 def test_key_covers_the_names_of_heads_and_of_modules_in_checkpointed_regions():
-    body, head = (decided_by_name(named(path), Config()) for path in ("a.body", "a.lm_head"))
+    body, head = (match_names(named(path), Config()) for path in ("a.body", "a.lm_head"))
     assert body != head
     outer = named("a")
     outer.add_module("wrap_body_0", named("lm_head"))
-    assert decided_by_name(outer, Config()) != decided_by_name(named("a"), Config())
+    assert match_names(outer, Config()) != match_names(named("a"), Config())
