@@ -228,10 +228,11 @@ class Config:
     def quantizations(self) -> dict[tuple[str, str], str]:
         """The quantization of each operand of each GEMM, as text; keys are role and operand."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
-        scales = self.forward_scales if self.quantizes_linears else "tensor"
+        by_row = self.quantizes_linears and self.forward_scales == "rowwise"
+        block = "row" if by_row else "tensor"
         return {
-            ("forward", "input"): f"{self.forward_format} {scales}",
-            ("forward", "weight"): f"{self.forward_format} {scales}",
+            ("forward", "input"): f"{self.forward_format} {block}",
+            ("forward", "weight"): f"{self.forward_format} {block}",
             ("dgrad", "gradient"): gradient,
             ("dgrad", "weight"): forward,
             ("wgrad", "gradient"): gradient,
