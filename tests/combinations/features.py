@@ -14,7 +14,7 @@ from ways import WAYS
 
 import fp8pass
 from fp8pass.runtime import copies
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 
 class Option(Feature):
@@ -85,7 +85,7 @@ class OffloadedWeights(Feature):
         t.optimizer_options = t.optimizer_options or {}
 
     def finish(self, t: Training) -> None:
-        offloaded = [isinstance(p, CodedWeight) for p in t.model.parameters() if p.ndim == 2]
+        offloaded = [isinstance(p, QuantizedWeight) for p in t.model.parameters() if p.ndim == 2]
         assert any(offloaded) != t.way.shards
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8pass import Config
 from fp8pass.dynamo import Backend
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 
 class Block(nn.Module):
@@ -29,8 +29,8 @@ def with_codes(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            ((codes, scales),) = coded([layer.weight.detach()], layer.weight.dtype)
-            layer.weight = nn.Parameter(CodedWeight(codes, scales, layer.weight.dtype))
+            ((codes, scales),) = quantize_rows([layer.weight.detach()], layer.weight.dtype)
+            layer.weight = nn.Parameter(QuantizedWeight(codes, scales, layer.weight.dtype))
     return model
 
 
@@ -107,5 +107,5 @@ def test_eager_pytorch_takes_the_values(model, x):
 
 def test_a_weight_in_codes_cannot_be_changed(model):
     weight = with_codes(model).ffn.up.weight
-    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="exact values no longer exist"):
         weight.mul_(2)
