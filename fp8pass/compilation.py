@@ -32,9 +32,9 @@ class Inputs:
         weights: each `nn.Parameter`, trained or frozen, but no buffers or other tensors of modules.
         held: leaves that require a gradient. Their gradient accumulator keeps a reference until
             the backward, so that using them there costs no memory.
-        activations: other inputs that require a gradient: outputs of other graphs. Saving them
-            may keep them alive.
-        moving: parameters whose address changes every step, for CUDA graphs.
+        activations: outputs of other graphs that require a gradient. Saving them may keep them
+            alive.
+        moving: parameters with another address in every step, for CUDA graphs.
     """
 
     weights: frozenset[int] = frozenset()

@@ -140,6 +140,6 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
             f"The backward reads {sorted(crossing)}, but the plan saves {planned}. {BUG}"
         )
     for half in (forward, backward):
-        remove_unused(half.graph)  # such as waits for collectives whose results are not read
+        remove_unused(half.graph)  # such as collectives with unused results
         half.recompile()
     return forward, backward

@@ -131,12 +131,12 @@ class Linear:
     """One use of a linear layer in the forward.
 
     Attributes:
-        fp8: the GEMMs that run in FP8: some of `forward`, `dgrad`, `wgrad`.
-        reason: why the layer stays in high precision; '' if it does not.
+        fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
+        reason: why the layer stays in high precision; else ''.
         chosen: whether the user asked for it, by a skip pattern or the default for output heads.
         routine: whether the user can change or gain nothing, as for an adapter of rank 8.
         simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
-        experts: number of weights of a layer of experts, of which each row uses one; else 0.
+        experts: number of weights of a layer of experts; else 0. Each row uses one weight.
         fast: the GEMMs of `fp8` with fast accumulation.
     """
 
@@ -167,7 +167,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Head:
-    """An output head whose loss is in the graph.
+    """An output head with its loss.
 
     Attributes:
         bytes: bytes of the logits that exist at once.
@@ -249,7 +249,7 @@ class RuleSummary:
         case_1: upper limit for the relative error of a gradient per unit relative error of all
             saved values, if the inputs are saved and all other values are recomputed.
         case_2: the same limit if intermediate results are saved and read, too.
-        bound: formula of Case 1: the absolute error of the gradient whose relative one is largest.
+        bound: formula of Case 1: absolute error of the gradient with the largest relative error.
         reason: why no rule could be derived, or ''.
     """
 
@@ -318,7 +318,7 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The layers in high precision that the user did not ask for and can change."""
+        """The layers that stay in high precision unintentionally, and that the user can change."""
         return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property

@@ -1,8 +1,8 @@
 """Bytes alive during the backward: saved values, recomputed values and gradients.
 
-The saved bytes say little about the peak. A recomputed value lives until its last use like a saved
-value, often in more bytes, and weight gradients add up until the end. Recomputing the values of a
-model's first block, whose backward comes last, can raise the peak instead of lowering it.
+The peak is more than the saved bytes. A recomputed value lives until its last use like a saved
+value, often in more bytes, and weight gradients add up until the end. The backward of a model's
+first block comes last, so that recomputing its values can raise the peak instead of lowering it.
 
 Only values with a buffer count: results of GEMMs and attention, quantized data, sums of the
 residual stream. Pointwise operators are fused with their users. A time is the position of a node
@@ -44,7 +44,7 @@ class Lifetime(NamedTuple):
 
     @classmethod
     def union(cls, lifetimes: Iterable[Lifetime]) -> Lifetime:
-        """Return the shortest lifetime that includes all others."""
+        """Return the shortest lifetime that includes all given ones."""
         found = [cls(), *lifetimes]
         return cls(min(x.first for x in found), max(x.last for x in found))
 
@@ -215,7 +215,7 @@ def is_buffered(node: fx.Node) -> bool:
 
 
 def reads_memory(user: fx.Node) -> bool:
-    """Whether an operator is a library call, whose operands must have buffers."""
+    """Whether an operator is a library call, which reads its operands from buffers."""
     if kind(user) is Kind.VIEW:
         return any(reads_memory(u) for u in user.users)
     return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)

@@ -119,7 +119,7 @@ class BudgetProblem:
     """The mixed-integer program of one joint graph, to be solved for one or several budgets.
 
     Args:
-        needs: the values that the backward needs, at least one.
+        needs: the needed values, at least one.
         choices: how values may be saved.
         memory: bytes alive in the backward; without it the peak is not limited.
         allowance: bytes by which the peak may exceed the budget at no price.
@@ -219,7 +219,7 @@ class BudgetProblem:
         return found
 
     def _variables_of(self, value: fx.Node) -> tuple[_Variable, ...]:
-        """Return the variables of a value, except those of host memory, in the order of ways."""
+        """Return the variables of a value without host memory, in the order of ways."""
         choices = self.choices
         choice, free = choices.cheapest(value), choices.facts.is_free(value)
         exact = 0.0 if free else save_price(value) / UNITS_PER_BYTE
@@ -322,7 +322,7 @@ class BudgetProblem:
         return csr_matrix(alive)
 
     def _waits(self) -> list[LinearConstraint]:
-        """Return a row for each time by which some copies must be done, or are waited for."""
+        """Return a row for each time: copies that are not done by then add to a wait."""
         sent = {key: x.host_bytes for key, x in self.variables.items() if x.host_bytes}
         if self.transfer is None or not sent:
             return []

@@ -56,7 +56,7 @@ def recompute_price(node: fx.Node) -> float:
 def _price_of_collective(node: fx.Node) -> float:
     """Return 0 for gathers that `gather_again` or a checkpointed region recomputes, else infinity.
 
-    There is no price in between, because all ranks must decide alike, whatever they save.
+    There is no price in between, because all ranks must decide alike, even if their values differ.
     """
     is_gather = node.target is GATHER or (node.target is WAIT and node.args[0].target is GATHER)  # type: ignore[union-attr]
     return 0 if is_gather and compat.must_recompute(node) else math.inf

@@ -73,8 +73,8 @@ def _chained_sums(
     """Return every second of the sums that would be recomputed from one another.
 
     `values` are in order. Norms and casts may lie between two sums, as in post-norm layers. A sum
-    whose branch is also computed from the previous sum, or from values that are alive anyway, takes
-    only time, and may be recomputed.
+    may be recomputed if its branch is also computed from the previous sum, or from values that are
+    alive anyway, because that takes only time.
     """
     found: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()

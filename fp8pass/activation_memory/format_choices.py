@@ -31,10 +31,10 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 
-# Price of errors in bytes: a value whose rounding makes a gradient wrong by 100% costs this many
-# more bytes per element. It decides between formats, and where to cut, if choices take about the
-# same bytes. It does not depend on the dtype, because rounding the sum of a residual stream in FP32
-# is no worse than rounding its branch in 16 bits.
+# Price of errors in bytes: rounding that makes a gradient wrong by 100% costs this many more bytes
+# per element. It decides between formats, and where to cut, if choices take about the same bytes.
+# It does not depend on the dtype, because rounding the sum of a residual stream in FP32 does the
+# same harm as rounding its branch in 16 bits.
 ERROR_BYTES = 0.5
 
 # A `keep_exact` pattern that contains it is the name of a value, `module:operator:number`, not the

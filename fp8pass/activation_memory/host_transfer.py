@@ -2,7 +2,7 @@
 
 A copy to the host may begin when the value has been computed. The copy back must be done when the
 backward first uses the value. One copy runs at a time, in the order of these times, at the host's
-bandwidth. The times are those of a roofline of all operators:
+bandwidth. The times follow from a roofline of all operators:
 
     the forward waits    max over t of  t + seconds of the copies of values computed at t or later
                          minus the length of the forward, because all copies end before it ends
@@ -172,7 +172,7 @@ def _sample_times(times: Iterable[float]) -> list[float]:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view shares."""
+    """Return the node that owns the memory of a view."""
     while isinstance(node, fx.Node) and node.op == "call_function" and kind(node) is Kind.VIEW:
         node = node.all_input_nodes[0]
     return node

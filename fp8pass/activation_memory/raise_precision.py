@@ -66,7 +66,7 @@ def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterat
 
 
 def _rounding_error(format: Format) -> float:
-    """Return the RMS error in a group, relative to its values, most of which are small.
+    """Return the RMS error in a group, relative to its values. Most of them are small.
 
     This is about the error that docs/formats.md measures for values with tails. `relative_error`
     alone is the same for 6 and for 8 bits, which differ in the range of small values.

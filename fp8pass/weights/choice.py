@@ -32,7 +32,7 @@ def choose_layers(
     why_not: Callable[[Tensor], str],
     considers: Callable[[Tensor], bool] = lambda weight: True,
 ) -> Choice:
-    """Choose the linear layers of a model whose weights can be quantized.
+    """Choose the linear layers of a model that can have quantized weights.
 
     Args:
         model: the model.

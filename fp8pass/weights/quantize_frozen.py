@@ -2,10 +2,10 @@
 
     nn.Linear.weight    bf16 [M, K]  ->  QuantizedWeight: e4m3 [M, K], fp32 [M, 1]
 
-The forward's GEMM reads the FP8 data as they are, so that no step quantizes the weight. dgrad
-contracts the other dimension, along which scales may not vary. The backward therefore requantizes
-the data with one scale, in one pass of two bytes an element. Storing that result, too, would take
-the byte that is saved.
+The forward's GEMM reads the FP8 data directly, so that no step quantizes the weight. The scales of
+dgrad must not vary along the output features, which it contracts. The backward therefore
+requantizes the data with one scale, in one pass of two bytes an element. Storing that result, too,
+would take the byte that is saved.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
     For adapters (LoRA), teachers, encoders: models in which only some weights are trained. Where
     linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`), the forward of
-    a compiled model is bit-identical to that with the weights in BF16. Gradients of inputs are
-    those of the rounded weights. Elsewhere the weights are dequantized whenever they are used.
+    a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
+    computed with the rounded weights. Elsewhere each use dequantizes the weights.
 
     The model can be moved, copied and saved as before. Call this again after freezing more layers.
     `state_dict` contains the rounded weights, in their dtype and in host memory, because the GPU
@@ -52,8 +52,8 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). The
             weights of its linear layers are in BF16, or in FP32 for autocast, and are rounded as
             autocast rounds them. Call this before DistributedDataParallel wraps the model.
-        skip: paths of linear layers, or parts of them with *, to leave as they are. Output heads
-            and layers that cannot run in FP8 are always left.
+        skip: paths of linear layers, or parts of them with *, that stay unquantized. Output heads
+            and layers that cannot run in FP8 always stay unquantized.
 
     Returns:
         The model.

@@ -8,9 +8,9 @@ values, as copies and through pickles.
 
 A weight with a `source` is exact: the source has its values, and the FP8 data are a cache of it.
 Outside of compiled graphs operators read the source. Operators that write to the weight write to
-the source, which is quantized again before the next use of the FP8 data. A weight whose FP8 data
-are the only copy (`is_only_copy`) can only be replaced as a whole, with values that are then
-quantized. The weights that FSDP2 gathers are new in each gather, and cannot be changed.
+the source, which is quantized again before the next use of the FP8 data. If the FP8 data are the
+only copy of a weight (`is_only_copy`), it can only be replaced as a whole, with values that are
+then quantized. The weights that FSDP2 gathers are new in each gather, and cannot be changed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class QuantizedWeight(Tensor):
         return self.fp8_data.is_shared()
 
     def exact(self) -> Tensor:
-        """Copy the source to the device of the weight; dequantize if there is no source."""
+        """Copy the source to the device of the weight; without a source, dequantize."""
         if self.source is None:
             return self.dequantize()
         self.wait_for_source()
@@ -298,7 +298,7 @@ def _move(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **_: Any,  # layouts, of which FP8 matrices have one
+    **_: Any,  # layouts; FP8 matrices have only one
 ) -> QuantizedWeight | None:
     """Return a copy on another device or with another dtype; None if the dtype is not a float."""
     dtype = dtype or weight.dtype
@@ -379,7 +379,7 @@ def quantize_rows(
 ) -> Sequence[tuple[Tensor, Tensor]]:
     """Round matrices [M, K] to `dtype`, and quantize each row; return FP8 data and scales.
 
-    The results have the same bits as those of the dialect's `quantize`. They are written to
+    The dialect's `quantize` returns the same bits. They are written to
     `buffers`, if given.
     """
     device = matrices[0].device

@@ -476,7 +476,7 @@ def test_the_peak_counts_saved_values_and_gradients(planner):
 
 
 def test_saved_values_are_alive_until_their_last_use(planner):
-    """Saved values of the last block are freed early, those of the first block last."""
+    """Saved values of the last block are freed first, and values of the first block last."""
     memory = planner.memory
     blocks = {
         graph.module_path(v).split(".")[1]: memory.alive_saved(v)

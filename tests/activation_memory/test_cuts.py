@@ -377,7 +377,7 @@ def low_bit(plan: Plan) -> dict[str, str]:
 
 
 def test_views_of_an_expanded_tensor_are_recomputed_from_its_copy():
-    """A view may be invalid on the saved copy, whose rows do not share memory."""
+    """A view may be invalid on the saved copy, because its rows do not share memory."""
 
     def model(x, weight):
         right = x.chunk(2, -1)[1]

@@ -22,7 +22,7 @@ from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
 class Gated(nn.Module):
-    """A norm, a gate and a ReLU, whose values amplify errors differently. One value needs signs."""
+    """A norm, a gate and a ReLU. Their values amplify errors differently; one value needs signs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ WIDTH, RANK = 64, 16
 
 
 class LoRA(nn.Module):
-    """A frozen layer, and two small trained layers whose product is added."""
+    """A frozen layer plus the product of two small trained layers."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
