@@ -256,7 +256,9 @@ def test_results_leaves_and_parameters_are_never_sent():
     found = capture_joint(Shows(), x, config=config("exact", memory_budget=0.7))
     run_passes(JOINT_PASSES, found.gm, found.ctx)
     sent = [n.args[0] for n in found.calls(to_host)]
-    results = {host_transfer.base(n) for n in graph.outputs(found.gm.graph) if isinstance(n, fx.Node)}
+    results = {
+        host_transfer.base(n) for n in graph.outputs(found.gm.graph) if isinstance(n, fx.Node)
+    }
     assert sent
     assert results.isdisjoint(map(host_transfer.base, sent))
     assert all(n.op != "placeholder" for n in sent)
