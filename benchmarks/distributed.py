@@ -325,7 +325,7 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
             "pack": (partial(wire.pack, rows), rows.numel() * dtype.itemsize + coded),
             "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
             "code rows": (
-                partial(weight_gather.coded, [matrix], torch.bfloat16),
+                partial(weight_gather.quantize_rows, [matrix], torch.bfloat16),
                 weights_moved,
             ),
         }

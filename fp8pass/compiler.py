@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import compat, graph
-from fp8pass.compilation import Compilation, Inputs, decided_by_name
+from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
@@ -109,7 +109,7 @@ class Captured:
         graphed = compat.uses_cuda_graphs(self.patches)
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)
-        by_name = decided_by_name(self.gm, config)
+        by_name = match_names(self.gm, config)
         return Compilation(config, inputs, self.hooks, by_name=by_name, **options)
 
     def compile(

@@ -34,7 +34,7 @@ from fp8pass.graph import dtype_text
 from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, first_reasons, warn_about_idle_patterns
 from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
-from fp8pass.weights.quantized_parameter import CodedWeight, coded, divided
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, split_buffers
 
 log = logging.getLogger("fp8pass")
 
@@ -56,7 +56,7 @@ class PackedWeights:
         self.sizes = (*data, *scales)
         self.memory = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
         of_data, of_scales = self.memory.split([sum(data), sum(scales)])
-        self.views = divided(
+        self.views = split_buffers(
             of_data.view(torch.float8_e4m3fn), of_scales.view(torch.float32), shapes
         )
 
@@ -158,8 +158,8 @@ class WeightGather:
         if self._key is None:  # the shards were replaced
             self._key = ShardKey.of(shards)
         packed = self.buffers.get(self._key)
-        self.traffic.add(packed.views.codes.numel(), packed.memory.numel(), copies)
-        coded(shards, dtype, packed.views)
+        self.traffic.add(packed.views.data.numel(), packed.memory.numel(), copies)
+        quantize_rows(shards, dtype, packed.views)
         return (packed.memory,)
 
     def _make_post_all_gather(self, i: int) -> Any:
@@ -172,7 +172,7 @@ class WeightGather:
                 return None
             assert self.received is not None
             owned = (self.received.memory,) if i == 0 else ()
-            return CodedWeight(*self.received.views.parts[i], dtype), owned
+            return QuantizedWeight(*self.received.views.parts[i], dtype), owned
 
         return post_all_gather
 

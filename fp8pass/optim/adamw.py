@@ -22,7 +22,7 @@ from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
 from fp8pass.runtime.arena import Arena
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # At most 1 / WAITING of all gradient bytes may wait for offloaded states: two layers of 32.
 WAITING = 16
@@ -383,7 +383,7 @@ def _check_can_be_updated(parameter: Tensor) -> None:
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
             "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
         )
-    if isinstance(parameter, CodedWeight) and parameter.source is None:
+    if isinstance(parameter, QuantizedWeight) and parameter.source is None:
         raise RuntimeError(
             f"A weight of shape {tuple(parameter.shape)} exists only in FP8, where most updates "
             "are too small to change it. Name its layer in skip= of quantize_frozen, or freeze "

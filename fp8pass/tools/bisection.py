@@ -231,7 +231,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
         placed += [
             (s.place, Unit("saved", s.value, s.module))
             for s in reversed(plan.saved)
-            if not s.kept_as.startswith("exact")
+            if not s.saved_as.startswith("exact")
         ]
         found.update((unit, None) for _, unit in sorted(placed, key=lambda x: x[0]))
     return list(found)

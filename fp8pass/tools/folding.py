@@ -79,7 +79,7 @@ def fold_saved(saved: Iterable[SavedTensor], sources: Mapping[str, str] | None =
     lines = sources or {}
 
     def key(s: SavedTensor) -> tuple[Any, ...]:
-        kept = s.kept_as, s.bytes, s.host_bytes, s.reason
+        kept = s.saved_as, s.bytes, s.host_bytes, s.reason
         return s.op, s.shape, s.dtype, *kept, lines.get(s.name)
 
     rows = fold_rows((s.module, key(s), s) for s in saved if not s.is_scalar)

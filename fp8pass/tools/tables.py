@@ -52,7 +52,7 @@ def make_saved_table(title: str, plan: Plan) -> Table:
     for path, count, s, _ in folding.fold_saved(plan.saved):
         sizes = format_mib(count * s.bytes_exact), format_mib(count * s.bytes)
         error = f", grad error {s.expected_error:.1%}" if s.expected_error else ""
-        format = s.kept_as + (", on host" if s.host_bytes else "")
+        format = s.saved_as + (", on host" if s.host_bytes else "")
         tensor = f"{shorten_operator(s.op)}, {s.dtype} {s.shape}{error}"
         table.add_row(make_name(path, tensor, s.reason), str(count), format, *sizes)
     if scalars := [s for s in plan.saved if s.is_scalar]:
@@ -66,8 +66,8 @@ def _make_host_table(title: str, offload: Offload) -> Table:
     columns = "×", "MiB", "made at ms", "used ms later", "link ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
     for path, count, c, _ in folding.fold_copies(offload.copies):
-        later = offload.forward_s - c.made_s + c.used_s
-        seconds = c.made_s, later, 2 * count * c.bytes / offload.bandwidth
+        later = offload.forward_s - c.computed_s + c.used_s
+        seconds = c.computed_s, later, 2 * count * c.bytes / offload.bandwidth
         name = make_name(path, f"{c.dtype} {c.shape}")
         times = (f"{1e3 * s:.3g}" for s in seconds)
         table.add_row(name, str(count), format_mib(count * c.bytes), *times)
@@ -234,7 +234,7 @@ def _describe_offload(plans: Sequence[Plan]) -> str:
     found = [plan.offload for plan in plans if plan.offload]
     if not found:
         return ""
-    link, wait = (1e3 * sum(x) for x in ([o.link_s for o in found], [o.wait_s for o in found]))
+    link, wait = (1e3 * sum(x) for x in ([o.copy_s for o in found], [o.wait_s for o in found]))
     return (
         f"\nOn the host: {format_mib(sum(o.bytes for o in found))} MiB. Copies take {link:.3g} ms "
         f"per step at {found[0].bandwidth / 1e9:.3g} GB/s; {wait:.3g} ms of them are exposed. "

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8pass import Config
 from fp8pass.dynamo import Backend
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 
 class Block(nn.Module):
@@ -29,8 +29,8 @@ def quantize_weights(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            ((codes, scales),) = coded([layer.weight.detach()], layer.weight.dtype)
-            layer.weight = nn.Parameter(CodedWeight(codes, scales, layer.weight.dtype))
+            ((codes, scales),) = quantize_rows([layer.weight.detach()], layer.weight.dtype)
+            layer.weight = nn.Parameter(QuantizedWeight(codes, scales, layer.weight.dtype))
     return model
 
 

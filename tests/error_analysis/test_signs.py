@@ -173,6 +173,6 @@ def chunked_decay(m, x):
 def test_bounded_decays_are_saved_in_formats_of_a_wide_range():
     for save_format in ("e4m3", "e2m1"):
         assert min(gradient_cosines(chunked_decay, save_format)) > 0.99
-        formats = {s.kept_as.split()[0] for s in plan_of(chunked_decay, save_format).saved}
+        formats = {s.saved_as.split()[0] for s in plan_of(chunked_decay, save_format).saved}
         assert "e4m3" in formats
         assert "e2m1" not in formats

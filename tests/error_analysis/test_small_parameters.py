@@ -63,7 +63,7 @@ def formats_before_the_sum(model: nn.Module) -> set[str]:
     x = torch.randn(256, 64, requires_grad=True)
     (compiled,) = fp8pass.explain(model, x, config=Config.recipe("agoq")).graphs
     low_bit = [s for s in compiled.plan.saved if s.expected_error]
-    return {s.kept_as for s in low_bit if not s.value.startswith(":add")}
+    return {s.saved_as for s in low_bit if not s.value.startswith(":add")}
 
 
 @pytest.mark.parametrize("gate", [scalar, streams, contraction, tokens, slope])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fp8pass import explain, graph
-from fp8pass.activation_memory import link
+from fp8pass.activation_memory import host_transfer
 from fp8pass.config import Config, ConfigError
 from fp8pass.graph.flops import is_expensive
 from fp8pass.passes import JOINT_PASSES, offload_saved
@@ -39,7 +39,7 @@ HOST = {"memory_budget": 0.3, "offload": True, "host_bandwidth": FAST}
 
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch):
-    monkeypatch.setattr(link, "SMALLEST", 1 << 10)
+    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 10)
 
 
 def config(recipe: str = "coat", **changes) -> Config:
@@ -164,12 +164,12 @@ def test_autograd_saves_the_planned_tensors(recipe):
 
 
 def test_scales_and_statistics_stay(monkeypatch):
-    monkeypatch.setattr(link, "SMALLEST", 1 << 13)
+    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 13)
     _, plan = train(decoder, config())
     away = [t for s in plan.saved for t in s.tensors if t.on_host]
     assert away
     assert all(t.bytes >= 1 << 13 for t in away)
-    low_bits = [s for s in plan.saved if "×" in s.kept_as and s.host_bytes]
+    low_bits = [s for s in plan.saved if "×" in s.saved_as and s.host_bytes]
     assert low_bits
     assert all(not s.tensors[-1].on_host and s.bytes == s.tensors[-1].bytes for s in low_bits)
 
@@ -229,7 +229,7 @@ def test_a_slow_link_is_not_used():
 
 
 def test_an_error_about_a_budget_knows_of_the_host():
-    with pytest.raises(Exception, match="or keep values on the host with offload=True"):
+    with pytest.raises(Exception, match="or save values in host memory with offload=True"):
         train(decoder, config(memory_budget=0.01, offload=False))
 
 
@@ -256,9 +256,11 @@ def test_results_leaves_and_parameters_are_never_sent():
     found = capture_joint(Shows(), x, config=config("exact", memory_budget=0.7))
     run_passes(JOINT_PASSES, found.gm, found.ctx)
     sent = [n.args[0] for n in found.calls(to_host)]
-    results = {link.base(n) for n in graph.outputs(found.gm.graph) if isinstance(n, fx.Node)}
+    results = {
+        host_transfer.base(n) for n in graph.outputs(found.gm.graph) if isinstance(n, fx.Node)
+    }
     assert sent
-    assert results.isdisjoint(map(link.base, sent))
+    assert results.isdisjoint(map(host_transfer.base, sent))
     assert all(n.op != "placeholder" for n in sent)
 
 
@@ -354,12 +356,12 @@ def test_waits(sent, end):
     free = 0.0
     for made, seconds in sorted(sent):
         free = (made if made > free else free) + seconds
-    assert link.forward_wait(sent, end) == pytest.approx(max(free - end, 0))
+    assert host_transfer.forward_wait(sent, end) == pytest.approx(max(free - end, 0))
     now = delay = 0.0
     for used, seconds in sorted(sent):
         now += seconds
         delay += max(now - (used + delay), 0)
-    assert link.backward_wait(sent) == pytest.approx(delay)
+    assert host_transfer.backward_wait(sent) == pytest.approx(delay)
 
 
 def test_cuda_graphs_are_refused():

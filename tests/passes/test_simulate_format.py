@@ -298,7 +298,7 @@ def test_explain_and_the_log(caplog):
 def test_saved_activations_stay_exact():
     plan = explain(MLP(), rows(dtype=torch.float32), config=E8M3).graphs[0].plan
     assert plan.saved
-    assert all(s.kept_as == "exact" and not s.expected_error for s in plan.saved)
+    assert all(s.saved_as == "exact" and not s.expected_error for s in plan.saved)
 
 
 def test_bisect_names_the_layer_that_suffers():

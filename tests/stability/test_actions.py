@@ -57,13 +57,13 @@ def test_fp8_data_follow_restored_weights(monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 8)
     model = fp8pass.optim.offload_weights(MLP().bfloat16(), "cpu")
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=0.1)
-    snapshot, want = Snapshot(), model.up.weight.codes.clone()
+    snapshot, want = Snapshot(), model.up.weight.fp8_data.clone()
     snapshot.take(0, model, optimizer)
     model(BATCHES[0].bfloat16()).float().square().mean().backward()
     optimizer.step()
-    assert not identical(model.up.weight.codes.float(), want.float())
+    assert not identical(model.up.weight.fp8_data.float(), want.float())
     snapshot.restore(model, optimizer)
-    assert identical(model.up.weight.codes.float(), want.float())
+    assert identical(model.up.weight.fp8_data.float(), want.float())
 
 
 def test_quantized_frozen_weights_are_not_copied():

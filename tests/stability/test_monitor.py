@@ -60,9 +60,9 @@ def test_every_tensor_of_a_llama_is_named(config):
     assert len(expected) == 7 * 3
     assert of_linears == expected
     saved = [r for r in monitor.latest if "saved" in r.tensor]
-    low_bit = [s for s in plan.saved if "1×" in s.kept_as]
+    low_bit = [s for s in plan.saved if "1×" in s.saved_as]
     assert sorted((r.module, f"{r.format} {r.scales}") for r in saved) == sorted(
-        (s.module, s.kept_as) for s in low_bit
+        (s.module, s.saved_as) for s in low_bit
     )
     assert len({(r.module, r.tensor, r.scales) for r in monitor.latest}) == len(monitor.latest)
 

@@ -106,13 +106,13 @@ def test_inputs_of_regions_are_quantized_where_the_rules_allow_it():
     program, spy = compiled(Stack())
     program(X)
     sums = [s for s in spy.plan.saved if s.op == "aten.add.Tensor"]
-    assert [s.kept_as for s in sums] == ["e4m3 1×64"]
+    assert [s.saved_as for s in sums] == ["e4m3 1×64"]
     torch._dynamo.reset()
     model = llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     program, spy = compiled(model)
     program(tokens())
-    assert all(s.kept_as == "exact" for s in spy.plan.saved)
+    assert all(s.saved_as == "exact" for s in spy.plan.saved)
     assert any("attention" in s.reason for s in spy.plan.saved)
 
 

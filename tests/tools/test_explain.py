@@ -144,7 +144,7 @@ def test_graphs_before_and_after_each_pass(llama_explanation):
 def test_error_and_reason_of_every_saved_tensor(llama_explanation):
     for s in llama_explanation.graphs[0].plan.saved:
         assert s.reason
-        assert (s.expected_error > 0) == s.kept_as.startswith("e4m3")
+        assert (s.expected_error > 0) == s.saved_as.startswith("e4m3")
 
 
 # --- memory against time ------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_bytes_of_quantized_weights_equal_offload_weights():
     inner = [p for p in moved.parameters() if hasattr(p, "codes")]
     others = [p for p in moved.parameters() if not hasattr(p, "codes")]
     assert len(inner) == 4
-    assert here.weights == nbytes(*others, *(x for p in inner for x in (p.codes, p.scales)))
+    assert here.weights == nbytes(*others, *(x for p in inner for x in (p.fp8_data, p.scales)))
     assert host.weights == nbytes(*(p.source for p in inner))
 
 

@@ -89,7 +89,7 @@ def test_details(llama_explanation, picture):
     assert re.search(r"modeling_llama.py:\d+  .*q_proj\(hidden_states\)", product.details["source"])
     head = next(y for y in picture.operators if y.module == "lm_head" and y.kind == "linear")
     assert "quantize_lm_head" in head.details["in high precision because"]
-    stored = [s.kept_as for s in llama_explanation.graphs[0].plan.saved if s.expected_error]
+    stored = [s.saved_as for s in llama_explanation.graphs[0].plan.saved if s.expected_error]
     restored = [y.details["saved as"] for y in picture.operators if y.kind == "dequantize"]
     assert Counter(restored) == Counter(stored)
     names = {y.details["in keep_exact"] for y in picture.operators if y.kind == "dequantize"}

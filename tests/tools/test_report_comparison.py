@@ -53,7 +53,7 @@ def test_formats_of_saved_tensors_are_compared(comparison, in_8_bits, exact):
     for explanation, of in ((in_8_bits, "ours"), (exact, "theirs")):
         saved = [s for s in explanation.graphs[0].plan.saved if s.bytes and not s.is_scalar]
         formats = {name for r in comparison.rows for name in getattr(r, of).formats}
-        assert formats == {s.kept_as for s in saved}
+        assert formats == {s.saved_as for s in saved}
 
 
 def test_the_largest_difference_comes_first(comparison):

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8pass import compilation
-from fp8pass.compilation import Compilation, Inputs, decided_by_name
+from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config
 from fp8pass.partition import Partitioner
 
@@ -215,7 +215,7 @@ def named(path: str) -> fx.GraphModule:
 )
 def test_key_covers_what_names_decide(options, matters):
     """Names that do not matter are not in the key, so that equal layers share an entry."""
-    first, second = (decided_by_name(named(f"layers.{i}"), Config(**options)) for i in range(2))
+    first, second = (match_names(named(f"layers.{i}"), Config(**options)) for i in range(2))
     assert (first != second) == matters
     keys = [Compilation(Config(**options), by_name=names).cache_key() for names in (first, second)]
     assert (keys[0] != keys[1]) == matters
@@ -226,7 +226,7 @@ def test_functions_in_skip_count_by_what_they_select():
         return lambda path: path.endswith(last)
 
     keys = [
-        Compilation(Config(skip=skip), by_name=decided_by_name(named("a.b"), Config(skip=skip)))
+        Compilation(Config(skip=skip), by_name=match_names(named("a.b"), Config(skip=skip)))
         for skip in (select("b"), select("b"), select("c"))
     ]
     same, equal, other = (compilation.cache_key() for compilation in keys)
@@ -234,8 +234,8 @@ def test_functions_in_skip_count_by_what_they_select():
 
 
 def test_key_covers_the_names_of_heads_and_of_modules_in_checkpointed_regions():
-    body, head = (decided_by_name(named(path), Config()) for path in ("a.body", "a.lm_head"))
+    body, head = (match_names(named(path), Config()) for path in ("a.body", "a.lm_head"))
     assert body != head
     outer = named("a")
     outer.add_module("wrap_body_0", named("lm_head"))
-    assert decided_by_name(outer, Config()) != decided_by_name(named("a"), Config())
+    assert match_names(outer, Config()) != match_names(named("a"), Config())

@@ -95,7 +95,7 @@ def test_unpacked_values_have_the_layout_of_the_trace(compiler):
     program, spy = compiled(run, Config(save_format="e2m3", compiler=compiler))
     (got,) = torch.autograd.grad(program(h).sum(), h)
     (want,) = torch.autograd.grad(run(h).sum(), h)
-    assert [s.kept_as for s in spy.plan.saved] == ["e2m3 1×16"]
+    assert [s.saved_as for s in spy.plan.saved] == ["e2m3 1×16"]
     assert relative(got, want) < 0.05
 
 

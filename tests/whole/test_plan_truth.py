@@ -79,10 +79,10 @@ def test_saved_tensors_of_generated_code_match_the_plan(recipe):
 @pytest.mark.parametrize("format", ["e2m1", "e2m2", "e2m3"])
 def test_packed_tensors_match_the_plan(format):
     plan = check("decoder", Config(save_format=format, compiler="eager"))
-    low_bit = [s for s in plan.saved if s.kept_as.startswith(format)]
+    low_bit = [s for s in plan.saved if s.saved_as.startswith(format)]
     assert low_bit
     for s in low_bit:
-        elements, group = s.bytes_exact // 2, int(s.kept_as.split("×")[1])
+        elements, group = s.bytes_exact // 2, int(s.saved_as.split("×")[1])
         assert s.bytes == FORMATS[format].stored_bytes(elements, group)
         assert len(s.tensors) == len(FORMATS[format].planes) + 1
 

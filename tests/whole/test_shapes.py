@@ -211,7 +211,7 @@ def test_group_size_is_used_and_small_columns_survive(group_size):
     program, spy = compiled(Gate(), config)
     (got,) = torch.autograd.grad(program(h).sum(), h)
     (want,) = torch.autograd.grad(Gate()(h).sum(), h)
-    assert f"e4m3 1×{group_size}" in [s.kept_as for s in spy.plan.saved]
+    assert f"e4m3 1×{group_size}" in [s.saved_as for s in spy.plan.saved]
     small = slice(0, 32)
     if group_size == 16:
         assert relative(got[:, small], want[:, small]) < 0.1

@@ -178,7 +178,7 @@ def test_records_of_the_zoo_fit_the_tables(monkeypatch):
     assert sorted(NAMES) == sorted(name for family in FAMILIES.values() for name in family)
     found = row("torch.nn", "nn attention")
     assert found["fp8"] == found["layers"] - found["asked_for"] > 0
-    assert 0 < found["kept_bytes"] < found["stock_bytes"]
+    assert 0 < found["saved_bytes"] < found["stock_bytes"]
     assert "mm" in found["operators"]["gemm"].split()
     _, (_, total, *_), (title, *_), (name, fp8, _, share, right, why) = zoo_table(
         {"results": [found]}

@@ -193,11 +193,8 @@ class Carrier:
             x.meta[IS_OFFLOADED] = decision.on_host
         crossing = (*tensors, *on_device)
         self.crossing.update(dict.fromkeys(crossing))
-        if graph.is_non_tensor(node):
-            return
-        if node in self.ctx.facts.parameters - self.ctx.facts.overwritten:
-            self.ctx.plan.parameters.append(node.name)
-        else:
+        is_parameter = node in self.ctx.facts.parameters - self.ctx.facts.overwritten
+        if not graph.is_non_tensor(node) and not is_parameter:
             self.ctx.plan.saved.append(self._describe(node, decision, crossing))
 
     def _describe(
@@ -217,7 +214,7 @@ class Carrier:
             op=operator_name(node),
             shape=shape_text(val),
             dtype=dtype_text(val.dtype),
-            kept_as=_format_text(decision),
+            saved_as=_format_text(decision),
             bytes_exact=graph.nbytes(node),
             bytes=0 if node in self.ctx.facts.leaves else sum(t.bytes for t in tensors),
             reason=decision.reason,

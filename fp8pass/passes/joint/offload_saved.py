@@ -24,7 +24,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.activation_memory.link import backward_wait, bandwidth_of, forward_wait, running_times
+from fp8pass.activation_memory.host_transfer import (
+    backward_wait,
+    find_bandwidth,
+    forward_wait,
+    running_times,
+)
 from fp8pass.config import ConfigError
 from fp8pass.graph.flops import is_expensive
 from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED
@@ -78,7 +83,7 @@ def _warn_about_exposed_copies(offload: Offload) -> None:
         log.warning(
             "Offload copies take %.3g ms per step, at %.3g GB/s; %.3g ms of them are exposed "
             "(compute: %.3g ms). Raise memory_budget, or use smaller formats.",
-            *(1e3 * offload.link_s, offload.bandwidth / 1e9, 1e3 * offload.wait_s, 1e3 * step),
+            *(1e3 * offload.copy_s, offload.bandwidth / 1e9, 1e3 * offload.wait_s, 1e3 * step),
         )
 
 
@@ -126,9 +131,7 @@ class _Copy:
             shape=graph.shape_text(val),
             dtype=graph.dtype_text(val.dtype),
             bytes=self.bytes,
-            made_s=self.made,
-            sent_s=self.sent,
-            fetched_s=self.fetched,
+            computed_s=self.made,
             used_s=self.used,
         )
 
@@ -138,7 +141,7 @@ class _Schedule:
 
     def __init__(self, gm: fx.GraphModule, ctx: Context, offloaded: Sequence[fx.Node]) -> None:
         self.graph = gm.graph
-        self.bandwidth = rate = bandwidth_of(ctx.config, graph.tensor(offloaded[0]).device)
+        self.bandwidth = rate = find_bandwidth(ctx.config, graph.tensor(offloaded[0]).device)
         results = graph.outputs(gm.graph)[: ctx.facts.num_fwd_outputs]
         in_forward = graph.ancestors([*(n for n in results if isinstance(n, fx.Node)), *ctx.saved])
         self.backward = [n for n in gm.graph.nodes if n not in in_forward and n.op != "output"]
@@ -229,7 +232,6 @@ class _Schedule:
             early = [n for n in possible if times[n][1] <= copy.fetched]
             anchor = early[-1] if early else possible[0] if possible else None
             self._fetch(copy, anchor, places)
-            copy.fetched = times[anchor][1] if anchor else copy.used
 
     def _copies_in_flight(self, before: Sequence[_Copy], copy: _Copy) -> list[_Copy]:
         """Return `copy` and the last copies before it that fit in the limit together."""
@@ -268,8 +270,8 @@ class _Schedule:
             forward_s=forward,
             backward_s=backward,
             copies=[copy.describe() for copy in self.copies],
-            forward_wait_s=forward_wait(((c.made, c.seconds) for c in self.copies), forward),
-            backward_wait_s=backward_wait((c.used, c.seconds) for c in self.copies),
+            wait_s=forward_wait(((c.made, c.seconds) for c in self.copies), forward)
+            + backward_wait((c.used, c.seconds) for c in self.copies),
             in_flight_bytes=self.in_flight,
         )
 

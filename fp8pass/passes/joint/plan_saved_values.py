@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fp8pass.activation_memory.carried_errors import with_carried_errors
 from fp8pass.activation_memory.cuts import cheapest_plan
-from fp8pass.activation_memory.decision import Decisions, find_needs, kept_bytes
+from fp8pass.activation_memory.decision import Decisions, saved_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.more_bits import more_bits
+from fp8pass.activation_memory.needs import find_needs
+from fp8pass.activation_memory.propagated_errors import propagate_errors
+from fp8pass.activation_memory.raise_precision import raise_precision
 from fp8pass.config import bytes_text
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
@@ -73,7 +74,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         return Planner(gm.graph, cuts, needs, choices)
 
     decisions = _within_budget(ctx, cuts, choices, planner)
-    ctx.decisions = with_carried_errors(gm.graph, decisions, rules)
+    ctx.decisions = propagate_errors(gm.graph, decisions, rules)
     if ctx.requests.least and needs.all:
         ctx.plan.least_bytes = math.ceil(planner().problem.least())
     if ctx.requests.frontier and needs.all:
@@ -85,12 +86,12 @@ def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
     """Return the plan of the cuts, changed to recompute more or to save more bits in the budget."""
-    most, is_share = kept_bytes(cuts, choices), isinstance(ctx.config.memory_budget, float)
+    most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
     if most < NEGLIGIBLE and is_share:
         return cuts
     budget = ctx.config.budget_bytes(most)
     if budget >= most:
-        return cuts if math.isinf(budget) else more_bits(cuts, choices, budget)
+        return cuts if math.isinf(budget) else raise_precision(cuts, choices, budget)
     if is_share and not ctx.plan.linears:
         return _plan_nearest(ctx, budget, planner())
     return planner().within(budget)

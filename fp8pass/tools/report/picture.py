@@ -235,7 +235,7 @@ class _Drawing:
         if saved is not None:
             yield "saves", saved.name if saved.name != node.name else ""
             yield "in keep_exact", saved.value
-            yield "saved as", saved.kept_as
+            yield "saved as", saved.saved_as
             yield "saved bytes", f"{saved.bytes:,}"
             if saved.expected_error:
                 yield "expected gradient error", f"{saved.expected_error:.2%}"

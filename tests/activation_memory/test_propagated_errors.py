@@ -1,4 +1,4 @@
-"""Errors of a stored value in what the backward computes again from it."""
+"""Errors of a saved value in values that the backward recomputes from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS, HEADS, HEAD_DIM = 4, 2, 8
 
 
 class Tiny(nn.Module):
-    """Attention over few tokens, whose operands are one sum of two halves of a layer's output."""
+    """Attention over few tokens. q, k and v are the sum of the halves of a layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class Tiny(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads)
 
 
-def test_a_sum_that_is_computed_again_counts():
-    """What is stored is the layer's output, which only the sum of its halves reads."""
+def test_uses_of_a_recomputed_sum_count():
+    """The layer's output is saved. Only the sum of its halves reads it, and attention the sum."""
     model = Tiny().bfloat16()
     x = torch.randn(64, TOKENS, 16, dtype=torch.bfloat16)
     (g,) = explain(model, x).graphs

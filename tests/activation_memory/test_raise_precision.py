@@ -1,4 +1,4 @@
-"""Budgets above what the smallest formats keep: more bits, where they lower errors most."""
+"""Budgets above the bytes of the smallest formats buy more bits, where they reduce errors most."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import fx, nn
 
 from fp8pass import graph
 from fp8pass.activation_memory.cuts import cheapest_plan
-from fp8pass.activation_memory.decision import Decisions, find_needs, kept_bytes
-from fp8pass.activation_memory.format_choices import FormatChoice, FormatChoices
-from fp8pass.activation_memory.more_bits import more_bits
+from fp8pass.activation_memory.decision import Decision, Decisions, saved_bytes, stored_bytes
+from fp8pass.activation_memory.format_choices import FormatChoices
+from fp8pass.activation_memory.needs import find_needs
+from fp8pass.activation_memory.raise_precision import raise_precision
 from fp8pass.config import Config
 from fp8pass.dialect.formats import SAVED_FORMATS
 from fp8pass.error_analysis.error_rules import Rules
@@ -21,7 +22,7 @@ from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
 class Gated(nn.Module):
-    """A norm, a gate and a ReLU: values that amplify errors more and less, one that needs signs."""
+    """A norm, a gate and a ReLU. Their values amplify errors differently; one value needs signs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Gated(nn.Module):
 
 
 class Case:
-    """The plan of the cuts for one graph, and all there is to choose beyond it."""
+    """The plan of the cuts for one graph, and the formats that it could have instead."""
 
     def __init__(self, recipe: str) -> None:
         config = Config.recipe(recipe)
@@ -41,13 +42,13 @@ class Case:
         rules = Rules(joint.gm.graph, config, joint.ctx.facts)
         self.choices = FormatChoices(config, joint.ctx.facts, rules)
         self.cuts = cheapest_plan(find_needs(joint.gm, self.choices), self.choices)
-        self.most = kept_bytes(self.cuts, self.choices)
+        self.most = saved_bytes(self.cuts, self.choices.facts)
 
     def within(self, budget: float) -> Decisions:
-        return more_bits(self.cuts, self.choices, budget)
+        return raise_precision(self.cuts, self.choices, budget)
 
-    def options(self) -> list[list[tuple[fx.Node, FormatChoice]]]:
-        """The formats of each value in low bits, those of fewer bits than the plan's left out."""
+    def options(self) -> list[list[tuple[fx.Node, Decision]]]:
+        """Return the formats of each value in low bits, without formats smaller than the plan's."""
         low = [v for v, d in self.cuts.items() if d.low_bit]
         options = ([(v, o) for o in self.choices.options(v)] for v in low)
         return [
@@ -68,23 +69,28 @@ def case() -> Case:
     return Case("agoq")
 
 
-def test_a_plan_is_as_good_as_any_that_has_one_step_less_to_spend(case):
+def test_no_plan_with_one_step_less_has_a_smaller_error(case):
     options = case.options()
-    fixed = case.most - sum(of[0][1].bytes for of in options)
+    fixed = case.most - sum(stored_bytes(*of[0]) for of in options)
     every = [
-        (fixed + sum(o.bytes for _, o in each), sum(case.error(v, o.format) for v, o in each))
+        (
+            fixed + sum(stored_bytes(v, o) for v, o in each),
+            sum(case.error(v, o.format) for v, o in each),
+        )
         for each in itertools.product(*options)
     ]
     assert len(every) >= 64
-    step = max(b[1].bytes - a[1].bytes for of in options for a, b in itertools.pairwise(of))
+    step = max(
+        stored_bytes(*b) - stored_bytes(*a) for of in options for a, b in itertools.pairwise(of)
+    )
     for budget in sorted({bytes_ for bytes_, _ in every}):
         plan = case.within(budget)
-        assert kept_bytes(plan, case.choices) <= budget
+        assert saved_bytes(plan, case.choices.facts) <= budget
         reachable = [e for bytes_, e in every if bytes_ <= max(budget - step, case.most)]
         assert case.error_of(plan) <= min(reachable) * (1 + 1e-9)
 
 
-def test_only_what_is_kept_in_low_bits_gets_more_and_only_what_rules_allow(case):
+def test_only_low_bits_are_raised_to_the_largest_allowed_format(case):
     plan = case.within(2.0 * case.most)
     assert plan.keys() == case.cuts.keys()
     changed = {v for v in plan if plan[v] != case.cuts[v]}
@@ -94,15 +100,15 @@ def test_only_what_is_kept_in_low_bits_gets_more_and_only_what_rules_allow(case)
     assert all("the budget allows 8 bits" in plan[v].reason for v in changed)
 
 
-def test_no_more_bytes_and_no_lossy_formats_change_nothing(case):
+def test_equal_budgets_and_exact_formats_change_nothing(case):
     assert case.within(case.most) == case.cuts
     for recipe in ("coat", "exact"):
         other = Case(recipe)
         assert other.within(2 * other.most) == other.cuts
 
 
-def test_more_bytes_are_spent_and_errors_fall(case):
+def test_errors_fall_as_the_budget_rises(case):
     plans = [case.within(share * case.most) for share in (1.0, 1.1, 1.2, 1.3, 1.4)]
     for fewer, more in itertools.pairwise(plans):
-        assert kept_bytes(fewer, case.choices) < kept_bytes(more, case.choices)
+        assert saved_bytes(fewer, case.choices.facts) < saved_bytes(more, case.choices.facts)
         assert case.error_of(fewer) > case.error_of(more)

@@ -1,4 +1,4 @@
-"""What low bits cannot give: masks and ties are not kept beside what takes less."""
+"""Masks and ties, which cannot be computed from low bits, are not saved if the value is smaller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8pass.config import Config
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_masks_and_low_bits_are_not_kept_where_the_value_takes_less(dtype, recipe):
+def test_value_is_saved_instead_of_two_masks_and_low_bits(dtype, recipe):
     layer = nn.Linear(64, 64, bias=False).to(dtype)
     config = Config.recipe(recipe, compiler="eager")
     program, spy = compiled(lambda x: F.hardswish(layer(x)), config)
@@ -22,8 +22,8 @@ def test_two_masks_and_low_bits_are_not_kept_where_the_value_takes_less(dtype, r
     assert spy.plan.saved_bytes < spy.plan.stock_bytes
 
 
-def test_a_mask_of_two_comparisons_is_not_kept_beside_low_bits():
-    """A clamp's, of a value that is repeated before it: the value itself takes less."""
+def test_value_is_saved_instead_of_a_mask_of_two_comparisons():
+    """The mask of a clamp of a repeated value is larger than the value before it is repeated."""
     layer, norm = nn.Linear(64, 64, bias=False).bfloat16(), nn.LayerNorm(128).bfloat16()
     program, spy = compiled(
         lambda x: norm(layer(x).repeat_interleave(2, -1).clamp(-1, 0.7)), COAT_EAGER
@@ -33,8 +33,8 @@ def test_a_mask_of_two_comparisons_is_not_kept_beside_low_bits():
     assert spy.plan.saved_bytes <= spy.plan.stock_bytes
 
 
-def test_what_cannot_share_scales_is_not_kept_beside_low_bits_of_what_it_follows_from():
-    """`nan_to_num`, whose result may be huge in places, times its operand."""
+def test_value_is_saved_instead_of_its_result_that_cannot_share_scales():
+    """The result of `nan_to_num` may be huge in places. The product needs its operand, too."""
     layer = nn.Linear(64, 64, bias=False).bfloat16()
 
     def function(x):
@@ -46,8 +46,8 @@ def test_what_cannot_share_scales_is_not_kept_beside_low_bits_of_what_it_follows
     assert spy.plan.saved_bytes < spy.plan.stock_bytes
 
 
-def test_what_follows_from_inputs_that_are_kept_is_not_kept_beside_them():
-    """The ties of a maximum, of data times a number that is learned."""
+def test_ties_are_recomputed_from_saved_inputs():
+    """The ties of a maximum follow from the data and one learned number."""
     weight = nn.Parameter(torch.randn(16, 16))
     program, spy = compiled(
         lambda x: (x * (weight @ weight.t()).square().mean()).amax(0), COAT_EAGER
@@ -57,8 +57,8 @@ def test_what_follows_from_inputs_that_are_kept_is_not_kept_beside_them():
 
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
-def test_a_checkpointed_region_gets_exactly_what_it_cannot_compute_from_low_bits(recipe):
-    """The gradient of a maximum divides by the number of ties, which may vanish."""
+def test_checkpointed_region_gets_exact_inputs_for_ties(recipe):
+    """The gradient of a maximum divides by the number of ties, which rounding may make zero."""
 
     class Model(nn.Module):
         def __init__(self):
