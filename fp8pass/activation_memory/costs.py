@@ -55,7 +55,7 @@ def recompute_price(node: fx.Node) -> float:
 
 
 def _price_of_collective(node: fx.Node) -> float:
-    """Return 0 for gathers that `gather_again` or a checkpointed region recomputes, else infinity.
+    """Return 0 for gathers that `repeat_gathers` or a checkpointed region recomputes, else infinity.
 
     There is no price in between, because all ranks must decide alike, even if their values differ.
     """
