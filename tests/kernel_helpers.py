@@ -17,6 +17,7 @@ from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.reference import compute_program
 from fp8pass.config import Config
+from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.nodes import copy_module
 from fp8pass.passes import LOWERING_PASSES, Context
 from fp8pass.passes.lowering.describe_kernels import describe_kernels
@@ -25,6 +26,9 @@ from fp8pass.passes.runner import run_passes
 
 fp8 = torch.ops.fp8pass
 F8 = torch.float8_e4m3fn
+# Formats with packed planes, and the sizes of groups that kernels read.
+PACKED = ("e2m1", "e2m2", "e2m3")
+PACKED_GROUPS = [(format, size) for format in PACKED for size in (16, 128)]
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
@@ -111,11 +115,12 @@ def operands(program: Program, rows: int, columns: int, device: str, scale: floa
     for load in program.loads:
         width = load.width or columns
         if load.operand == "groups":
-            codes = (torch.randn(rows, width) * 100).clamp(-448, 448).to(F8)
-            if load.in_nibbles:
-                codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+            planes = [(torch.randn(rows, width) * 100).clamp(-448, 448).to(F8)]
+            if load.packed:
+                sizes = [(rows, columns * bits // 8) for bits in FORMATS[load.format].planes]
+                planes = [torch.randint(256, size, dtype=torch.uint8) for size in sizes]
             scales = torch.rand(rows, width // load.group_size) * scale / 50 + 1e-3
-            inputs += [codes, scales.bfloat16()]
+            inputs += [*planes, scales.bfloat16()]
         elif load.operand == "scalar":
             inputs.append(torch.rand(()) * scale / 50 + 1e-3)
         elif load.operand == "row":

@@ -74,11 +74,6 @@ class Format:
         return self.planes != (8,)
 
     @property
-    def in_nibbles(self) -> bool:
-        """Whether two elements share each byte."""
-        return self.planes == (4,)
-
-    @property
     def bits(self) -> int:
         """Bits of an element, including the sign."""
         return sum(self.planes)

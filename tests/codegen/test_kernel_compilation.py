@@ -26,19 +26,25 @@ from fp8pass.codegen.kernels import launch as launching
 from fp8pass.codegen.kernels import device_functions, row_kernel, tile_kernel
 from fp8pass.codegen.kernels.kernel_operator import prepare_batch
 from fp8pass.codegen.program.program_batch import Batch
+from fp8pass.dialect.formats import FORMATS
 
-TYPES = {"e4m3": "fp8e4nv", "e2m1": "u8", "bfloat16": "bf16", "float32": "fp32"}
+TYPES = {"e4m3": "fp8e4nv", "bfloat16": "bf16", "float32": "fp32"}
+
+def data_types(format):
+    return [TYPES.get(format, "u8") for _ in FORMATS[format].planes]
 
 def types(program):
     operands = {"row": "fp32", "scalar": "fp32"}
     reads, writes = [], []
     for load in program.loads:
         operand = operands.get(load.operand, "bf16")
-        reads += [TYPES[load.format], "bf16"] if load.operand == "groups" else [operand]
+        reads += [*data_types(load.format), "bf16"] if load.operand == "groups" else [operand]
     for store in program.stores:
         for layout in store.layouts:
-            writes += [TYPES[store.format or store.dtype or "float32"]]
-            writes += ["bf16"] * (layout == "groups")
+            if layout == "groups":
+                writes += [*data_types(store.format), "bf16"]
+            else:
+                writes += [TYPES[store.format or store.dtype or "float32"]]
     return reads, writes
 
 def code_size(cubin):
@@ -75,6 +81,9 @@ found = {
     "nibbles in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),
     "nibbles in rows": compiled(row_kernel, (t.swiglu(128, "e2m1"), 4096, 1024)),
     "nibbles in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m1"), 4096, 384)),
+    "5 bits in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m2"), 4096, 1024)),
+    "5 bits in rows": compiled(row_kernel, (t.swiglu(128, "e2m2"), 4096, 1024)),
+    "5 bits in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m2"), 4096, 384)),
     "tiles": compiled(tile_kernel, backward),
     "rows": compiled(row_kernel, swiglu),
     "norm": compiled(row_kernel, (t.norm_backward(384), 4096, 384)),

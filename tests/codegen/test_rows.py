@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_helpers import (
+    PACKED,
+    PACKED_GROUPS,
     ROW_CAST,
     assert_same,
     both_devices,
@@ -104,7 +106,7 @@ def test_norm_backward(device, rows, columns, monkeypatch):
 
 @both_devices
 @pytest.mark.parametrize(
-    ("saved", "group"), [*(("e4m3", n) for n in (16, 17, 20, 128)), ("e2m1", 16), ("e2m1", 128)]
+    ("saved", "group"), [*(("e4m3", n) for n in (16, 17, 20, 128)), *PACKED_GROUPS]
 )
 def test_reading_groups_of_any_size(device, reading, group, saved):
     """With and without several neighboring elements that share the load of a scale."""
@@ -169,11 +171,12 @@ def test_equal_sums_are_stored_twice(device, monkeypatch):
 
 
 @both_devices
+@pytest.mark.parametrize("format", PACKED)
 @pytest.mark.parametrize(("columns", "group"), [(16, 16), (48, 16), (384, 128)])
-def test_groups_in_nibbles(device, reading, columns, group):
+def test_packed_groups(device, reading, columns, group, format):
     """Rounding equals the reference, including ties, denormals, zeros, NaN and Inf."""
     steps, store = by_row("x")
-    kept = Store("x", ("groups",), format="e2m1", group_size=group)
+    kept = Store("x", ("groups",), format=format, group_size=group)
     program = Program((Load("x", "full"),), steps, (kept, store))
     x = torch.randn(5, columns)
     x[0] = torch.arange(columns) % 97 / 16 - 3  # with 3: all multiples of a 32nd of the scale
@@ -184,7 +187,7 @@ def test_groups_in_nibbles(device, reading, columns, group):
     for got, want in zip(run(row_kernel, program, [x]), compute_program(program, [x]), strict=True):
         assert_same(got[:3], want[:3], exact=True)
     values = [
-        torch.ops.fp8pass.dequantize([codes], scales, f"e2m1 1×{group}", torch.float32)
-        for codes, scales, _ in (run(row_kernel, program, [x]), compute_program(program, [x]))
+        torch.ops.fp8pass.dequantize(planes, scales, f"{format} 1×{group}", torch.float32)
+        for *planes, scales, _ in (run(row_kernel, program, [x]), compute_program(program, [x]))
     ]
     assert torch.equal(*(v.isfinite() for v in values))

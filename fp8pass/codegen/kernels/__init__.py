@@ -7,7 +7,7 @@ row_source.py         its Triton source
 tile_kernel.py        the kernel that holds tiles, and stores both layouts
 tile_source.py        its Triton source
 expert_transpose.py   the kernel that quantizes and transposes the tokens of experts
-nibbles.py            4-bit elements in Triton source
+planes.py             packed elements in Triton source
 triton_ops.py         pieces of source that both kernels share
 device_functions.py   Triton functions that all kernels call
 launch.py             several programs in one launch

@@ -41,17 +41,25 @@ def truncated(x):
 
 """
 
-# Two 4-bit elements share a byte: see `nibbles.py`.
-_NIBBLES = """
+# Several elements share a byte: see `planes.py`.
+_PACKING = """
 @triton.jit
-def minifloat(code, SHIFT: tl.constexpr, factor):
-    half = ((code & 8) << 12) | ((code & 7) << SHIFT)
+def minifloat(code, BITS: tl.constexpr, SHIFT: tl.constexpr, factor):
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    half = ((code & SIGN) << (16 - BITS)) | ((code & (SIGN - 1)) << SHIFT)
     return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * factor
 
 
 @triton.jit
 def to_minifloat(
-    x, DROPPED: tl.constexpr, REBIAS: tl.constexpr, most, least, shift, SHIFT_BITS: tl.constexpr
+    x,
+    BITS: tl.constexpr,
+    DROPPED: tl.constexpr,
+    REBIAS: tl.constexpr,
+    most,
+    least,
+    shift,
+    SHIFT_BITS: tl.constexpr,
 ):
     magnitude = tl.minimum(tl.abs(x), most)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -60,15 +68,15 @@ def to_minifloat(
     # Adding a power of two rounds a denormal to its steps, which are then fp32's last bits.
     denormal = (magnitude + shift).to(tl.int32, bitcast=True) - SHIFT_BITS
     code = tl.where(magnitude < least, denormal, normal)
-    code = code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    code = code | ((x.to(tl.int32, bitcast=True) >> (32 - BITS)) & (1 << (BITS - 1)))
     return tl.where(x == x, code, 0)
 
 
 @triton.jit
-def bytes_of(codes, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    halves = tl.reshape(codes, (GROUPS, 2, SIZE // 2))
-    place = tl.arange(0, 2)[None, :, None] * 4
-    return tl.sum(halves << place, 1).to(tl.uint8)
+def pack(fields, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    parts = tl.reshape(fields, (GROUPS, 8 // WIDTH, SIZE * WIDTH // 8))
+    place = tl.arange(0, 8 // WIDTH)[None, :, None] * WIDTH
+    return tl.sum(parts << place, 1).to(tl.uint8)
 
 """
 
@@ -158,4 +166,4 @@ def shared_source() -> str:
         exponent_mask=EXPONENT_MASK,
         mantissa_mask=MANTISSA_MASK,
     )
-    return scaling + write_functions(_INSTRUCTIONS) + _SIGMOID + _NIBBLES
+    return scaling + write_functions(_INSTRUCTIONS) + _SIGMOID + _PACKING

@@ -16,11 +16,12 @@ from typing import Any
 
 from fp8pass.codegen.kernels.device_functions import call_quotient_of
 from fp8pass.codegen.kernels.launch import Function
-from fp8pass.codegen.kernels.nibbles import (
-    decode_nibbles,
-    encode_nibbles,
-    extract_nibble,
+from fp8pass.codegen.kernels.planes import (
+    decode_bits,
+    encode_values,
+    extract_bits,
     locate_byte,
+    split_planes,
 )
 from fp8pass.codegen.kernels.triton_ops import (
     TRITON_TYPES,
@@ -29,7 +30,7 @@ from fp8pass.codegen.kernels.triton_ops import (
     name_pointers,
     write_expression,
 )
-from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step
+from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
 # Elements that a thread reads in one instruction: 16 bytes of BF16.
@@ -58,11 +59,11 @@ _LOADS = {
 # A scale is loaded once for a few neighboring elements, so that no thread loads it several times.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
-    "{v}_scales = tl.load({1} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
+    "{v}_scales = tl.load({scales} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
     "{few_or_zero})",
 ]
 _OF_GROUPS = (
-    "tl.reshape(tl.reshape({codes}, ({chunk} // {few}, {few})) "
+    "tl.reshape(tl.reshape({elements}, ({chunk} // {few}, {few})) "
     "* {v}_scales.to(tl.float32)[:, None], ({chunk},))"
 )
 _GROUPS = [
@@ -70,16 +71,16 @@ _GROUPS = [
     "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
     "{v}_scales = truncated({scale})",
     "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
-    "tl.store({1} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
+    "tl.store({scales} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
 ]
-_CODES_OF_GROUPS = (
-    "tl.store({0} + first + {column}, tl.reshape({v}_groups.to({code}), ({chunk},)){if_there})"
+_STORE_ELEMENTS = (
+    "tl.store({data} + first + {column}, tl.reshape({v}_groups.to({type}), ({chunk},)){if_there})"
 )
-_NIBBLES_OF_GROUPS = [
-    "{v}_bytes = {start} // 2 + tl.arange(0, {chunk} // 2)",
-    "tl.store({0} + row * ({N} // 2) + {v}_bytes,"
-    " tl.reshape(bytes_of({nibbles}, {chunk} // {size}, {size}), ({chunk} // 2,)){if_byte})",
+_STORE_PLANE = [
+    "{v}_bytes = {start} * {width} // 8 + tl.arange(0, {chunk} * {width} // 8)",
+    "tl.store({plane} + row * {row_bytes} + {v}_bytes, tl.reshape("
+    "pack({field}, {chunk} // {size}, {size}, {width}), ({chunk} * {width} // 8,)){if_byte})",
 ]
 
 
@@ -137,7 +138,7 @@ class RowWriter:
         count = 0
         for i, store in enumerate(self.program.stores):
             for layout in store.layouts:
-                number = 2 if layout == "groups" else 1
+                number = store.tensor_count(layout)
                 found[i, layout] = [f"out{count + i}" for i in range(number)]
                 count += number
         return found
@@ -336,29 +337,37 @@ class RowWriter:
         kind = "full" if load.operand == "groups" else load.operand
         or_zero = self._if_there(i, f"there_{i}, other=0.0")
         places = {"first": _first(load), "column": f"column_{i}", "or_zero": or_zero}
-        read = _LOADS[kind].format(*where, **places)
-        if load.in_nibbles:
-            place = (
-                f"row * ({self.shape.columns} // 2) + {locate_byte(f'column_{i}', load.group_size)}"
-            )
-            read = f"tl.load({where[0]} + {place}{self._if_there(i, f'there_{i}, other=0')})"
-        self.lines.append(f"{name}_read = {read}")
+        if load.packed:
+            self._read_planes(load, name, i)
+        else:
+            self.lines.append(f"{name}_read = {_LOADS[kind].format(*where, **places)}")
         self.known.add(f"{name}_read")
         if load.operand == "groups":
             few_or_zero = self._if_there(i, f"{name}_few < {self.shape.columns}, other=0.0")
             names = {**self._names(name, i), **_groups(load), "few_or_zero": few_or_zero}
             names |= {"width": load.width or self.shape.columns, "offset": load.offset}
-            self.lines += [line.format(*where, **names) for line in _GROUP_SCALES]
+            self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
+
+    def _read_planes(self, load: Load, name: str, i: int) -> None:
+        """Load the byte of each plane that contains an element."""
+        for plane, width in enumerate(FORMATS[load.format].planes):
+            byte = locate_byte(f"column_{i}", load.group_size, width)
+            place = f"row * {self.shape.columns * width // 8} + {byte}"
+            or_zero = self._if_there(i, f"there_{i}, other=0")
+            self.lines.append(
+                f"{name}_plane{plane} = tl.load({self.where[load][plane]} + {place}{or_zero})"
+            )
 
     def _write_load(self, load: Load, i: int) -> None:
         self._write_read(load, i)
         name = self.name(load.name, i)
         value = f"{name}_read.to(tl.float32)"
         if load.operand == "groups":
-            if load.in_nibbles:
-                nibbles = extract_nibble(f"{name}_read", f"column_{i}", load.group_size)
-                value = decode_nibbles(nibbles, load.format)
-            value = _OF_GROUPS.format(codes=value, **self._names(name, i), **_groups(load))
+            if load.packed:
+                planes = [f"{name}_plane{plane}" for plane in range(load.tensor_count - 1)]
+                bits = extract_bits(planes, f"column_{i}", load.group_size, load.format)
+                value = decode_bits(bits, load.format)
+            value = _OF_GROUPS.format(elements=value, **self._names(name, i), **_groups(load))
         self.lines.append(f"{name} = {value}")
 
     def _names(self, value: str, i: int) -> dict[str, Any]:
@@ -381,7 +390,7 @@ class RowWriter:
         store, (pointer,) = self.program.stores[number], self.results[number, "full"]
         self._store_elements(i, pointer, f"{value}.to(tl.{store.dtype})")
 
-    def _store_codes(self, i: int, number: int, value: str) -> None:
+    def _store_rows(self, i: int, number: int, value: str) -> None:
         store, (pointer,) = self.program.stores[number], self.results[number, "rows"]
         data = divide_by_scale(value, self.define(store.scale, i))
         self._store_elements(i, pointer, f"{data}.to({TRITON_TYPES[store.format]})")
@@ -392,29 +401,38 @@ class RowWriter:
 
     def _store_groups(self, i: int, number: int, value: str) -> None:
         store = self.program.stores[number]
+        *planes, scales = self.results[number, "groups"]
         names = {
             **self._names(f"{store.name}_{i}", i),
             "value": value,
+            "scales": scales,
             "size": store.group_size,
             "scale": call_quotient_of(f"{store.name}_{i}_amax", store.format),
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
         }
-        lines = [*_GROUPS, _CODES_OF_GROUPS]
-        if FORMATS[store.format].in_nibbles:
-            lines = [*_GROUPS, *_NIBBLES_OF_GROUPS]
-            names["nibbles"] = encode_nibbles(f"{store.name}_{i}_groups", store.format)
-            half = self.shape.columns // 2
-            names["if_byte"] = self._if_there(i, f"{store.name}_{i}_bytes < {half}")
+        self.lines += [line.format(**names) for line in _GROUPS]
+        if FORMATS[store.format].packed:
+            self._store_planes(i, store, planes, names)
         else:
-            names["code"] = TRITON_TYPES[store.format]
-        pointers_ = self.results[number, "groups"]
-        self.lines += [line.format(*pointers_, **names) for line in lines]
+            type = TRITON_TYPES[store.format]
+            self.lines.append(_STORE_ELEMENTS.format(data=planes[0], type=type, **names))
+
+    def _store_planes(self, i: int, store: Store, planes: list[str], names: dict[str, Any]) -> None:
+        """Pack the elements of groups into the bytes of each plane."""
+        bits = f"{store.name}_{i}_bits"
+        self.lines.append(f"{bits} = {encode_values(f'{store.name}_{i}_groups', store.format)}")
+        fields = split_planes(bits, store.format)
+        for plane, (field, width) in zip(planes, fields, strict=True):
+            row_bytes = self.shape.columns * width // 8
+            names |= {"plane": plane, "field": field, "width": width, "row_bytes": row_bytes}
+            names["if_byte"] = self._if_there(i, f"{store.name}_{i}_bytes < {row_bytes}")
+            self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
 # The method that stores each layout in a chunk. `row` is stored after all chunks.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
-    "rows": RowWriter._store_codes,
+    "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,
     "full": RowWriter._store_full,
     "sums": RowWriter._store_sums,

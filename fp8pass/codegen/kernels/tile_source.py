@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8pass.codegen.kernels.launch import Function
-from fp8pass.codegen.kernels.nibbles import decode_nibbles, extract_nibble, locate_byte
+from fp8pass.codegen.kernels.planes import decode_bits, extract_bits, locate_byte
 from fp8pass.codegen.kernels.triton_ops import (
     TRITON_TYPES,
     divide_by_scale,
@@ -20,6 +20,7 @@ from fp8pass.codegen.kernels.triton_ops import (
     write_expression,
 )
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.dialect.formats import FORMATS
 
 # FP8 elements in a word.
 WORD = 4
@@ -112,7 +113,7 @@ class TileWriter:
         return [f"{name} = {_LOADS[load.operand].format(*where, i=i, place=_place(load, i))}"]
 
     def _load_groups(self, load: Load, where: list[str], name: str, i: int) -> list[str]:
-        (codes, scales), size = where, load.group_size
+        (*planes, scales), size = where, load.group_size
         row = f"row_{i}.to(tl.int64) * ({load.width or 'N'} // {size})"
         first = f"{scales} + {row} + {load.offset // size}"
         return [
@@ -123,20 +124,20 @@ class TileWriter:
             "else:",
             f"    {name}_scale = tl.load(({first})[:, None] + (column // {size})[None, :],"
             f" there_{i}, other=0.0).to(tl.float32)",
-            f"{name} = {self._codes(load, codes, i)} * {name}_scale",
+            f"{name} = {self._elements(load, planes, i)} * {name}_scale",
         ]
 
-    def _codes(self, load: Load, codes: str, i: int) -> str:
+    def _elements(self, load: Load, planes: list[str], i: int) -> str:
         """Return the values of quantized elements, without their scale."""
-        if not load.in_nibbles:
-            place = _place(load, i)
-            return f"tl.load({codes} + {place}, there_{i}, other=0.0).to(tl.float32)"
-        row = f"row_{i}.to(tl.int64)[:, None] * (N // 2)"
-        place = f"{row} + ({locate_byte('column', load.group_size)})[None, :]"
-        bytes_ = f"tl.load({codes} + {place}, there_{i}, other=0)"
-        return decode_nibbles(
-            extract_nibble(bytes_, "column[None, :]", load.group_size), load.format
-        )
+        if not load.packed:
+            return f"tl.load({planes[0]} + {_place(load, i)}, there_{i}, other=0.0).to(tl.float32)"
+        row, size, bytes_ = f"row_{i}.to(tl.int64)[:, None]", load.group_size, []
+        for plane, width in zip(planes, FORMATS[load.format].planes, strict=True):
+            byte = f"({locate_byte('column', size, width)})[None, :]"
+            place = f"{row} * (N * {width} // 8) + {byte}"
+            bytes_.append(f"tl.load({plane} + {place}, there_{i}, other=0)")
+        elements = extract_bits(bytes_, "column[None, :]", size, load.format)
+        return decode_bits(elements, load.format)
 
     def _steps(self, i: int) -> Iterator[str]:
         for step in self.program.steps:

@@ -12,7 +12,7 @@ from fp8pass.graph.pointwise import triton_template
 # Triton types of FP8 formats.
 TRITON_TYPES = {"e4m3": "tl.float8e4nv"}
 # Formats of groups that kernels read and store.
-GROUP_FORMATS = frozenset({*TRITON_TYPES, *(f.name for f in FORMATS.values() if f.in_nibbles)})
+GROUP_FORMATS = frozenset({*TRITON_TYPES, *(f.name for f in FORMATS.values() if f.packed)})
 
 
 def write_expression(step: Step) -> str | None:
@@ -51,7 +51,6 @@ def name_pointers(program: Program) -> dict[Load, list[str]]:
     """Return the pointer parameters of each load."""
     found, number = {}, 0
     for load in program.loads:
-        count = 2 if load.operand == "groups" else 1
-        found[load] = [f"in{number + i}" for i in range(count)]
-        number += count
+        found[load] = [f"in{number + i}" for i in range(load.tensor_count)]
+        number += load.tensor_count
     return found

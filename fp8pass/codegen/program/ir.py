@@ -23,8 +23,9 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
-# How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` is a pair: data
-# [M, N], or packed nibbles [M, N / 2], and the scales of groups along rows, [M, N / G].
+# How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` are several
+# tensors: data [M, N], or packed planes [M, N w / 8] of w bits, and the scales of groups along
+# rows, [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the tiles that the first stage of an amax reduces.
 AMAX_TILE = 64, 128
@@ -55,9 +56,14 @@ class Load:
     offset: int = 0
 
     @property
-    def in_nibbles(self) -> bool:
-        """Whether two elements share each byte."""
-        return bool(self.format) and FORMATS[self.format].in_nibbles
+    def packed(self) -> bool:
+        """Whether several elements share a byte."""
+        return bool(self.format) and FORMATS[self.format].packed
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors that are read."""
+        return len(FORMATS[self.format].planes) + 1 if self.format else 1
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ class Store:
     `columns`  the transposed data [N, M'], where M' is M padded with zeros to a length that GEMMs
                support; without a scale if the values are already divided by it
     `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
-    `groups`   quantized data [M, N], or packed nibbles [M, N / 2], and bf16 scales [M, N / G]: two
-               tensors
+    `groups`   quantized data [M, N], or packed planes [M, N w / 8] of w bits, and bf16 scales
+               [M, N / G]
     `full`     the value, [M, N] in `dtype`; later steps use the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
@@ -100,10 +106,14 @@ class Store:
     width: int = 0
     offset: int = 0
 
+    def tensor_count(self, layout: str) -> int:
+        """Return the number of tensors that are stored in one of the layouts."""
+        return len(FORMATS[self.format].planes) + 1 if layout == "groups" else 1
+
     @property
     def result_count(self) -> int:
         """Number of tensors that are stored."""
-        return len(self.layouts) + ("groups" in self.layouts)
+        return sum(map(self.tensor_count, self.layouts))
 
 
 @dataclass(frozen=True)
@@ -152,14 +162,15 @@ class Program:
     @property
     def input_count(self) -> int:
         """Number of tensors that the program reads."""
-        return sum(2 if load.operand == "groups" else 1 for load in self.loads)
+        return sum(load.tensor_count for load in self.loads)
 
     def sizes(self, shapes: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
         """Return M and N, by the shape of the first matrix that the program reads."""
         matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
         i, load = next(matrices)  # each load before it reads one tensor
         *leading, columns = shapes[i]
-        return math.prod(leading), load.columns or columns * (2 if load.in_nibbles else 1)
+        width = FORMATS[load.format].planes[0] if load.packed else 8
+        return math.prod(leading), load.columns or columns * 8 // width
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return uninitialized results."""
@@ -178,9 +189,10 @@ class Program:
                     "row": [((rows, 1), value)],
                 }
                 if layout == "groups":
-                    width = columns // 2 if FORMATS[store.format].in_nibbles else columns
-                    scales = (rows, columns // store.group_size)
-                    shapes["groups"] = [((rows, width), quantized), (scales, GROUP_SCALE_DTYPE)]
+                    planes = FORMATS[store.format].planes
+                    scales = (rows, columns // store.group_size), GROUP_SCALE_DTYPE
+                    data = [((rows, columns * width // 8), quantized) for width in planes]
+                    shapes["groups"] = [*data, scales]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
         return outputs
 

@@ -155,13 +155,13 @@ class Reader:
         format, (rows, size) = how.format, how.block
         if rows > 1 or not size:
             return False
-        if format.lossless or (format.emulated and not format.in_nibbles):
+        if format.lossless or (format.emulated and not format.packed):
             return False
         if self.operand(node) != "full":
             return False
         load = Load(node.name, "groups", size, format.name)
         if part is not None:
-            if format.in_nibbles or part.offset % size or part.columns % size:
+            if format.packed or part.offset % size or part.columns % size:
                 return False
             load = _select_columns(load, part)
         self.loads[node] = load
@@ -302,7 +302,8 @@ def _find_groups(x: fx.Node) -> fx.Node | None:
 
 def _bytes_of(node: fx.Node, load: Load) -> Any:
     """Return the bytes that a load of a matrix reads, without the scales of groups."""
-    whole = graph.nbytes(next(tensors_of(node, load)))
+    *data, last = tensors_of(node, load)
+    whole = sum(map(graph.nbytes, data or [last]))
     return whole * load.columns // load.width if load.width else whole
 
 
@@ -313,7 +314,7 @@ def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
         whole = graph.match_column_slice(node).whole  # type: ignore[union-attr]
     if load.operand == "groups":
         planes, scales = graph.skip_reshapes(whole).args[:2]
-        yield planes[0]  # type: ignore[index,misc]
+        yield from planes  # type: ignore[misc]
         yield scales  # type: ignore[misc]
     else:
         yield whole

@@ -78,7 +78,8 @@ def _store(
     if layout == "groups":
         how = Quantization(FORMATS[store.format], group(store.group_size))
         scales = how.scale(how.amax(value))
-        return [quantize(value, scales, str(how)), scales]
+        planes = range(len(how.format.planes))
+        return [*(quantize(value, scales, str(how), plane) for plane in planes), scales]
     scaled = value * values[store.scale].reciprocal() if store.scale else value
     data = encode(scaled, FORMATS[store.format]).contiguous()
     return [data if layout == "rows" else transpose(data)]
@@ -96,15 +97,15 @@ def _load(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str,
     values = {}
     tensors = iter(inputs)
     for load in program.loads:
-        x, width = next(tensors), load.width or columns
+        width = load.width or columns
         if load.operand == "groups":
-            data = x.reshape(-1, width // 2 if load.in_nibbles else width)
-            scales = next(tensors).reshape(data.shape[0], -1)
             how = Quantization(FORMATS[load.format], group(load.group_size))
-            value = dequantize([data], scales, str(how), torch.float32)
+            planes = [next(tensors).reshape(-1, width * w // 8) for w in how.format.planes]
+            scales = next(tensors).reshape(planes[0].shape[0], -1)
+            value = dequantize(planes, scales, str(how), torch.float32)
         else:
             shape = {"full": (-1, width), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
-            value = x.float().reshape(shape[load.operand])
+            value = next(tensors).float().reshape(shape[load.operand])
         if load.width:
             value = value[:, load.offset : load.offset + load.columns]
         values[load.name] = value

@@ -95,8 +95,8 @@ def _verify_load(load: Load) -> None:
 
 
 def _verify_part(load: Load) -> None:
-    is_matrix = load.operand in ("full", "groups") and not load.in_nibbles
-    _require(is_matrix, load, "is a part, which only a matrix without nibbles can be")
+    is_matrix = load.operand in ("full", "groups") and not load.packed
+    _require(is_matrix, load, "is a part, which only a matrix that is not packed can be")
     inside = 0 <= load.offset <= load.offset + load.columns <= load.width and load.columns > 0
     _require(inside, load, f"lies outside of {load.width} columns")
     size = load.group_size or 1
@@ -193,9 +193,10 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
     for load in program.loads:
         fits = load.columns in (0, columns)
         _require(fits, load, f"has {load.columns} columns instead of {columns}")
-        _verify_width(load, next(tensors), load.width)
-        if load.operand == "groups":
-            _verify_width(load, next(tensors), load.width // load.group_size)
+        *data, last = (next(tensors) for _ in range(load.tensor_count))
+        for plane in data:
+            _verify_width(load, plane, load.width)
+        _verify_width(load, last, load.width // load.group_size if data else load.width)
     for store in program.stores:
         fits = store.layouts != ("rows",) or store.offset + columns <= (store.width or columns)
         _require(fits, store, f"{columns} columns do not fit into the wider matrix")

@@ -90,18 +90,19 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
         return None
     names, kernel, groups = reader.names, RowKernel(reader, [], []), _find_groups(reader)
     amaxes = {scales.all_input_nodes[0] for scales, _ in groups}
-    for node in _used_outside(reader, {quantize}.union(amaxes, *groups)):
+    absorbed = {n for scales, planes in groups for n in (scales, *planes)}
+    for node in _used_outside(reader, {quantize} | amaxes | absorbed):
         layout = reader.operand(node)
         if layout not in ("full", "row") or not has_shape(node):
             return None
         dtype = graph.dtype_text(tensor(node).dtype)
         kernel.add_store(node, Store(names[node], (layout,), dtype=dtype))
-    for scales, data in groups:
-        how = quantization_of(data)
-        name = names[data.args[0]]  # type: ignore[index]
+    for scales, planes in groups:
+        how = quantization_of(planes[0])
+        name = names[planes[0].args[0]]  # type: ignore[index]
         store = Store(name, ("groups",), format=how.format.name, group_size=how.block[1])
         kernel.stores.append(store)
-        kernel.replaced += [data, scales]
+        kernel.replaced += [*planes, scales]
     format = quantization_of(quantize).format.name
     kernel.add_store(quantize, Store(names[x], ("rows",), scale=names[scale], format=format))
     return None if depends_on(reader.loads, kernel.replaced) else kernel
@@ -125,21 +126,24 @@ def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in values if is_used(n)]
 
 
-def _find_groups(reader: Reader) -> list[tuple[fx.Node, fx.Node]]:
-    """Return scales and data of kernel values that are quantized in groups to be saved."""
+def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """Return the scales and planes of kernel values that are quantized in groups to be saved."""
     found = []
     for value in reader.names:
         for amax in (user for user in value.users if user.target is fp8.amax.default):
             for scales in (user for user in amax.users if user.target is fp8.scale.default):
                 data = [u for u in scales.users if u.target is fp8.quantize.default]
-                if len(data) == 1 and _can_store_groups(data[0]) and has_shape(data[0]):
-                    found.append((scales, data[0]))
+                planes = sorted(data, key=lambda u: u.args[3:])
+                if planes and _can_store_groups(planes) and all(map(has_shape, planes)):
+                    found.append((scales, planes))
     return found
 
 
-def _can_store_groups(quantize: fx.Node) -> bool:
+def _can_store_groups(planes: list[fx.Node]) -> bool:
     """Whether the kernel can quantize in these groups: their size must be a power of two."""
-    how = quantization_of(quantize)
+    how = quantization_of(planes[0])
     rows, size = how.block
     fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0
+    if len(planes) != len(how.format.planes):
+        return False
     return fits and not how.is_for_operands and how.format.name in GROUP_FORMATS
