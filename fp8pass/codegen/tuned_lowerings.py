@@ -186,11 +186,16 @@ def _scaled_grouped_outer(
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)
-        copies = [scale.expand(-1, x.shape[0]).contiguous() for scale, x in pairs]
-        vectors = [copy.view(-1) for copy in copies]  # a view of one expert's scale has stride 0
+        # Copies, because the view of one expert's scale has stride 0.
+        vectors = [_copy(scale.expand(-1, x.shape[0])).view(-1) for scale, x in pairs]
         return _multiply_groups(a, b_transposed, *vectors, ends, out_dtype, fast_accumulation)
     products = aten._grouped_mm.default(a.bfloat16(), b_transposed.bfloat16(), ends)
     return (products * (a_scale * b_scale).unsqueeze(-1)).to(out_dtype)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy. `contiguous` fails on fake CUDA tensors in a build for the CPU."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _multiply_groups(*args: Any) -> Tensor:

@@ -49,7 +49,7 @@ def test_kinds_of_heads(options):
     model, data = Model(softcapped_with_z_loss, **options), batch()
     got = run(model, data, 4)
     assert got[2].plan.heads[0].chunks == 4
-    assert_same(got, run(model, data, 1), of_head=8e-3 if "dtype" in options else 1e-6)
+    assert_same(got, run(model, data, 1), head_tolerance=8e-3 if "dtype" in options else 1e-6)
 
 
 def test_a_head_tied_to_the_embedding():

@@ -125,7 +125,7 @@ def test_a_sum_over_the_remaining_tokens():
             return shifted(logits, targets) + (p @ self.projection).square().sum()
 
     model, data = Projected(), batch()
-    assert_same(run(model, data, 3), run(model, data, 1), of_head=1e-5)
+    assert_same(run(model, data, 3), run(model, data, 1), head_tolerance=1e-5)
 
 
 def test_gradients_in_float16_are_scaled_before_they_are_rounded():
@@ -164,7 +164,7 @@ def test_a_bias_of_every_token():
             return self.loss(torch.addmm(bias, x, self.lm_head.weight.t()), targets)
 
     model, data = Added(), batch()
-    assert_same(run(model, data, 3), run(model, data, 1), of_head=1e-5)
+    assert_same(run(model, data, 3), run(model, data, 1), head_tolerance=1e-5)
 
 
 class _Returning(Model):

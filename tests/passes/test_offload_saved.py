@@ -337,12 +337,12 @@ def test_a_host_that_is_too_small(monkeypatch):
 
 
 def test_exposed_copies_are_logged_before_the_first_step(caplog):
-    copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.03, 0.0, 0.01)]
+    copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.01)]
     warn = offload_saved_module()._warn_about_exposed_copies
     with caplog.at_level(logging.WARNING, "fp8pass"):
         warn(Offload(50e9, 0.1, 0.2, copies_))
         assert not caplog.records
-        warn(Offload(50e9, 0.1, 0.2, copies_, forward_wait_s=0.002, backward_wait_s=0.01))
+        warn(Offload(50e9, 0.1, 0.2, copies_, wait_s=0.012))
     (record,) = caplog.records
     assert "take 40 ms per step, at 50 GB/s; 12 ms of them are exposed" in record.getMessage()
 
@@ -375,8 +375,8 @@ def test_cuda_graphs_are_refused():
     ("options", "says"),
     [
         ({"offload": "saved"}, "offload must be a bool"),
-        ({"host_bandwidth": 0}, "bytes a second, such as 25e9"),
-        ({"host_bandwidth": "25GB"}, "bytes a second, such as 25e9"),
+        ({"host_bandwidth": 0}, "bytes per second, such as 25e9"),
+        ({"host_bandwidth": "25GB"}, "bytes per second, such as 25e9"),
         ({"host_bandwith": 1e9}, "Did you mean 'host_bandwidth'"),
     ],
 )
