@@ -160,6 +160,7 @@ class Linear:
         simulated: the GEMMs that compute in a simulated format, out of the same.
         experts: how many weights there are, of which each row meets one; 0 for a single weight.
         fast: the GEMMs of `fp8` with fast accumulation.
+        projection: `in_proj` or `out_proj` of an `nn.MultiheadAttention`, as `explain` finds it.
     """
 
     module: str
@@ -173,6 +174,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
+    projection: str = ""
 
     @property
     def accumulation(self) -> str:

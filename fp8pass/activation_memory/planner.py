@@ -75,7 +75,7 @@ class Planner:
         other = "" if self.link else ", or keep values on the host with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph keeps at least "
-            f"{bytes_text(least)}{self._largest()}. Raise memory_budget to {enough} or "
+            f"{bytes_text(least, up=True)}{self._largest()}. Raise memory_budget to {enough} or "
             f"more{smaller}{other}."
         )
 

@@ -71,7 +71,8 @@ def warn_about_idle_patterns(
             nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {names[:8]}."
             warnings.warn(
-                f"{option} pattern {pattern!r} matches no {what} of this graph.{hint} {_RELATIVE}",
+                f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph.{hint} "
+                f"{_RELATIVE}",
                 stacklevel=2,
             )
 

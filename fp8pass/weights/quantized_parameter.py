@@ -327,12 +327,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type)
 
 
 def _cannot(func: Any, weight: CodedWeight) -> str:
-    changes = f"{func} would change a weight whose values are lost: it is in codes."
+    changes = f"{func} would change a weight whose exact values are lost: it is quantized to FP8."
     if weight.is_all:
         return (
-            f"{changes} fp8pass.quantize_frozen made them, of a layer that is not trained: leave "
-            "its weight out of the optimizer, with requires_grad_(False), or the layer out of "
-            "quantize_frozen, with skip=. load_state_dict gives it new values."
+            f"{changes} To merge an adapter, as merge_and_unload() of PEFT, merge before "
+            "fp8pass.quantize_frozen, or load the base model again and merge the saved adapter; to "
+            "train the layer, pass it in skip= of quantize_frozen; to replace its values, use "
+            "load_state_dict."
         )
     if weight.source is not None:
         return (

@@ -305,6 +305,8 @@ def test_the_printed_report(tmp_path, capfd):
     found = fp8pass.bisect(model, loss, X)
     assert capfd.readouterr() == ("", "")  # progress is shown on terminals only
     *_, last = str(found).strip().splitlines()
+    assert repr(found).startswith("<fp8pass.Bisection: gradient error ")
+    assert "\n" not in repr(found)
     assert last == "To make them exact, add to options: {'skip': ('1.up',)}"
     data = json.loads(found.to_json(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text()) == data
