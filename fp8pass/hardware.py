@@ -107,7 +107,7 @@ def has_fp8_casts(device: torch.device) -> bool:
 
 GIB = 1 << 30
 
-# What of a datasheet's operations and bytes a second an H200 reaches in a step of training.
+# Share of a datasheet's operations and bytes per second that an H200 reaches in a training step.
 FP8_SHARE = FP8_FLOPS / 1979e12
 BF16_SHARE = BF16_FLOPS / 989e12
 ATTENTION_SHARE = ATTENTION_FLOPS / 989e12
@@ -116,12 +116,12 @@ BANDWIDTH_SHARE = BANDWIDTH / 4.8e12
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU does.
+    """Work of a GPU.
 
     Attributes:
         fp8_flops, bf16_flops: operations of GEMMs.
-        attention_flops: of attention.
-        bytes: moved by generated code between memory and the GPU.
+        attention_flops: operations of attention.
+        bytes: bytes that generated code moves between memory and the GPU.
     """
 
     fp8_flops: float = 0.0
@@ -138,7 +138,7 @@ class Work:
         return Work(*(count * x for x in vars(self).values()))
 
 
-# Where the rates of a GPU come from. `assumed`: the GPU is unknown, and has those of `REFERENCE`.
+# Where the rates of a GPU come from. An unknown GPU has the rates of `REFERENCE`: `assumed`.
 Rates = Literal["measured", "datasheet", "given", "assumed"]
 
 
@@ -147,11 +147,12 @@ class Gpu:
     """A GPU to plan for.
 
     Attributes:
-        name: of the model.
-        memory: bytes.
-        fp8_flops, bf16_flops, attention_flops: operations a second that GEMMs and attention reach.
-        bandwidth: bytes a second between its memory and its processors.
-        link: bytes a second to the host, and as many from it at the same time.
+        name: name of the model.
+        memory: bytes of memory.
+        fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
+            reach.
+        bandwidth: bytes per second between its memory and its processors.
+        link: bytes per second to the host, and from the host at the same time.
         capability: compute capability, which decides whether linear layers and experts run in FP8.
         rates: where the rates come from: `measured`, `datasheet`, `given`, or `assumed`.
     """
@@ -172,7 +173,7 @@ class Gpu:
         return self.capability >= FP8_CAPABILITY
 
     def seconds(self, work: Work) -> float:
-        """The time that some work takes by the roofline."""
+        """Return the time of some work by the roofline."""
         return (
             work.fp8_flops / self.fp8_flops
             + work.bf16_flops / self.bf16_flops
@@ -190,7 +191,16 @@ def _gpu(
     terabytes: float,
     link: float,
 ) -> tuple[str, Gpu]:
-    """A GPU by its datasheet: dense TFLOP/s with FP32 sums, TB/s; GB/s of the link each way."""
+    """Return a GPU by its datasheet, with its name.
+
+    Args:
+        name: name of the model.
+        gib: memory that CUDA reports, in GiB.
+        capability: compute capability.
+        fp8, bf16: dense TFLOP/s with FP32 sums; None without FP8 tensor cores.
+        terabytes: bandwidth of the memory in TB/s.
+        link: bandwidth of the link in GB/s each way.
+    """
     return name, Gpu(
         name,
         gib * GIB,
@@ -204,8 +214,8 @@ def _gpu(
     )
 
 
-# The rates of the H200, and its link with both ways in use, are measured; those of the others are
-# the same share of theirs.
+# The rates of the H200 are measured, with its link used both ways. Other GPUs are assumed to reach
+# the same share of their datasheets.
 REFERENCE = "H200"
 GPUS = dict(
     (

@@ -259,8 +259,8 @@ def load(options: argparse.Namespace) -> Target:
             note = huggingface.note_dtype(config, dtype)  # before the model writes to the config
             model = huggingface.build(config, device or default, dtype)
             inputs = {} if options.input else huggingface.make_inputs(model)
-            notes = [note] * bool(note) + [huggingface.note_inputs(model, inputs)] * bool(inputs)
-            target = Target(model, kwargs=inputs, batch=inputs, notes=tuple(notes))
+            notes = (note, huggingface.note_inputs(model, inputs) if inputs else "")
+            target = Target(model, kwargs=inputs, batch=inputs, notes=tuple(filter(None, notes)))
         else:
             target = _move(_unpack(build(options.target)), device, dtype)
         if options.input:

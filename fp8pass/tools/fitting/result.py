@@ -179,7 +179,7 @@ class Fit(Result):
 
     @property
     def _planned_text(self) -> str:
-        """What was planned: model, micro-batch, GPU and the source of its rates."""
+        """The model, micro-batch and GPU of the plan, and the source of the GPU's rates."""
         batch = f"micro-batch {self.inputs}" + f" × {self.accumulate}" * (self.accumulate > 1)
         model = f"{self.model} {_format_count(self.parameters)}, {self.dtype}"
         gpu = f"{self.gpu.name} of {bytes_text(self.gpu.memory)}"
