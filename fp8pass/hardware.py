@@ -197,7 +197,8 @@ def _gpu(
         name: name of the model.
         gib: memory that CUDA reports, in GiB.
         capability: compute capability.
-        fp8, bf16: dense TFLOP/s with FP32 sums; None without FP8 tensor cores.
+        fp8: dense TFLOP/s with FP32 sums; None without FP8 tensor cores.
+        bf16: dense TFLOP/s with FP32 sums.
         terabytes: bandwidth of the memory in TB/s.
         link: bandwidth of the link in GB/s each way.
     """

@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from fp8pass import compat, graph
 from fp8pass.config import FIELDS, RECIPES, Config, checked_config, split_options
 from fp8pass.dynamo import Backend, fp8pass
 from fp8pass.optim.shards import local
 from fp8pass.plan import Plan
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def find_configuration(model: nn.Module) -> Config:
@@ -186,7 +190,7 @@ def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
 
 def count_convolutions(model: nn.Module) -> tuple[int, float]:
     """Return the number of convolution modules, and their share of all parameters."""
-    layers = [m for m in model.modules() if isinstance(m, _ConvNd)]
+    layers = [m for m in model.modules() if isinstance(m, CONVOLUTIONS)]
     own = {p for layer in layers for p in layer.parameters()}
     total = sum(p.numel() for p in model.parameters())
     return len(layers), sum(p.numel() for p in own) / total if total else 0.0
