@@ -289,7 +289,7 @@ def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
 def _warn_about_activation_quantization(options: Mapping[str, Any]) -> None:
     if compat.activation_quantization_is_on(options):
         warnings.warn(
-            "activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass has "
-            "already planned. Remove it from post_grad_fusion_options.",
+            "fp8pass: activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass "
+            "has already planned. Remove it from post_grad_fusion_options.",
             stacklevel=2,
         )

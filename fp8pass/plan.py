@@ -138,6 +138,7 @@ class Linear:
         simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
         experts: number of weights of a layer of experts; else 0. Each row uses one weight.
         fast: the GEMMs of `fp8` with fast accumulation.
+        projection: `in_proj` or `out_proj` of an `nn.MultiheadAttention`, as `explain` finds it.
     """
 
     module: str
@@ -151,6 +152,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
+    projection: str = ""
 
     @property
     def accumulation(self) -> str:

@@ -77,8 +77,8 @@ class Planner:
         offload = "" if self.transfer else ", or save values in host memory with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph saves at least "
-            f"{bytes_text(least)}{self._name_largest()}. Raise memory_budget to {enough} or "
-            f"more{smaller}{offload}."
+            f"{bytes_text(least, up=True)}{self._name_largest()}. Raise memory_budget to {enough} "
+            f"or more{smaller}{offload}."
         )
 
     def _name_largest(self) -> str:

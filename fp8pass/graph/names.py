@@ -66,9 +66,9 @@ def warn_about_idle_patterns(
             nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Names here: {names[:8]}."
             warnings.warn(
-                f"{option} pattern {pattern!r} matches no {what} of this graph. {hint} Paths start "
-                "at the compiled module: if each block is compiled by itself, give the blocks that "
-                "the pattern is meant for a Config of their own.",
+                f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
+                "Paths start at the compiled module: if each block is compiled by itself, give the "
+                "blocks that the pattern is meant for a Config of their own.",
                 stacklevel=2,
             )
 

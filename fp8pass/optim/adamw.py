@@ -16,7 +16,13 @@ from fp8pass.optim import checkpoint, fused
 from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
 from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
-from fp8pass.optim.options import PRESET_OPTIONS, Storage, check_group, preset_options
+from fp8pass.optim.options import (
+    PRESET_OPTIONS,
+    Storage,
+    check_group,
+    preset_options,
+    warn_about_ignored,
+)
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.sums import GradientSum
@@ -32,7 +38,7 @@ class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT 4).
 
     Options have the same meaning as there, apart from the formats of moments and weights, and can
-    be set for each parameter group. `foreach`, `fused` and `capturable` are accepted and ignored:
+    be set for each parameter group. `foreach`, `fused` and `capturable` are ignored with a warning:
     each device has one implementation, which is fused and capturable on CUDA.
 
     Args:
@@ -110,6 +116,7 @@ class AdamW(torch.optim.Optimizer):
             "offload": offload,
             **preset_options(preset, dict(zip(PRESET_OPTIONS, formats, strict=True))),
         }
+        warn_about_ignored(foreach=foreach, fused=fused, capturable=capturable)
         self._staging: dict[torch.device, Staging] = {}
         self._reset_caches()
         super().__init__(params, defaults)

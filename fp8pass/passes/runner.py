@@ -201,6 +201,6 @@ def _trace(number: int, entry: PassRecord) -> None:
 
 def _dump(folder: Path, number: int, index: int, entry: PassRecord) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"graph{number}_{entry.graph}_{index}_{entry.name}"
+    stem = f"graph{number:03}_{entry.graph}_{index:02}_{entry.name}"
     (folder / f"{stem}_before.py").write_text(entry.before)
     (folder / f"{stem}_after.py").write_text(entry.after)

@@ -54,7 +54,10 @@ def fold_linears(linears: Iterable[Linear]) -> list[Row]:
         sizes = y.rows, y.experts, y.in_features, y.out_features
         return *sizes, y.fp8, y.fast, y.simulated, y.reason
 
-    return fold_rows((y.module, key(y), y) for y in linears)
+    def name(y: Linear) -> str:
+        return f"{y.module} ({y.projection})" if y.projection else y.module
+
+    return fold_rows((name(y), key(y), y) for y in linears)
 
 
 def fold_collectives(sent: Iterable[Collective]) -> list[Row]:

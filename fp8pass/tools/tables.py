@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from fp8pass import hardware
+from fp8pass.config import bytes_text
 from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
 from fp8pass.progress.gain import slowdown_warning
 from fp8pass.tools import folding
@@ -17,7 +18,8 @@ from fp8pass.tools.output import make_name, make_table
 
 def make_tables(title: str, plan: Plan) -> Iterator[Table]:
     """Yield the tables of one graph."""
-    yield make_linears_table(title, plan)
+    if plan.linears:
+        yield make_linears_table(title, plan)
     if plan.saved:
         yield make_saved_table(title, plan)
     if plan.offload:
@@ -100,16 +102,19 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of memory budgets; shares are of the largest, and the peak is estimated."""
+    """Make the table of memory budgets; shares are of the largest, and the peak is estimated.
+
+    Saved bytes are rounded up, so that they can be pasted as a memory budget.
+    """
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
-    columns = "MiB saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
+    columns = "saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
     title = f"{title}: memory against time, estimated for one {hardware.RATES_OF}"
     table = make_table(title, "", *columns)
     for p in points:
         table.add_row(
             "this plan ▶" if p == plan.point else "",
-            format_mib(p.bytes),
+            bytes_text(max(p.bytes, 1), up=True),
             f"{p.bytes / max(points[-1].bytes, 1):.0%}",
             *([format_mib(p.host_bytes)] if host else []),
             format_mib(p.peak_bytes),
@@ -139,6 +144,9 @@ def format_totals(explanation: ExplanationData) -> str:
         experts = f", including {done} of {len(of_experts)} with {counts} experts each"
     simulated = next((plan.simulated for plan in plans if plan.simulated), None)
     format = f"simulated {simulated}" if simulated else "FP8"
+    layers = f"{len(rewritten)} of {len(linears)} linear layers in {format}{experts}."
+    if not linears:
+        layers = "There is nothing to run in FP8: the compiled graphs have no linear layers."
     saved, stock = explanation.saved_bytes, explanation.stock_bytes
     share = f" ({saved / stock:.0%})" if stock else ""
     uses = [use for plan in plans for use in plan.kernels]
@@ -151,8 +159,7 @@ def format_totals(explanation: ExplanationData) -> str:
         gemms = "one GEMM" if len(groups) == 1 else f"{len(groups)} GEMMs"
         merged = f" Merged the input-gradient GEMMs of {sum(map(len, groups))} layers into {gemms}."
     return (
-        f"{len(rewritten)} of {len(linears)} linear layers in {format}{experts}. "
-        f"Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
+        f"{layers} Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
         f"{format_mib(stock)} MiB{share}.{format_remarks(explanation)}\n"
         f"Kernels: {kernels}. Matrices quantized by generated code: {reasons or 'none'}."
         f"{merged}{_describe_heads(plans)}{_describe_offload(plans)}"
@@ -162,6 +169,16 @@ def format_totals(explanation: ExplanationData) -> str:
 def format_remarks(explanation: ExplanationData) -> str:
     """Return sentences about what is not compiled, not saved or recomputed, or may be slower."""
     text = ""
+    if count := explanation.convolutions:
+        text += (
+            f"\n{count} {'convolutions stay' if count > 1 else 'convolution stays'} in high "
+            f"precision, with {explanation.convolution_share:.0%} of the parameters."
+        )
+    if breaks := explanation.graph_breaks:
+        text += (
+            f"\n{breaks} graph break{'s' * (breaks > 1)}: the model runs as {breaks + 1} graphs, "
+            "each with its own plan. TORCH_LOGS=graph_breaks shows why."
+        )
     if explanation.parts:
         text += (
             f"\nOnly parts of the model are compiled: {folding.format_paths(explanation.parts)}."
@@ -206,8 +223,8 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
             f"\ntorch.utils.checkpoint makes the backward recompute {products} matrix products and "
             "everything between them; none of it is saved in low bits. These graphs save "
             f"{format_mib(saved)} MiB. Without it they would save {format_mib(without)} MiB, or, "
-            f"with a memory_budget, any amount down to {format_mib(least)} MiB, and recompute the "
-            "rest."
+            f"with a memory_budget, any amount down to {bytes_text(least, up=True)}, and "
+            "recompute the rest."
         )
     if around:
         text += (

@@ -338,8 +338,8 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
     fix = "Change the shard that it was gathered from, or name its layer in skip= of compress."
     if weight.is_only_copy:
         fix = (
-            "Leave a weight that fp8pass.quantize_frozen quantized out of the optimizer, or name "
-            "its layer in skip=; load_state_dict can replace its values."
+            "To merge an adapter (merge_and_unload), merge before fp8pass.quantize_frozen; to "
+            "train the layer, name it in skip=; to replace its values, use load_state_dict."
         )
     return f"{func} cannot change a quantized weight, whose exact values no longer exist. {fix}"
 

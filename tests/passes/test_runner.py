@@ -30,7 +30,7 @@ def test_dump(monkeypatch, tmp_path):
     run()
     files = sorted(p.name.split("_", 1)[1] for p in (tmp_path / "graphs").iterdir())
     assert files == sorted(
-        f"{of}_{i}_{name}_{when}.py"
+        f"{of}_{i:02}_{name}_{when}.py"
         for of, names in GRAPHS.items()
         for i, name in enumerate(names)
         for when in ("before", "after")

@@ -173,6 +173,9 @@ def test_an_outlier_is_flagged_with_a_skip_entry():
     assert "2" in found.suggested_skip
     assert "!" in str(found)
     assert "skip=" in str(found)
+    assert repr(found).startswith("<fp8pass.Diagnosis: errors of ")
+    assert "far above the predicted error; largest " in repr(found)
+    assert len(repr(found)) < 200
 
 
 def test_report_formats(tmp_path):
