@@ -25,12 +25,13 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._logging import trace_structured
 
 __all__ = [
     "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of", "box",
-    "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain", "compiles_backward",
-    "copy_captured", "disable_gradient_hooks", "find_replayed_memory", "fresh_compilation",
+    "cache_folder", "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain",
+    "compiles_backward", "copy_captured", "disable_gradient_hooks", "find_replayed_memory", "fresh_compilation",
     "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret", "is_checkpointing",
     "is_of_fsdp", "is_region", "list_mode_options", "list_options", "match_generated_code",
     "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled", "running_backward",
@@ -295,6 +296,12 @@ def is_of_fsdp(node: fx.Node) -> bool:
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
     """Whether Inductor makes CUDA graphs, with these options of a compilation."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def cache_folder() -> str | None:
+    """Return the folder of Inductor's caches, or None if compiled graphs are not cached."""
+    is_enabled = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+    return cache_dir() if is_enabled and not inductor_config.force_disable_caches else None
 
 
 @contextmanager

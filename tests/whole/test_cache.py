@@ -192,6 +192,29 @@ def test_graphs_that_differ_in_names_that_matter_do_not_share_an_entry(tmp_path)
     ]
 
 
+LOGGED = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, dtype=torch.float64).float())
+torch.compile(model, backend="fp8pass")(torch.randn(32, 64)).sum().backward()
+"""
+
+
+@pytest.mark.long
+def test_messages_about_cached_graphs_are_logged_again(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "FP8PASS_CHECK": "0"}
+    found = []
+    for _ in range(2):
+        result = subprocess.run(
+            [sys.executable, "-c", LOGGED],
+            env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+        found.append([line for line in result.stderr.splitlines() if "fp8pass:" in line])
+    assert found[0] == found[1]
+    assert "2 of 2 linear layers in FP8" in found[0][0]
+
+
 def named(path: str) -> fx.GraphModule:
     """Return a graph of one operator of the module `path`."""
     g = fx.Graph()
