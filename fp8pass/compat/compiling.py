@@ -29,14 +29,15 @@ from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._logging import trace_structured
 
 __all__ = [
-    "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of", "box",
-    "cache_folder", "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain",
-    "compiles_backward", "copy_captured", "disable_gradient_hooks", "find_replayed_memory", "fresh_compilation",
-    "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret", "is_checkpointing",
-    "is_of_fsdp", "is_region", "list_mode_options", "list_options", "match_generated_code",
-    "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled", "running_backward",
-    "seeded_random_ops", "source_of", "static_inputs", "trace_structured", "type_of_option",
-    "uncached", "uses_cuda_graphs",
+    "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of",
+    "box", "cache_folder", "captures_backward", "compile_fx", "compile_fx_inner",
+    "compiled_in_vain", "compiles_backward", "copy_captured", "disable_gradient_hooks",
+    "find_replayed_memory", "fresh_compilation", "get_cpp_compiler", "half_of",
+    "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
+    "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
+    "original_of", "recompile", "run_uncompiled", "running_backward", "seeded_random_ops",
+    "source_of", "static_inputs", "trace_structured", "type_of_option", "uncached",
+    "uses_cuda_graphs",
 ]  # fmt: skip
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)

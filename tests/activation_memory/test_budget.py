@@ -465,6 +465,7 @@ def test_the_estimated_peak_falls_with_the_budget(planner, monkeypatch):
     assert peaks[-1] < 0.75 * peaks[0]
 
 
+@pytest.mark.long
 def test_the_peak_counts_saved_values_and_gradients(planner):
     """At the end of the backward all weight gradients are alive."""
     memory = planner.memory

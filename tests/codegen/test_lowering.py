@@ -345,6 +345,7 @@ def test_masks(mask, dtype, tracing):
     assert same_bits(gm(x), function(x))
 
 
+@pytest.mark.long
 def test_generated_masks_round_16_bit_results_first():
     """A fused mask gives the same result as a mask of the value in memory."""
     x = torch.randn(64, 64) * torch.logspace(-30, 30, 64)

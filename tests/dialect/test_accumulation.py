@@ -156,6 +156,7 @@ def test_the_default_does_not_lose_precision(recipe):
     assert wgrad_of(Config.recipe(recipe, compiler="eager"), LONG) < BF16_ERROR
 
 
+@pytest.mark.long
 def test_fast_accumulation_everywhere_loses_precision():
     """The reference must show the error of fast accumulation in all GEMMs."""
     config = Config(compiler="eager", longest_fast=LONG)
@@ -173,6 +174,7 @@ def judged(layer: nn.Module, x: torch.Tensor, config: Config, formats: Formats) 
     return Reference(layer, lambda: batches, formats).judge([got], more=6).complaints
 
 
+@pytest.mark.long
 def test_assert_close_accounts_for_accumulation():
     """Rounding errors of numbers with one sign average out; truncation does not."""
     torch.manual_seed(0)

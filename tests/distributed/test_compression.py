@@ -456,10 +456,12 @@ def test_compression_trains_on_two_ranks(two, way, claim):
     two(claim, way)
 
 
+@pytest.mark.long
 def test_gradients_can_have_other_factors_than_the_mean(two):
     two(other_factors_than_the_mean, "fsdp blocks")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 def test_a_nonfinite_gradient_reaches_all_ranks(two, way):
     two(a_nonfinite_gradient_reaches_all_ranks, way)
@@ -518,9 +520,11 @@ def test_copies_of_ddp_can_be_compressed(two, tmp_path):
     two(copies_of_ddp, str(tmp_path))
 
 
+@pytest.mark.long
 def test_a_monitor_measures_sent_gradients(two):
     two(a_monitor_measures_sent_gradients)
 
 
+@pytest.mark.long
 def test_wrong_models_are_refused(two):
     two(wrong_models)

@@ -238,6 +238,7 @@ def test_every_way_trains_on_two_ranks(two, way, claim):
     two(claim, way)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "claim", [zero_redundancy_optimizer_shares_tensors, ddp_with_options], ids=lambda c: c.__name__
 )
@@ -260,6 +261,7 @@ def test_a_nan_of_one_rank_reaches_all(two):
     two(a_nan_of_one_rank_reaches_all)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
 def test_diagnose_measures_distributed_models(two, way):
     two(diagnose_errors, way)

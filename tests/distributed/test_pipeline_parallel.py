@@ -310,6 +310,7 @@ def test_stages_train_like_eager(stages):
         assert cosine(a, b) > 0.98
 
 
+@pytest.mark.long
 def test_ranks_hold_no_more_than_the_first(stages):
     held, saved = AGOQ.held(), [stage.plan.saved_bytes for stage in stages]
     assert all(a < b for a, b in itertools.pairwise(saved))

@@ -55,6 +55,7 @@ def x() -> torch.Tensor:
     return torch.randn(32, 128).bfloat16().requires_grad_()
 
 
+@pytest.mark.long
 def test_the_forward_is_equal_and_saves_no_more_bytes(model, x):
     (want, plain), (got, planned) = run_both(model, x, COAT_EAGER)
     assert torch.equal(got.outputs[0], want.outputs[0])
@@ -78,6 +79,7 @@ def test_kernels_read_quantized_weights(model, x, graphs):
     assert backward["tiles"] == plain["tiles"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zeros", [slice(0, 16), slice(None)])
 def test_rows_of_zeros_do_not_affect_other_rows(model, x, zeros):
     """Rows of zeros must not determine the scale of other rows."""

@@ -116,6 +116,7 @@ def test_kernels_agree_with_pytorch(device, dtype, length, request):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rests_in", [torch.float32, torch.bfloat16], ids=str)
@@ -142,6 +143,7 @@ def test_the_kernel_quantizes_weights_like_pytorch(device, rests_in, shift, requ
         assert torch.equal(codes.float()[finite], want.float()[finite])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
 def test_weights_are_requantized_in_place(device, shift, fused):
@@ -172,6 +174,7 @@ def test_modules_with_equal_shards_share_a_send_buffer():
     assert buffers.get(once) is not buffers.get(once)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -161,6 +161,7 @@ class SiluOf211(torch.autograd.Function):
         return g * sigmoid * (1 + x * (1 - sigmoid))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save_format", ["e2m2", "e4m3"])
 def test_a_gate_saves_as_much_with_the_silu_of_another_version(save_format):
     def saved(silu):

@@ -36,6 +36,7 @@ JUMPING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_piecewise_functions_without_a_jump_get_a_4_bit_rule(name):
     saved = plan_of(CONTINUOUS[name], "e2m1").saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from cProfile import Profile
 
+import pytest
 import torch
 from helpers import FFN, compiled
 from torch import nn
@@ -32,6 +33,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_passes_take_time_linear_in_depth(monkeypatch, kernels_on_cpu):
     """The test counts function calls, which do not depend on the machine."""
     counts: dict[int, Counter[str]] = {}

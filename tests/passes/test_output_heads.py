@@ -182,6 +182,7 @@ def test_logits_that_are_a_sum_of_several_layers_have_several_heads():
     assert {name for name, reason in found.items() if reason} == {"base", "up"}
 
 
+@pytest.mark.long
 def test_softmax_inside_attention_makes_no_head():
     joint = rewritten(llama("eager"), tokens())
     assert [y.module for y in joint.ctx.plan.linears if not y.fp8] == ["lm_head"]

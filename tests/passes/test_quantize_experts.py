@@ -437,6 +437,7 @@ def test_recipe_exact_of_hugging_face():
     assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (ids,)), want)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Llama4"])
 def test_hugging_face(name):
@@ -465,6 +466,7 @@ def test_diagnose_expects_what_it_measures():
         assert 0.5 < error.relative / error.predicted < 1.5
 
 
+@pytest.mark.long
 def test_explain_counts_experts():
     text = " ".join(str(explain(Routed(), rows(48, 64))).split())  # the text is wrapped
     assert "4 of 5 linear layers in FP8, including 3 of 3 with 16 experts each" in text

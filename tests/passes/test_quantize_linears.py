@@ -149,6 +149,7 @@ def test_formats():
             assert "tangents" in str(quantized["e5m2 tensor"].args[0])
 
 
+@pytest.mark.long
 def test_conv1d_stores_its_weight_the_other_way():
     joint = rewritten(gpt2().eval(), tokens())
     layers = {y.module: y for y in joint.ctx.plan.linears}
@@ -158,6 +159,7 @@ def test_conv1d_stores_its_weight_the_other_way():
     assert (attention.in_features, attention.out_features, attention.fp8) == (64, 192, ALL)
 
 
+@pytest.mark.long
 def test_llama():
     joint = rewritten(llama(), tokens())
     found = joint.ctx.plan.linears
@@ -304,6 +306,7 @@ def test_layers_that_stay_leave_the_graph_identical():
     assert len(joint.ctx.plan.linears) == 2
 
 
+@pytest.mark.long
 def test_deterministic():
     codes = []
     for _ in range(2):

@@ -214,6 +214,7 @@ def test_inductor_is_bit_equal_to_exact_and_masks():
     assert identical(coarse.outputs[0], fp8.mask_format(coarse.outputs[0], "e8m2", True, True))
 
 
+@pytest.mark.long
 def test_fewer_bits_are_further_away():
     model, x = MLP(), rows(dtype=torch.float32)
     want = step(model, model, (x,)).gradients
@@ -260,6 +261,7 @@ def test_dynamic_shapes():
     assert len(spy.plans) == 1
 
 
+@pytest.mark.long
 def test_the_head_in_chunks_is_masked():
     class Head(nn.Module):
         def __init__(self):
@@ -301,6 +303,7 @@ def test_saved_activations_stay_exact():
     assert all(s.saved_as == "exact" and not s.expected_error for s in plan.saved)
 
 
+@pytest.mark.long
 def test_bisect_names_the_layer_that_suffers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())

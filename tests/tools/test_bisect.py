@@ -202,6 +202,7 @@ def test_a_linear_layer_and_a_saved_tensor_are_both_found():
     assert found.suggested.keys() == {"skip", "keep_exact"}
 
 
+@pytest.mark.long
 def test_an_evenly_spread_error_has_no_culprit():
     found = fp8pass.bisect(stack(3), loss, X)
     assert 0.02 < found.error == found.remaining < 0.2

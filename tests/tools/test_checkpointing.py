@@ -52,6 +52,7 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if "torch.utils.checkpoint" in r.getMessage()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("around", [False, True])
 def test_checkpointing_causes_one_warning(caplog, around):
     """Regions are in a graph, or around graphs."""
@@ -75,6 +76,7 @@ def test_models_without_checkpointing_cause_no_warning(caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.long
 def test_explain_reports_bytes_without_checkpointing(caplog):
     want = explain(Stack(checkpointed=False), X)
     warn_about_checkpointing.cache_clear()

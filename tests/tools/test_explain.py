@@ -42,6 +42,7 @@ def llama_explanation():
     return explain(llama(num_hidden_layers=2), tokens())
 
 
+@pytest.mark.long
 def test_tables(llama_explanation):
     text = str(llama_explanation)
     assert "graph 0: linear layers" in text
@@ -159,6 +160,7 @@ def traced():
     return explain(llama(), config=config, frontier=True, input_ids=tokens())
 
 
+@pytest.mark.long
 def test_frontier_table_marks_the_plan(traced):
     text = str(traced)
     assert "graph 0: memory against time, estimated for one NVIDIA H200" in text
@@ -213,6 +215,7 @@ def test_plot_frontier_without_matplotlib(traced, tmp_path, monkeypatch):
 # --- graphs and configurations ------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_graph_breaks_give_several_graphs():
     explanation = explain(Broken(), torch.randn(32, 64))
     assert len(explanation.graphs) == 2
@@ -280,6 +283,7 @@ def test_uses_the_options_of_a_compiled_model():
     assert [bool(y.fp8) for y in explanation.graphs[0].plan.linears] == [False, True]
 
 
+@pytest.mark.long
 def test_uses_the_config_of_a_typed_backend():
     config = Config(group_size=16)
     model = torch.compile(MLP(), backend=fp8pass.backend(config))
@@ -292,6 +296,7 @@ def test_the_config_argument_overrides_the_models_config():
     assert explain(model, torch.randn(32, 64), config=config).config == config
 
 
+@pytest.mark.long
 def test_explains_a_compiled_model_again_and_lets_it_run():
     model = MLP()
     program = torch.compile(model, backend="fp8pass", options={"compiler": "eager"})
@@ -302,6 +307,7 @@ def test_explains_a_compiled_model_again_and_lets_it_run():
     assert torch.equal(program(x), want)
 
 
+@pytest.mark.long
 def test_works_under_no_grad_and_keyword_arguments():
     with torch.no_grad():
         explanation = explain(llama(), input_ids=tokens(), labels=tokens())
@@ -397,6 +403,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_explained_as_it_was_compiled(way):
     """The eager bytes do not depend on the way of compilation."""
@@ -412,6 +419,7 @@ def test_a_model_is_explained_as_it_was_compiled(way):
     assert got.eager_bytes == want.eager_bytes > got.saved_bytes
 
 
+@pytest.mark.long
 def test_parts_that_were_compiled_in_different_ways():
     model = Broken()
     in_place(model.first)

@@ -64,6 +64,7 @@ def test_smaller_budgets_save_less_and_take_longer(fitted):
     assert compute == sorted(compute, reverse=True)
 
 
+@pytest.mark.long
 def test_the_first_that_fits_is_taken(fitted):
     model, ids = make_on_meta()
     sizes = [c.gpu_bytes for c, _ in fitted.tried]

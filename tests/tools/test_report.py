@@ -46,6 +46,7 @@ def numbers_on_page(page: str) -> dict:
 # --- the picture --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_saved_byte_is_drawn_once(llama_explanation, picture):
     assert sum(e.bytes for e in picture.edges) == llama_explanation.saved_bytes > 0
 
@@ -178,6 +179,7 @@ def test_folding_keeps_counts_and_connections(layers):
     assert [y.column for y in folded.operators] == sorted(y.column for y in folded.operators)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("skip", "counts"), [((), [1, 4]), (("layers.2.up",), [1, 1, 1, 2])])
 def test_different_layers_are_not_folded(skip, counts):
     explanation = explain(Residuals(5), torch.randn(32, 64), config=Config(skip=skip))
@@ -289,11 +291,13 @@ def test_gpt2():
     assert_numbers_are_the_plans(explanation, render(explanation))
 
 
+@pytest.mark.long
 def test_vit():
     explanation = explain(vit(), torch.randn(2, 3, 32, 32))
     assert_numbers_are_the_plans(explanation, render(explanation))
 
 
+@pytest.mark.long
 def test_graph_breaks_and_dynamic_shapes():
     model, x = Broken(), torch.randn(32, 64)
     torch._dynamo.mark_dynamic(x, 0)

@@ -28,6 +28,7 @@ def comparison(in_8_bits, exact):
     return compare(in_8_bits, exact)
 
 
+@pytest.mark.long
 def test_bytes_add_up(comparison, in_8_bits, exact):
     ours = sum(r.count * r.ours.bytes for r in comparison.rows)
     theirs = sum(r.count * r.theirs.bytes for r in comparison.rows)

@@ -248,6 +248,7 @@ def test_eager_models_compute_with_rounded_weights(device):
         assert torch.equal(got.gradients[name], gradient), name
 
 
+@pytest.mark.long
 def test_kernels_do_not_quantize_frozen_weights(graphs):
     """The forward quantizes only inputs."""
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.SiLU(), nn.Linear(128, 64, bias=False))
@@ -391,6 +392,7 @@ def test_writes_update_the_fp8_data_or_are_refused(rows, columns, dtype, change,
     assert torch.equal(model(x), (codes.float() * scales).to(dtype).T)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_code_reads_new_weights(device):
     model = fp8pass.quantize_frozen(new(device))
@@ -456,6 +458,7 @@ def test_adapters_of_peft():
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_a_monitor_reports_quantized_inputs():
     model, monitor = fp8pass.quantize_frozen(new()), fp8pass.Monitor(every=1)
     program = torch.compile(model, backend=fp8pass.backend(COAT_EAGER, monitor=monitor))

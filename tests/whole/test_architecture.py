@@ -81,6 +81,7 @@ def arrows() -> nx.DiGraph:
     return found
 
 
+@pytest.mark.long
 def test_imports_go_to_lower_rooms(arrows):
     order = {name: i for i, name in enumerate(ROOMS)}
     upwards = [(a, b) for a, b in arrows.edges if order[room(b)] > order[room(a)]]

@@ -105,6 +105,7 @@ def test_evaluation_logs_nothing(logged_lines):
     assert not logged_lines()
 
 
+@pytest.mark.long
 def test_a_tool_logs_nothing(logged_lines):
     model, x = MLP((WIDTH, 128, WIDTH)), torch.randn(32, WIDTH)
     bisect(model, lambda m, b: m(b).square().mean(), x, config=Config(compiler="eager"), most=1)
@@ -148,6 +149,7 @@ class HeadedBlocks(nn.Module):
         return sum(results)
 
 
+@pytest.mark.long
 def test_a_model_is_warned_about_once(logged_lines, caplog):
     for count in (1, 2):
         torch._dynamo.reset()

@@ -84,6 +84,7 @@ def measured(file: str, case: str | None = None) -> dict[str, float]:
     return {name: ms["bf16 compile"] - x for name, x in ms.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["h2048", "h4096"])
 def test_fast_layers_cause_no_warning_and_match_measurements(models, name):
     case = next(c for c in models.layer.CASES if c.name == name)
@@ -106,6 +107,7 @@ def test_gpt2_breaks_even_and_causes_a_warning(models):
     assert "such as blocks.0.out (768 → 768)" in message
 
 
+@pytest.mark.long
 def test_gpt2_saves_little_on_an_h200(models, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert "FP8 is expected to save 0.16 of the 2.05 ms" in gain.slowdown_warning(
@@ -113,11 +115,13 @@ def test_gpt2_saves_little_on_an_h200(models, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_large_layers_are_faster_on_every_gpu(models):
     found = decoder(models.models, 4096, 32, 11008, batch=1, seq=8192)
     assert all(gain.estimate_gain(found, gpu).is_clear for gpu in GPUS.values() if gpu.has_fp8)
 
 
+@pytest.mark.long
 def test_few_rows_cause_a_warning(models):
     assert gain.slowdown_warning(decoder(models.models, 4096, 32, 11008, batch=1, seq=256), CUDA)
 
@@ -128,6 +132,7 @@ def small(dtype=torch.bfloat16, config=None) -> list[Plan]:
     return plans(model, x, loss_of=lambda run, args, _: run(*args).sum(), config=config)
 
 
+@pytest.mark.long
 def test_other_devices_and_unknown_gpus_cause_no_warning(monkeypatch):
     found = small()
     assert gain.slowdown_warning(found, CUDA)
@@ -158,6 +163,7 @@ class Head(nn.Module):
         return F.cross_entropy(self.lm_head(x).float(), targets)
 
 
+@pytest.mark.long
 def test_a_chunked_head_counts_all_its_chunks():
     with torch.device("meta"):
         model = Head().bfloat16()
@@ -189,6 +195,7 @@ def as_on_a_gpu(monkeypatch, module):
     )
 
 
+@pytest.mark.long
 def test_training_warns_once_and_explain_reports_it(monkeypatch, caplog):
     as_on_a_gpu(monkeypatch, compile_log)
     as_on_a_gpu(monkeypatch, tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import cosine, step
 from hypothesis import HealthCheck, given, settings
@@ -39,6 +40,7 @@ class Parts(nn.Module):
         return self.outward(self.activation(a) * b)
 
 
+@pytest.mark.long
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     columns=st.sampled_from([64, 96, 128, 256]),

@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -70,12 +71,14 @@ def test_saved_tensors_match_the_plan(name, recipe):
     check(name, Config.recipe(recipe, compiler="eager"))
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 def test_saved_tensors_of_generated_code_match_the_plan(recipe):
     check("normed", Config.recipe(recipe))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["e2m1", "e2m2", "e2m3"])
 def test_packed_tensors_match_the_plan(format):
     plan = check("decoder", Config(save_format=format, compiler="eager"))
@@ -87,6 +90,7 @@ def test_packed_tensors_match_the_plan(format):
         assert len(s.tensors) == len(FORMATS[format].planes) + 1
 
 
+@pytest.mark.long
 def test_packed_tensors_of_generated_code_match_the_plan():
     check("normed", Config(save_format="e2m3"))
 
@@ -117,6 +121,7 @@ def test_a_graph_input_that_needs_a_gradient_is_saved_quantized():
     assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
 
 
+@pytest.mark.long
 def test_coat_saves_fewer_bytes_than_linear_and_stock():
     saved = {}
     for recipe in ("coat", "linear"):

@@ -52,6 +52,7 @@ def assert_close_to_eager(model, x, tolerance=0.12, config=COAT_EAGER):
     return got, want, spy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [0, 1, 17])
 def test_any_number_of_rows_works(rows, config):
     x = torch.randn(rows, 64, requires_grad=True)
