@@ -69,7 +69,7 @@ from fp8pass.activation_memory.decision import (
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.host_transfer import HostTransfer
 from fp8pass.activation_memory.needs import Needs
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import ADDITIONS
@@ -369,14 +369,14 @@ class BudgetProblem:
         for way in (SAVE_EXACT, HOST_EXACT, SAVE_LOW_BIT, HOST_LOW_BIT):
             if way in ways:
                 return self._save(value, way)
-        return Decision(None, 0, Reason.RECOMPUTED)
+        return Decision(None, 0, SavedReason.RECOMPUTED)
 
     def _save(self, value: fx.Node, way: int) -> Decision:
         """Return the decision to save a value in one of the ways that save it."""
         on_host = way in ON_HOST.values()
         if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
             return replace(self.choices.cheapest(value), on_host=on_host)
-        where = Reason.ON_HOST if on_host else Reason.WITHIN_BUDGET
+        where = SavedReason.ON_HOST if on_host else SavedReason.WITHIN_BUDGET
         return Decision(EXACT, 0, self.needs.exact.get(value, where), on_host=on_host)
 
 

@@ -16,7 +16,7 @@ from fp8pass.activation_memory.costs import recompute_price, save_price
 from fp8pass.activation_memory.decision import Decision, Decisions, decide_free
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import Needs
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import is_same_shape_addition
 
@@ -41,7 +41,7 @@ def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
     for component in components(needs.values, needs.all, recompute_price):
         exact, rest = _cut_component(component, needs, choices)
         for node in exact.recomputed | rest.recomputed:
-            decisions[node] = Decision(None, 0, Reason.CHEAP)
+            decisions[node] = Decision(None, 0, SavedReason.CHEAP)
         for node in exact.saved | rest.saved:
             decisions[node] = _decide(node, choices, needs, exactly=node in exact.saved)
     return decisions
@@ -236,11 +236,11 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
     for value in pending:
         if value in needs.exact:
             reason = needs.exact[value]
-            return reason if value is node else Reason.NEEDED_FOR.format(reason=reason)
+            return reason if value is node else SavedReason.NEEDED_FOR.format(reason=reason)
         users = [n for n in value.users if n not in seen]
         seen.update(users)
         pending.extend(users)
-    return Reason.EXACT_VALUES_FOLLOW
+    return SavedReason.EXACT_VALUES_FOLLOW
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.graph.joint import JointFacts
@@ -57,7 +57,9 @@ Decisions = dict[fx.Node, Decision]
 
 def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
     """Return the decision about a value that stays alive until the backward anyway."""
-    return Decision(EXACT, 0, Reason.PARAMETER if node in facts.parameters else Reason.LEAF)
+    return Decision(
+        EXACT, 0, SavedReason.PARAMETER if node in facts.parameters else SavedReason.LEAF
+    )
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:

@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass import compat, graph, hardware
 from fp8pass.activation_memory.costs import UNITS_PER_BYTE
 from fp8pass.activation_memory.decision import Decision, stored_bytes
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.config import Config
 from fp8pass.dialect.formats import (
     E2M5,
@@ -108,7 +108,7 @@ class FormatChoices:
         if self.config.save_format == "none":
             return ""
         if node in self._keep_exact:
-            return Reason.KEEP_EXACT.format(pattern=self._keep_exact[node])
+            return SavedReason.KEEP_EXACT.format(pattern=self._keep_exact[node])
         return self.rules.why_exact(node)
 
     def must_be_available(self, node: fx.Node) -> bool:
@@ -147,13 +147,13 @@ class FormatChoices:
             return [self._attention_output(node, amplification)]
         groups = {f: self._group_size(node, f) for f in self.formats}
         if not any(groups.values()):
-            return [Decision(EXACT, 0, Reason.NO_GROUPS)]
+            return [Decision(EXACT, 0, SavedReason.NO_GROUPS)]
         tolerance = self.config.error_tolerance
         allowed = [(f, g) for f, g in groups.items() if g and amplification.allows(f, tolerance)]
         if not allowed:
             bound = amplification.bound
             times = "without bound" if math.isinf(bound) else f"{bound:.1f}×"
-            return [Decision(EXACT, 0, Reason.AMPLIFIED.format(bound=times))]
+            return [Decision(EXACT, 0, SavedReason.AMPLIFIED.format(bound=times))]
         return [self._option(node, f, group, amplification) for f, group in allowed]
 
     def _group_size(self, node: fx.Node, format: Format) -> int | None:
@@ -170,19 +170,19 @@ class FormatChoices:
         """Return why a value cannot be saved in low bits, whatever uses it; '' if it can."""
         val = graph.value(node)
         if self.config.save_format == "none":
-            return Reason.NO_LOW_BITS
+            return SavedReason.NO_LOW_BITS
         if node.op == "placeholder" and node not in self.facts.activations:
-            return Reason.INPUT
+            return SavedReason.INPUT
         if kind(node) is Kind.QUANTIZE:
-            return Reason.QUANTIZED
+            return SavedReason.QUANTIZED
         if val is None or val.dtype not in STORABLE_DTYPES:
-            return Reason.DISCRETE
+            return SavedReason.DISCRETE
         if graph.operator_of(node).target is in_chunks:
-            return Reason.CHUNKED_HEAD
+            return SavedReason.CHUNKED_HEAD
         if kind(node) not in STORABLE_KINDS:
-            return Reason.OPERATOR.format(operator=operator_name(node))
+            return SavedReason.OPERATOR.format(operator=operator_name(node))
         if node in self.rules.constants:
-            return Reason.CONSTANT
+            return SavedReason.CONSTANT
         return self.rules.why_ungrouped(node)
 
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
@@ -190,9 +190,9 @@ class FormatChoices:
         val = graph.tensor(node)
         group = None if compat.has_unbacked(val) else divisor_group(val.shape[-1], OUTPUT_GROUP)
         if group is None:
-            return Decision(EXACT, 0, Reason.NO_GROUPS)
+            return Decision(EXACT, 0, SavedReason.NO_GROUPS)
         expected = amplification.expected
-        reason = Reason.ATTENTION_OUTPUT.format(format=E2M5.name, expected=expected)
+        reason = SavedReason.ATTENTION_OUTPUT.format(format=E2M5.name, expected=expected)
         option = Decision(E2M5, group, reason, expected * E2M5.relative_error, centred=True)
         # Without a price for the error, because the user has already accepted it.
         return _with_price(node, option, error_bytes=0)
@@ -202,9 +202,9 @@ class FormatChoices:
     ) -> Decision:
         """Return the option to save `node` in `format` in groups of `group` elements."""
         error = amplification.expected * format.relative_error
-        reason = Reason.ALLOWED.format(bound=amplification.bound)
+        reason = SavedReason.ALLOWED.format(bound=amplification.bound)
         if amplification.needs_signs and not self.smallest.keeps_signs:
-            reason += Reason.SIGNS.format(format=self.smallest.name)
+            reason += SavedReason.SIGNS.format(format=self.smallest.name)
         if format is E4M3 and not hardware.has_fp8_casts(graph.tensor(node).device):
             format = E4M3_BYTES
         return _with_price(node, Decision(format, group, reason, error), ERROR_BYTES * error)

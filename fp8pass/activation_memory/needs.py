@@ -9,7 +9,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.activation_memory.costs import can_run_again
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
     for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:
         if isinstance(gradient, fx.Node) and gradient not in backward:
             needs.all.add(gradient)
-            needs.exact[gradient] = Reason.GRADIENT
+            needs.exact[gradient] = SavedReason.GRADIENT
     for node in gm.graph.nodes:
         if node in backward and node.op != "output":
             needs.all.update(n for n in node.all_input_nodes if n not in backward)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import fx
 
 from fp8pass.activation_memory.decision import Decision, Decisions
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.error_analysis.derivation import Amplification
 from fp8pass.error_analysis.error_rules import Rules
 
@@ -44,5 +44,5 @@ def _include(decision: Decision, use: Amplification) -> Decision:
         return decision
     reason = decision.reason
     if use.bound > 1:
-        reason += Reason.RECOMPUTED_USES.format(bound=use.bound)
+        reason += SavedReason.RECOMPUTED_USES.format(bound=use.bound)
     return replace(decision, reason=reason, expected_error=error)

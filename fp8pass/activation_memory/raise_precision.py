@@ -17,7 +17,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.activation_memory.decision import Decision, Decisions, saved_bytes, stored_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import Format
 
 
@@ -45,7 +45,7 @@ def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float)
         if step.bytes <= left and plan[step.value].format is step.before.format:
             assert after.format is not None
             left -= step.bytes
-            reason = after.reason + Reason.MORE_BITS.format(bits=after.format.bits)
+            reason = after.reason + SavedReason.MORE_BITS.format(bits=after.format.bits)
             plan[step.value] = replace(after, reason=reason)
     return plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Reason(str, Enum):
+class SavedReason(str, Enum):
     """Why a value is saved in its format, or recomputed. `format` fills in the parameters."""
 
     # Saved at no cost.

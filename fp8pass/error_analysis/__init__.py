@@ -13,7 +13,7 @@
 | Which values have outliers, grow exponentially, or are divisors? | ranges.py |
 | Which sums may cancel, so that errors of terms are amplified? | differences.py |
 | Which values have no positive, or no negative, elements? | signs.py |
-| Which values are summed in scans and gradients of small parameters? | gradient_sums.py |
+| Which values are summed in scans and gradients of small parameters? | summed_values.py |
 | How much does attention amplify errors? | attention.py |
 | How are the rules written for `fp8pass.explain`? | formulas.py |
 """

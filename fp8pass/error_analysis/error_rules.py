@@ -33,14 +33,14 @@ from fp8pass.error_analysis.derivation import (
     derive,
 )
 from fp8pass.error_analysis.differences import find_expanded_distances
-from fp8pass.error_analysis.gradient_sums import (
+from fp8pass.error_analysis.regions import DERIVABLE, Region, Splitter
+from fp8pass.error_analysis.samples import Moments
+from fp8pass.error_analysis.summed_values import (
     CANCELLATION,
     SCANNED,
     find_factors_of_small_gradients,
     find_scan_regions,
 )
-from fp8pass.error_analysis.regions import DERIVABLE, Region, Splitter
-from fp8pass.error_analysis.samples import Moments
 from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name

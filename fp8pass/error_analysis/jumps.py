@@ -34,7 +34,7 @@ BISECTIONS = 40
 LARGEST_BATCH = 4096  # thresholds along one input
 
 
-class Comparison(NamedTuple):
+class ThresholdComparison(NamedTuple):
     """The comparison `compared > 0` in the formula of `symbol`.
 
     Attributes:
@@ -63,7 +63,7 @@ def find_jumps(
     """
     signs, exact, parts = set[Symbol](), set[Symbol](), set[str]()
     if comparisons := _list_comparisons(expressions):
-        search = Search(expressions, samples, comparisons)
+        search = ThresholdSearch(expressions, samples, comparisons)
         for comparison in search.find_jumping(outputs):
             if comparison.root is not None:
                 signs.add(comparison.root)
@@ -76,11 +76,11 @@ def find_jumps(
     return signs, exact
 
 
-def _list_comparisons(expressions: Expressions) -> list[Comparison]:
+def _list_comparisons(expressions: Expressions) -> list[ThresholdComparison]:
     """Return the comparisons with operands that differ from element to element."""
     roots = find_sign_roots(expressions)
     fixed = expressions.constants | expressions.statistics
-    found: list[Comparison] = []
+    found: list[ThresholdComparison] = []
     for definition in expressions.definitions:
         if not isinstance(definition, Pointwise):
             continue
@@ -90,7 +90,7 @@ def _list_comparisons(expressions: Expressions) -> list[Comparison]:
                 step = UnitStep(compared)
                 is_mask = definition.value in (step, 1 - step)
                 root = _find_root(compared, roots, expressions.constants)
-                found.append(Comparison(definition.symbol, compared, root, is_mask))
+                found.append(ThresholdComparison(definition.symbol, compared, root, is_mask))
     return found
 
 
@@ -135,14 +135,14 @@ class Crossings(NamedTuple):
     row: Tensor
 
 
-class Search:
+class ThresholdSearch:
     """Searches the thresholds of comparisons and compares the results on both sides.
 
     A grid along each input finds points on both sides of a threshold. Bisection brings them closer.
     """
 
     def __init__(
-        self, expressions: Expressions, samples: Samples, comparisons: list[Comparison]
+        self, expressions: Expressions, samples: Samples, comparisons: list[ThresholdComparison]
     ) -> None:
         self.expressions, self.comparisons = expressions, comparisons
         gradients = set(expressions.gradients)
@@ -150,7 +150,7 @@ class Search:
         self._factors = Factors(expressions, self._inputs)
         self._statistics = {k: x[0, :, 0].detach() for k, x in self._factors.cut.items()}
 
-    def find_jumping(self, outputs: list[Symbol]) -> list[Comparison]:
+    def find_jumping(self, outputs: list[Symbol]) -> list[ThresholdComparison]:
         """Return the comparisons that make an output or one of its factors jump.
 
         If a mask and another comparison change together, only the mask is returned if nothing jumps

@@ -23,7 +23,7 @@ from fp8pass.optim.shards import whole
 from fp8pass.passes.runner import log
 from fp8pass.plan import Plan
 from fp8pass.tools import running
-from fp8pass.tools.culprit_search import Search
+from fp8pass.tools.culprit_search import CulpritSearch
 from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import Result, make_name, make_table
 
@@ -189,7 +189,7 @@ def bisect(
     config = running.check_configuration("bisect", model, config)
     with _show_progress() as progress:
         trials = Trials(model, loss_fn, batch, replace(config, compiler="eager"), progress)
-        search = Search(len(trials.units), trials.error)
+        search = CulpritSearch(len(trials.units), trials.error)
         found = search.culprits(most)
         steps = [search.error(frozenset(found[:n])) for n in range(len(found) + 1)]
     culprits = [

@@ -24,7 +24,7 @@ from functools import cache
 CULPRIT_SHARE, CULPRIT_TIMES = 0.25, 10.0
 
 
-class Search:
+class CulpritSearch:
     """Finds the units that cause an error by themselves.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
-class Row(NamedTuple):
+class FoldedRow(NamedTuple):
     """An item of a plan that is equal in `count` modules.
 
     Attributes:
@@ -31,23 +31,23 @@ def format_paths(paths: Iterable[str]) -> str:
     return ", ".join(row.module or "the top level" for row in rows)
 
 
-def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[Row]:
+def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[FoldedRow]:
     """Fold (path, key, item) with equal keys, and paths that differ only in numbers, into rows."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
     for path, key, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))
     return [
-        Row(pattern if len(members) > 1 else members[0][0], len(members), members[0][1])
+        FoldedRow(pattern if len(members) > 1 else members[0][0], len(members), members[0][1])
         for (pattern, _), members in groups.items()
     ]
 
 
-def sort_by_bytes(rows: Iterable[Row]) -> list[Row]:
+def sort_by_bytes(rows: Iterable[FoldedRow]) -> list[FoldedRow]:
     """Sort rows by the bytes of all their modules, the most first."""
     return sorted(rows, key=lambda row: row.count * row.item.bytes, reverse=True)
 
 
-def fold_linears(linears: Iterable[Linear]) -> list[Row]:
+def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
     """Fold equal linear layers."""
 
     def key(y: Linear) -> tuple[Any, ...]:
@@ -60,19 +60,21 @@ def fold_linears(linears: Iterable[Linear]) -> list[Row]:
     return fold_rows((name(y), key(y), y) for y in linears)
 
 
-def fold_collectives(sent: Iterable[Collective]) -> list[Row]:
+def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
     """Fold equal collectives, the most bytes first."""
     return sort_by_bytes(
         fold_rows((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
     )
 
 
-def fold_copies(copies: Iterable[HostCopy]) -> list[Row]:
+def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
     """Fold offloaded tensors of equal layers. The item has the times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
-def fold_saved(saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None) -> list[Row]:
+def fold_saved(
+    saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
+) -> list[FoldedRow]:
     """Fold equal saved tensors, the most bytes first. Scalars are left out.
 
     Args:
@@ -89,7 +91,7 @@ def fold_saved(saved: Iterable[SavedTensor], sources: Mapping[str, str] | None =
     return sort_by_bytes(row._replace(source=lines.get(row.item.name, "")) for row in rows)
 
 
-def fold_rules(rules: Iterable[RuleSummary]) -> list[Row]:
+def fold_rules(rules: Iterable[RuleSummary]) -> list[FoldedRow]:
     """Fold the error rules of equal regions."""
 
     def key(r: RuleSummary) -> tuple[Any, ...]:

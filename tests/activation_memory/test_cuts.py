@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import graph
 from fp8pass.activation_memory import cuts
 from fp8pass.activation_memory.cuts import Cut, components, min_cut
-from fp8pass.activation_memory.reasons import Reason
+from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.config import Config
 from fp8pass.error_analysis.differences import COPIES, TOTALS
 from fp8pass.error_analysis.regions import FORMULAS
@@ -185,7 +185,7 @@ def test_a_leaf_input_is_free_and_exact():
     plan = plan_of(FFN(64, 128), torch.randn(32, 64, requires_grad=True))
     (held,) = [s for s in plan.saved if s.op == "placeholder"]
     assert (held.bytes, held.saved_as) == (0, "exact")
-    assert held.reason == Reason.LEAF
+    assert held.reason == SavedReason.LEAF
 
 
 def test_an_input_that_is_not_a_leaf_is_saved_in_low_bits():
@@ -207,14 +207,14 @@ def test_an_input_without_gradient_stays_exact():
     torch._dynamo.reset()
     x = torch.randn(32, 64, requires_grad=True) * 1
     plan = plan_of(lambda x, w: F.silu(x * w), x, torch.rand(32, 64))
-    kept = {s.saved_as for s in plan.saved if s.reason == Reason.INPUT}
+    kept = {s.saved_as for s in plan.saved if s.reason == SavedReason.INPUT}
     assert kept == {"exact"}
 
 
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_parameters_are_not_counted(recipe):
     plan = plan_of(MLP(), torch.randn(32, 64), config=Config.recipe(recipe, compiler="eager"))
-    assert not [s for s in plan.saved if s.reason == Reason.PARAMETER]
+    assert not [s for s in plan.saved if s.reason == SavedReason.PARAMETER]
 
 
 def test_linear_recipe_saves_everything_exactly():

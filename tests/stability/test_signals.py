@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8pass.stability.guard.past import History, Trend, logs
 from fp8pass.stability.guard.signals import Signals
-from fp8pass.stability.monitor.statistics import Row, make_landscape_row
+from fp8pass.stability.monitor.statistics import TensorStatistics, make_landscape_row
 
 
 def make_falling_losses(seed, steps=400, start=6.0, end=2.0, pace=80.0, noise=0.1):
@@ -106,7 +106,7 @@ def sample(step, *, amax=1.0, underflow=0.0, nonfinite=0):
     def row(module, amax, underflow, nonfinite):
         counts = {"elements": 100, "amax": amax, "saturated": 0.01, "underflow": underflow}
         names = (step, module, "input", "row", "e4m3", "bfloat16")
-        return Row(*names, **counts, sqnr_db=30.0, nonfinite=nonfinite)
+        return TensorStatistics(*names, **counts, sqnr_db=30.0, nonfinite=nonfinite)
 
     return [row("first", 1.0, 0.0, 0), row("second", amax, underflow, nonfinite)]
 

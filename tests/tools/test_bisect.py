@@ -16,7 +16,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Bisection, Config, ConfigError
 from fp8pass.tools.bisection import Trials, measure_relative_error
-from fp8pass.tools.culprit_search import CULPRIT_SHARE, CULPRIT_TIMES, Search
+from fp8pass.tools.culprit_search import CULPRIT_SHARE, CULPRIT_TIMES, CulpritSearch
 
 # --- the search, on synthetic errors ------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def test_the_largest_is_found_in_log_n(small, data):
     planted = sum(small) - small[index] + 1
     small[index] = planted * max(1.01, CULPRIT_TIMES)
     errors = Errors(small)
-    found = Search(len(small), errors).culprits(most=1)
+    found = CulpritSearch(len(small), errors).culprits(most=1)
     assert found == [index]
     assert errors.calls <= compilations(len(small))
 
@@ -51,7 +51,7 @@ def test_the_largest_is_found_in_log_n(small, data):
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(1, 5))
 def test_all_units_with_large_errors_are_found_and_no_others(caused, most):
     errors = Errors(caused)
-    found = Search(len(caused), errors).culprits(most)
+    found = CulpritSearch(len(caused), errors).culprits(most)
     left = list(caused)
     for index in found:
         assert left[index] >= 0.999 * CULPRIT_SHARE * sum(left)
@@ -70,14 +70,14 @@ def test_all_units_with_large_errors_are_found_and_no_others(caused, most):
 @pytest.mark.parametrize("units", [1, 2, 7, 64, 300])
 def test_evenly_spread_errors_have_no_culprit(units):
     errors = Errors([0.01] * units)
-    found = Search(units, errors).culprits(most=4)
+    found = CulpritSearch(units, errors).culprits(most=4)
     assert found == ([0] if units == 1 else [])
     assert errors.calls <= 16
 
 
 def test_nothing_to_find():
-    assert Search(0, Errors([])).culprits(4) == []
-    assert Search(5, Errors([0.0] * 5)).culprits(4) == []
+    assert CulpritSearch(0, Errors([])).culprits(4) == []
+    assert CulpritSearch(5, Errors([0.0] * 5)).culprits(4) == []
 
 
 @given(st.integers(1, 100), st.data())
@@ -88,7 +88,7 @@ def test_everything_that_overflows_is_found(units, data):
     def error(exact: frozenset[int]) -> float:
         return 0.1 if broken <= exact else math.inf
 
-    search = Search(units, error)
+    search = CulpritSearch(units, error)
     assert set(search.culprits(most=3)) == broken
     assert set(search.culprits(most=1)) <= broken
 
@@ -101,7 +101,7 @@ def test_culprits_of_a_saturated_error_are_found(culprits):
         caused = sum((100.0 if i in culprits else 0.001) for i in range(64) if i not in exact)
         return math.sqrt(min(caused, 1.0))
 
-    found = Search(64, error).culprits(most=4)
+    found = CulpritSearch(64, error).culprits(most=4)
     assert set(found) == culprits
 
 
@@ -111,7 +111,7 @@ def test_the_last_of_many_equal_errors_is_not_blamed():
     def error(exact: frozenset[int]) -> float:
         return math.sqrt(min(64 - len(exact), 4) / 4)
 
-    assert Search(64, error).culprits(most=4) == []
+    assert CulpritSearch(64, error).culprits(most=4) == []
 
 
 # --- models -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import fp8pass
 from fp8pass import graph
 from fp8pass.config import Config
 from fp8pass.tools.bisection import Trials
-from fp8pass.tools.culprit_search import Search
+from fp8pass.tools.culprit_search import CulpritSearch
 from fp8pass.tools.recording import record_step
 
 OPTIONS = {"compiler": "eager"}
@@ -134,7 +134,7 @@ def test_suggestions_of_bisect_are_valid_options(way):
 
 @pytest.mark.long
 def test_bisect_reports_that_names_are_relative(monkeypatch):
-    monkeypatch.setattr(Search, "culprits", lambda self, most: [0])
+    monkeypatch.setattr(CulpritSearch, "culprits", lambda self, most: [0])
     found = fp8pass.bisect(WAYS["blocks"](), loss, X)
     assert found.suggested.keys() <= {"skip", "keep_exact"}
     assert "relative to the compiled parts blocks.*. Identical parts share one entry." in str(found)

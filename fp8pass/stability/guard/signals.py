@@ -17,7 +17,7 @@ import numpy as np
 from fp8pass.stability.guard.events import Signal, Suspect
 from fp8pass.stability.guard.measurements import Reading
 from fp8pass.stability.guard.past import History, Numbers, Trend, logs
-from fp8pass.stability.monitor.statistics import LANDSCAPE, Row
+from fp8pass.stability.monitor.statistics import LANDSCAPE, TensorStatistics
 
 MOST_SUSPECTS = 5  # of an alarm
 
@@ -90,7 +90,7 @@ class Signals:
             *self._check_parameters(reading.norms, names),
         ]
 
-    def sample(self, rows: Sequence[Row]) -> list[Signal]:
+    def sample(self, rows: Sequence[TensorStatistics]) -> list[Signal]:
         """Return the signals of a Monitor's sample, and add it to the past."""
         found = list(self._check_rows([r for r in rows if r.tensor != LANDSCAPE]))
         for row in rows:
@@ -192,7 +192,7 @@ class Signals:
         text = f"norm of {' '.join(names[i])} ×{math.exp(change[i]):.3g}"
         yield from _make_signal("weights", abs(deviations[i]), math.exp(abs(change[i])), text)
 
-    def _check_rows(self, rows: Sequence[Row]) -> Iterator[Signal]:
+    def _check_rows(self, rows: Sequence[TensorStatistics]) -> Iterator[Signal]:
         """Compare amax, underflow, saturation and noise of quantized tensors."""
         if not rows:
             return
@@ -222,7 +222,7 @@ class Signals:
                 self._suspects.append(Suspect(*name, math.exp(log), float(by)))
 
 
-def _take_logs(row: Row) -> Numbers:
+def _take_logs(row: TensorStatistics) -> Numbers:
     """Return statistics as logarithms. A tenth of the elements, or 6 dB, count as a factor of 4."""
     amax = logs(np.array([row.amax]))[0]
     others = (10 * row.underflow, 10 * row.saturated, -row.sqnr_db / 6)

@@ -11,6 +11,6 @@ versions.py     the sampled, careful and normal version of each graph
 from __future__ import annotations
 
 from fp8pass.stability.monitor.monitor import Monitor
-from fp8pass.stability.monitor.statistics import Row
+from fp8pass.stability.monitor.statistics import TensorStatistics
 
-__all__ = ["Monitor", "Row"]
+__all__ = ["Monitor", "TensorStatistics"]

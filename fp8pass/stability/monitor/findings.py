@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 
 from fp8pass.dialect.formats import E4M3
-from fp8pass.stability.monitor.statistics import Row, TensorName
+from fp8pass.stability.monitor.statistics import TensorName, TensorStatistics
 
 HEADROOM = 8
 MOSTLY = 0.5  # share of elements that become zero
-SENT = "gradient sent"  # `Row.tensor` of gradients sent to other ranks
+SENT = "gradient sent"  # `TensorStatistics.tensor` of gradients sent to other ranks
 MOST_NAMED = 5  # tensors in one warning
 NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
     "not finite",
@@ -36,7 +36,7 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 class Measured:
     """A row, and the name of its tensor in the graph. `skip` patterns match the latter."""
 
-    row: Row
+    row: TensorStatistics
     name: TensorName
 
     def find_symptoms(self) -> Iterator[tuple[str, str]]:

@@ -19,8 +19,8 @@ from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.monitor.findings import Findings, Measured
 from fp8pass.stability.monitor.statistics import (
     LANDSCAPE,
-    Row,
     TensorName,
+    TensorStatistics,
     make_landscape_row,
     make_row,
     merge,
@@ -94,7 +94,7 @@ class Monitor(StepObserver):
         self.sampling = True
         self.fallback = checked_patterns("fallback", fallback)
         self.falls_back = False
-        self.latest: list[Row] = []
+        self.latest: list[TensorStatistics] = []
         self._writers: list[CsvWriter | TensorBoardWriter] = []
         if csv is not None:
             self._writers.append(CsvWriter(csv))
@@ -220,7 +220,7 @@ def _copy_to_host(totals: list[Tensor]) -> list[list[float]]:
     return [t.tolist() for t in totals]
 
 
-def _make_table(rows: list[Row]) -> Table:
+def _make_table(rows: list[TensorStatistics]) -> Table:
     title = f"Quantized tensors in step {rows[0].step}"
     if rows[-1].tensor == LANDSCAPE:
         title += f"; sharpness {rows[-1].sharpness:.3g}%"

@@ -49,7 +49,7 @@ class Sampler:
         self.monitor = monitor
         self.trains = False
         # Blocks that are compiled separately may share a graph.
-        self._forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
+        self._forwards: deque[SampledForward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -72,12 +72,12 @@ class Sampler:
                 self.monitor.saw(arguments[index])
             memory = _collect_memory(arguments)
             results = interpreter.boxed_run(arguments)
-            self._add(Forward(interpreter.prefix, memory, _collect_memory(results) - memory))
+            self._add(SampledForward(interpreter.prefix, memory, _collect_memory(results) - memory))
             return results
 
         return compat.interpret(gm, run)
 
-    def _add(self, forward: Forward) -> None:
+    def _add(self, forward: SampledForward) -> None:
         """Record a forward. Weak references: many forwards never have a backward."""
         self._forwards.append(forward)
         self._count += 1
@@ -100,7 +100,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Forward:
+class SampledForward:
     """A forward whose backward may follow, in any order and more than once.
 
     Attributes:
@@ -115,13 +115,13 @@ class Forward:
 
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
-    ) -> Forward:
+    ) -> SampledForward:
         """Return the forward without freed memory. Equal sets are stored once, in `shared`."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
         )
-        return Forward(self.prefix, shared.setdefault(arguments, arguments), results)
+        return SampledForward(self.prefix, shared.setdefault(arguments, arguments), results)
 
 
 def _collect_memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:

@@ -17,7 +17,7 @@ from fp8pass.dialect.formats import Format
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
-LANDSCAPE = "loss landscape"  # `Row.tensor` of the row of the whole model
+LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` of the row of the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TensorName:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorStatistics:
     """The statistics of one quantized tensor in one sampled step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Row:
     sharpness: float = math.nan
 
 
-COLUMNS = tuple(f.name for f in fields(Row))
+COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 
 
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
@@ -122,10 +122,10 @@ def merge(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 
-def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> Row:
+def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> TensorStatistics:
     """Return the row of a tensor, with shares and decibels computed from its totals."""
     amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
-    return Row(
+    return TensorStatistics(
         step=step,
         module=module,
         tensor=name.tensor,
@@ -141,9 +141,9 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> R
     )
 
 
-def make_landscape_row(step: int, sharpness: float) -> Row:
+def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
     """Return the row of the whole model."""
-    return Row(
+    return TensorStatistics(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,
         amax=math.nan,

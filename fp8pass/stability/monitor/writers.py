@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.config import ConfigError
-from fp8pass.stability.monitor.statistics import COLUMNS, LANDSCAPE, Row
+from fp8pass.stability.monitor.statistics import COLUMNS, LANDSCAPE, TensorStatistics
 
 TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")
 
@@ -40,7 +40,7 @@ class CsvWriter:
         with self.path.open() as file:
             return file.readline().rstrip("\r\n")
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[TensorStatistics]) -> None:
         """Append rows, after a header if the file is empty."""
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
@@ -72,7 +72,7 @@ class TensorBoardWriter:
             kind = type(target).__name__
             raise ConfigError(f"tensorboard must be a folder or a SummaryWriter, got {kind}.")
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[TensorStatistics]) -> None:
         """Write a sample and flush it."""
         for row in rows:
             if row.tensor == LANDSCAPE:

@@ -2,7 +2,7 @@
 
 commands.py      explain, fit, diagnose, bisect and demo; env.py the facts for a bug report
 target.py        the model of a command and its inputs; huggingface.py from a config.json
-running.py       a run of the model without fp8pass, and its loss
+model_run.py     a run of the model without fp8pass, and its loss
 parsing.py       arguments, tasks and errors of all commands
 """
 

@@ -9,6 +9,7 @@ from typing import Any
 from fp8pass.config import Config, ConfigError
 from fp8pass.demo import options as demo
 from fp8pass.tools.cli import target
+from fp8pass.tools.cli.model_run import make_loss_fn, run_alone
 from fp8pass.tools.cli.parsing import (
     Command,
     Failure,
@@ -17,7 +18,6 @@ from fp8pass.tools.cli.parsing import (
     check_plot,
     task,
 )
-from fp8pass.tools.cli.running import make_loss_fn, run_alone
 
 REPORT = "--traceback shows where; to report it, add the output of fp8pass env."
 # fit does not run the model on real tensors first, so an error may come from the model.

@@ -26,7 +26,7 @@ from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import Plan
-from fp8pass.tools.fitting.step import Region
+from fp8pass.tools.fitting.step import CompiledRegion
 
 fp8 = torch.ops.fp8pass
 
@@ -88,7 +88,7 @@ class Planned:
     backward_work: Work
 
 
-def plan_region(region: Region, config: Config) -> Planned:
+def plan_region(region: CompiledRegion, config: Config) -> Planned:
     """Run the joint passes on a copy of a region, and measure the result.
 
     Raises:

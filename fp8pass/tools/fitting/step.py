@@ -34,7 +34,7 @@ LossFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], T
 
 
 @dataclass(eq=False)
-class Region:
+class CompiledRegion:
     """A part of the model that is compiled as one graph.
 
     Attributes:
@@ -66,7 +66,7 @@ class Freed:
 
 
 @dataclass(frozen=True)
-class Forward:
+class RegionForward:
     """A region runs forward.
 
     Attributes:
@@ -74,17 +74,17 @@ class Forward:
         inputs, outputs: storages by position; None for storages that existed before the step.
     """
 
-    region: Region
+    region: CompiledRegion
     call: int
     inputs: list[int | None]
     outputs: list[int | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Backward:
+class RegionBackward:
     """The region of a forward call runs backward."""
 
-    region: Region
+    region: CompiledRegion
     call: int
 
 
@@ -107,15 +107,15 @@ class BackwardBegins:
     """The forward is complete."""
 
 
-Event = Allocated | Freed | Forward | Backward | Gradient | Computed | BackwardBegins
+Event = Allocated | Freed | RegionForward | RegionBackward | Gradient | Computed | BackwardBegins
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One forward and backward: its events in order, and the compiled regions."""
 
     events: list[Event] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=list)
+    regions: list[CompiledRegion] = field(default_factory=list)
 
 
 def compute_own_loss(
@@ -138,7 +138,7 @@ def compute_own_loss(
 
 def record_step(
     module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
-) -> Step:
+) -> RecordedStep:
     """Record a forward and backward without allocating memory.
 
     Args:
@@ -150,7 +150,7 @@ def record_step(
     Raises:
         ValueError: the loss has no gradient, or an operator needs the values of tensors.
     """
-    step = Step()
+    step = RecordedStep()
     recorder = _Recorder(step)
     with (
         _explain_missing_values(module),
@@ -249,7 +249,7 @@ def _compile_parts(
 class _Recorder(compat.OperatorObserver):
     """Writes the record of a step."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: RecordedStep) -> None:
         super().__init__(self._record_operator)
         self.step = step
         self.events: list[Event] = []
@@ -338,8 +338,8 @@ class _StandIn(torch.autograd.Function):
     """Stand-in for a compiled graph: results and gradients of its layouts, no computation."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: _Recorder, region: Region, *inputs: Any) -> Any:
-        call = Forward(region, next(recorder.calls), [recorder.number(x) for x in inputs])
+    def forward(ctx: Any, recorder: _Recorder, region: CompiledRegion, *inputs: Any) -> Any:
+        call = RegionForward(region, next(recorder.calls), [recorder.number(x) for x in inputs])
         recorder.events.append(call)
         results = tuple(_allocate(x) for x, _ in region.outputs)
         call.outputs.extend(map(recorder.number, results))
@@ -353,7 +353,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.recorder.events.append(Backward(ctx.call.region, ctx.call.call))
+        ctx.recorder.events.append(RegionBackward(ctx.call.region, ctx.call.call))
         wanted = zip(ctx.layouts, ctx.needs_input_grad[2:], strict=True)
         return (None, None, *(_allocate(x) if needed else None for x, needed in wanted))
 
@@ -375,12 +375,12 @@ def _allocate(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride, dtype=x.dtype)
 
 
-def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Region:
+def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> CompiledRegion:
     """Trace the joint graph of a graph that Dynamo captured."""
     compat.rename_self(gm)
     results = compat.tree_leaves(gm(*example_inputs))
     outputs = [(_describe_layout(x), isinstance(x, Tensor) and x.requires_grad) for x in results]
-    region = Region(path, outputs)
+    region = CompiledRegion(path, outputs)
     compilation = Compilation(Config(compiler="eager"), Inputs.of(example_inputs), is_main=False)
     compat.compile_fx(
         gm,
@@ -394,7 +394,7 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Re
 class _Capture(Partitioner):
     """Partitioner that copies the joint graph, and runs PyTorch's partitioner and no passes."""
 
-    def __init__(self, compilation: Compilation, region: Region) -> None:
+    def __init__(self, compilation: Compilation, region: CompiledRegion) -> None:
         super().__init__(compilation)
         self.region = region
 

@@ -27,15 +27,15 @@ from fp8pass.plan import Plan
 from fp8pass.tools.fitting.planned import KINDS, Moment, Planned, plan_region
 from fp8pass.tools.fitting.step import (
     Allocated,
-    Backward,
     BackwardBegins,
+    CompiledRegion,
     Computed,
-    Forward,
     Freed,
     Gradient,
     LossFunction,
-    Region,
-    Step,
+    RecordedStep,
+    RegionBackward,
+    RegionForward,
     record_step,
 )
 
@@ -114,11 +114,11 @@ class TracedStep:
         ConfigError: a memory budget cannot be met (all methods).
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: RecordedStep) -> None:
         self.step = step
         self.planned = cache(self._plan_regions)
 
-    def _plan_regions(self, config: Config) -> dict[Region, Planned]:
+    def _plan_regions(self, config: Config) -> dict[CompiledRegion, Planned]:
         regions = [r for r in self.step.regions if r.gm is not None]
         layers = [r for r in regions if is_in_list(r.path)] or regions
         rest = replace(config, memory_budget=None)
@@ -142,9 +142,9 @@ class TracedStep:
                     begun = True
                 case Computed(work):
                     totals[begun] += work
-                case Forward(region) if region in regions:
+                case RegionForward(region) if region in regions:
                     totals[False] += regions[region].forward_work
-                case Backward(region) if region in regions:
+                case RegionBackward(region) if region in regions:
                     totals[True] += regions[region].backward_work
         return totals[False], totals[True]
 
@@ -152,14 +152,16 @@ class TracedStep:
 class _Replay:
     """Replays the record of a step with planned regions, and collects the bytes alive."""
 
-    def __init__(self, step: Step, plans: Mapping[Region, Planned], fate: Fate) -> None:
+    def __init__(
+        self, step: RecordedStep, plans: Mapping[CompiledRegion, Planned], fate: Fate
+    ) -> None:
         self.plans, self.fate = plans, fate
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
         self._held: Counter[int] = Counter()  # references by regions that have not run backward
         self._freed: set[int] = set()  # freed by the model while regions hold them
-        self._calls: dict[int, Forward] = {}
+        self._calls: dict[int, RegionForward] = {}
         self._backward = False
         self._waiting: deque[tuple[int, int]] = deque()  # gradients and their bytes
         self._gradients = {e.storage for e in step.events if isinstance(e, Gradient)}
@@ -169,9 +171,9 @@ class _Replay:
                     self._allocate(storage, bytes_)
                 case Freed(storage):
                     self._free(storage)
-                case Forward():
+                case RegionForward():
                     self._run_forward(event)
-                case Backward(region, call):
+                case RegionBackward(region, call):
                     self._run_backward(region, self._calls[call])
                 case Gradient(storage) if storage in self._storages and not fate.stay:
                     self._consume(storage)
@@ -206,7 +208,7 @@ class _Replay:
         while len(waiting) > least and sum(size for _, size in waiting) > self.fate.waiting:
             self._free(waiting.popleft()[0])
 
-    def _run_forward(self, call: Forward) -> None:
+    def _run_forward(self, call: RegionForward) -> None:
         if call.region not in self.plans:
             return
         plan = self.plans[call.region]
@@ -217,7 +219,7 @@ class _Replay:
         self._note(Moment())
         self._held.update(self._find_held(call))
 
-    def _run_backward(self, region: Region, call: Forward) -> None:
+    def _run_backward(self, region: CompiledRegion, call: RegionForward) -> None:
         self._alive["saved"] -= self.plans[region].kept  # part of the moments below
         for moment in self.plans[region].backward:
             self._note(moment)
@@ -226,7 +228,7 @@ class _Replay:
             if not self._held[storage] and storage in self._freed:
                 self._free(storage)
 
-    def _find_held(self, call: Forward) -> set[int]:
+    def _find_held(self, call: RegionForward) -> set[int]:
         """Return the storages of inputs and results that the backward of a call reads."""
         plan = self.plans[call.region]
         found = {call.inputs[i] for i in plan.held_inputs}
