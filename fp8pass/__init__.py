@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names, each with its module, which is loaded when the name is first used: the command
-# line answers `--help` without waiting for PyTorch, and `fp8pass env` where there is none.
+# The public names and their modules. A module is loaded when its name is first used, so that
+# `fp8pass --help` does not wait for PyTorch, and `fp8pass env` works without PyTorch.
 _MODULES = {
     "RECIPES": "config",
     "Bisection": "tools.bisection",

@@ -38,8 +38,8 @@ ARGUMENTS = ("mode", "dynamic", "fullgraph")
 LISTS = ("skip", "keep_exact", "fast_accumulation")
 
 RECIPES: dict[Recipe, dict[str, Any]] = {
-    # FP8 GEMMs alone. The forward's quantized operands are saved for the backward, whose GEMMs take
-    # one scale per tensor.
+    # FP8 GEMMs alone. The quantized operands of the forward are saved for the backward. GEMMs of
+    # the backward take one scale per tensor.
     "linear": {"save_format": "none", "forward_scales": "tensorwise"},
     # FP8 GEMMs, and the saved tensors of non-linear layers in groups of 1×G (COAT section 5.2).
     "coat": {},
@@ -244,17 +244,17 @@ class Config:
 
     @property
     def skip_patterns(self) -> tuple[Pattern, ...]:
-        """`skip` as it is stored."""
+        """The patterns in `skip`, which is stored as a tuple."""
         return cast("tuple[Pattern, ...]", self.skip)
 
     @property
     def exact_patterns(self) -> tuple[str, ...]:
-        """`keep_exact` as it is stored."""
+        """The patterns in `keep_exact`, which is stored as a tuple."""
         return cast("tuple[str, ...]", self.keep_exact)
 
     @property
     def simulation(self) -> Simulation | None:
-        """`simulate` as it is stored."""
+        """The simulated format in `simulate`, which is stored as a `Simulation`."""
         return cast("Simulation | None", self.simulate)
 
     def budget_bytes(self, unlimited: float) -> float:

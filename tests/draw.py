@@ -1,7 +1,7 @@
-"""What `make test` draws: the same for the same sources.
+"""Draw the tests that `make test` runs.
 
-Of all cases of tests marked `long` a sixteenth. Of other functions with many cases two of them, or
-three where the function is marked `drawn(3)`.
+The draw depends on the sources alone. It takes a sixteenth of the cases of tests marked `long`, and
+two cases of every other function, or three cases if the function is marked `drawn(3)`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What decides which tests there are and what they do.
+# Folders whose files define the tests and the code under test.
 SOURCES = ("fp8pass", "tests", "benchmarks", "examples", "docs")
 SUFFIXES = (".py", ".md")
-# The long tests take four fifths of the time that all tests take.
+# Long tests take nine tenths of the time of all tests.
 LONG_SHARE = 1 / 16
-# Of a function that is not marked.
+# Cases of a function without a mark.
 CASES = 2
-# Files of which all cases run, because each takes milliseconds.
+# All cases in these files run, because each takes milliseconds.
 CHEAP = (
     "tests/cli/test_cli_usage.py",
     "tests/codegen/test_verify.py",
@@ -37,9 +37,9 @@ CHEAP = (
 
 
 def seed_of_sources() -> int:
-    """Return a number below a million that follows from the sources alone.
+    """Return a number below a million that depends on the sources alone.
 
-    A commit runs the same tests wherever it is checked out, and other commits run others.
+    A commit runs the same tests on every machine. Another commit runs other tests.
     """
     digest = hashlib.sha256()
     paths = (path for folder in SOURCES for path in (ROOT / folder).rglob("*"))
@@ -50,16 +50,16 @@ def seed_of_sources() -> int:
 
 
 def draws_all() -> bool:
-    """Whether all tests run: under `make test-all` and `make test-long`."""
+    """Whether all tests run, as in `make test-all` and `make test-long`."""
     return "FP8PASS_ALL" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 def undrawn(tests: Iterable[pytest.Item], asked_for: list[str]) -> Iterator[pytest.Item]:
-    """Yield the tests that are left out: most long ones, and most cases of functions with many.
+    """Yield the tests that do not run: most long tests, and most cases of other functions.
 
     Args:
-        tests: all there are in the files that run.
-        asked_for: arguments of the command line. A test that is named there is not left out.
+        tests: all tests of the collected files.
+        asked_for: arguments of the command line. A test that is named there runs.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for test in tests:

@@ -1,6 +1,6 @@
-"""Messages about a graph, stored beside PyTorch's caches.
+"""Files with the messages about each graph, in the folder of Inductor's caches.
 
-PyTorch takes a cached graph without running our passes, so that there is no plan to report.
+When PyTorch finds a graph in its cache, our passes do not run, and there is no plan to report.
 """
 
 from __future__ import annotations
