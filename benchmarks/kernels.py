@@ -199,7 +199,7 @@ def start_profiler() -> None:
 
 
 def idle_ms(profiler: torch.profiler.profile) -> float:
-    """Return the milliseconds between the first and the last kernel in which no kernel ran."""
+    """Return the milliseconds without a running kernel, from the first kernel to the last."""
     cuda = torch.autograd.DeviceType.CUDA
     ran = [e.time_range for e in profiler.events() or () if e.device_type == cuda]
     idle, until = 0.0, None

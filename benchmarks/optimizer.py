@@ -172,7 +172,10 @@ def measure_sums() -> dict[str, Any]:
 def sum_errors(
     name: str, gradients: str, device: torch.device
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield each count with the error of the sum and its length along the exact sum."""
+    """Yield each count, the relative error of the sum, and its projection on the exact sum.
+
+    The projection is divided by the norm of the exact sum, so that 1 means unbiased.
+    """
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, ELEMENTS // GROUP_SIZE, GROUP_SIZE, device=device)
     gradient = draw(generator=generator)
@@ -210,7 +213,7 @@ class Shape:
     vocabulary: int
 
     def parameters(self) -> Iterator[tuple[int, ...]]:
-        """Return the shapes of all parameters, without grouped queries."""
+        """Yield the shapes of all parameters of the model, which has no grouped-query attention."""
         yield self.vocabulary, self.hidden
         for _ in range(self.layers):
             yield from [(self.hidden, self.hidden)] * 4

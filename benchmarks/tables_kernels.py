@@ -111,7 +111,10 @@ def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def optimizer_sums_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return errors of sums of gradients by their number, with the projection on the exact sum."""
+    """Return a table of the relative errors of gradient sums, by the number of summed gradients.
+
+    In brackets is the length of the projection on the exact sum, relative to that sum.
+    """
     results = data["results"]
     counts = sorted({r["count"] for r in results})
     rows = [["sum of", *map(str, counts)]]

@@ -185,27 +185,28 @@ def rewrite_inference(
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
     """Options of Inductor that suit graphs with low-bit saves; the user's own come after them.
 
-    All of them are measured on GPUs. Generated code for the CPU, which is there to try things out,
-    is what most tests of Inductor cover: with its own options.
+    All of them were chosen by measurements on GPUs. On a CPU Inductor's own options stay, because
+    Inductor is tested with them and the CPU serves only for trying things out.
     """
     if _on_cpu(example_inputs):
         return {}
     options: dict[str, Any] = {
         # Its estimate of peak memory is wrong for nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,
-        # A buffer that is to be used again is not freed until then, which may be a layer later.
-        # The allocator reuses memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
+        # Inductor keeps a buffer alive until another result reuses it, which may be a layer later.
+        # The allocator reuses freed memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
         "allow_buffer_reuse": False,
-        # Else an expression of more than four tensors is stored if two kernels use it. Gradients of
-        # gated activations cost more to write and read, in 16 bits, than to compute again.
+        # By default Inductor stores an expression of more than four tensors if two kernels use it.
+        # Gradients of gated activations cost more to write and read, in 16 bits, than to recompute.
         "realize_reads_threshold": 8,
         # Launch the dialect's kernels as Inductor does its own, without the Python of Triton: a
         # layer of hidden 2048 takes the CPU 8% less.
         "static_launch_user_defined_triton_kernels": True,
     }
     if config.packs:
-        # Unpacking a code takes some 15 operators. With Inductor's limit of 30 an expression of two
-        # such values ends in a buffer, in fp32 for SwiGLU's backward: 0.55 GiB a layer.
+        # Unpacking an element takes some 15 operators, and Inductor's default is to store a result
+        # after 30. So an expression of two unpacked values would be stored: for SwiGLU's backward
+        # in fp32, which is 0.55 GiB per layer.
         options["realize_opcount_threshold"] = 64
     return options
 
@@ -224,7 +225,7 @@ def _check_can_compile(
     if config.offload and compat.uses_cuda_graphs(patches):
         raise ConfigError(
             "offload=True is incompatible with CUDA graphs, which own their memory across replays: "
-            "leave out mode='reduce-overhead' (or triton.cudagraphs), or offload."
+            "remove either offload=True or mode='reduce-overhead' (triton.cudagraphs)."
         )
 
 
@@ -281,7 +282,7 @@ def _check_types(options: Mapping[str, Any]) -> None:
 
 
 def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
-    """Warn where `torch.utils.checkpoint` is around the graph. Reports show it themselves."""
+    """Warn if `torch.utils.checkpoint` runs around the graph. Reports do not need the warning."""
     if compat.is_checkpointing() and not any(hook.records for hook in hooks):
         warn_about_checkpointing()
 

@@ -476,7 +476,7 @@ def _checked_budget(field: str, budget: Any) -> Any:
     size = parse_bytes(budget) if isinstance(budget, str) else budget
     if budget is not None and not (_is_number(size) and size > 0):
         raise ConfigError(
-            f"{field} must be positive and finite, got {budget!r}: it is a share up to "
+            f"{field} must be positive and finite, got {budget!r}: give a share up to "
             f"{LARGEST_SHARE}, a number of bytes, or a size such as '24GiB'."
         )
     if isinstance(budget, float) and budget > LARGEST_SHARE:

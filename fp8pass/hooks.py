@@ -1,4 +1,4 @@
-"""Hooks of a compilation: what watches it or adds to it, without the compiler importing it."""
+"""Hooks that observe or extend a compilation. The compiler does not import the code behind them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Hooks(Protocol):
         return None
 
     def while_compiling(self, what: str) -> AbstractContextManager[None]:
-        """Return a context for the minutes that Inductor may take for `what`."""
+        """Return a context manager that is active while Inductor compiles `what`."""
         return nullcontext()
 
 
@@ -139,7 +139,10 @@ class Observing(Hooks):
 def weights_by_path(
     gm: fx.GraphModule,
 ) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
-    """Return a function of a Dynamo graph's arguments: the parameters, by their modules' paths."""
+    """Return a function that picks the parameters from the arguments of a Dynamo graph.
+
+    The function returns them by the paths of their modules.
+    """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     paths = [(i, graph.module_path(n)) for i, n in enumerate(inputs)]
     return lambda args: {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}

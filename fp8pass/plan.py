@@ -136,7 +136,7 @@ class Linear:
         chosen: whether the user asked for it, by a skip pattern or the default for output heads.
         routine: whether the user can change or gain nothing, as for an adapter of rank 8.
         simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
-        experts: number of weights of a layer of experts; else 0. Each row uses one weight.
+        experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
         projection: `in_proj` or `out_proj` of an `nn.MultiheadAttention`, as `explain` finds it.
     """

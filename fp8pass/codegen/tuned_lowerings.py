@@ -102,7 +102,8 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
     """Reduce groups, then the maxima of all groups (COAT's Group Scaling).
 
     Inductor fuses the first stage into the kernel that computes `x`. The groups have the size of
-    the groups of saved tensors, so that one kernel reduces both. Rows would need another kernel.
+    the groups of saved tensors, so that one kernel computes the amaxes of both. A first stage that
+    reduces whole rows would need a kernel of its own.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None

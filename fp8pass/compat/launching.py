@@ -22,9 +22,10 @@ __all__ = ["ceil_div", "load_source", "lower_to_buffer", "lower_to_parts", "lowe
 
 
 def lower_to_buffer(op: Any) -> None:
-    """Lower `op(x, order)` to `x` in memory, where `order` lists dimensions, outermost first.
+    """Lower `op(x, order)` to a buffer that stores `x` with its dimensions in `order`.
 
-    A tensor with this layout is not copied.
+    `order` lists dimensions from the outermost to the innermost. A tensor that is already stored
+    like this is not copied.
     """
 
     def lowering(x: Any, order: Sequence[int]) -> Any:

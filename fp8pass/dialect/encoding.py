@@ -111,10 +111,10 @@ def unpack(planes: Sequence[Tensor], fmt: Format, group_size: int) -> Tensor:
 
 
 def shift_right(x: Tensor, count: int) -> Tensor:
-    """Shift integers by `count` bits, with their sign."""
+    """Shift integers right by `count` bits, and keep the sign."""
     return torch.bitwise_right_shift(x, count) if count else x
 
 
 def shift_left(x: Tensor, count: int) -> Tensor:
-    """Shift integers by `count` bits."""
+    """Shift integers left by `count` bits."""
     return torch.bitwise_left_shift(x, count) if count else x

@@ -20,7 +20,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE, padded_size
 
 
 def padded_length(rows: Any, experts: int) -> Any:
-    """Return the most rows that `rows` rows take in padded groups, a multiple of 16."""
+    """Return an upper limit for the size of `rows` rows in padded groups, a multiple of 16."""
     return padded_size(rows) + experts * CONTRACTION_MULTIPLE
 
 
@@ -48,9 +48,10 @@ def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Describe each row of the padded groups of `count` rows, for a gather.
+    """Return where each row of a matrix of padded groups comes from.
 
-    Returns the row that it holds, whether it holds one rather than padding, and its expert.
+    `count` is the number of rows before padding. Returns for each padded row the index of the
+    source row, whether there is one (False for padding), and the expert.
     """
     ends, starts = padded_group_ends(offsets), group_starts(offsets)
     length = padded_length(count, offsets.shape[0])

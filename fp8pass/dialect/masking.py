@@ -16,7 +16,8 @@ from torch import Tensor
 from fp8pass.dialect.encoding import shift_left
 from fp8pass.dialect.formats import Format
 
-# Mantissa bits of fp32, and the exponents of its normal numbers. No dtype that is masked has more.
+# Mantissa bits of fp32, and the exponents of its normal numbers. Every dtype that can be masked has
+# at most as many mantissa bits, and no exponents outside this range.
 MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

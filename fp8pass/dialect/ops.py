@@ -182,9 +182,9 @@ def _fake_transpose(data: Tensor) -> Tensor:
 def transpose(data: Tensor) -> Tensor:
     """Transpose an FP8 matrix [M, K] so that a GEMM can contract it over its rows (COAT G.3).
 
-    Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. Operands
-    in a lossless format, which GEMMs support in any layout, keep theirs: their [K, M] is
-    column-major.
+    Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. An operand
+    in a lossless format is returned as a column-major view [K, M], because GEMMs support any layout
+    of it.
     """
     if not is_fp8(data.dtype):
         return data.t()
@@ -352,5 +352,5 @@ def scaled_grouped_outer(
 
 @_operator(lambda x, *_: torch.empty_like(x))
 def mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
-    """Mask `x` to a simulated format, in its own dtype and layout (FP8 and back 3.2)."""
+    """Mask `x` to a simulated format, in its own dtype and layout (see `dialect/masking.py`)."""
     return mask(x, simulated_format(format), inner, outer)

@@ -147,7 +147,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
             found = set().union(*received)
     if len(found) > 1:
         raise ConfigError(
-            f"Ranks disagree about compress: {' on some, '.join(sorted(found))} on others. Pass "
+            f"Ranks called compress with different arguments: {' and '.join(sorted(found))}. Pass "
             "the same arguments on every rank."
         )
 

@@ -1,9 +1,9 @@
 """Memory budgets for the stages of a pipeline.
 
-A rank holds the saved tensors of several micro-batches, the first rank of the most. AGoQ (section
-4.2, DBCA-PP) gives every rank the memory that the first one needs with 4 bits: B_i = 4 · N_1 / N_i
-bits if rank i holds N_i micro-batches (Eq. 22). Here N_i is read from the schedule that PyTorch
-runs. Budgets are in bytes, and the planner chooses a format for each tensor
+A rank holds the saved tensors of several micro-batches, and the first rank holds most. AGoQ
+(section 4.2, DBCA-PP) gives every rank the memory that the first one needs with 4 bits: B_i = 4 ·
+N_1 / N_i bits if rank i holds N_i micro-batches (Eq. 22). Here N_i is read from the schedule that
+PyTorch runs. Budgets are in bytes, and the planner chooses a format for each tensor
 (`activation_memory/raise_precision.py`).
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
@@ -91,7 +91,7 @@ def held_microbatches(
     1, holds 3n - 2i + 1. The paper prints n + 2i - 1, which counts ranks backwards.
 
     Args:
-        schedule: as in `configs`, like the numbers.
+        schedule: as in `pipeline_configs`.
         stages: number of stages.
         ranks: number of ranks.
         microbatches: number of micro-batches in a batch.

@@ -160,7 +160,7 @@ def step_in_backward(
             take = partial(_accumulate, groups[parameter], sums[parameter], accumulate)
         # Otherwise Dynamo would trace the hook where compiled autograd runs the backward.
         hook = torch.compiler.disable(partial(hooks.take_gradient, take))
-        # PyTorch refuses hooks of frozen parameters.
+        # PyTorch refuses to register hooks on frozen parameters.
         was_trained = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -326,10 +326,10 @@ class BackwardHooks:
         rows = compat.pipeline_actions(schedule)
         if any(action.kind in IN_TWO_PARTS for row in rows for action in row):
             raise ConfigError(
-                f"{type(schedule).__name__} computes gradients of weights without the hooks in "
-                "which step_in_backward updates. Call optimizer.step() instead of "
-                "step_in_backward, or use a schedule with whole backwards, such as 1F1B or "
-                "Interleaved1F1B."
+                f"{type(schedule).__name__} computes weight gradients separately. PyTorch then "
+                "does not call the hooks that step_in_backward needs. Call optimizer.step() "
+                "instead of step_in_backward, or use a schedule with whole backwards, such as "
+                "1F1B or Interleaved1F1B."
             )
         self._schedule = ref(schedule)
 

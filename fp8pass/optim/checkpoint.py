@@ -105,8 +105,8 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     The groups of the result have the optimizer's `OWN` options.
 
     Raises:
-        ConfigError: the checkpoint is not of an optimizer, was made with AMSGrad, or has an option
-            with an invalid value.
+        ConfigError: the checkpoint is not the state dict of an optimizer, was made with AMSGrad, or
+            has an option with an invalid value.
     """
     check_has_states(state_dict)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
@@ -137,7 +137,7 @@ def check_has_states(given: Any) -> None:
     if missing := {"state", "param_groups"} - set(keys):
         raise ConfigError(
             f"The checkpoint ({type(given).__name__}) has no {', '.join(sorted(missing))}, so it "
-            "is not of an optimizer. Load what optimizer.state_dict() returned."
+            "is not the state dict of an optimizer. Load what optimizer.state_dict() returned."
         )
 
 

@@ -71,7 +71,7 @@ class Rows:
         return [group_count(size, self.group_size) for size in self.sizes]
 
     def join(self, tensors: Tensors, dtype: torch.dtype, fill: int = 0) -> Tensor:
-        """Return tensors of `sizes` elements as [R, G], padded with `fill`."""
+        """Concatenate tensors of `sizes` elements to [R, G]. Pad each tensor with `fill`."""
         joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
         for part, tensor in zip(self._parts(joined), tensors, strict=True):
             part.copy_(tensor.reshape(-1))

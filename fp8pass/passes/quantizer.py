@@ -29,7 +29,7 @@ from fp8pass.plan import Linear
 fp8 = torch.ops.fp8pass
 
 # The layer is not rewritten, since nothing is rounded. Its operands are saved as the rules allow.
-EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
+EXACT_FORMATS = Reason("formats are exact, so the layer is not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,7 +72,7 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
     if reason.text:
         return layer.entry(reason, times)
     if not config.quantizes_linears:
-        exact = Reason("exact formats: rewritten, not rounded", chosen=True)
+        exact = Reason("formats are exact, so nothing is rounded", chosen=True)
         return layer.entry(exact, times)
     roles = tuple(dict.fromkeys(role for role, _ in layer.gemms()))
     slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}

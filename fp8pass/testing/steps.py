@@ -43,7 +43,7 @@ def step(
         run: the model, compiled or not.
         model: the module that has the parameters and buffers.
         args: arguments of `run`.
-        seed: seed of dropout and of the incoming gradients. Outputs have different gradients.
+        seed: seed of dropout and of the random gradient of each output.
     """
     parameters = dict(model.named_parameters()) if model is not None else {}
     inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}

@@ -248,7 +248,7 @@ def test_diagnose_uses_the_loss_of_the_factory(run, workdir, factory):
 def test_a_loss_of_the_output_is_refused(run, workdir):
     code, _, err = run("diagnose", "factories:with_loss_of_the_output")
     assert code == 2
-    assert "loss_fn of TARGET takes the model and the batch" in err
+    assert "loss_fn that TARGET returns must accept two arguments, the model and the batch" in err
     assert "lambda model, batch:" in err
 
 

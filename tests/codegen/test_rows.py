@@ -90,7 +90,7 @@ def swiglu_of_groups(group):
 @pytest.mark.parametrize("rows", [3, 1024, 1500])
 def test_norm_backward(device, rows, columns, monkeypatch):
     monkeypatch.setattr(row_kernel, "VECTOR", 2)  # chunks of 256
-    if device == "cpu":  # which runs programs one by one
+    if device == "cpu":  # Triton's interpreter runs programs one by one
         for module in (program_module, reference_module, row_kernel):
             monkeypatch.setattr(module, "PARTIAL_SUMS", 4)
         rows = min(rows, 19)
@@ -98,7 +98,8 @@ def test_norm_backward(device, rows, columns, monkeypatch):
     inputs = operands(program, rows, columns, device)
     gradient, sums, amax = run(row_kernel, program, inputs)
     wanted = compute_program(program, inputs)
-    # The summation order differs, and subtracting a sum from a gradient may leave little.
+    # The kernel sums in another order. Where a gradient and the sum subtracted from it are nearly
+    # equal, the rounding errors of the sum are large relative to the difference.
     torch.testing.assert_close(gradient, wanted[0], rtol=2**-7, atol=1e-5)
     assert torch.allclose(sums, wanted[1], rtol=1e-4, atol=1e-3)
     assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # the operand is rounded
@@ -138,7 +139,7 @@ def test_rows_in_several_chunks(device, columns, monkeypatch):
 @both_devices
 @pytest.mark.parametrize("columns", [128, 130, 20480])
 def test_values_that_do_not_vary_along_a_row(device, columns):
-    """They are reduced and stored like values that vary."""
+    """Such values are reduced and stored like values that vary."""
     program = Program(
         (Load("x", "full"), Load("r", "row")),
         (

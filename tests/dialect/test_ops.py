@@ -452,7 +452,7 @@ def test_shape_rules_match_results(format, x):
 
 @pytest.mark.parametrize("format", [*LOSSY, *PACKED])
 def test_operators_match_their_schema(format):
-    """Functional, aliasing nothing, and traceable."""
+    """Operators do not write to operands or return aliases of them, and can be traced."""
     for op, args in calls(torch.randn(17, 48), format):
         takes_fp8 = any(
             isinstance(a, Tensor) and a.is_floating_point() and a.dtype.itemsize == 1

@@ -124,10 +124,11 @@ def test_both_cases_of_rms_norm_have_equal_bounds():
 
 
 def test_rms_norm_and_gemm():
-    """8.1.2, Case 1: ‖γ‖∞ (‖X‖/r + ‖X‖³/(d r³)) and Case 2: ‖U‖.
+    """AGoQ 8.1.2. Case 1: ‖γ‖∞ (‖X‖/r + ‖X‖³/(d r³)). Case 2: ‖U‖.
 
-    The paper prints another 1/r in both terms of Case 1; U does not change if X is scaled, so its
-    relative perturbation cannot. Where r = 1 the two agree.
+    The paper prints both terms of Case 1 with another factor 1/r. That is a mistake: U does not
+    change if X is scaled, so the bound for its relative error cannot change either. For r = 1 both
+    formulas agree.
     """
     s = Symbols(rms_norm)
     (x,), gain = s.expressions.values, s.gain

@@ -22,8 +22,9 @@ class Operator:
         parameters, buffers: shapes of its parameters and buffers.
         weight: how often it is drawn; 1 for most operators.
         random: whether its random numbers depend on the compiler.
-        ties: whether its gradient compares for equality, which is wrong in stock Inductor in 16
-            bits: a value in fp32 is compared with a maximum rounded to 16 bits, then divided by 0.
+        ties: whether its gradient tests elements for equality with the maximum. Stock Inductor
+            computes such gradients wrongly in 16 bits. It compares fp32 values with a maximum that
+            was rounded to 16 bits, finds no equal element, and divides by a count of 0.
     """
 
     template: str

@@ -44,7 +44,7 @@ def test_recipe_exact(name):
     quantize_linears(joint.gm, joint.ctx)
     quantize_experts(joint.gm, joint.ctx)
     assert joint.code == before
-    assert joint.ctx.plan.linears[0].reason == "exact formats: not rewritten"
+    assert joint.ctx.plan.linears[0].reason == "formats are exact, so the layer is not rewritten"
     torch._dynamo.reset()
     want = step(torch.compile(model, backend=stock_eager), model, (x,))
     torch._dynamo.reset()
@@ -55,7 +55,7 @@ def test_a_batch_of_one_in_recipe_exact():
     x = tokens(T, K)
     function = lambda w, x: torch.einsum("tk,ekn->ten", x, w)  # noqa: E731
     layer = only_layer(function, (E, K, N), x, config=EXACT_EAGER)
-    assert layer.reason == "exact formats: not rewritten"
+    assert layer.reason == "formats are exact, so the layer is not rewritten"
 
 
 def test_attention_does_not_change():

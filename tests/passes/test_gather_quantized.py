@@ -210,7 +210,7 @@ def sum_of(layer: nn.Linear, x: Tensor) -> Tensor:
         (sum_of, 1, "coat", "the operator aten.sum reads it, too"),
         (None, 2, "coat", "rows lie on more than one rank"),
         (lambda layer, x: x.sin(), 1, "coat", "no linear layer in FP8 reads it"),
-        (None, 1, "exact", "exact formats: rewritten, not rounded"),
+        (None, 1, "exact", "formats are exact, so nothing is rounded"),
     ],
 )
 def test_not_rewritten(mesh, read, dim, recipe, reason):

@@ -246,7 +246,7 @@ def test_other_formats(option):
 
 def test_recipe_exact():
     assert reason_of(Upwards(), rows(), ends(7, 0, 43), config=EXACT_EAGER) == (
-        "exact formats: not rewritten"
+        "formats are exact, so the layer is not rewritten"
     )
 
 

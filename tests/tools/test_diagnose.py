@@ -69,9 +69,10 @@ def errors_of(config: Config, trained: bool) -> list[LayerError]:
     ids=["coat of random weights", "coat", "agoq", "uniform"],
 )
 def test_prediction_agrees_with_measurement(config, trained):
-    """In order (Spearman) and within a factor of three, where errors count.
+    """Predictions are within a factor of three of measurements, and their ranks correlate.
 
-    Errors above one, as of attention without rules, count as equal: the gradient is wrong.
+    Negligible errors are not compared. Errors above one, which attention without rules has, count
+    as equal, because such a gradient is wrong anyway.
     """
     found = errors_of(config, trained)
     layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
@@ -149,7 +150,10 @@ def test_the_model_does_not_change():
 @pytest.mark.parametrize("tool", [fp8pass.diagnose, fp8pass.calibrate, fp8pass.bisect])
 @pytest.mark.parametrize("beside", [nn.BatchNorm1d(64), nn.Dropout(0.5)], ids=["norm", "dropout"])
 def test_buffers_and_random_state_do_not_change(tool, beside):
-    """The recorded graph, which runs again, also writes to buffers and draws random numbers."""
+    """Running the recorded graph again must not change buffers or the random number generator.
+
+    The graph updates the running statistics of a norm and draws the random numbers of dropout.
+    """
     model = nn.Sequential(nn.Linear(64, 64), beside, nn.Linear(64, 64))
     before = {name: x.clone() for name, x in model.state_dict().items()}
     x = torch.randn(32, 64)
@@ -263,7 +267,7 @@ def test_parameters_of_more_dimensions_are_measured():
 
 
 def test_tokens_may_be_columns():
-    """Their number is not a multiple of 16, so operands and results are transposed."""
+    """The number of tokens is not a multiple of 16, so operands and results are transposed."""
 
     class Columns(nn.Module):
         def __init__(self):

@@ -243,7 +243,7 @@ def test_blocks_compiled_one_by_one_have_configurations_of_their_own():
     assert exact == [True, False, False]
 
     blocks[1].compile(backend=fp8pass.backend(replace(COAT_EAGER, skip=("blocks.1",))))
-    with pytest.warns(UserWarning, match=r"Paths start at the module that is compiled.*Config of"):
+    with pytest.warns(UserWarning, match=r"Paths start at the compiled module.*another Config"):
         blocks[1](x)
 
 

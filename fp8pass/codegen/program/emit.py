@@ -18,7 +18,7 @@ from fp8pass.codegen.program.verify import verify
 from fp8pass.dialect.encoding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
-# The input of a program: the readers of its loads and steps, and its stores.
+# A program before it is built: the readers that collected its loads and steps, and its stores.
 Draft = tuple[Iterable[Reader], Iterable[Store]]
 
 

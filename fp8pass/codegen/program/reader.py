@@ -46,13 +46,13 @@ class Reader:
 
     Attributes:
         matrix: the matrix that the kernel computes, [M, N].
-        by_row: whether the kernel holds whole rows. Such a kernel can reduce along rows, and can
-            compute one sum of the residual stream, which it stores for its other users.
+        by_row: whether the kernel holds whole rows. Such a kernel can reduce along rows. It can
+            also compute one residual sum and store it for other kernels that read the sum.
         loads: the loads, by the node that is loaded.
         steps: the steps, by the node that they compute.
         names: the name of each node's value; casts and views have the name of their operand.
-        sum: the sum of the residual stream that the kernel computes. Other sums are loaded from
-            memory; otherwise each kernel would recompute the stream from its beginning.
+        sum: the residual sum that the kernel computes. Other residual sums are loaded from memory;
+            otherwise each kernel would recompute the stream from its beginning.
     """
 
     matrix: fx.Node

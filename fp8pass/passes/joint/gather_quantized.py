@@ -116,7 +116,7 @@ def why_not(gather: Gather, matrices: list[GatheredMatrix], others: list[fx.Node
     if not quantizations:
         return "no linear layer in FP8 reads it"
     if any(x.format.lossless for x in quantizations):
-        return "exact formats: rewritten, not rounded"
+        return "formats are exact, so nothing is rounded"
     blocks = [x.block for x in quantizations]
     if any(block not in (ROW, TENSOR) for block in blocks):
         return "its scales are of blocks"

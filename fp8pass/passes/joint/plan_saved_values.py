@@ -98,10 +98,10 @@ def _within_budget(
 
 
 def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
-    """Return the plan nearest to the budget of a graph without layers, such as a loss.
+    """Return the plan whose bytes are nearest to the budget, for a graph without linear layers.
 
-    Graph breaks leave such graphs. They often cannot meet the share that the rest of the model
-    meets, which must not stop the training.
+    Graph breaks leave such graphs, for example the loss. They often cannot save as small a share of
+    their bytes as the rest of the model. That must not stop the training, so no error is raised.
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:

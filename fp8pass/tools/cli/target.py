@@ -317,8 +317,8 @@ def _unpack(made: Any) -> Target:
             inspect.signature(loss_fn).bind(None, None)
         except TypeError:
             raise UsageError(
-                "loss_fn of TARGET takes the model and the batch, like the loss_fn of "
-                "fp8pass.diagnose: lambda model, batch: model(*batch).square().mean()."
+                "The loss_fn that TARGET returns must accept two arguments, the model and the "
+                "batch, as in fp8pass.diagnose: lambda model, batch: model(*batch).square().mean()."
             ) from None
         except ValueError:  # functions written in C have no signature
             pass

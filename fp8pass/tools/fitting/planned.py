@@ -68,7 +68,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Planned:
-    """A region as it would be compiled.
+    """The predicted result of compiling a region.
 
     Attributes:
         plan: the decisions.
