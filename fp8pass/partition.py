@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.activation_memory.stock import stock_saved_bytes
+from fp8pass.activation_memory.stock import partition_stock
 from fp8pass.compilation import Compilation
 from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
@@ -40,9 +40,11 @@ class Partitioner(compat.CustomPartitionerFn):
         """The forward and the backward module."""
         ctx = self.context(gm, **kwargs)
         observed = self.compilation.records
+        stock = None
         ctx.plan.checkpointing = checkpointing_of(gm)
         if observed:
-            ctx.plan.stock_bytes = stock_saved_bytes(gm, joint_inputs, ctx.facts)
+            stock = partition_stock(gm, joint_inputs, ctx.facts)
+            ctx.plan.stock_bytes = stock.bytes
             if ctx.plan.checkpointing:
                 ctx.plan.checkpointing = without_checkpointing(gm, ctx)
         records = run_passes(JOINT_PASSES, gm, ctx, record=observed, watcher=self.watcher)
@@ -51,7 +53,7 @@ class Partitioner(compat.CustomPartitionerFn):
         forward, backward = cut(gm, ctx)
         if observed:
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
-        self.compilation.finish(CompiledGraph(records, gm, ctx))
+        self.compilation.finish(CompiledGraph(records, gm, ctx, stock=stock))
         if self.compilation.shows_halves:
             self.compilation.rewrite_half(graph.copy_of(forward), "forward")
             self.compilation.rewrite_half(graph.copy_of(backward), "backward")

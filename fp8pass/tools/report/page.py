@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +18,19 @@ from torch import fx
 
 from fp8pass import __version__, hardware
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config
+from fp8pass.config import Config, bytes_text
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
+from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import diff_modules
 from fp8pass.tools.report.folding import fold
-from fp8pass.tools.report.picture import KINDS, draw, find_source_line
+from fp8pass.tools.report.picture import KINDS, draw, find_source_line, name_input
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.running import find_recipe
-from fp8pass.tools.tables import format_mib, format_remarks, shorten_operator, sort_points
+from fp8pass.tools.tables import format_remarks, shorten_operator, sort_points
 
 if TYPE_CHECKING:
     from fp8pass.tools.diagnosis import Diagnosis
@@ -77,13 +78,13 @@ def render(
     )
     environment.policies["json.dumps_kwargs"] = {}  # does not sort keys
     environment.filters.update(
-        mib=format_mib,
+        size=format_size,
+        budget=format_budget,
         share=_format_share,
-        seconds=_format_seconds,
+        time=format_time,
         short=shorten_operator,
         flop=_format_flop,
         recipe=_format_recipe,
-        ms=lambda seconds: f"{1e3 * seconds:.3g}",
     )
     graphs = explanation.graphs
     sections = [_make_section(i, g, explanation.modules_of(g)) for i, g in enumerate(graphs)]
@@ -93,6 +94,7 @@ def render(
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
         sections=sections,
+        has_budgets=any(s["choices"] for s in sections),
         expensive=folding.sort_by_bytes(saved)[:_MOST_EXPENSIVE],
         high_precision=folding.fold_rows(reasons),
         operations=count_operations(graphs),
@@ -118,7 +120,8 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
     return {
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
-        "timeline": [asdict(m) for m in trace_timeline(explanation.graphs)],
+        "timeline": [asdict(p) for p in trace_timeline(explanation.graphs)],
+        "stock": [asdict(p) for p in trace_timeline(explanation.graphs, stock=True)],
         "choices": [list(_list_choices(g.plan)) for g in explanation.graphs],
         "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
     }
@@ -127,14 +130,19 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
     """Return the data of one graph, which ran in `modules`."""
     plan = compiled.plan
-    sources = {n.name: find_source_line(n) for n in compiled.gm.graph.nodes}
+    nodes = {n.name: n for n in compiled.gm.graph.nodes}
+    sources = {name: find_source_line(n) for name, n in nodes.items()}
+    saved = (
+        replace(s, module=name_input(nodes[s.name], compiled.inputs) or s.module)
+        for s in describe_operands(compiled)
+    )
     return {
         "number": number,
         "runs": len(compiled.runs),
         "modules": folding.format_paths(modules) if any(modules) else "",
         "plan": plan,
         "linears": folding.fold_linears(plan.linears),
-        "saved": folding.fold_saved(plan.saved, sources),
+        "saved": folding.fold_saved(saved, sources),
         "scalars": [s for s in plan.saved if s.is_scalar],
         "rules": folding.fold_rules(plan.rules),
         "passes": [(record, diff_modules(record)) for record in compiled.passes],
@@ -184,8 +192,26 @@ def _format_flop(count: float) -> str:
     return f"{count:.3g} TFLOP"
 
 
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+def format_size(count: float) -> str:
+    """Format bytes or a difference of bytes, `-1.5 MiB`."""
+    return f"{'-' * (count < 0)}{bytes_text(abs(count))}"
+
+
+def format_budget(count: int) -> str:
+    """Format bytes as a `memory_budget` that is at least as large, `1.012GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{math.ceil(1000 * count / size) / 1000:.10g}{unit}"
+    return f"{count}B"
+
+
+def format_time(seconds: float) -> str:
+    """Format seconds or a difference of seconds, `12.3 µs`."""
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * scale >= 1),
+        (1e6, "µs"),
+    )
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def _format_recipe(config: Config) -> str:
