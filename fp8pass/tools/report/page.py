@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from torch import fx
 
@@ -41,7 +41,7 @@ FP8_LINEAR = "linear layers in FP8"
 _FOLDER = Path(__file__).parent
 _MOST_EXPENSIVE = 8  # rows
 
-# Plans whose memory differs by a smaller share are listed once.
+# Of plans whose memory differs by a smaller share, only the first is listed.
 _SAME_MEMORY = 0.005
 
 
@@ -49,30 +49,31 @@ def write_report(
     explanation: ExplanationData,
     path: Path,
     diagnosis: Diagnosis | None,
-    beside: ExplanationData | None,
+    other: ExplanationData | None,
 ) -> None:
     """Write the page to `path`."""
-    path.write_text(render(explanation, diagnosis, beside), encoding="utf-8")
+    path.write_text(render(explanation, diagnosis, other), encoding="utf-8")
 
 
 def render(
     explanation: ExplanationData,
     diagnosis: Diagnosis | None = None,
-    beside: ExplanationData | None = None,
+    other: ExplanationData | None = None,
 ) -> str:
     """Return the page's HTML, which contains everything that it needs.
 
     Args:
         explanation: the explanation to show.
         diagnosis: measured errors to show.
-        beside: explanation of the same model to compare with.
+        other: explanation of the same model to compare with.
 
     Raises:
-        ValueError: `beside` explains another model.
+        ValueError: `other` explains another model.
     """
     environment = Environment(
         loader=PackageLoader("fp8pass.tools.report", "."),
         autoescape=True,
+        undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -100,7 +101,7 @@ def render(
         operations=count_operations(graphs),
         options={k: x for k, x in vars(explanation.config).items() if x != default[k]},
         diagnosis=diagnosis,
-        comparison=compare(explanation, beside) if beside else None,
+        comparison=compare(explanation, other) if other else None,
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
@@ -160,7 +161,7 @@ def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {
             "point": asdict(point),
             "saves_bytes": here.bytes - point.bytes,
-            "lowers_peak": here.peak_bytes - point.peak_bytes,
+            "peak_change": point.peak_bytes - here.peak_bytes,
             "adds_seconds": point.seconds - here.seconds,
             "chosen": point is here,
         }

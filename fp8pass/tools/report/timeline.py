@@ -40,8 +40,8 @@ def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list
 
     With `stock` these are the operators and tensors of PyTorch's partitioner.
     """
-    forwards: list[tuple[int, list[Change]]] = []  # operators of fp8pass, and changes
-    backwards: list[tuple[int, list[Change]]] = []
+    forwards: list[tuple[bool, int, list[Change]]] = []
+    backwards: list[tuple[bool, int, list[Change]]] = []
     for compiled in graphs:
         forward, backward = _split(compiled)
         lengths, sizes = (len(forward), len(backward)), _list_sizes(compiled)
@@ -49,17 +49,15 @@ def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list
             forward, backward = (_list_calls(g) for g in compiled.stock.graphs)
             sizes = compiled.stock.saved
         adds, frees = _find_changes(forward, backward, sizes)
-        forwards.append((lengths[0], adds))
-        backwards.insert(0, (lengths[1], frees))
+        forwards.append((False, lengths[0], adds))
+        backwards.insert(0, (True, lengths[1], frees))
     points, start = [TimelinePoint(0, "", False, 0, 0)], 0
-    for in_backward, halves in ((False, forwards), (True, backwards)):
-        for length, changes in halves:
-            for number, (node, change) in enumerate(changes, 1):
-                if change:
-                    position = start + length * number / len(changes)
-                    saved = points[-1].bytes + change
-                    points.append(TimelinePoint(position, _name(node), in_backward, change, saved))
-            start += length
+    for in_backward, length, changes in forwards + backwards:
+        for number, (node, change) in enumerate(changes, 1):
+            if change:
+                position, total = start + length * number / len(changes), points[-1].bytes + change
+                points.append(TimelinePoint(position, _name(node), in_backward, change, total))
+        start += length
     return points
 
 
