@@ -69,18 +69,18 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
         f"Loss: fp8pass changes it by {loss:+.1%}, {compared} than another seed of torch.compile "
         f"({by_chance:+.1%})."
     )
-    yield (
-        f"Speed: {ours.tokens_per_second / stock.tokens_per_second:.2f}× the tokens/s of "
-        f"torch.compile{explain_speed(device)}."
-    )
+    speed = ours.tokens_per_second / stock.tokens_per_second
+    yield f"Speed: {speed:.2f}× the tokens/s of torch.compile.{explain_speed(device)}"
 
 
 def explain_speed(device: torch.device) -> str:
-    """Return the reason why fp8pass is slow on `device`, or ''."""
+    """Return a sentence on what slows fp8pass down on `device`, or ''."""
     if device.type == "cpu":
-        return ", because a CPU emulates FP8. GPUs since Ada and Hopper multiply FP8 matrices"
+        return (
+            " A CPU emulates FP8, which is slow; GPUs since Ada and Hopper have FP8 instructions."
+        )
     reason = hardware.why_no_fp8_gemm(device)
-    return f", because linear layers stayed in BF16: {reason}" if reason else ""
+    return f" Linear layers stayed in BF16: {reason}." if reason else ""
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:

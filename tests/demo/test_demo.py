@@ -112,7 +112,7 @@ def test_the_last_lines_are_the_result(outcome: Outcome) -> None:
         "torch.compile, seed 1",
         "Memory: ",
         "Loss: ",
-        "a CPU emulates FP8",
+        "A CPU emulates FP8",
         "loss.png",
         "report.html",
     ):
