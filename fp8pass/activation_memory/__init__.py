@@ -11,5 +11,5 @@ more_bits.py         formats of more bits for what a budget leaves over
 budget.py            decisions within a memory budget, by a mixed-integer program
 link.py              what can be copied to the host and back beside a step
 backward_memory.py   bytes alive over time in the backward, for the budget's estimate of the peak
-stock.py             what PyTorch's partitioner would keep, for comparison
+stock.py             what PyTorch's partitioner saves, for comparison
 """
